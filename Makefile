@@ -201,11 +201,12 @@ sim-long: setup ## The store's size and the audit over STEPS=100000 steps, in si
 mutations: setup ## Each compare and rule of the protocol taken out in turn, and what notices it; benchmarks/results/mutations.json
 	@$(TEST_ENV) $(BIN)/python benchmarks/mutation_table.py $(BENCH_ARGS)
 
-lint: setup ## ruff, mypy, import contracts, generated code
+lint: setup ## ruff, mypy, import contracts, the checkers of tools/, generated code
 	@$(BIN)/ruff check -q .
 	@$(BIN)/ruff format -q --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tools.lint
 	@PYTHON=$(BIN)/python protos/generate.sh --check
 
 proto: setup ## Generate gcore/api/v1 from protos/

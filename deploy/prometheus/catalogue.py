@@ -33,7 +33,7 @@ What a controller shows at `/metrics`, by subject. [Watching a cluster](watching
 controller that works on the job, so take the maximum; counters are each process's own, so sum them. Histograms have `_bucket`, `_sum` and
 `_count`. Beside these there are Prometheus' own `process_*`, and `gcore_build_info{version}`.
 
-<!-- Made by deploy/prometheus/catalogue.py; a test compares it with the catalogue. -->
+<!-- Made by deploy/prometheus/catalogue.py; `make lint` compares it with the catalogue. -->
 """
 
 

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from chart import CHART, Manifest, checks, container, one, rendered
 from deployed import specs_may_name
-from watched_metrics import rules
 
 from gcore.config import NodeConfig
+from tools.monitoring import rules
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

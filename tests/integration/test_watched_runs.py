@@ -21,14 +21,13 @@ from typing import Any
 
 import pytest
 from cluster_run import ClusterRun, gcore
-from dashboards import every_query
 from placement_run import write_job
 from prometheus_server import PrometheusServer, changes
 from trace_collector import Collector
-from watched_metrics import rules
 
 from gcore.config.cluster import LocalCluster
 from gcore.testing.fake_openai import Failing, FakeOpenAI
+from tools.monitoring import every_query, rules
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -1,4 +1,4 @@
-"""What is said of what hangs, from views made by hand; and that docs/failures.md states the times that are in force."""
+"""What is said of what hangs, from views made by hand."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from controllers.troubles import TroubleBook
 from controllers.view import EngineView, JobView, RankView
 from controllers.waiting import PATIENCE_S, Wait, waiting_for
 from gcore.config.agent import AgentSpec
-from gcore.config.rollout import RolloutSpec
-from gcore.config.train import TrainSpec
 from gcore.ledger.guarded import TxnOutcome
 from gcore.reward.pace import Scoring
 from gcore.store.keys import JobKeys
@@ -27,7 +25,6 @@ from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
 
 
 def waits(view: JobView) -> dict[str, Wait]:
@@ -162,26 +159,6 @@ async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_o
     (sentence,) = told
     assert "node-0 does not see the run's folder" in sentence
     assert "stay in the store" in sentence
-
-
-@pytest.mark.parametrize("cause", PATIENCE_S)
-def test_the_page_of_failures_states_the_time_after_which_each_wait_is_told(cause: str) -> None:
-    (row,) = re.findall(rf"^\| `{cause}` \|.*$", PAGE, re.MULTILINE)
-    assert row.split("|")[3].strip() == f"{PATIENCE_S[cause]:g} s"
-
-
-def test_the_page_of_failures_states_the_defaults_of_the_times_that_a_spec_sets() -> None:
-    for spec, name in ((RolloutSpec, "silent_s"), (RolloutSpec, "watchdog_s"), (RolloutSpec, "timeout_s")):
-        assert f"`rollout.{name}` ({spec.model_fields[name].default:g} s)" in PAGE
-    for name in ("watchdog_s", "start_limit_s"):
-        assert f"`train.{name}` ({TrainSpec.model_fields[name].default:g} s)" in PAGE
-
-
-def test_every_test_that_the_page_of_failures_names_exists() -> None:
-    named = set(re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", PAGE))
-    assert len(named) > 15
-    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
-    assert missing == []
 
 
 def test_every_cause_is_watched_and_none_else() -> None:

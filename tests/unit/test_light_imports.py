@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "transformers", "deepspeed", "safetensors.torch", "sglang", "pyarrow")
 LIGHT = (
     "controllers.daemon",
@@ -23,22 +21,23 @@ LIGHT = (
 )
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_starts_without_torch(module: str) -> None:
-    program = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+def loaded(modules: tuple[str, ...], heavy: tuple[str, ...]) -> str:
+    """What of `heavy` a fresh process has loaded after each import, one line an import that loaded any."""
+    program = (
+        f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+        f"    found = [one for one in {heavy!r} if one in sys.modules]\n    if found: print(name, found)\n"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_daemon_without_a_job_that_moves_slots_has_no_numpy() -> None:
-    """It would be a sixth larger."""
-    program = "import sys, controllers.daemon, controllers.wire; print('numpy' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
+def test_programs_of_controllers_and_commands_import_no_heavy_package() -> None:
+    assert loaded(LIGHT, HEAVY) == ""
 
 
-def test_a_daemon_without_a_job_plans_nothing() -> None:
-    """What a first placement is searched with comes with the first job."""
-    program = "import sys, controllers.daemon, controllers.wire; print('placement.mapping' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
+def test_a_daemon_without_a_job_has_neither_numpy_nor_the_search_of_placements() -> None:
+    """With numpy it would be a sixth larger; a first placement comes with the first job."""
+    assert loaded(("controllers.daemon", "controllers.wire"), ("numpy", "placement.mapping")) == ""
+
+
+def test_a_heavy_package_would_be_found() -> None:
+    assert loaded(("json", "numpy"), ("numpy",)) == "numpy ['numpy']\n"

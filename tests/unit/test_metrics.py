@@ -1,20 +1,14 @@
-"""The catalogue of metrics keeps its own rules."""
+"""Metrics are counted, removed with their job, and served over HTTP."""
 
 from __future__ import annotations
 
-import os
-import re
 import socket
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from prometheus_client import Counter, Gauge, Histogram, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gcore.errors import CannotListen
@@ -24,69 +18,10 @@ from gcore.metrics.serving import MOST_CONNECTIONS, is_own_name, serve_metrics
 from gcore.metrics.slots import MoveFigures
 from gcore.metrics.store import RESULTS
 
-ROOT = Path(__file__).parents[2]
-LABELS = {
-    "judge",
-    "kind",
-    "source",
-    "result",
-    "operation",
-    "code",
-    "outcome",
-    "job",
-    "phase",
-    "pool",
-    "state",
-    "cause",
-    "version",
-    "set",
-    "metric",
-    "part",
-    "endpoint",
-    "alarm",
-    "measure",
-    "method",
-}
-WRONG_UNITS = re.compile(r"_(ms|millis\w*|micros\w*|minutes|hours|kb|mb|kib|mib|percent|pct)(_|$)")
-WITH_UNIT = {"seconds": r"\b[Ss]econds?\b", "bytes": r"\b[Bb]ytes\b", "ratio": r"0 to 1", "tokens": r"\b[Tt]okens\b"}
-
-
-def catalogue() -> list[Metric]:
-    return [family for family in Metrics().registry.collect() if not family.name.startswith("process_")]
-
 
 def labelled(metrics: Metrics) -> Iterator[str]:
     for family in metrics.registry.collect():
         yield from (f"{sample.name}{sample.labels}" for sample in family.samples)
-
-
-@pytest.mark.parametrize("family", catalogue(), ids=lambda family: family.name)
-class TestEveryMetric:
-    def test_is_named_in_gcores_way(self, family: Metric) -> None:
-        assert re.fullmatch(r"gcore(_[a-z]+)+", family.name)
-        assert not WRONG_UNITS.search(family.name), "base units only"
-        # A counter's family is named without its ending, so whatever still bears it is none.
-        assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_created"))
-        if family.type == "histogram":
-            assert family.name.endswith(("_seconds", "_bytes", "_ratio", "_verdict"))  # a verdict has no unit
-
-    def test_says_in_a_sentence_what_it_is_and_in_which_unit(self, family: Metric) -> None:
-        assert re.fullmatch(r"[A-Z].{10,}\.", family.documentation)
-        for unit, said in WITH_UNIT.items():
-            if re.search(rf"_{unit}(_|$)", family.name):
-                assert re.search(said, family.documentation), unit
-
-
-def test_labels_are_few_and_bounded() -> None:
-    for metric in vars(Metrics()).values():
-        for one in metric.values() if isinstance(metric, dict) else [metric]:
-            assert set(getattr(one, "_labelnames", ())) <= LABELS
-
-
-def test_what_is_about_a_job_is_a_gauge_or_it_could_not_be_taken_away() -> None:
-    about = [family for family in catalogue() if "job" in Metrics().labels_of.get(family.name, ())]
-    assert len(about) > 40
-    assert {family.type for family in about} == {"gauge"}
 
 
 def test_a_forgotten_job_leaves_nothing_behind() -> None:
@@ -150,30 +85,6 @@ def test_workers_that_are_gone_are_shown_no_more() -> None:
     metrics.show_cluster(2, {("rollout", "serving"): 1})
     found = {str(s.labels): s.value for f in metrics.registry.collect() for s in f.samples if s.name == "gcore_workers"}
     assert found == {"{'pool': 'rollout', 'state': 'serving'}": 1}
-
-
-def test_every_metric_of_the_catalogue_is_set_somewhere() -> None:
-    """By who counts, in the open; or by a method of the catalogue, which somebody calls."""
-    sources = [path for top in ("gcore", "controllers", "placement") for path in (ROOT / top).rglob("*.py")]
-    texts = {path: path.read_text(encoding="utf-8") for path in sources}
-    own = "\n".join(text for path, text in texts.items() if path.parent == ROOT / "gcore" / "metrics")
-    outside = "\n".join(text for path, text in texts.items() if path.parent != ROOT / "gcore" / "metrics")
-    called = {name for name in re.findall(r"    def ((?:show|count|know)_\w+)\(", own) if f"etrics.{name}(" in outside}
-    methods = re.findall(r"    def (\w+)\((.*?)(?=\n    def |\nclass |\Z)", own, re.DOTALL)
-    shown = "\n".join(body for name, body in methods if name in called)
-    metrics = {name: one for name, one in vars(Metrics()).items() if _is_metric(one)}
-    assert {"_waiting", "checkpoints", "_step_stats"} <= metrics.keys()
-    unused = [
-        name
-        for name in metrics
-        if not ((re.search(rf"etrics\.{name}\b", outside) and not name.startswith("_")) or f"self.{name}" in shown)
-    ]
-    assert unused == []
-
-
-def _is_metric(one: object) -> bool:
-    values = list(one.values()) if isinstance(one, dict) else [one]
-    return bool(values) and all(isinstance(value, Counter | Gauge | Histogram) for value in values)
 
 
 def test_metrics_are_served_over_http_as_prometheus_reads_them() -> None:
@@ -340,10 +251,3 @@ def test_what_a_rate_is_taken_of_is_there_before_it_counts_for_the_first_time() 
 
 def test_the_results_of_a_transaction_are_those_that_there_are() -> None:
     assert set(RESULTS) == {outcome.value for outcome in TxnOutcome}
-
-
-def test_the_list_of_metrics_is_that_of_the_catalogue(tmp_path: Path) -> None:
-    made = tmp_path / "metrics.md"
-    program = ROOT / "deploy" / "prometheus" / "catalogue.py"
-    subprocess.run([sys.executable, str(program), str(made)], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert made.read_text() == (ROOT / "docs" / "metrics.md").read_text(), "run: python deploy/prometheus/catalogue.py"

@@ -11,8 +11,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.garbage import GarbageSection, Keep
-from gcore.config.limits import JobLimits
 from gcore.config.node import MAX_BYTES, NodeConfig
 from gcore.errors import UsageError
 
@@ -195,18 +193,6 @@ def test_others_reach_it_where_it_says(tmp_path: Path, more: dict[str, Any], adv
     config = loaded(tmp_path, **more)
     assert config.advertised(7) == advertised
     assert config.workers_listen_on == workers
-
-
-def test_the_guide_names_every_key() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text()
-    table = "\n".join(line for line in guide.splitlines() if line.startswith("| `"))
-    own = {"schema_version", "local_cluster"}  # written by `gcore up`, for itself
-    assert [
-        key for key in NodeConfig.model_fields if key not in own and f"`{key}`" not in table and f"`{key}." not in table
-    ] == []
-    assert [
-        key for section in (JobLimits, GarbageSection, Keep) for key in section.model_fields if f"`{key}`" not in table
-    ] == []
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\0b"])

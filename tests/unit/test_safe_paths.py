@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
 from controllers.children import ENGINE_COMMANDS, RANK_COMMAND
 from controllers.keeper import daemon_command
 
-ROOT = Path(__file__).parents[2]
 SHADOWS = ("timeit.py", "queue.py", "random.py", "types.py", "secrets.py")
-
-
-def test_every_process_that_is_started_leaves_the_current_folder_out_of_its_path() -> None:
-    commands = re.compile(r"sys\.executable,\s*(\"-[^m][^\"]*\",\s*)*\"-m\"")
-    found = {
-        f"{path.relative_to(ROOT)}: {match.group()}"
-        for package in ("gcore", "controllers")
-        for path in (ROOT / package).rglob("*.py")
-        for match in commands.finditer(path.read_text())
-        if not {"testing", "__pycache__"} & set(path.parts) and '"-P"' not in match.group()
-    }
-    assert found == set()
 
 
 def test_a_daemon_an_engine_and_a_rank_start_where_files_are_called_as_pythons_modules(tmp_path: Path) -> None:

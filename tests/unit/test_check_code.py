@@ -1,0 +1,123 @@
+"""The checker of the sources finds each kind of fault, and leaves what is harmless alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools import check_code
+from tools.problem import ROOT, sources
+
+FORBIDDEN, ALLOWED = check_code.pure_contract(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+ALGORITHM = check_code.ALGORITHMS + "planted.py"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import asyncio",
+        "from random import choice",
+        "from gcore.store import etcd",
+        "def f():\n    import time",
+        "import os\nfrom gcore.clock import Clock",
+    ],
+)
+def test_a_module_that_calls_itself_pure_and_is_not_is_found(statement: str) -> None:
+    pure, other = (ast.parse(f'"""{text}"""\n{statement}\n') for text in ("Rules. Pure.", "Rules. Not so purely."))
+    (problem,) = check_code.impure_imports("x.py", pure, FORBIDDEN, ALLOWED)
+    assert problem.line == 2 + statement.count("\n")
+    assert list(check_code.impure_imports("x.py", other, FORBIDDEN, ALLOWED)) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from gcore.store.types import Put",
+        "from gcore.store import keys",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gcore.clock import Clock",
+    ],
+)
+def test_a_pure_module_may_import_what_is_said_to_the_store_and_types(statement: str) -> None:
+    tree = ast.parse(f'"""Pure: rules."""\n{statement}\n')
+    assert list(check_code.impure_imports("x.py", tree, FORBIDDEN, ALLOWED)) == []
+
+
+def test_many_modules_call_themselves_pure() -> None:
+    claims = [path for path, _, tree in sources(ROOT) if re.search(r"\bPure\b", ast.get_docstring(tree) or "")]
+    assert len(claims) > 30
+    assert {path.split("/")[0] for path in claims} == {"gcore", "controllers", "placement"}
+
+
+RUNS_WHAT_IT_READS = [
+    "import pickle",
+    "from pickle import loads",
+    "import torch.multiprocessing",
+    "from multiprocessing import Pool",
+    "torch.load(f)",
+    "torch.load(f, weights_only=False)",
+    "torch.save(x, f)",
+    "np.load(f, allow_pickle=True)",
+    "numpy.load(f, allow_pickle=1)",
+    "yaml.load(text, Loader=yaml.Loader)",
+    "yaml.load(text)",
+    "yaml.load_all(text)",
+    "yaml.unsafe_load(text)",
+    "dist.all_gather_object(a, b)",
+    "engine.save_checkpoint(folder)",
+    "eval(text)",
+    "exec(text)",
+    "subprocess.run(text, shell=True)",
+]
+HARMLESS = [
+    "torch.load(f, weights_only=True)",
+    "np.load(f)",
+    "np.load(f, allow_pickle=False)",
+    "yaml.load(text, Loader=PlainLoader)",
+    "yaml.safe_load(text)",
+    "model.eval()",
+]
+
+
+def test_what_could_run_code_that_was_read_is_found() -> None:
+    found = {source: list(check_code.runs_what_it_reads("x.py", ast.parse(source))) for source in RUNS_WHAT_IT_READS}
+    assert [source for source, problems in found.items() if not problems] == []
+    assert [source for source in HARMLESS if list(check_code.runs_what_it_reads("x.py", ast.parse(source)))] == []
+    assert list(check_code.runs_what_it_reads(check_code.JAIL, ast.parse("exec(text)"))) == []
+    assert (ROOT / check_code.JAIL).exists()
+
+
+def test_a_process_that_finds_modules_in_the_current_folder_is_found() -> None:
+    text = 'x = 1\nstart([sys.executable, "-m", "gcore"])\nstart([sys.executable, "-P", "-m", "gcore"])\n'
+    (problem,) = check_code.shadowed("gcore/x.py", text)
+    assert problem.line == 2
+
+
+@pytest.mark.parametrize(
+    ("docstring", "messages"),
+    [
+        ("", ["has no docstring", "names no source"]),
+        ("The loss of arXiv 1707.06347.", ["says no shape"]),
+        ("The loss, [batch, tokens].", ["names no source"]),
+        ("The loss, [batch, tokens] (Schulman, 2017).", []),
+    ],
+)
+def test_an_algorithm_without_shapes_or_source_is_found(docstring: str, messages: list[str]) -> None:
+    source = f'def planted_loss(logp: Tensor) -> Tensor:\n    """{docstring}"""\n'
+    found = list(check_code.undocumented(ALGORITHM, ast.parse(source)))
+    assert len(found) == len(messages)
+    assert all(message in problem.message for message, problem in zip(messages, found, strict=True))
+
+
+def test_a_fault_in_a_tree_is_found_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text().replace('"pickle".msg', '"x".msg'))
+    (tmp_path / "controllers").mkdir()
+    (tmp_path / "controllers" / "planted.py").write_text('"""Rules. Pure."""\nimport grpc\nimport pickle\n')
+    found = [str(problem) for problem in check_code.check(tmp_path)]
+    assert found[0].startswith("controllers/planted.py:2: the docstring says pure, and it imports grpc")
+    assert found[1].startswith("controllers/planted.py:3: imports pickle")
+    assert any("SOURCELESS has nll_loss" in line for line in found)
+    assert "pyproject.toml:1: ruff does not ban pickle: ban it" in found

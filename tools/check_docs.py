@@ -1,0 +1,287 @@
+"""Check the documents: commands, specs, links, test names and tables agree with the code and the files.
+
+Checks every document of `documents()`: each `gcore` command exists with its options, each YAML block is a valid part
+of a spec or of a daemon's configuration, each link leads to a file, each named test and systemd unit exists. Checks
+the pages that must be complete: the index, the map of the code, the step protocol, failures, algorithms and the
+daemon's configuration. Checks that the help of each verb has an example that can be typed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import typer
+import yaml
+from pydantic import BaseModel, ValidationError
+from typer.exceptions import TyperException
+
+from controllers.cli.main import app
+from controllers.waiting import PATIENCE_S
+from gcore.config import NodeConfig, parse_spec
+from gcore.config.garbage import GarbageSection, Keep
+from gcore.config.limits import JobLimits
+from gcore.config.rollout import RolloutSpec
+from gcore.config.train import TrainSpec
+from gcore.errors import GcoreError
+from gcore.schema import NEWEST_VERSION
+from tools.documents import Block, blocks, commands, documents, inline_commands
+from tools.problem import Problem, line_of, main, relative
+
+CLI: Any = typer.main.get_command(app)
+MAPPED = ("controllers", "gcore/ledger")
+"""Folders of which docs/architecture.md names every module."""
+OWN_MAP = "gcore/train"
+"""A folder whose `__init__` names every module."""
+RULES = 17
+"""Rules of the step protocol."""
+SHOWN_BY_TESTS = ("The rules", "What a failure means", "Limits")
+"""Tables of docs/protocol.md of which each row names a test."""
+
+BASE: dict[str, Any] = {"name": "base", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
+BASE["rollout"] = {"max_new_tokens": 8}
+LEAST_NODE = {"node": "n", "home": "h", "run_root": "r", "slots": ["cpu:0"], "etcd": {"endpoints": ["h:1"]}}
+PLACEHOLDER = re.compile(r"^[A-Z][A-Z_.]*$|^FOLDER/.*")
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+TEST = re.compile(r"`(?:tests/)?((?:unit|integration|contract|sim|chaos|gpu|trackers|upgrade)/[\w/]+\.py)::(\w+)`")
+UNIT = re.compile(r"(?:systemctl (?:status|start|stop|restart|reload|enable --now)|journalctl -u) ([\w.-]+)")
+
+
+def check(root: Path) -> Iterator[Problem]:
+    for file in documents(root):
+        yield from commands_exist(file, root)
+        yield from specs_are_valid(file, root)
+        yield from links_lead_somewhere(file, root)
+        yield from tests_exist(file, root)
+        yield from units_exist(file, root)
+    yield from index_is_complete(root)
+    yield from map_is_complete(root)
+    yield from protocol_page_is_complete(root)
+    yield from failures_page_is_right(root)
+    yield from names_are_listed(root)
+    yield from help_has_examples(CLI, root)
+
+
+class Unparsable(Exception):
+    """The command line has no such verb, option or value."""
+
+
+def parse(words: list[str]) -> None:
+    """Raises Unparsable for a verb or option that does not exist, or a value of the wrong kind."""
+    if words[0].startswith("-"):
+        CLI.make_context("gcore", list(words), resilient_parsing=True)
+        return
+    words = ["1" if word == "N" else word for word in words]  # a number
+    command = CLI.commands.get(words[0])
+    if command is None:
+        raise Unparsable(f"no verb {words[0]!r}")
+    if (inner := getattr(command, "commands", None)) and len(words) > 1 and not words[1].startswith("-"):
+        if "|" in words[1]:  # running text names several
+            return
+        words, command = words[1:], inner.get(words[1])
+        if command is None:
+            raise Unparsable(f"no verb {words[0]!r}")
+    try:
+        command.make_context(words[0], words[1:])
+    except TyperException as error:
+        if type(error).__name__ != "MissingParameter":  # running text names a verb without its arguments
+            raise Unparsable(getattr(error, "message", str(error))) from error
+
+
+def commands_exist(file: Path, root: Path) -> Iterator[Problem]:
+    typed = [(c.line, text) for block in blocks(file, "console") for c in commands(block) for text in _simple(c.text)]
+    for line, text in typed + inline_commands(file):
+        words = shlex.split(text, comments=True)
+        if not words or Path(words[0]).name != "gcore":
+            continue
+        words = words[1:]
+        if words[0] in ("VERB", "--help", "--version", "--install-completion") or PLACEHOLDER.match(words[0]):
+            continue
+        try:
+            parse([word for word in words if word != "--help"])
+        except Unparsable as error:
+            message = f"gcore {' '.join(words)}: {error}: write a command that exists"
+            yield Problem(relative(file, root), line, message)
+
+
+def _simple(text: str) -> list[str]:
+    """The commands of a line without its here-document; `cd x && gcore ...` has two."""
+    first = text.replace("\\\n", " ").split("\n")[0]
+    return [part.strip().split(" > ")[0] for part in first.split("&&")]
+
+
+def specs_are_valid(file: Path, root: Path) -> Iterator[Problem]:
+    for block in blocks(file, "yaml"):
+        try:
+            (_node_is_valid if block.mark == "node" else _spec_is_valid)(block)
+        except (GcoreError, ValidationError, yaml.YAMLError) as error:
+            where = "daemon's configuration" if block.mark == "node" else "spec"
+            message = f"this is no part of a {where}: {' '.join(str(error).split())}: correct the block"
+            yield Problem(relative(file, root), block.line, message)
+
+
+def _spec_is_valid(block: Block) -> None:
+    tree: dict[str, Any] = yaml.safe_load(block.text)
+    # A job goes by steps or by epochs.
+    base = BASE | {"flow": {}} if "epochs" in tree.get("flow", {}) else BASE
+    parse_spec(base | {k: {**base.get(k, {}), **v} if isinstance(v, dict) else v for k, v in tree.items()})
+
+
+def _node_is_valid(block: Block) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "node.yaml"
+        file.write_text(yaml.safe_dump(LEAST_NODE | yaml.safe_load(block.text)))
+        NodeConfig.load(file)
+
+
+def links_lead_somewhere(file: Path, root: Path) -> Iterator[Problem]:
+    text = file.read_text(encoding="utf-8")
+    for match in LINK.finditer(text):
+        if "://" not in match[1] and not (file.parent / match[1]).exists():
+            line = text.count("\n", 0, match.start()) + 1
+            yield Problem(relative(file, root), line, f"the link leads to {match[1]}, which is not there: correct it")
+
+
+def tests_exist(file: Path, root: Path) -> Iterator[Problem]:
+    text = file.read_text(encoding="utf-8")
+    for match in TEST.finditer(text):
+        if match[2] not in _functions(root / "tests" / match[1]):
+            message = f"there is no test {match[2]} in tests/{match[1]}: name one that exists"
+            yield Problem(relative(file, root), text.count("\n", 0, match.start()) + 1, message)
+
+
+@cache
+def _functions(file: Path) -> frozenset[str]:
+    if not file.exists():
+        return frozenset()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def units_exist(file: Path, root: Path) -> Iterator[Problem]:
+    units = {unit.stem for unit in (root / "deploy" / "systemd").glob("*.service")}
+    text = file.read_text(encoding="utf-8")
+    for match in UNIT.finditer(text):
+        if match[1].removesuffix(".service") not in units:
+            message = f"deploy/systemd has no unit {match[1]}: name one that exists"
+            yield Problem(relative(file, root), text.count("\n", 0, match.start()) + 1, message)
+
+
+def index_is_complete(root: Path) -> Iterator[Problem]:
+    index = (root / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in sorted((root / "docs").glob("*.md")):
+        if page.name != "index.md" and f"]({page.name})" not in index:
+            yield Problem("docs/index.md", 1, f"no link leads to {page.name}: add one")
+
+
+def map_is_complete(root: Path) -> Iterator[Problem]:
+    named = re.findall(r"`(?:[\w/]+/)?([\w*]+\.py)`", (root / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    for file in (file for folder in MAPPED for file in sorted((root / folder).glob("*.py"))):
+        if file.name != "__init__.py" and not any(fnmatch(file.name, one) for one in named):
+            yield Problem(
+                "docs/architecture.md", 1, f"the map does not name {relative(file, root)}: say what it is for"
+            )
+    own = root / OWN_MAP / "__init__.py"
+    said = set(re.findall(r"\w+", ast.get_docstring(ast.parse(own.read_text(encoding="utf-8"))) or ""))
+    for file in sorted((root / OWN_MAP).glob("[!_]*.py")):
+        if file.stem not in said:
+            yield Problem(relative(own, root), 1, f"the docstring does not name {file.stem}: say what it is for")
+
+
+def protocol_page_is_complete(root: Path) -> Iterator[Problem]:
+    page = "docs/protocol.md"
+    text = (root / page).read_text(encoding="utf-8")
+    for title in SHOWN_BY_TESTS:
+        section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+        if not rows:
+            yield Problem(page, 1, f"there is no table under '## {title}': write it, or change tools/check_docs.py")
+        for row in rows:
+            if "::test_" not in row:
+                yield Problem(page, line_of(text, row), f"the row names no test that shows it: {row[:60]}")
+        numbers = [row.split("|")[1].strip() for row in rows]
+        if title == "The rules" and rows and numbers != [str(number) for number in range(1, RULES + 1)]:
+            yield Problem(page, line_of(text, rows[0]), f"the rules are numbered {numbers}: number them 1 to {RULES}")
+    versions = f"this gcore is of version {NEWEST_VERSION} and reads version {NEWEST_VERSION - 1}"
+    if versions not in text:
+        yield Problem(page, 1, f"the page does not say '{versions}': correct the versions")
+
+
+def failures_page_is_right(root: Path) -> Iterator[Problem]:
+    page = "docs/failures.md"
+    text = (root / page).read_text(encoding="utf-8")
+    for cause, seconds in PATIENCE_S.items():
+        rows = re.findall(rf"^\| `{cause}` \|.*$", text, re.MULTILINE)
+        said = [row.split("|")[3].strip() for row in rows]
+        if said != [f"{seconds:g} s"]:
+            line = line_of(text, rows[0]) if rows else 1
+            yield Problem(page, line, f"the wait {cause} becomes an event after {seconds:g} s, the table says {said}")
+    defaults: list[tuple[type[BaseModel], str, str]]
+    defaults = [(RolloutSpec, "rollout", name) for name in ("silent_s", "watchdog_s", "timeout_s")]
+    defaults += [(TrainSpec, "train", name) for name in ("watchdog_s", "start_limit_s")]
+    for section, prefix, name in defaults:
+        said_so = f"`{prefix}.{name}` ({section.model_fields[name].default:g} s)"
+        if said_so not in text:
+            yield Problem(page, line_of(text, f"`{prefix}.{name}`"), f"the page does not say {said_so}: correct it")
+
+
+def names_are_listed(root: Path) -> Iterator[Problem]:
+    """Every value that a spec may choose, and every key of a daemon's configuration, is on its page."""
+    algorithms = (root / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    fields = {f"train.{n}": TrainSpec.model_fields[n] for n in ("advantage", "loss", "aggregation", "kl_estimator")}
+    fields["train.old_logprobs"] = TrainSpec.model_fields["old_logprobs"]
+    fields["rollout.correction"] = RolloutSpec.model_fields["correction"]
+    for field, info in fields.items():
+        for word in sorted(_words(info.annotation)):
+            if f"`{word}`" not in algorithms:
+                yield Problem(
+                    "docs/algorithms.md", 1, f"{field} may be `{word}`, which is not on the page: describe it"
+                )
+    daemon = (root / "docs" / "daemon.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in daemon.splitlines() if line.startswith("| `"))
+    own = {"schema_version", "local_cluster"}  # written by `gcore up`, for itself
+    keys = [key for key in NodeConfig.model_fields if key not in own and f"`{key}." not in table]
+    sections: tuple[type[BaseModel], ...] = (JobLimits, GarbageSection, Keep)
+    for key in [*keys, *(key for section in sections for key in section.model_fields)]:
+        if f"`{key}`" not in table:
+            yield Problem("docs/daemon.md", 1, f"no table has the key `{key}`: describe it")
+
+
+def _words(annotation: Any) -> set[str]:
+    """The words that a field may be."""
+    return {word for part in (annotation, *get_args(annotation)) for word in get_args(part) if isinstance(word, str)}
+
+
+def help_has_examples(cli: Any, root: Path) -> Iterator[Problem]:
+    for verb, command in sorted(cli.commands.items()):
+        path, line = _defined(command, root)
+        examples = [text for text in (command.epilog or "").splitlines() if "gcore " in text]
+        if not examples:
+            yield Problem(path, line, f"gcore {verb} --help has no example: add one to its epilog")
+        for example in examples:
+            words = shlex.split(example[example.index("gcore ") :])[1:]
+            try:
+                if words[0] != verb:
+                    raise Unparsable(f"it is an example of {words[0]}")
+                parse(words[: words.index(">")] if ">" in words else words)
+            except Unparsable as error:
+                yield Problem(path, line, f"an example of gcore {verb} --help cannot be typed: {example}: {error}")
+
+
+def _defined(command: Any, root: Path) -> tuple[str, int]:
+    callback = command.callback or next(iter(command.commands.values())).callback
+    function = inspect.unwrap(callback)
+    return relative(Path(inspect.getfile(function)), root), inspect.getsourcelines(function)[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main({"docs": check}, __doc__))

@@ -1,0 +1,20 @@
+"""Run the checkers of the repository in one process: `python -m tools.lint [CHECK ...]`, part of `make lint`."""
+
+from __future__ import annotations
+
+import sys
+
+from tools import check_code, check_deploy, check_docs, check_metrics, check_simulation, check_spec
+from tools.problem import Check, main
+
+CHECKS: dict[str, Check] = {
+    "code": check_code.check,
+    "deploy": check_deploy.check,
+    "docs": check_docs.check,
+    "metrics": check_metrics.check,
+    "simulation": check_simulation.check,
+    "spec": check_spec.check,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(CHECKS, __doc__))
