@@ -17,7 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.problem import PRODUCT, ROOT, parsed
+
 EXCEPTIONS = Path(__file__).with_name("house.toml")
 ALIAS = "Alias until"
 """How the docstring of a module begins that only keeps an old import path alive."""
@@ -25,7 +26,7 @@ ALIAS = "Alias until"
 
 @dataclass(frozen=True)
 class Limits:
-    packages: tuple[str, ...] = ("gcore", "controllers", "placement")
+    packages: tuple[str, ...] = PRODUCT
     generated: tuple[str, ...] = ("gcore/api/v1",)
     lines: int = 800
     small: int = 80
@@ -167,7 +168,7 @@ class House:
         return Module(
             name=".".join(parts[:-1] if is_init else parts),
             path=relative,
-            tree=ast.parse(text, filename=relative),
+            tree=parsed(text),
             lines=len(text.splitlines()),
             is_init=is_init,
             generated=any(relative.startswith(f"{folder}/") for folder in self.limits.generated),

@@ -41,7 +41,12 @@ def check(root: Path) -> Iterator[Problem]:
     for family in metrics.registry.collect():
         if not family.name.startswith("process_"):
             path, line = declared_at(family.name, root)
-            labels = metrics.labels_of.get(family.name, ())
+            labels = metrics.labels_of.get(family.name)
+            if labels is None:
+                yield Problem(
+                    path, line, f"{family.name}: it is not declared as the others are: use _counter, _gauge ..."
+                )
+                labels = ()
             for message in (*wrong_name(family), *wrong_sentence(family), *wrong_labels(family, labels)):
                 yield Problem(path, line, f"{family.name}: {message}")
     yield from unused(metrics, root)
