@@ -18,6 +18,8 @@ from gcore.reward.box import PROBE, Box, Ran
 from gcore.reward.program import code
 from gcore.worker.process import status_of
 
+pytestmark = pytest.mark.needs("libseccomp")
+
 LIMIT_S = 20.0
 HARMLESS_OPEN = [
     *("open a socket", "open a datagram socket", "open a local socket", "open a pair of sockets"),

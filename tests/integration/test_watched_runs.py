@@ -30,7 +30,7 @@ from watched_metrics import rules
 from gcore.config.cluster import LocalCluster
 from gcore.testing.fake_openai import Failing, FakeOpenAI
 
-pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.needs("prometheus"), pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 WINDOW_S = 8
 STEPS = 16
