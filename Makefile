@@ -30,12 +30,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept, whatever the environment says: tests start thousands of processes.
 unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
+# What `make test-SUBJECT` knows: folders with tests in them.
+SUBJECTS = $(sort $(foreach file,$(wildcard tests/unit/*/test_*.py tests/contract/*/test_*.py),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
 .PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("%", "SUBJECT", $$1); printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Virtual environment with pinned packages, and an etcd
 
@@ -90,6 +92,12 @@ test: setup tools ## Everything that is checked on each commit
 	trap '$(TOOLS) left-out "$$GCORE_LEFT_OUT"; rm -f "$$GCORE_LEFT_OUT"' EXIT; \
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS); \
 	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile -m "serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
+
+# The folders of that name in tests/unit and tests/contract. make prefers explicit targets (test-deploy, test-gpu, ...) to this rule.
+test-%: ## The tests of one subject, in tests/unit and tests/contract
+	@$(if $(filter $*,$(SUBJECTS)),,echo "make $@: no subject '$*'; subjects: $(or $(SUBJECTS),none)" >&2; exit 2)
+	@$(MAKE) --no-print-directory setup
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(wildcard tests/unit/$* tests/contract/$*) $(PYTEST_ARGS)
 
 compiled: setup
 	@$(BIN)/python -m compileall -qq gcore controllers placement
