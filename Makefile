@@ -29,12 +29,15 @@ SGLANG_ENV := GCORE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept, whatever the environment says: tests start thousands of processes.
 unexport PYTHONDONTWRITEBYTECODE
+TOOLS := $(BIN)/python tests/support/system_tools.py
+# What `make test-SUBJECT` knows: folders with tests in them.
+SUBJECTS = $(sort $(foreach file,$(wildcard tests/unit/*/test_*.py tests/contract/*/test_*.py),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos compiled test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
 
 help: ## What there is to make
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("%", "SUBJECT", $$1); printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Virtual environment with pinned packages, and an etcd
 
@@ -79,10 +82,22 @@ demo-kill: prepare ## The same, and kill -9 of a controller in the middle
 demo-sglang: prepare sglang-setup ## The demo with the real SGLang as its engine, on the CPU
 	@$(SGLANG_ENV) $(BIN)/gcore run examples/arithmetic/grpo.yaml --new --controllers 2 --slots cpu:2 --set rollout.engine=sglang
 
-test: setup ## Everything that is checked on each commit
+tools: setup ## promtool, Chromium, etcd, openssl and libseccomp for the tests: as root, apt installs what is missing
+	@$(TOOLS) install test
+
+# One closing line, after a failure too, names the tests that both calls of pytest left out.
+test: setup tools ## Everything that is checked on each commit
 	@$(MAKE) --no-print-directory -j 2 lint prepare compiled # on one core each; tests of whole clusters need what is prepared
-	@$(TEST_ENV) $(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration -n 2 --dist loadfile -m "serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
+	@export $(TEST_ENV) GCORE_LEFT_OUT=$$(mktemp); \
+	trap '$(TOOLS) left-out "$$GCORE_LEFT_OUT"; rm -f "$$GCORE_LEFT_OUT"' EXIT; \
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS); \
+	$(BIN)/python -m pytest tests/integration -n 2 --dist loadfile -m "serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
+
+# The folders of that name in tests/unit and tests/contract. make prefers explicit targets (test-deploy, test-gpu, ...) to this rule.
+test-%: ## The tests of one subject, in tests/unit and tests/contract
+	@$(if $(filter $*,$(SUBJECTS)),,echo "make $@: no subject '$*'; subjects: $(or $(SUBJECTS),none)" >&2; exit 2)
+	@$(MAKE) --no-print-directory setup
+	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not serial and $(NOT_ELSEWHERE)" $(wildcard tests/unit/$* tests/contract/$*) $(PYTEST_ARGS)
 
 compiled: setup
 	@$(BIN)/python -m compileall -qq gcore controllers placement
@@ -91,7 +106,8 @@ compiled: setup
 test-sglang: prepare sglang-setup ## What is checked against the real SGLang, on the CPU
 	@$(SGLANG_ENV) $(TEST_ENV) $(BIN)/python -m pytest -m "sglang" $(PYTEST_ARGS)
 
-test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes', Compose's, Docker's and the shell's rules (shellcheck is Debian's)
+test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes', Compose's, Docker's and the shell's rules (as root, apt installs shellcheck)
+	@$(TOOLS) install test-deploy
 	@GCORE_DEPLOY_PYTHON=$(abspath $(DEPLOY_VENV))/bin/python $(BIN)/python -m pytest -m "deploy" tests/unit tests/integration $(PYTEST_ARGS)
 
 test-upgrade: setup ## A running job under daemons of a commit before (GCORE_UPGRADE_FROM), replaced one by one; an older backup of the store
@@ -189,6 +205,7 @@ test-large: prepare prepare-judge ## What takes long: millions of prompts, wide 
 	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
 
 chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
+	@$(TOOLS) install chaos
 	@if [ -z "$(ONLY)" ]; then $(TEST_ENV) $(BIN)/python -m pytest -m "chaos" $(PYTEST_ARGS); fi
 	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh) $(if $(DIRTY),--dirty)
 

@@ -1,4 +1,4 @@
-"""For all tests: a real etcd, skips that count as failures where everything can be installed, patient properties.
+"""For all tests: a real etcd, the mark `needs` for tools of the machine, skips that count as failures, patient properties.
 
 No example of a property is judged by how long it took, because machines are shared.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from system_tools import LEFT_OUT, closing_line, missing, record, require_all, tool
 
 from gcore.clock import SystemClock
 from gcore.store.launcher import LocalEtcd
@@ -26,7 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The simulator's loops take longer to compile than the small jobs of tests take without; one test compiles them, in another process.
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 
-REQUIRE_ALL = os.environ.get("GCORE_REQUIRE_ALL", "") not in ("", "0")
+NEEDS = "needs"
+"""The mark of tests that need tools of the machine, and the property of a report that names those that are missing."""
+KEPT_FOR_MAKE = os.environ.pop(LEFT_OUT, "")
+"""The file in which `make test` collects what its calls of pytest leave out. A pytest that a test starts has no part in it."""
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +47,32 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEtcd]:
             thread.submit(asyncio.run, local.stop()).result()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out a test whose tools are not on this machine."""
+    absent = missing(tool(name) for mark in item.iter_markers(NEEDS) for name in mark.args)
+    if absent:
+        item.user_properties.append((NEEDS, [one.name for one in absent]))
+        pytest.skip("; ".join(one.advice for one in absent))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """Say after everything else which tests were left out, or keep it for the closing line of `make test`."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", ())
+    left_out = [names for report in skipped for key, names in report.user_properties if key == NEEDS]
+    if left_out and KEPT_FOR_MAKE:
+        record(Path(KEPT_FOR_MAKE), left_out)
+    elif left_out:
+        terminalreporter.write_line(closing_line(left_out))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A skipped test is a failed one, if GCORE_REQUIRE_ALL is set."""
     report = yield
-    if REQUIRE_ALL and report.skipped and not hasattr(report, "wasxfail"):
+    if require_all() and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, though GCORE_REQUIRE_ALL is set: {report.longrepr}"
     return report
@@ -57,7 +82,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """So is a module that skips itself."""
     report = yield
-    if REQUIRE_ALL and report.skipped:
+    if require_all() and report.skipped:
         report.outcome = "failed"
         report.longrepr = f"skipped, though GCORE_REQUIRE_ALL is set: {report.longrepr}"
     return report

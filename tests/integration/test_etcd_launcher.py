@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from system_tools import machine_etcd
 
 from gcore.clock import SystemClock
 from gcore.store.binary import EtcdBinary, find_etcd
@@ -44,12 +45,10 @@ def listening() -> list[Listening]:
     return found
 
 
-@pytest.fixture(params=["first found", "bundled"])
+@pytest.fixture(params=["bundled", pytest.param("on PATH", marks=pytest.mark.needs("etcd"))])
 def binary(request: pytest.FixtureRequest) -> EtcdBinary:
-    if request.param == "bundled":
-        return bundled()
-    found = find_etcd()
-    assert isinstance(found, EtcdBinary)
+    found = bundled() if request.param == "bundled" else machine_etcd()
+    assert found is not None
     return found
 
 

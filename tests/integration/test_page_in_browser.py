@@ -17,6 +17,8 @@ from gcore.errors import StoreUnavailable
 from gcore.metrics import Metrics
 from gcore.metrics.serving import serve_metrics
 
+pytestmark = pytest.mark.needs("chromium")
+
 HOSTILE = "<img src=x onerror='window.hurt=1'><script>window.hurt=1</script>\"'`${window.hurt=1}"
 JOB = {
     "uid": "3d214e67104a",

@@ -95,6 +95,7 @@ async def secure_endpoint(ours: Authority, tmp_path: Path) -> AsyncIterator[str]
     terminate(process, 5.0)
 
 
+@pytest.mark.needs("openssl")
 async def test_a_client_with_a_certificate_is_let_in(secure_endpoint: str, ours: Authority) -> None:
     store = await EtcdStore.connect([secure_endpoint], clock=CLOCK, tls=ours.issue("client"), timeout_s=60.0)
     assert (await store.transact([], [Put("k", b"1")])).won
@@ -105,6 +106,7 @@ async def test_a_client_with_a_certificate_is_let_in(secure_endpoint: str, ours:
     await store.close()
 
 
+@pytest.mark.needs("openssl")
 async def test_behind_a_dead_first_endpoint_certificates_are_checked_by_name(
     secure_endpoint: str, ours: Authority
 ) -> None:
@@ -115,6 +117,7 @@ async def test_behind_a_dead_first_endpoint_certificates_are_checked_by_name(
     await store.close()
 
 
+@pytest.mark.needs("openssl")
 @pytest.mark.parametrize("how", ["no certificate", "another authority", "plain text"])
 async def test_any_other_client_is_refused(secure_endpoint: str, ours: Authority, tmp_path: Path, how: str) -> None:
     welcome = await EtcdStore.connect([secure_endpoint], clock=CLOCK, tls=ours.issue("client"), timeout_s=60.0)
@@ -132,6 +135,7 @@ async def test_any_other_client_is_refused(secure_endpoint: str, ours: Authority
     await store.close()
 
 
+@pytest.mark.needs("openssl")
 async def test_a_certificate_that_was_replaced_counts_without_a_restart(
     secure_endpoint: str, ours: Authority, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from gcore.config.cluster import LocalCluster
 from gcore.testing.fake_openai import Failing, FakeOpenAI
 from tools.monitoring import every_query, rules
 
-pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.needs("prometheus"), pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 WINDOW_S = 8
 STEPS = 16

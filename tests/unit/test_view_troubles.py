@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from rich.console import Console
+from three_nodes import free_ports
 
 from controllers.cli.record import FILE_NAME, EventFile
 from controllers.cli.screens import PlainScreen
@@ -113,11 +114,12 @@ async def test_whoever_asks_while_the_store_is_away_is_told_why_it_does_not_come
 
 
 async def test_the_keeper_says_why_etcd_cannot_be_started_again_until_it_can(tmp_path: Path) -> None:
+    client, peer = free_ports(2)
     etcd = EtcdProcess(
-        endpoint="127.0.0.1:9",
+        endpoint=f"127.0.0.1:{client}",
         data_dir=str(tmp_path / "data"),
-        client_port=9,
-        peer_port=10,
+        client_port=client,
+        peer_port=peer,
         binary="e",
         pid=1,
         started=1,
