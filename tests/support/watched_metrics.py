@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client import CollectorRegistry
 
 from gcore.metrics import Metrics
 
@@ -25,9 +26,14 @@ def rules(kind: str) -> list[dict[str, Any]]:
     ]
 
 
+def registry() -> CollectorRegistry:
+    """A daemon's, with every metric of the catalogue."""
+    return Metrics().registry
+
+
 def unknown(expression: str) -> set[str]:
     """What an expression names of gcore that there is not."""
-    families = {family.name for family in Metrics().registry.collect()}
+    families = {family.name for family in registry().collect()}
     recorded = {rule["record"] for rule in rules("record")}
     bare = re.sub(r'"[^"]*"', "", expression)
     named = set(re.findall(r"(?<![\w:])(?:[a-z_]+:)?gcore_\w+(?::\w+)?", bare))
