@@ -16,6 +16,7 @@ import pytest
 import yaml
 from api_in_thread import served
 from click.testing import Result
+from played_script import SPEC, played_script
 from typer.testing import CliRunner
 
 from controllers.cli.main import app, main
@@ -25,51 +26,11 @@ from gcore.errors import GcoreError, UsageError
 from gcore.events import JobEvent
 from gcore.testing.fake_jobs import Script
 
-SPEC = {
-    "name": "sums",
-    "model": {"path": "m"},
-    "data": {"path": "d"},
-    "flow": {"steps": 9},
-    "rollout": {"max_new_tokens": 4},
-}
-
 
 @pytest.fixture
 def script() -> Script:
     """A job at its second step, with all that verbs tell of."""
-    job = pb.Job(
-        uid="u1",
-        name="sums",
-        namespace="research",
-        owner="ada",
-        state=pb.JOB_STATE_RUNNING,
-        reason="training",
-        spec_json=json.dumps(SPEC),
-        step=2,
-        steps=9,
-        priority=5,
-        slots=2,
-        slots_min=1,
-        run_dir="/r/sums-u1",
-    )
-    job.waiting.add(who="node-0", what="the batch of step 3", since=1.0)
-    made = Script(job)
-    made.events = [JobEvent(n, 1.7e9 + n, "step" if n % 2 else "member", f"event {n}", {"n": n}) for n in range(1, 9)]
-    made.lines = [
-        pb.LogLine(instance="train-n-1", node="n", role="train", rank=0, text="one \x1b[31mred"),
-        pb.LogLine(instance="rollout-n-1", node="n", role="rollout", text="two", time=5.0),
-    ]
-    made.shards = [pb.Shard(shard=0, node="node-0", seq=3, length=10, ahead=2), pb.Shard(shard=1, length=9)]
-    made.usages = [
-        pb.Usage(by={"namespace": "research"}, slot_seconds=7200, busy_seconds=3600),
-        pb.Usage(by={"namespace": "default"}, slot_seconds=3600, busy_seconds=0),
-    ]
-    node = made.nodes.nodes.add(name="node-0", incarnation="node-0.a", address="h:1", slots=["cuda:0", "cuda:1"])
-    node.uses.add(slot="cuda:0", job_uid="u1")
-    made.nodes.workers.add(
-        instance="train-n-1", node="node-0", role="train", job_uid="u1", state="serving", slot="cuda:0"
-    )
-    return made
+    return played_script()
 
 
 @pytest.fixture

@@ -4,47 +4,16 @@ whoever leads, carries it out or is carried out may be stopped, cut off or dead.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from invariants import Invariants
-from simulated_cluster import Story, tell_story
+from simulated_cluster import tell_story
 from simulated_planning import contradiction
-
-from gcore.config import JobSpec, parse_spec
+from simulated_stories import Planning, planning
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
-JUDGE = {
-    "name": "tutor",
-    "model": {"path": "m"},
-    "template": "{{ prompt }}{{ response }}",
-    "max_new_tokens": 8,
-    "verdict": {"parser": "number"},
-}
-
-
-@dataclass(frozen=True)
-class Planning(Story):
-    """A story with a judge, whose slots are planned. There is a checkpoint after each step, so that another world may be formed at once."""
-
-    plans: bool = True
-    slots: int = 3
-
-    @property
-    def spec(self) -> JobSpec:
-        tree: dict[str, Any] = super().spec.model_dump(mode="json", exclude_unset=True)
-        tree["train"].pop("ranks")
-        placement = {"policy": "dynamic", "train": 1, "reward": 1, "lend": True}
-        more = {"judges": [JUDGE], "reward": {"judge": "tutor"}, "placement": placement, "checkpoint": {"every": 1}}
-        return parse_spec(tree | more)
-
-
-def of(seed: int) -> Planning:
-    """The seed's: the same story, planned."""
-    told = vars(Story.of(seed))
-    return Planning(**{**told, "nodes": max(told["nodes"], 2), "part": None, "plans": True, "slots": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +34,7 @@ def moves_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whatever_happens_to_a_cluster_that_plans_no_move_is_lost_and_no_loan_is_in_the_way_of_a_world(
     seed: int,
 ) -> None:
-    ended = tell_story(of(seed))
+    ended = tell_story(planning(seed))
     assert not ended.wrong, ended.why
     assert ended.steps > 0
 
