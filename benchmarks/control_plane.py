@@ -235,9 +235,13 @@ def write_job(folder: Path, controllers: int, engines: int, samples: int, steps:
 
 def step_figures(steps: dict[int, StepTimes], controllers: int, puts: int) -> dict[str, Any]:
     """What the counted steps came to. Raises SystemExit if there are none."""
-    whole = [n for n in sorted(steps) if n > WARM and all(
-        (steps[n].offered, steps[n].sealed, steps[n].held, steps[n].ready, steps[n].applied, steps[n].committed)
-    ) and n - 1 in steps and steps[n - 1].committed]  # fmt: skip
+
+    def is_whole(n: int) -> bool:
+        one = steps[n]
+        times = (one.offered, one.sealed, one.held, one.ready, one.applied, one.committed)
+        return all(times) and n - 1 in steps and steps[n - 1].committed > 0 and (one.put_s > 0 or not puts)
+
+    whole = [n for n in sorted(steps) if n > WARM and is_whole(n)]
     if len(whole) < 2:
         raise SystemExit(f"too few whole steps: {sorted(steps)}")
     rows = []

@@ -308,7 +308,7 @@ def startup(result: Result) -> str:
     """Seconds until something is there."""
     rows = [
         {"what": f"{what}: {name.removesuffix('_s').replace('_', ' ')}", "s": values}
-        for what, found in result["seconds"].items()
+        for what, found in result.get("seconds", {}).items()  # absent with `--only ratios`
         for name, values in found.items()
     ]
     return columns((("what", "{what}"), ("s", "{s:.2f}")), rows)

@@ -19,13 +19,14 @@ import contextlib
 import inspect
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,24 +47,29 @@ PACKAGES = 12
 
 
 def command_line() -> None:
+    """`gcore`."""
     import controllers.cli.main  # noqa: F401
 
 
 def controller_process() -> None:
+    """A daemon without a job."""
     import controllers.wire  # noqa: F401
 
 
 def controller_with_a_job() -> None:
+    """A daemon that has started a job."""
     import controllers.job
     import controllers.service.submission
     import controllers.wire  # noqa: F401
 
 
 def supervisor() -> None:
+    """Of a worker."""
     import gcore.worker.main  # noqa: F401
 
 
 def engine_process_imports() -> None:
+    """The torch engine."""
     from gcore.uncompiled import leave_compiler_out
 
     leave_compiler_out()
@@ -71,6 +77,7 @@ def engine_process_imports() -> None:
 
 
 def rank() -> None:
+    """A train rank."""
     from gcore.uncompiled import leave_compiler_out
 
     leave_compiler_out()
@@ -94,7 +101,7 @@ BARE = {
 }
 """Packages of others that some of these processes load: their start is compared with that of a process with nothing else."""
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
-_SERVING = re.compile(r"^(\S+ \S+?),(\d{3}) INFO gcore\.worker serving", re.MULTILINE)
+_SERVING = re.compile(r"^(\S+ \S+?),(\d{3}) INFO gcore\.worker: serving", re.MULTILINE)
 
 
 def command(*words: str) -> dict[str, float]:
@@ -104,11 +111,15 @@ def command(*words: str) -> dict[str, float]:
 
 def process(*words: str) -> dict[str, float]:
     """One process, however it ends: seconds and processor seconds."""
-    before, began = os.times(), time.monotonic()
+    before, began = processor_seconds(), time.monotonic()
     subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = os.times()
-    processor = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"seconds": time.monotonic() - began, "processor_s": processor}
+    return {"seconds": time.monotonic() - began, "processor_s": processor_seconds() - before}
+
+
+def processor_seconds() -> float:
+    """Of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def up() -> dict[str, float]:
@@ -232,6 +243,13 @@ def repeated(what: str, measure: Callable[[], dict[str, float]], runs: int) -> d
     return {name: spread([row[name] for row in rows], 3) for name in rows[0]}
 
 
+def succeeded(words: Sequence[str]) -> float:
+    """Processor seconds of a process that must succeed."""
+    before = processor_seconds()
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    return processor_seconds() - before
+
+
 def import_ratios(pairs: int) -> dict[str, Any]:
     """Processor seconds of a process's imports through those of a bare process, in alternating pairs."""
     ratios = {}
@@ -240,7 +258,7 @@ def import_ratios(pairs: int) -> dict[str, Any]:
         rows = []
         for number in range(pairs + 1):
             turns = (0, 1) if number % 2 else (1, 0)
-            took = {side: process(*commands[side])["processor_s"] for side in turns}
+            took = {side: succeeded(commands[side]) for side in turns}
             rows.append(took[0] / took[1])
         ratios[what] = spread(rows[1:], 3)  # in the first pair, files come from the disk
         print(f"{what}: {ratios[what]}", flush=True)
