@@ -308,7 +308,7 @@ def startup(result: Result) -> str:
     """Seconds until something is there."""
     rows = [
         {"what": f"{what}: {name.removesuffix('_s').replace('_', ' ')}", "s": values}
-        for what, found in result.get("seconds", {}).items()  # absent with `--only ratios`
+        for what, found in result["seconds"].items()
         for name, values in found.items()
     ]
     return columns((("what", "{what}"), ("s", "{s:.2f}")), rows)
@@ -780,5 +780,11 @@ def outdated() -> list[Path]:
 
 
 def shown(name: str, result: Result) -> str:
-    """A result for the terminal; empty if no page shows it."""
-    return next((part.write(result) for part in PARTS if part.result == name), "")
+    """A result for the terminal; empty if no page shows it, or if it is a part of what a page shows (a benchmark's options may say so)."""
+    for part in PARTS:
+        if part.result == name:
+            try:
+                return part.write(result)
+            except KeyError:
+                break
+    return ""

@@ -246,10 +246,11 @@ def figures(result: Any, name: str = "") -> dict[str, float]:
 
 
 def ratios(pairs: Sequence[dict[str, dict[str, float]]]) -> dict[str, Result]:
-    """Of each figure that is on both sides of every pair: this tree's through the other's."""
+    """Of each figure that is on both sides of every pair, and differs in one: this tree's through the other's."""
     names = [name for name in pairs[0]["this"] if all(name in side for pair in pairs for side in pair.values())]
     return {
         name: spread([pair["this"][name] / pair["other"][name] for pair in pairs])
         for name in names
         if all(pair["other"][name] for pair in pairs)
+        and any(pair["this"][name] != pair["other"][name] for pair in pairs)
     }

@@ -18,10 +18,16 @@ def test_figures_are_named_by_their_path_and_a_spread_counts_by_its_median() -> 
     assert run.figures(result) == {"cases / 0 equal / ratio": 1.5}
 
 
-def test_a_ratio_is_of_what_is_on_both_sides_of_every_pair() -> None:
+def test_a_ratio_is_of_what_is_on_both_sides_of_every_pair_and_differs() -> None:
     pairs = [
-        {"this": {"a": 2.0, "b": 1.0, "zero": 1.0}, "other": {"a": 1.0, "c": 1.0, "zero": 0.0}},
-        {"this": {"a": 3.0, "b": 1.0, "zero": 1.0}, "other": {"a": 1.0, "c": 1.0, "zero": 0.0}},
+        {
+            "this": {"a": 2.0, "b": 1.0, "zero": 1.0, "same": 4.0},
+            "other": {"a": 1.0, "c": 1.0, "zero": 0.0, "same": 4.0},
+        },
+        {
+            "this": {"a": 3.0, "b": 1.0, "zero": 1.0, "same": 4.0},
+            "other": {"a": 1.0, "c": 1.0, "zero": 0.0, "same": 4.0},
+        },
     ]
     assert run.ratios(pairs) == {"a": {"median": 2.5, "least": 2.0, "most": 3.0, "count": 2}}
 
