@@ -34,7 +34,7 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard tests/unit/*/test_*.py tests/contract/*/test_*.py),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers bench-demo bench-judge bench-calculator bench-async bench-stream bench-idle bench-startup bench-grpo bench-trainer bench-checkpoints bench-copies bench-engine bench-flows bench-issue bench-memory bench-tails bench-rewards bench-control-plane bench-placement bench-placement-live bench-placement-pairs bench-page test-gpu sim sim-long mutations lint proto clean
+.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu sim sim-long mutations lint proto clean bench-check bench-page simulate-setup trl-setup
 
 help: ## What there is to make
 	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("%", "SUBJECT", $$1); printf "  make %-12s %s\n", $$1, $$2}'
@@ -113,75 +113,27 @@ test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes
 test-upgrade: setup ## A running job under daemons of a commit before (GCORE_UPGRADE_FROM), replaced one by one; an older backup of the store
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" tests/integration/test_upgrade.py tests/integration/test_store_put_back.py $(PYTEST_ARGS)
 
-bench-demo: prepare ## The demo three times: seconds, accuracy; benchmarks/results/demo.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/demo.py
+# make bench-NAME for every NAME of `python -m benchmarks run --help`; not phony, as make looks for no pattern rule for those.
+bench-%: setup ## One benchmark, its result and its table: bench-engine, bench-trainer, ...; BENCH_ARGS="--pairs 3 --compare COMMIT"
+	@$(TEST_ENV) $(BIN)/python -m benchmarks run $* $(BENCH_ARGS)
 
-bench-judge: prepare prepare-judge ## Learning from a judge alone, three times; benchmarks/results/judge.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/judge.py $(BENCH_ARGS)
+# What some of them need besides.
+bench-demo bench-async bench-idle bench-startup bench-flows bench-control-plane bench-grpo: prepare
+bench-judge bench-placement-pairs: prepare prepare-judge
+bench-placement: simulate-setup
+bench-grpo: trl-setup
 
-bench-calculator: setup ## With a tool and without it, three seeds; benchmarks/results/calculator.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/calculator.py $(BENCH_ARGS)
+bench-check: prepare ## Engine, trainer, control-plane and start-up ratios measured again; all results against benchmarks/bounds.json
+	@$(TEST_ENV) $(BIN)/python -m benchmarks check $(BENCH_ARGS)
 
-bench-stream: setup ## Steps trained part by part beside whole ones, five alternating pairs; benchmarks/results/stream.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/stream.py $(BENCH_ARGS)
+bench-page: setup ## Tables of figures in docs from benchmarks/results
+	@$(BIN)/python -m benchmarks report $(BENCH_ARGS)
 
-bench-async: prepare ## Rollouts ahead of training beside strict ones, five alternating pairs; benchmarks/results/asynchrony.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/asynchrony.py $(BENCH_ARGS)
-
-bench-idle: prepare ## What idle processes take: memory, share of a core; benchmarks/results/idle.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/idle.py $(BENCH_ARGS)
-
-bench-startup: prepare ## How long commands, daemons and workers take to start; benchmarks/results/startup.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/startup.py $(BENCH_ARGS)
-
-bench-grpo: prepare ## Seconds per GRPO step beside TRL's (an environment of its own); benchmarks/results/grpo_step.json
-	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
-	@$(TEST_ENV) $(BIN)/python benchmarks/grpo_step.py $(BENCH_ARGS)
-
-bench-issue: setup ## What flow.issue_cap buys and costs, in virtual time; benchmarks/results/issue_ahead.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/issue_ahead.py $(BENCH_ARGS)
-
-bench-tails: setup ## What shortens the tails of generation does to a step's time, emulated and in made-up time; benchmarks/results/tails.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/tails.py $(BENCH_ARGS)
-
-bench-engine: setup ## The torch engine beside transformers.generate; benchmarks/results/engine.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/engine.py $(BENCH_ARGS)
-
-bench-trainer: setup ## An optimizer step beside a plain PyTorch loop; benchmarks/results/trainer.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/trainer.py $(BENCH_ARGS)
-
-bench-checkpoints: setup ## What a checkpoint costs the steps; benchmarks/results/checkpoints.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/checkpoints.py $(BENCH_ARGS)
-
-bench-copies: setup ## What copies in memory cost a step, and starts from them; benchmarks/results/copies.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/copies.py $(BENCH_ARGS)
-
-bench-memory: setup ## What gcore plan estimates of memory beside real engines and ranks; benchmarks/results/memory.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/memory.py $(BENCH_ARGS)
-
-bench-flows: prepare ## Every built-in flow's example once: accuracy and seconds; benchmarks/results/flows.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/flows.py $(BENCH_ARGS)
-	@$(BIN)/python benchmarks/flows_page.py
-
-bench-control-plane: prepare ## Seal, commit and the store's writes with 16 controllers and 1,024 emulated engines; benchmarks/results/control_plane.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/control_plane.py $(BENCH_ARGS)
-
-bench-placement-pairs: prepare prepare-judge ## dynamic placement beside the best fixed plan on two real cores, five alternating pairs; benchmarks/results/placement_pairs.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/placement_pairs.py $(BENCH_ARGS)
-
-bench-placement-live: setup ## Placement policies on 32 emulated slots with drifting lengths and a judge that becomes slow; benchmarks/results/placement_live.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/placement_live.py $(BENCH_ARGS)
-
-bench-rewards: setup ## Scoring in processes of its own beside scoring directly; programs a second; benchmarks/results/rewards.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/rewards.py $(BENCH_ARGS)
-
-bench-placement: setup ## Placement policies in the simulator, 100 seeds; goes on where it was; benchmarks/results/placement.json and the page
+simulate-setup: setup
 	@$(BIN)/pip install -qq -c $(CONSTRAINTS) --no-build-isolation -e '.[simulate]'
-	@$(TEST_ENV) $(BIN)/python benchmarks/placement_table.py $(BENCH_ARGS)
-	@$(BIN)/python benchmarks/placement_page.py
 
-bench-page: setup ## docs/performance.md's tables from benchmarks/results
-	@$(BIN)/python benchmarks/page.py
+trl-setup:
+	@bash benchmarks/setup_trl.sh "$(PYTHON)" .venv-trl
 
 test-trackers: $(TRACKERS_STAMP) ## TensorBoard, W&B, MLflow and SwanLab themselves, off line, in an environment of their own
 	@$(TRACKERS_VENV)/bin/python -m pytest -m "trackers" tests/trackers $(PYTEST_ARGS)
@@ -196,9 +148,6 @@ fuzz: setup ## Every request of the job API, and specs, of any shape and as raw 
 	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=4096 -timeout=10
 	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=1024 -timeout=10
 
-bench-submit: setup ## 1,000 jobs from 50 clients beside bare guarded puts; benchmarks/results/submit.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/submit.py $(BENCH_ARGS)
-
 test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_train_rank_gradients.py tests/integration/test_train_critic.py
@@ -210,13 +159,13 @@ chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut o
 	@$(TEST_ENV) $(BIN)/python tests/chaos/table.py --only "$(ONLY)" --moments $(or $(MOMENTS),5) $(if $(FRESH),--fresh) $(if $(DIRTY),--dirty)
 
 sim: setup ## Whole clusters and the step protocol under random faults: SEEDS=20000 from FIRST=0; benchmarks/results/sim.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/sim.py --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
+	@$(TEST_ENV) $(BIN)/python -m benchmarks run sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
 
 sim-long: setup ## The store's size and the audit over STEPS=100000 steps, in simulation
 	@GCORE_SIM_STEPS=$(or $(STEPS),100000) $(TEST_ENV) $(BIN)/python -m pytest -q tests/sim/test_store_bound.py
 
 mutations: setup ## Each compare and rule of the protocol taken out in turn, and what notices it; benchmarks/results/mutations.json
-	@$(TEST_ENV) $(BIN)/python benchmarks/mutation_table.py $(BENCH_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m benchmarks run mutations $(BENCH_ARGS)
 
 lint: setup ## ruff, mypy, import contracts, the checkers of tools/, generated code
 	@$(BIN)/ruff check -q .

@@ -1,11 +1,8 @@
-"""What peers cost: seal and commit beside the step, and the store's writes, with many controllers and emulated engines.
+"""What the control plane costs: seal and commit beside the step, the store's writes, and jobs submitted by many clients at once.
 
-    make bench-control-plane                       16 controllers, 1,024 emulated engines; results/control_plane.json
-    ... BENCH_ARGS="--controllers 2 --engines 8 --steps 4 --out /tmp/control_plane.json"
-
-The control plane is real (etcd, daemons, gRPC, HTTP, supervisors, the audit at the end); what computes is emulated: engines and
-ranks take the time that a law says. So nothing here says how fast a model is. All of it shares this machine's cores, which on
-a cluster each node has for itself: latencies here are from above.
+**Steps** (`control-plane`): many controllers with emulated engines. The control plane is real (etcd, daemons, gRPC, HTTP,
+supervisors, the audit at the end); what computes is emulated: engines and ranks take the time of a law. So nothing here says how fast
+a model is. All processes share this machine's cores, which on a cluster each node has for itself: latencies here are from above.
 
 Measured from outside: the store is watched and each record timed as it comes, ranks are watched over their own stream, writes
 are etcd's own counters, processor time the kernel's. Of a step:
@@ -14,6 +11,12 @@ are etcd's own counters, processor time the kernel's. Of a step:
   the READY record; `commit`: from the last rank's report that it has applied the step to the new head. The three together are
   what agreeing adds, and the goal is on their share of the step's time.
 - `exchange` is the rest between SEALED and READY: samples on their way. It is data, not agreement.
+- with `--puts`, guarded puts into the same etcd after each commit, and how many of them agreeing takes.
+
+**Submissions** (`submit`): calls of CreateJob, a tenth of them repeated request ids, against three daemons and an etcd of three
+members; and as many bare guarded puts into the same etcd from as many clients, half of them before and half after the calls. The jobs
+want more slots than there are, so all of them wait and nothing else runs. It fails if a job is missing or doubled, or if
+CreateJob's 99th percentile is over 20 times a put's.
 """
 
 from __future__ import annotations
@@ -22,22 +25,35 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import subprocess
+import tempfile
+import time
 import urllib.request
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import grpc
-from measured import RESULTS, ROOT, circumstances, spread, write_to
-from processes import read
-from runs import GCORE, own_home
+from three_nodes import CLOCK, Nodes, three_nodes
 
+from benchmarks.harness import (
+    GCORE,
+    PREPARED,
+    Benchmark,
+    Result,
+    own_home,
+    read_process,
+    spread,
+    write_spec,
+    write_sums,
+)
 from controllers.cli import local
 from controllers.cli.leftovers import processes_of
+from gcore.api.v1 import jobs_pb2, train_pb2_grpc
 from gcore.api.v1 import train_pb2 as pb
-from gcore.api.v1 import train_pb2_grpc
 from gcore.clock import SystemClock
 from gcore.config.cluster import LocalCluster
 from gcore.emulated.launch import LAW_FILE
@@ -46,9 +62,11 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records import SealState
 from gcore.store import keys
 from gcore.store.client import EtcdStore
+from gcore.store.types import Compare, Put
+from gcore.testing.tiny_model import make_tiny_model
 from gcore.worker.records import WorkerRecord
 
-MODEL = ROOT / ".cache" / "examples" / "arithmetic" / "model"
+MODEL = PREPARED / "arithmetic" / "model"
 LAW = {
     "load_s": 0.0,
     "decode_s": 0.15,
@@ -84,6 +102,8 @@ class StepTimes:
     writes: float = 0.0
     """etcd's counter of puts and deletes, at the commit."""
     revision: int = 0
+    put_s: float = 0.0
+    """Median of the guarded puts that were made after the commit."""
     processors: dict[str, float] = field(default_factory=dict)
     """Seconds of processor time so far, by kind of process."""
 
@@ -91,11 +111,12 @@ class StepTimes:
 class Watcher:
     """Times records and reports as they come."""
 
-    def __init__(self, home: Path, uid: str) -> None:
+    def __init__(self, home: Path, uid: str, puts: int) -> None:
         cluster = LocalCluster.load(home)
         assert cluster is not None
         self._home = home
         self._etcd = cluster.etcd.endpoint
+        self._puts = puts
         self._mirror = JobMirror(keys.JobKeys(uid))
         self.steps: dict[int, StepTimes] = {}
         self.status: JobStatus | None = None
@@ -128,8 +149,7 @@ class Watcher:
         if before.head is not None and step > before.head.record.step:
             times = self._of(step)
             times.committed, times.revision = now, after.revision
-            reading = asyncio.create_task(asyncio.to_thread(self._read_counters, times))
-            self._readings.add(reading)
+            self._readings.add(asyncio.create_task(self._measure_store(times)))
         at_work = self._of(step + 1)
         if after.offers != before.offers and not at_work.sealed:
             at_work.offered = now
@@ -141,6 +161,11 @@ class Watcher:
 
     def _of(self, step: int) -> StepTimes:
         return self.steps.setdefault(step, StepTimes())
+
+    async def _measure_store(self, times: StepTimes) -> None:
+        await asyncio.to_thread(self._read_counters, times)
+        if self._puts:
+            times.put_s = statistics.median(await put_all([self._etcd], 1, self._puts))
 
     def _read_counters(self, times: StepTimes) -> None:
         with urllib.request.urlopen(f"http://{self._etcd}/metrics", timeout=10) as answer:
@@ -187,7 +212,7 @@ def processor_seconds(home: Path) -> dict[str, float]:
             kind = "emulated engines" if b"gcore.emulated.host" in words else str(one.kind)
             kind = "emulated ranks" if b"gcore.emulated.rank" in words else kind
             kind = "supervisors" if kind == "worker" else kind
-            found[kind] = found.get(kind, 0.0) + read(pid).processor_s
+            found[kind] = found.get(kind, 0.0) + read_process(pid).processor_s
         except OSError:
             continue
     return found
@@ -195,10 +220,7 @@ def processor_seconds(home: Path) -> dict[str, float]:
 
 def write_job(folder: Path, controllers: int, engines: int, samples: int, steps: int) -> Path:
     """A spec with data of its own."""
-    lines = (
-        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100, 300) for b in range(100, 250)
-    )
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    write_sums(folder / "train.jsonl", range(100, 300), range(100, 250))
     spec = {
         "name": "control-plane",
         "model": {"path": str(MODEL)},
@@ -208,16 +230,18 @@ def write_job(folder: Path, controllers: int, engines: int, samples: int, steps:
         "reward": {"name": "exact"},
         "checkpoint": {"every": 1000},
     }
-    path = folder / "job.yaml"
-    path.write_text(json.dumps(spec))  # JSON is YAML
-    return path
+    return write_spec(folder / "job.yaml", spec)
 
 
-def figures(steps: dict[int, StepTimes], controllers: int) -> dict[str, Any]:
+def step_figures(steps: dict[int, StepTimes], controllers: int, puts: int) -> dict[str, Any]:
     """What the counted steps came to. Raises SystemExit if there are none."""
-    whole = [n for n in sorted(steps) if n > WARM and all(
-        (steps[n].offered, steps[n].sealed, steps[n].held, steps[n].ready, steps[n].applied, steps[n].committed)
-    ) and n - 1 in steps and steps[n - 1].committed]  # fmt: skip
+
+    def is_whole(n: int) -> bool:
+        one = steps[n]
+        times = (one.offered, one.sealed, one.held, one.ready, one.applied, one.committed)
+        return all(times) and n - 1 in steps and steps[n - 1].committed > 0 and (one.put_s > 0 or not puts)
+
+    whole = [n for n in sorted(steps) if n > WARM and is_whole(n)]
     if len(whole) < 2:
         raise SystemExit(f"too few whole steps: {sorted(steps)}")
     rows = []
@@ -233,10 +257,12 @@ def figures(steps: dict[int, StepTimes], controllers: int) -> dict[str, Any]:
                 "exchange_s": one.held - one.sealed,
                 "agreeing_s": seal + ready + commit,
                 "share": (seal + ready + commit) / seconds,
-                "writes": (one.writes - steps[n - 1].writes) / controllers,
+                "writes": (one.writes - steps[n - 1].writes - puts) / controllers,
                 "transactions": (one.revision - steps[n - 1].revision) / controllers,
             }
         )
+        if puts:
+            rows[-1]["agreeing_by_put"] = rows[-1]["agreeing_s"] / one.put_s
     # Not to the last step: when that is read, workers are ending.
     first, last = steps[whole[0] - 1], steps[whole[-2]]
     counted = whole[-2] - whole[0] + 1
@@ -258,7 +284,7 @@ def gcore(home: Path, *words: str) -> str:
     return done.stdout
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def play_job(arguments: argparse.Namespace) -> dict[str, Any]:
     """A cluster, a job, its figures."""
     with own_home() as home:
         law = home.parent / "law.json"
@@ -272,7 +298,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             asyncio.run(local.up(request, clock=SystemClock()))
             up_s = monotonic() - began
             uid = json.loads(gcore(home, "submit", str(spec), "-o", "json"))["uid"]
-            watcher = Watcher(home, uid)
+            watcher = Watcher(home, uid, arguments.puts)
             asyncio.run(asyncio.wait_for(watcher.run(), arguments.limit))
             audit = json.loads(gcore(home, "audit", uid, "-o", "json"))
         finally:
@@ -280,27 +306,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 subprocess.run(["cp", "-r", str(home / "logs"), str(arguments.keep_logs)], check=False)
     if watcher.status is None or watcher.status.phase != "SUCCEEDED":
         raise SystemExit(f"the job: {watcher.status}")
-    return {"up_s": round(up_s, 1), "audit": audit, **figures(watcher.steps, arguments.controllers)}
+    return {
+        "up_s": round(up_s, 1),
+        "audit": audit,
+        **step_figures(watcher.steps, arguments.controllers, arguments.puts),
+    }
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--controllers", type=int, default=16)
-    parser.add_argument("--engines", type=int, default=1024)
-    parser.add_argument("--samples", type=int, default=4, help="responses to each prompt; one prompt an engine")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--speedup", type=float, default=1.0, help="emulated seconds in a real one")
-    parser.add_argument(
-        "--lease-ttl", type=int, default=20, help="of the daemons; the default of 5 s wants a core each"
-    )
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the job is given up")
-    parser.add_argument("--keep-logs", type=Path, help="folder that the cluster's logs are copied to")
-    parser.add_argument("--out", type=Path, default=RESULTS / "control_plane.json")
-    arguments = parser.parse_args()
-    result = circumstances("grpcio", "pydantic", "uvicorn", "aetcd")
-    result |= {
-        "what": (__doc__ or "").split("\n")[0],
+def measure_steps(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Of one job, beside its goals."""
+    result = taken | {
+        "what": "What peers cost: seal and commit beside the step, and the store's writes, with many controllers and emulated engines.",
         "emulated": "engines and ranks compute nothing and take the time of a law; only the control plane is measured",
         "controllers": arguments.controllers,
         "engines": arguments.engines,
@@ -309,7 +325,7 @@ def main() -> None:
         "lease_ttl_s": arguments.lease_ttl,
         "law": LAW,
     }
-    result |= measure(arguments)
+    result |= play_job(arguments)
     result["load_after"] = round(os.getloadavg()[0], 2)
     result["goals"] = {
         "share_of_step": GOAL_SHARE,
@@ -319,21 +335,164 @@ def main() -> None:
         "writes_per_controller_and_step": GOAL_WRITES,
         "writes_met": result["writes"]["median"] < GOAL_WRITES,
     }
-    for name in (
-        "seconds",
-        "seal_s",
-        "ready_s",
-        "commit_s",
-        "exchange_s",
-        "agreeing_s",
-        "share",
-        "writes",
-        "transactions",
-    ):
-        print(f"{name:14} {result[name]}")
-    print(f"processor      {result['processor_s_per_step']}")
-    print(write_to(arguments.out, result))
+    return result
 
 
-if __name__ == "__main__":
-    main()
+def step_options(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the cluster and its job."""
+    parser.add_argument("--controllers", type=int, default=16)
+    parser.add_argument("--engines", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=4, help="responses to each prompt; one prompt an engine")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--speedup", type=float, default=1.0, help="emulated seconds in a real one")
+    parser.add_argument(
+        "--lease-ttl", type=int, default=20, help="of the daemons; the default of 5 s wants a core each"
+    )
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the job is given up")
+    parser.add_argument(
+        "--puts", type=int, default=0, help="guarded puts after each commit, beside what agreeing takes"
+    )
+    parser.add_argument("--keep-logs", type=Path, help="folder that the cluster's logs are copied to")
+
+
+# Submissions ----------------------------------------------------------------------------------------------------------
+
+MOST_TIMES = 20.0
+PUT_BYTES = 4096
+"""About what a job's record takes."""
+
+
+def spec_of(folder: Path, name: str) -> str:
+    """A job that waits for ever."""
+    return json.dumps(
+        {
+            "name": name,
+            "model": {"path": str(folder / "model")},
+            "data": {"path": str(folder / "train.jsonl")},
+            "flow": {"steps": 10},
+            "rollout": {"max_new_tokens": 8},
+            "scheduling": {"slots_min": 1000},
+        }
+    )
+
+
+async def put_all(endpoints: list[str], clients: int, calls: int) -> list[float]:
+    """Seconds of each guarded put of a new key."""
+    took: list[float] = []
+
+    async def one(count: int) -> None:
+        store = await EtcdStore.connect(endpoints, clock=CLOCK)
+        for _ in range(count):
+            key = f"/bench/{uuid.uuid4().hex}"
+            begun = time.perf_counter()
+            result = await store.transact((Compare(key, 0),), (Put(key, b"x" * PUT_BYTES),))
+            took.append(time.perf_counter() - begun)
+            assert result.won
+        await store.close()
+
+    await asyncio.gather(*(one(calls // clients) for _ in range(clients)))
+    return took
+
+
+async def create_all(nodes: Nodes, folder: Path, clients: int, calls: int) -> tuple[list[float], dict[str, set[str]]]:
+    """Seconds of each call, and by request id the uids that it was answered with."""
+    took: list[float] = []
+    answered: dict[str, set[str]] = {}
+    names = list(nodes.addresses)
+
+    async def one(number: int, count: int) -> None:
+        mine = names[number % len(names) :] + names[: number % len(names)]
+        async with nodes.client(*mine) as client:
+            for call in range(count):
+                # Each tenth is the one before it once more.
+                at = call - 1 if call % 10 == 9 else call
+                request = f"bench-{number}-{at}"
+                begun = time.perf_counter()
+                spec = spec_of(folder, request)
+                job = await client.create_job(spec, request_id=request, mode=jobs_pb2.START_MODE_RESUME)
+                took.append(time.perf_counter() - begun)
+                answered.setdefault(request, set()).add(job.uid)
+
+    await asyncio.gather(*(one(number, calls // clients) for number in range(clients)))
+    return took, answered
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which so much of them lies, in milliseconds."""
+    ordered = sorted(values)
+    return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
+
+
+def latencies(values: list[float]) -> dict[str, float]:
+    """For the result."""
+    return {name: quantile(values, share) for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99), ("max_ms", 1.0))}
+
+
+async def submit(folder: Path, clients: int, calls: int) -> dict[str, Any]:
+    """All of it."""
+    make_tiny_model(folder / "model", seed=1)
+    write_sums(folder / "train.jsonl", range(20), range(20))
+    async with three_nodes(folder / "cluster", slots=1) as nodes:
+        await create_all(nodes, folder, 3, 3)  # what only the first job of a daemon costs
+        puts = await put_all(nodes.endpoints, clients, calls // 2)
+        begun = time.perf_counter()
+        took, answered = await create_all(nodes, folder, clients, calls)
+        seconds = time.perf_counter() - begun
+        puts += await put_all(nodes.endpoints, clients, calls // 2)
+        async with nodes.client() as client:
+            listed = [job.uid for job in await client.list_jobs(name_prefix="bench-")]
+    distinct = {uid for uids in answered.values() for uid in uids}
+    missing, doubled = len(distinct - set(listed)), sum(len(uids) > 1 for uids in answered.values())
+    create, put = latencies(took), latencies(puts)
+    return {
+        "calls": len(took),
+        "clients": clients,
+        "distinct_request_ids": len(answered),
+        "jobs": len(distinct),
+        "missing": missing,
+        "doubled": doubled,
+        "calls_per_second": round(len(took) / seconds, 1),
+        "create_job": create,
+        "guarded_put": put,
+        "p99_times_a_put": round(create["p99_ms"] / put["p99_ms"], 2),
+        "limit": MOST_TIMES,
+    }
+
+
+def measure_submissions(arguments: argparse.Namespace, taken: Result) -> Result:
+    """On a cluster of its own."""
+    with tempfile.TemporaryDirectory(prefix="gcore-submit-") as folder:
+        return taken | asyncio.run(submit(Path(folder), arguments.clients, arguments.calls))
+
+
+def submission_verdict(result: Result) -> str:
+    """Jobs that are missing or doubled, and calls that took too long."""
+    if result["missing"] or result["doubled"] or result["jobs"] != result["distinct_request_ids"]:
+        return "jobs are missing or doubled"
+    slow = result["p99_times_a_put"] > MOST_TIMES
+    return f"CreateJob's 99th percentile is over {MOST_TIMES:g} times a put's" if slow else ""
+
+
+def submission_options(parser: argparse.ArgumentParser) -> None:
+    """How many."""
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--calls", type=int, default=1000)
+
+
+BENCHMARKS = (
+    Benchmark(
+        "control-plane",
+        "control_plane",
+        measure_steps,
+        ("grpcio", "pydantic", "uvicorn", "aetcd"),
+        options=step_options,
+    ),
+    Benchmark(
+        "submit",
+        "submit",
+        measure_submissions,
+        ("grpcio",),
+        options=submission_options,
+        verdict=submission_verdict,
+    ),
+)

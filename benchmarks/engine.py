@@ -1,7 +1,5 @@
 """The torch engine beside `transformers.generate`: same model, same requests, same process, same threads.
 
-    make bench-engine          all cases; writes benchmarks/results/engine.json
-
 Each case is run in pairs, engine and `generate` in turn, who begins changing from pair to pair; the ratio of a pair is
 the seconds of `generate` over those of the engine. `generate` gets the requests in batches of `SLOTS`, in order of
 arrival, prompts padded on the left, and has to wait for the longest of each batch; the engine gets them all at once and
@@ -15,14 +13,14 @@ import argparse
 import math
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import measured
 import numpy as np
+
+from benchmarks.harness import Benchmark, Result, spread
 
 SLOTS = 64
 SMALL_VOCABULARY = 49
@@ -177,15 +175,13 @@ class Pair:
         return worst
 
 
-def measure(case: Case, pair: Pair, pairs: int, tick: Callable[[], None]) -> dict[str, Any]:
+def compare(case: Case, pair: Pair, pairs: int) -> Result:
     """Warm up, then run the pairs."""
     generator = np.random.default_rng(11)
     prompts = [generator.integers(3, case.vocabulary, length).tolist() for length in case.prompts]
     deliveries = pair.engine(prompts, case.limits)
     error = pair.error(prompts, deliveries)
-    tick()
     pair.generate(prompts[:SLOTS], case.limits[:SLOTS])
-    tick()
     engine: list[float] = []
     plain: list[float] = []
     for number in range(pairs):
@@ -194,7 +190,6 @@ def measure(case: Case, pair: Pair, pairs: int, tick: Callable[[], None]) -> dic
             began = perf_counter()
             run(prompts, case.limits)
             seconds.append(round(perf_counter() - began, 4))
-            tick()
     ratios = [b / a for a, b in zip(engine, plain, strict=True)]
     tokens = sum(case.limits)
     return {
@@ -203,61 +198,34 @@ def measure(case: Case, pair: Pair, pairs: int, tick: Callable[[], None]) -> dic
         "parameters": pair.parameters,
         "requests": len(prompts),
         "new_tokens": tokens,
-        "ratio": measured.spread(ratios),
+        "ratio": spread(ratios),
         "goal_ratio": case.goal,
-        "engine_tokens_per_second": measured.spread([tokens / s for s in engine], 0),
-        "generate_tokens_per_second": measured.spread([tokens / s for s in plain], 0),
+        "engine_tokens_per_second": spread([tokens / s for s in engine], 0),
+        "generate_tokens_per_second": spread([tokens / s for s in plain], 0),
         "largest_logprob_error": error,
         "pairs": [[round(b, 4), round(a, 4)] for a, b in zip(engine, plain, strict=True)],
     }
 
 
-def main() -> None:
-    """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--case", action="append", help="only this one (may be given several times)")
-    parser.add_argument("--out", default="engine", help="the result's name")
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace, taken: Result) -> Result:
+    """All cases."""
     # Before torch is imported.
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
 
     torch.set_num_threads(arguments.threads)
-    circumstances = measured.circumstances("torch", "transformers")
-    wanted = [case for case in cases() if not arguments.case or case.name in arguments.case]
-    results, models = [], {}
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
-        bar = progress.add_task("engine", total=len(wanted) * (2 + 2 * arguments.pairs))
-        for case in wanted:
-            progress.update(bar, description=case.name)
+    results: list[Result] = []
+    models: dict[int, Pair] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases():
+            if arguments.case and case.name not in arguments.case:
+                continue
             if case.vocabulary not in models:
                 models[case.vocabulary] = Pair(make_model(Path(folder) / str(case.vocabulary), case.vocabulary))
-            results.append(measure(case, models[case.vocabulary], arguments.pairs, lambda: progress.advance(bar)))
-    table = Table(title=f"engine and transformers.generate, {arguments.threads} thread(s)")
-    for column in ("case", "ratio", "spread", "goal", "engine tok/s", "generate tok/s", "log-probability error"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for r in results:
-        table.add_row(
-            r["case"],
-            f"{r['ratio']['median']:.2f}",
-            f"{r['ratio']['least']:.2f} - {r['ratio']['most']:.2f}",
-            f"{r['goal_ratio']}" if r["goal_ratio"] else "",
-            f"{r['engine_tokens_per_second']['median']:,.0f}",
-            f"{r['generate_tokens_per_second']['median']:,.0f}",
-            f"{r['largest_logprob_error']:.1e}",
-        )
-    console.print(table)
-    document = circumstances | {
+            results.append(compare(case, models[case.vocabulary], arguments.pairs))
+            print(f"{case.name}: ratio {results[-1]['ratio']}", flush=True)
+    return taken | {
         "what": "the torch engine beside transformers.generate; a ratio is generate's seconds over the engine's in one pair",
         "threads": arguments.threads,
         "wait_policy": "PASSIVE",
@@ -265,8 +233,12 @@ def main() -> None:
         "pairs_are": "seconds of generate, seconds of the engine",
         "cases": results,
     }
-    console.print(f"written to {measured.write(arguments.out, document)}")
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    """Threads and cases."""
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--case", action="append", help="only this one (may be given several times)")
+
+
+BENCHMARKS = (Benchmark("engine", "engine", measure, ("torch", "transformers"), 7, options),)

@@ -1,7 +1,5 @@
 """Seconds per GRPO step of the arithmetic example's model, beside TRL's `GRPOTrainer`.
 
-    make bench-grpo            writes benchmarks/results/grpo_step.json
-
 64 completions (8 prompts × 8) of exactly 5, 64 and 256 tokens, one update a step, no reference model, float32, two cores,
 passive waiting on both sides. gcore runs as its users run it: `gcore run` with a real etcd, one controller, two engines and
 two train ranks of one thread each that share the two slots. TRL runs both ways it can use two cores, one process of two
@@ -19,16 +17,11 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-import measured
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from runs import finished_run
+from benchmarks.harness import PREPARED, ROOT, Benchmark, Result, finished_run, spread, write_spec
 
-EXAMPLE = measured.ROOT / ".cache" / "examples" / "arithmetic"
+EXAMPLE = PREPARED / "arithmetic"
 CONTEXT = 1024
 WARM_UP = 3
 PHASES = ("publish_s", "collect_s", "exchange_s", "train_s")
@@ -73,15 +66,13 @@ def gcore_steps(model: Path, folder: Path, tokens: int, steps: int) -> list[dict
         },
         "checkpoint": {"every": steps},
     }
-    path = folder / "spec.yaml"
-    path.write_text(json.dumps(spec))
-    run = finished_run(path, controllers=1, environment=environment(1))
+    run = finished_run(write_spec(folder / "spec.yaml", spec), controllers=1, environment=environment(1))
     return [one for one in run.stats[WARM_UP:] if "seconds" in one]
 
 
 def trl_steps(python: Path, model: Path, folder: Path, tokens: int, steps: int, processes: int) -> list[float]:
     """Seconds of each step after the warm-up."""
-    script = [str(measured.ROOT / "benchmarks" / "trl_grpo.py"), "--model", str(model)]
+    script = [str(ROOT / "benchmarks" / "trl_grpo.py"), "--model", str(model)]
     script += ["--data", str(EXAMPLE / "train.jsonl"), "--tokens", str(tokens), "--steps", str(steps)]
     script += ["--work", str(folder / "trl")]
     launcher = [str(python)]
@@ -97,9 +88,7 @@ def trl_steps(python: Path, model: Path, folder: Path, tokens: int, steps: int, 
     return list(answer["seconds"][WARM_UP - 1 :])
 
 
-def compare(
-    python: Path, model: Path, folder: Path, tokens: int, rounds: int, steps: int, tick: Callable[[], None]
-) -> dict[str, object]:
+def compare(python: Path, model: Path, folder: Path, tokens: int, rounds: int, steps: int) -> Result:
     """Rounds in turn; medians, and the ratio of each round."""
     sides: dict[str, list[float]] = {"gcore": [], "trl 1 x 2": [], "trl 2 x 1": []}
     ratios: list[float] = []
@@ -121,53 +110,41 @@ def compare(
                 seconds = trl_steps(python, model, folder, tokens, steps, 2 if side == "trl 2 x 1" else 1)
             sides[side] += seconds
             medians[side] = statistics.median(seconds)
-            tick()
+            print(f"{tokens} tokens, {side}: {medians[side]:.3f} s a step", flush=True)
         ratios.append(min(medians["trl 1 x 2"], medians["trl 2 x 1"]) / medians["gcore"])
     return {
         "tokens": tokens,
-        "seconds": {side: measured.spread(values) for side, values in sides.items()},
-        "times_faster_than_trl": measured.spread(ratios, 2),
-        "gcore_phases": {name: measured.spread(values) for name, values in phases.items() if values},
+        "seconds": {side: spread(values) for side, values in sides.items()},
+        "times_faster_than_trl": spread(ratios, 2),
+        "gcore_phases": {name: spread(values) for name, values in phases.items() if values},
     }
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trl", type=Path, default=measured.ROOT / ".venv-trl" / "bin" / "python")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[5, 64, 256])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
-    arguments = parser.parse_args()
-    circumstances = measured.circumstances("torch", "transformers", "deepspeed")
+def measure(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Every number of tokens."""
     trl = subprocess.run(
         [str(arguments.trl), "-c", "from importlib.metadata import version; print(version('trl'))"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
-    circumstances["versions"]["trl"] = trl
-    console = Console()
-    with tempfile.TemporaryDirectory() as name, Progress(console=console) as progress:
+    taken["versions"]["trl"] = trl
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = widened_model(folder)
-        task = progress.add_task("rounds", total=len(arguments.tokens) * arguments.rounds * 3)
         cases = [
-            compare(arguments.trl, model, folder, n, arguments.rounds, arguments.steps, lambda: progress.advance(task))
-            for n in arguments.tokens
+            compare(arguments.trl, model, folder, tokens, arguments.pairs, arguments.steps)
+            for tokens in arguments.tokens
         ]
-    table = Table("tokens", "gcore s/step", "TRL 1 process x 2 threads", "TRL 2 x 1", "gcore is faster by")
-    for case in cases:
-        seconds = case["seconds"]
-        assert isinstance(seconds, dict)
-        ratio = case["times_faster_than_trl"]
-        assert isinstance(ratio, dict)
-        row = [f"{seconds[side]['median']:.3f}" for side in ("gcore", "trl 1 x 2", "trl 2 x 1")]
-        table.add_row(str(case["tokens"]), *row, f"{ratio['median']:.2f} x ({ratio['least']}–{ratio['most']})")
-    console.print(table)
-    result = {"what": __doc__.split("\n")[0] if __doc__ else "", **circumstances, "completions": 64, "cases": cases}
-    console.print(f"written: {measured.write('grpo_step', result)}")
+    what = "Seconds per GRPO step of the arithmetic example's model, beside TRL's `GRPOTrainer`."
+    return {"what": what, **taken, "completions": 64, "cases": cases}
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    """TRL's environment, and sizes."""
+    parser.add_argument("--trl", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="TRL's Python")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[5, 64, 256])
+    parser.add_argument("--steps", type=int, default=20)
+
+
+BENCHMARKS = (Benchmark("grpo", "grpo_step", measure, ("torch", "transformers", "deepspeed"), 3, options),)

@@ -1,83 +1,160 @@
 """What the first placement estimates of memory, beside what real engines and real train ranks take.
 
-    make bench-memory           all cases; writes benchmarks/results/memory.json
-
 Models are made from configurations, with weights drawn at random. An engine is the torch engine, serving over HTTP; a rank is one of a
 world over gloo that trains one step, at ZeRO stages 1 to 3, by one rank or two. Measured is the most of resident memory that the
 kernel saw, less what the same process takes with next to no model. Estimated is what `placement.mapping.memory` says of the same,
 from the configuration alone. No time is measured.
+
+The processes are forks of `memory_host`. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import measured
-from memory_cases import BASE, CASES, CONTEXT, SIZES, Case, make_models
+import numpy as np
+from safetensors.numpy import save_file
 
+from benchmarks.harness import MB, Benchmark, Child, Result, spread
 from gcore.config import parse_spec
+from gcore.testing.tiny_model import save_tokenizer
 from placement.mapping.memory import engine_need, rank_needs
 from placement.mapping.shapes import ModelShape, shape_of
 from placement.mapping.workload import Lengths, Shapes, Workload, workload_of
 
-SIDES = Path(__file__).with_name("memory_sides.py")
-MB = 1e6
+CONTEXT = 1024
 
 
-class Host:
-    """The process that forks the others."""
+@dataclass(frozen=True)
+class Size:
+    """A qwen3 with tied embeddings; half as many heads of keys as of queries."""
 
-    def __init__(self) -> None:
-        out, theirs = os.pipe()
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
-            "PYTHONWARNINGS": "ignore",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
+    width: int
+    layers: int
+    inner: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads // 2,
+            "head_dim": self.width // self.heads,
+            "max_position_embeddings": CONTEXT,
+            "tie_word_embeddings": True,
+            "hidden_act": "silu",
+            "dtype": "float32",
         }
-        self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3>&{theirs}', "bash", sys.executable, str(SIDES)],
-            stdin=subprocess.PIPE,
-            text=True,
-            env=environment,
-            pass_fds=(theirs,),
-        )
-        os.close(theirs)
-        self._lines = os.fdopen(out)
-        assert self._answer()["ready"]
 
-    def measure(self, told: Mapping[str, Any]) -> list[dict[str, int]]:
-        """Bytes of each process of a case, by phase."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        found: list[dict[str, int]] = self._answer()["found"]
-        return found
 
-    def end(self) -> None:
-        """It ends with its input."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._lines.close()
+SIZES = {
+    "tiny": Size(64, 1, 64, 2, 256),
+    "1M": Size(128, 4, 512, 4, 512),
+    "8M": Size(256, 8, 704, 4, 8192),
+    "30M": Size(512, 8, 1408, 8, 8192),
+    "100M": Size(768, 12, 2048, 12, 16384),
+}
+BASE = "tiny"
+"""What a process takes that has next to no model is taken off the others of its kind, stage and world."""
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        if not line:
-            raise SystemExit("the processes ended; their error stands above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+
+@dataclass(frozen=True)
+class Case:
+    """One process of each kind. `samples` of `prompt` and `response` tokens in a step, or so many requests at once."""
+
+    what: Literal["rank", "engine"]
+    model: str
+    size: int = 1
+    samples: int = 8
+    prompt: int = 5
+    response: int = 8
+    train: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def alike(self) -> tuple[str, int, int]:
+        """What it has in common with the case that is taken off it."""
+        return self.what, self.size, self.train.get("zero_stage", 1)
+
+    def told(self, models: Path, run: Path) -> dict[str, Any]:
+        """As `memory_host` reads it."""
+        launch = {"batch_slots": self.samples, "cache_tokens": 1 << 20}
+        more = {"model": str(models / self.model), "run": str(run), "requests": self.samples, "launch": launch}
+        return asdict(self) | more
+
+
+def _ranks(model: str, size: int) -> list[Case]:
+    return [Case("rank", model, size, train={"zero_stage": stage}) for stage in (1, 2, 3)]
+
+
+CASES = [
+    *_ranks(BASE, 1),
+    *_ranks(BASE, 2),
+    *_ranks("30M", 1),
+    *_ranks("30M", 2),
+    Case("rank", "8M", response=120),
+    Case("rank", "8M", response=120, train={"activation_checkpointing": True}),
+    Case("rank", "30M", train={"dtype": "bf16"}),
+    Case("rank", "30M", train={"kl_coef": 0.1}),
+    Case("rank", "30M", train={"advantage": "gae", "critic": {}}),
+    Case("engine", BASE),
+    Case("engine", "30M"),
+    Case("engine", "8M", samples=32, response=120),
+    *_ranks("1M", 2),
+    *_ranks("100M", 2),
+    Case("engine", "100M"),
+    Case("rank", "100M"),
+]
+
+
+def make_models(folder: Path, names: Iterable[str] = SIZES) -> None:
+    """Weights drawn at random, in folders that transformers loads."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(SIZES[name].config))
+        save_file(_weights(SIZES[name]), folder / name / "model.safetensors", {"format": "pt"})
+        save_tokenizer(folder / name, ends=False)
+
+
+def _weights(size: Size) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    width, dim = size.width, size.width // size.heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (size.vocabulary, width),
+        "model.norm.weight": (width,),
+    }
+    for layer in range(size.layers):
+        of = {
+            "self_attn.q_proj": (size.heads * dim, width),
+            "self_attn.k_proj": (size.heads // 2 * dim, width),
+            "self_attn.v_proj": (size.heads // 2 * dim, width),
+            "self_attn.o_proj": (width, size.heads * dim),
+            "self_attn.q_norm": (dim,),
+            "self_attn.k_norm": (dim,),
+            "mlp.gate_proj": (size.inner, width),
+            "mlp.up_proj": (size.inner, width),
+            "mlp.down_proj": (width, size.inner),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of.items()}
+    return {
+        name: rng.standard_normal(shape, np.float32) * 0.02 if len(shape) > 1 else np.ones(shape, np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def shape(model: str) -> ModelShape:
@@ -98,8 +175,7 @@ def workload(case: Case) -> Workload:
             "train": {"old_logprobs": "engine"} | case.train,
         }
     )
-    of = shape(case.model)
-    return workload_of(spec, Shapes(of, None, {}), Lengths(case.prompt, case.response))
+    return workload_of(spec, Shapes(shape(case.model), None, {}), Lengths(case.prompt, case.response))
 
 
 def estimated(case: Case) -> int:
@@ -146,15 +222,17 @@ def words(case: Case) -> str:
     return f"{case.model}: {', '.join(said)}"
 
 
-def measure(cases: Sequence[Case]) -> list[tuple[Case, list[dict[str, int]]]]:
-    """Each case's processes."""
+def measured(cases: Sequence[Case]) -> list[tuple[Case, list[dict[str, int]]]]:
+    """Each case's processes, in bytes by phase."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder, sorted({case.model for case in cases}))
-        host, found = Host(), []
+        host, found = Child("memory_host"), []
         try:
+            assert host.answer()["ready"]
             for number, case in enumerate(cases):
-                found.append((case, host.measure(case.told(folder, folder / f"run-{number}"))))
+                host.send(**case.told(folder, folder / f"run-{number}"))
+                found.append((case, host.answer()["found"]))
                 print(f"{words(case)}: measured", flush=True)
         finally:
             host.end()
@@ -170,25 +248,20 @@ def rows(found: Sequence[tuple[Case, list[dict[str, int]]]]) -> list[dict[str, A
     return [row(case, processes, base[case.alike]) for case, processes in found if case.model != BASE]
 
 
-def main() -> None:
-    """Measure, compare, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(SIZES), help="models, by name")
-    parser.add_argument("--out", default="memory", help="the result's name")
-    arguments = parser.parse_args()
-    made = rows(measure([case for case in CASES if case.model == BASE or case.model in arguments.only]))
-    result = measured.circumstances("torch", "transformers", "deepspeed") | {
-        "what": (__doc__ or "").split("\n")[0],
+def measure(arguments: argparse.Namespace, taken: Result) -> Result:
+    """All cases, or those of some models."""
+    made = rows(measured([case for case in CASES if case.model == BASE or case.model in arguments.only]))
+    return taken | {
+        "what": "What the first placement estimates of memory, beside what real engines and real train ranks take.",
         "models": f"qwen3 with tied embeddings, context {CONTEXT}, float32 weights drawn at random",
-        "errors": measured.spread([one["error"] for one in made]),
+        "errors": spread([one["error"] for one in made]),
         "cases": made,
     }
-    for one in made:
-        print(
-            f"{one['case']:60} measured {one['measured_mb']:8.1f} MB, estimated {one['estimated_mb']:8.1f} MB, {one['error']:+.1%}"
-        )
-    print(measured.write(arguments.out, result))
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    """Which models."""
+    parser.add_argument("--only", nargs="*", default=list(SIZES), help="models, by name")
+
+
+BENCHMARKS = (Benchmark("memory", "memory", measure, ("torch", "transformers", "deepspeed"), options=options),)

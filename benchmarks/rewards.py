@@ -1,7 +1,5 @@
 """What scoring takes in processes of its own, beside scoring where it is called.
 
-    make bench-rewards         alternating rounds; writes benchmarks/results/rewards.json
-
 For the rule `numeric`, 8 responses a group: calls a second with everything asked for at once, milliseconds for one group by
 itself, and what a call takes of the controller's own processor time. For `code`: programs a second, one test each, and the
 milliseconds that proving the box takes.
@@ -14,10 +12,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
-from measured import circumstances, spread, write
-
+from benchmarks.harness import Benchmark, Result, spread
 from gcore.clock import SystemClock
 from gcore.config.spec import RewardSpec, ScoringSpec
 from gcore.reward.box import Box
@@ -83,19 +79,14 @@ def programs() -> dict[str, float]:
     return {"programs_per_second": PROGRAMS / (time.perf_counter() - began), "proof_ms": proof * 1e3}
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    count = parser.parse_args().rounds
-    rules = asyncio.run(rounds(count))
-    result: dict[str, Any] = {
-        "rule": {way: {key: spread([one[key] for one in ran]) for key in ran[0]} for way, ran in rules.items()},
+def measure(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Rules, then programs."""
+    rules = asyncio.run(rounds(arguments.pairs))
+    ran = [programs() for _ in range(arguments.pairs)]
+    return taken | {
+        "rule": {way: {key: spread([one[key] for one in runs]) for key in runs[0]} for way, runs in rules.items()},
+        "code": {key: spread([one[key] for one in ran]) for key in ran[0]},
     }
-    ran = [programs() for _ in range(count)]
-    result["code"] = {key: spread([one[key] for one in ran]) for key in ran[0]}
-    write("rewards", circumstances() | result)
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARKS = (Benchmark("rewards", "rewards", measure, pairs=5),)

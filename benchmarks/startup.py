@@ -1,30 +1,38 @@
-"""How long gcore takes to start: commands, daemons, workers, and from `gcore run` to the first step.
+"""How long gcore takes to start, and what its processes take while nothing happens.
 
-    make bench-startup         each three times; writes benchmarks/results/startup.json
+**Start** (`startup`): commands, daemons, workers, and from `gcore run` to the first step. Seconds on the clock, and where it can be
+had, of processor time with children: on a busy machine only that means something. What the imports of each process take is added up by
+package (`python -X importtime`, once each). `--pairs` of each; of commands and daemons each beside a bare process that imports the
+same packages of others and nothing of gcore, the ratio of both being independent of the machine. `--only ratios` measures just that.
 
-Seconds on the clock, and where it can be told, of processor time with children: on a busy machine only that means
-something. What the imports of each process take is added up by package (`python -X importtime`, once each).
+**Idle** (`idle`): memory, share of a core, wake-ups a second, in three situations, each watched for half a minute: a cluster that has
+just come up; one whose workers wait while the controllers are stopped (SIGSTOP), so that they get no requests; and the same cluster
+after its job has ended. RSS counts pages that processes share for each of them, PSS divides them. The goal is for daemons: under
+80 MB and 1 % of a core. Engines and ranks hold torch; of them the goal is the core.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import inspect
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from measured import ROOT, circumstances, spread, write
-from runs import GCORE, own_home
-
+from benchmarks.harness import EXAMPLES, GCORE, PREPARED, Benchmark, Result, own_home, read_process, spread
+from controllers.cli.leftovers import processes_of
 from gcore.client import JobsClient
 from gcore.clock import SystemClock
 from gcore.config.node import NodeConfig
@@ -32,29 +40,86 @@ from gcore.store.launcher import LocalEtcd
 from gcore.store.reference import StoreRef
 from gcore.testing.engine_process import engine_process
 
-SPEC = ROOT / "examples" / "arithmetic" / "grpo.yaml"
-MODEL = ROOT / ".cache" / "examples" / "arithmetic" / "model"
+SPEC = EXAMPLES / "arithmetic" / "grpo.yaml"
+MODEL = PREPARED / "arithmetic" / "model"
 PACKAGES = 12
 """Shown of each process's imports."""
+
+
+def command_line() -> None:
+    """`gcore`."""
+    import controllers.cli.main  # noqa: F401
+
+
+def controller_process() -> None:
+    """A daemon without a job."""
+    import controllers.wire  # noqa: F401
+
+
+def controller_with_a_job() -> None:
+    """A daemon that has started a job."""
+    import controllers.job
+    import controllers.service.submission
+    import controllers.wire  # noqa: F401
+
+
+def supervisor() -> None:
+    """Of a worker."""
+    import gcore.worker.main  # noqa: F401
+
+
+def engine_process_imports() -> None:
+    """The torch engine."""
+    from gcore.uncompiled import leave_compiler_out
+
+    leave_compiler_out()
+    import gcore.rollout.engine.serve  # noqa: F401
+
+
+def rank() -> None:
+    """A train rank."""
+    from gcore.uncompiled import leave_compiler_out
+
+    leave_compiler_out()
+    import gcore.train.models
+    import gcore.train.step  # noqa: F401
+
+
 IMPORTS = {
-    "command line": "controllers.cli.main",
-    "controller": "controllers.wire",
-    "controller with a job": "controllers.wire, controllers.job, controllers.service.submission",
-    "supervisor": "gcore.worker.main",
-    "engine": "gcore.uncompiled as u; u.leave_compiler_out(); import gcore.rollout.engine.serve",
-    "rank": "gcore.uncompiled as u; u.leave_compiler_out(); import gcore.train.models, gcore.train.step",
+    "command line": command_line,
+    "controller": controller_process,
+    "controller with a job": controller_with_a_job,
+    "supervisor": supervisor,
+    "engine": engine_process_imports,
+    "rank": rank,
 }
+"""What each process imports. The source of these functions runs in a new process."""
+BARE = {
+    "command line": "typer",
+    "controller": "pydantic, grpc.aio, google.protobuf, yaml, asyncio, annotated_types, prometheus_client, aetcd, tenacity",
+    "engine": "torch, transformers, uvicorn, starlette.applications",
+}
+"""Packages of others that some of these processes load: their start is compared with that of a process with nothing else."""
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
-_SERVING = re.compile(r"^(\S+ \S+?),(\d{3}) INFO gcore\.worker serving", re.MULTILINE)
+_SERVING = re.compile(r"^(\S+ \S+?),(\d{3}) INFO gcore\.worker: serving", re.MULTILINE)
 
 
 def command(*words: str) -> dict[str, float]:
     """One command of `gcore`, however it ends: seconds and processor seconds."""
-    before, began = os.times(), time.monotonic()
-    subprocess.run([*GCORE, *words], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    after = os.times()
-    processor = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"seconds": time.monotonic() - began, "processor_s": processor}
+    return process(*GCORE, *words)
+
+
+def process(*words: str) -> dict[str, float]:
+    """One process, however it ends: seconds and processor seconds."""
+    before, began = processor_seconds(), time.monotonic()
+    subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return {"seconds": time.monotonic() - began, "processor_s": processor_seconds() - before}
+
+
+def processor_seconds() -> float:
+    """Of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def up() -> dict[str, float]:
@@ -148,10 +213,15 @@ def _workers(home: Path, role: str, began: float) -> tuple[float, float]:
     return started, slowest
 
 
-def imports(statement: str) -> dict[str, Any]:
+def source(of: Callable[[], None]) -> str:
+    """A program that does what the function does."""
+    return f"{inspect.getsource(of)}\n{of.__name__}()\n"
+
+
+def imports(program: str) -> dict[str, Any]:
     """Milliseconds by package, the largest first, of one process's imports. Tracing makes all of them slower."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", f"import {statement}"],
+        [sys.executable, "-X", "importtime", "-c", program],
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
@@ -173,13 +243,35 @@ def repeated(what: str, measure: Callable[[], dict[str, float]], runs: int) -> d
     return {name: spread([row[name] for row in rows], 3) for name in rows[0]}
 
 
-def main() -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3)
-    arguments = parser.parse_args()
-    result = circumstances("torch", "transformers", "deepspeed", "grpcio", "typer")
-    result |= {"what": (__doc__ or "").split("\n")[0]}
+def succeeded(words: Sequence[str]) -> float:
+    """Processor seconds of a process that must succeed."""
+    before = processor_seconds()
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    return processor_seconds() - before
+
+
+def import_ratios(pairs: int) -> dict[str, Any]:
+    """Processor seconds of a process's imports through those of a bare process, in alternating pairs."""
+    ratios = {}
+    for what, packages in BARE.items():
+        commands = [[sys.executable, "-c", program] for program in (source(IMPORTS[what]), f"import {packages}")]
+        rows = []
+        for number in range(pairs + 1):
+            turns = (0, 1) if number % 2 else (1, 0)
+            took = {side: succeeded(commands[side]) for side in turns}
+            rows.append(took[0] / took[1])
+        ratios[what] = spread(rows[1:], 3)  # in the first pair, files come from the disk
+        print(f"{what}: {ratios[what]}", flush=True)
+    return ratios
+
+
+def measure_start(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Each process by itself, then a whole run."""
+    result = taken | {
+        "what": "How long gcore takes to start: commands, daemons, workers, and from `gcore run` to the first step."
+    }
+    if arguments.only == "ratios":
+        return result | {"ratios": import_ratios(arguments.pairs)}
     nowhere = str(Path(tempfile.gettempdir()) / "gcore-nowhere")
     measures: dict[str, Callable[[], dict[str, float]]] = {
         "gcore --help": lambda: command("--help"),
@@ -189,10 +281,142 @@ def main() -> None:
         "engine": engine,
         "gcore run to the first step": first_step,
     }
-    result["seconds"] = {name: repeated(name, measure, arguments.runs) for name, measure in measures.items()}
-    result["imports"] = {name: imports(statement) for name, statement in IMPORTS.items()}
-    print(write("startup", result))
+    result["seconds"] = {name: repeated(name, measure, arguments.pairs) for name, measure in measures.items()}
+    result["imports"] = {name: imports(source(of)) for name, of in IMPORTS.items()}
+    result["ratios"] = import_ratios(arguments.pairs)
+    return result
 
 
-if __name__ == "__main__":
-    main()
+def start_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured."""
+    parser.add_argument("--only", choices=("ratios",), help="beside bare processes only")
+
+
+# Idle -----------------------------------------------------------------------------------------------------------------
+
+GOAL_MB, GOAL_SHARE = 80.0, 0.01
+SETTLE_S = 10.0
+"""After a change, until things are quiet; longer than a lease."""
+
+
+def kinds(home: Path) -> dict[int, str]:
+    """Every process of the home: what it is, by pid."""
+    found = {}
+    for one in processes_of(home.resolve()):
+        pid = one.process.pid
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if one.kind == "child":
+            found[pid] = "engine" if b"gcore.rollout.engine" in arguments else "rank"
+        else:
+            found[pid] = "supervisor" if one.kind == "worker" else one.kind
+    return found
+
+
+def watch(home: Path, seconds: float, only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """One row a process, over `seconds`."""
+    pids = {pid: kind for pid, kind in kinds(home).items() if not only or kind in only}
+    before, began = {pid: read_process(pid) for pid in pids}, time.monotonic()
+    time.sleep(seconds)
+    took = time.monotonic() - began
+    rows = []
+    for pid, kind in sorted(pids.items(), key=lambda item: item[1]):
+        with contextlib.suppress(OSError):  # it ended meanwhile, and so was not idle
+            now = read_process(pid)
+            share = (now.processor_s - before[pid].processor_s) / took
+            rows.append(
+                {
+                    "process": kind,
+                    "rss_mb": now.rss,
+                    "pss_mb": now.pss,
+                    "anonymous_mb": now.anonymous,
+                    "share_of_a_core": round(share, 5),
+                    "wakeups_per_s": round((now.switches - before[pid].switches) / took, 2),
+                    "threads": now.threads,
+                }
+            )
+    return rows
+
+
+def until_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    """Until the run has printed that a step is committed."""
+    while f"step {step}/" not in log.read_text():
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended before step {step}:\n{log.read_text()}")
+        time.sleep(0.2)
+
+
+def situations(seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """The three situations."""
+    with own_home() as home:
+        log = home.parent / "run.log"
+        subprocess.run(
+            [*GCORE, "up", "--home", str(home)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(SETTLE_S)
+        fresh = watch(home, seconds)
+        with log.open("wb") as out:
+            run = subprocess.Popen(
+                [*GCORE, "run", str(SPEC), "--home", str(home), "--plain", "--set", "flow.steps=4"],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        until_step(log, 1, run)
+        controllers = [pid for pid, kind in kinds(home).items() if kind == "controller"]
+        for pid in controllers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(SETTLE_S)
+            waiting = watch(home, seconds, only=("supervisor", "engine", "rank", "etcd"))
+        finally:
+            for pid in controllers:
+                os.kill(pid, signal.SIGCONT)
+        if run.wait() != 0:
+            raise SystemExit(log.read_text())
+        time.sleep(SETTLE_S)
+        ended = watch(home, seconds)
+    return {"fresh": fresh, "workers_waiting": waiting, "after_a_job": ended}
+
+
+def verdict(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The largest of each kind of process, and whether that meets the goal."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in sorted({row["process"] for row in rows}):
+        mine = [row for row in rows if row["process"] == kind]
+        rss, share = max(r["rss_mb"] for r in mine), max(r["share_of_a_core"] for r in mine)
+        found[kind] = {"rss_mb": rss, "share_of_a_core": share, "under_1_percent": share < GOAL_SHARE}
+        if kind in ("controller", "supervisor", "etcd"):
+            found[kind]["under_80_mb"] = rss < GOAL_MB
+    return found
+
+
+def measure_idle(arguments: argparse.Namespace, taken: Result) -> Result:
+    """The three situations, and whether they meet the goal."""
+    rows = situations(arguments.seconds)
+    result = taken | {
+        "what": "What gcore's processes take while nothing happens: memory, share of a core, wake-ups a second.",
+        "seconds": arguments.seconds,
+        "verdict": {name: verdict(found) for name, found in rows.items()},
+        "processes": rows,
+    }
+    for name, found in result["verdict"].items():
+        for kind, row in found.items():
+            print(f"{name:16} {kind:10} {row['rss_mb']:7.1f} MB  {row['share_of_a_core']:.2%} of a core")
+    return result
+
+
+def idle_options(parser: argparse.ArgumentParser) -> None:
+    """How long."""
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long each situation is watched")
+
+
+BENCHMARKS = (
+    Benchmark(
+        "startup",
+        "startup",
+        measure_start,
+        ("torch", "transformers", "deepspeed", "grpcio", "typer"),
+        3,
+        start_options,
+    ),
+    Benchmark("idle", "idle", measure_idle, ("grpcio", "torch", "transformers", "pydantic"), options=idle_options),
+)

@@ -14,16 +14,11 @@ import contextlib
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-from measured import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import simulated_cluster
 import simulated_controller

@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 
 from chaos_cluster import TTL_S  # noqa: E402
 from chaos_faults import FAULTS, RECOVERY_GOAL_S, Fault  # noqa: E402
 from chaos_run import one_job  # noqa: E402
-from measured import RESULTS, circumstances  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
+from benchmarks.harness import RESULTS, circumstances  # noqa: E402
 from gcore.atomic import whole_file  # noqa: E402
 from gcore.store.binary import EtcdBinary, find_etcd  # noqa: E402
 

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-OWN = ("memory", "memory_cases", "measured")
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in OWN:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("memory")
-    for name in OWN:
-        sys.modules.pop(name, None)
+from benchmarks import memory
 
 
 @pytest.mark.large
 @pytest.mark.timeout(900)
-def test_estimates_are_near_what_a_rank_of_each_stage_and_an_engine_take(bench: Any) -> None:
-    case = bench.Case
-    ranks = [case("rank", model, train={"zero_stage": stage}) for model in (bench.BASE, "8M") for stage in (1, 3)]
-    engines = [case("engine", bench.BASE), case("engine", "8M")]
+def test_estimates_are_near_what_a_rank_of_each_stage_and_an_engine_take() -> None:
+    case = memory.Case
+    ranks = [case("rank", model, train={"zero_stage": stage}) for model in (memory.BASE, "8M") for stage in (1, 3)]
+    engines = [case("engine", memory.BASE), case("engine", "8M")]
     long = case("rank", "8M", response=56)
-    found = bench.rows(bench.measure([*ranks, *engines, long]))
+    found = memory.rows(memory.measured([*ranks, *engines, long]))
     assert [row["what"] for row in found] == ["rank", "rank", "engine", "rank"]
     for row in found:
         assert -0.35 <= row["error"] <= 0.75, row

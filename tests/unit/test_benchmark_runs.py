@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import harness
+
 SPEC = Path("/somewhere/job.yaml")
 GCORE = """
 import json, os, sys, time
@@ -74,10 +74,8 @@ class Gcore:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("runs")
-    monkeypatch.setattr(module, "GCORE", [sys.executable, str(tmp_path / "gcore.py")])
-    return module
+    monkeypatch.setattr(harness, "GCORE", [sys.executable, str(tmp_path / "gcore.py")])
+    return harness
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.placement import simulator
+
 LOADED = """
 import sys
 import placement.simulate.table
@@ -16,9 +17,20 @@ print(*(name for name in sys.modules if name.startswith("placement.") and not ha
 """
 
 
-def test_a_kept_row_depends_on_every_module_that_the_simulator_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from placement_table import DECIDE  # type: ignore[import-not-found, unused-ignore]
-
+def test_a_kept_row_depends_on_every_module_that_the_simulator_loads() -> None:
     loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True).stdout.split()
-    assert {name.removeprefix("placement.").replace(".", "/") for name in loaded} == set(DECIDE)
+    files = {".".join(file.parts[file.parts.index("placement") :]) for file in simulator.decisive_modules()}
+    assert {f"{name}.py" for name in loaded} == files
+
+
+def test_rows_are_kept_until_a_module_or_a_scenario_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, scenario = tmp_path / "module.py", tmp_path / "one.yaml"
+    monkeypatch.setattr(simulator, "decisive_modules", lambda: [module])
+    monkeypatch.setattr(simulator, "SCENARIOS", tmp_path)
+    found = []
+    for text, slots in (("a", "1"), ("a", "1"), ("b", "1"), ("b", "2")):
+        module.write_text(text)
+        scenario.write_text(slots)
+        found.append(simulator.fingerprint())
+    assert found[0] == found[1]
+    assert len(set(found)) == 3

@@ -1,4 +1,4 @@
-"""The processes of `memory.py`: a host that has imported everything, and a fork of it for each engine or train rank.
+"""The processes of the memory benchmark: a host that has imported everything, and a fork of it for each engine or train rank.
 
 Imports are most of a small process's memory and take longest, so they are made once, and what a fork takes beyond them is exactly
 its own. A fork runs what the process of a job runs: `serve` of the torch engine, which is asked over HTTP, or `load_models` and
@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-# For their memory: the host imports what its forks use.
-from trainer_sides import PROMPT, Batch, ready_step, say
+from benchmarks.harness import send_parent
+from benchmarks.ranks import GROUP, PROMPT, Batch, rank_spec, ready_step
 
+# The host imports what its forks use: see above.
 from gcore.clock import SystemClock
 from gcore.rollout.engine.launch import EngineLaunch
 from gcore.rollout.engine.serve import serve
@@ -35,7 +36,6 @@ from gcore.train.models import load_models
 from gcore.train.saving import Progress, Saver
 from gcore.train.step import StepTrainer
 
-GROUP = 8
 Told = dict[str, Any]
 
 
@@ -78,15 +78,7 @@ def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
     else:
         store = find_store(meet(None), meeting)
     world = Collective.join(meeting, store)
-    spec = {
-        "name": "bench",
-        "model": {"path": told["model"]},
-        "data": {"path": "none"},
-        "flow": {"steps": 1_000_000, "groups_per_step": told["samples"] // GROUP, "samples_per_prompt": GROUP},
-        "rollout": {"max_new_tokens": told["response"]},
-        "train": {"old_logprobs": "engine"} | told["train"],
-        "checkpoint": {"every": 1_000_000},
-    }
+    spec = rank_spec(told["model"], told["samples"], told["response"], told["train"])
     launch = rank_launch(spec, Path(told["run"]), rank=rank, world_size=size)
     forget_peak()
     models = load_models(launch, world.device, world.max, lambda: None)
@@ -196,10 +188,10 @@ def ask(address: str, told: Mapping[str, Any]) -> None:
 def main() -> None:
     """What it is told, until its input ends."""
     torch.set_num_threads(1)
-    say(ready=True, imported=figure("VmRSS"))
+    send_parent(ready=True, imported=figure("VmRSS"))
     for line in sys.stdin:
         told = json.loads(line)
-        say(found=world(told) if told["what"] == "rank" else engine(told))
+        send_parent(found=world(told) if told["what"] == "rank" else engine(told))
 
 
 if __name__ == "__main__":

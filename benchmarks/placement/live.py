@@ -1,19 +1,22 @@
-"""Placement policies live on emulated slots: 4 controllers, 32 slots, responses that get longer and a judge that becomes slow.
+"""Placement policies on running clusters: on emulated slots with a drifting job, and on two real cores.
 
-    make bench-placement-live                     every policy, alternating rounds; results/placement_live.json
-    ... BENCH_ARGS="--policies static:18:10:4 static:12:16:4 --rounds 1 --steps 8 --out /tmp/placement_live.json"
-
-The control plane is real (etcd, daemons, gRPC, HTTP, supervisors, the audit at the end); what computes is emulated, and takes the time
-of a law that is known to no policy. Over the run the median response doubles, and in its middle the judge's decode steps become several times
-as long, so that first rollout wants more slots and then the judge. What is drawn follows from the job's name and the prompt:
-every run has the same responses, whatever its policy. Seconds are those of a step from commit to commit, in emulated time. What agreeing, routing
-and asking cost is real, and weighs more as emulated time runs faster. All runs share this machine's cores, which on a cluster each
-node has for itself.
+**Live** (`placement-live`): 4 controllers, 32 emulated slots, responses that get longer and a judge that becomes slow. The control plane is real
+(etcd, daemons, gRPC, HTTP, supervisors, the audit at the end); what computes is emulated, and takes the time of a law that is known to no
+policy. Over the run the median response doubles, and in its middle the judge's decode steps become several times as long, so that first
+rollout wants more slots and then the judge. What is drawn follows from the job's name and the prompt: every run has the same
+responses, whatever its policy. Seconds are those of a step from commit to commit, in emulated time. What agreeing, routing and
+asking cost is real, and weighs more as emulated time runs faster. All runs share this machine's cores, which on a cluster each node has
+for itself.
 
 `static:R:J:T` has R slots that roll out, J that judge and T that train, for as long as it runs. `colocated` has an engine of each model on every
 slot, awake at once: two that compute on one slot share its pace and lose `shared_loss` by it. Any other name is a policy that moves slots.
 Of policies that move slots each move's prediction is compared with what came, and so is what they expected of each step before which they moved
 nothing (in real seconds); every node's books are added up.
+
+**Pairs** (`placement-pairs`): `dynamic` beside the best fixed plan there is, on two real cores: the judge example, real engines and ranks. With
+two slots and three pools every plan shares slots; fixed plans differ in how many ranks train and how many slots judge. The one that takes
+the least time is what `dynamic` is compared with. Of each run the seconds from the first step's commit to the last one's. The goal:
+`dynamic` at least 0.97 times as fast, the median of the pairs.
 """
 
 from __future__ import annotations
@@ -27,9 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measured import RESULTS, circumstances, spread, write_to
-from runs import finished_run
-
+from benchmarks.harness import (
+    EXAMPLES,
+    Benchmark,
+    Result,
+    alternating_pairs,
+    finished_run,
+    spread,
+    write_spec,
+    write_sums,
+)
 from controllers.cli.placement_words import account
 from gcore.emulated.launch import LAW_FILE
 from gcore.ledger.books_file import BookLine
@@ -122,12 +132,10 @@ def write_job(folder: Path, choice: Choice, steps: int) -> Path:
     }
     if not choice.name.startswith("static"):
         job["train"] = {"ranks": NODES}
-    file = folder / f"{choice.name.replace(':', '-')}.yaml"
-    file.write_text(json.dumps(job))  # JSON is YAML
-    return file
+    return write_spec(folder / f"{choice.name.replace(':', '-')}.yaml", job)
 
 
-def one_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: float) -> dict[str, Any]:
+def live_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: float) -> dict[str, Any]:
     """One run: its steps, its moves and its books. Raises SystemExit unless it succeeds with a clean audit."""
     run = finished_run(
         write_job(folder, choice, steps),
@@ -266,41 +274,23 @@ def beside_the_best(policies: dict[str, Any]) -> dict[str, Any]:
     return {"best_static": best, "seconds_by_best_static": ratios}
 
 
-def main() -> None:
-    """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--policies", nargs="+", default=[*FIXED, COLOCATED, *MOVING], help="in the order of the first round"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--speedup", type=float, default=LAW["speedup"], help="emulated seconds in a real one")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a run is given up")
-    parser.add_argument("--add", action="store_true", help="to the runs that the file has already")
-    parser.add_argument("--out", type=Path, default=RESULTS / "placement_live.json")
-    arguments = parser.parse_args()
+def measure_live(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Every policy in each round; the order changes from round to round."""
     law = law_of(arguments.steps, arguments.speedup)
-    result: dict[str, Any] = circumstances("grpcio", "uvicorn")
     runs = runs_before(arguments.out, law) if arguments.add else []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_tiny_model(folder / "model", seed=1)
-        lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(100, 200) for b in range(80)]
-        (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+        write_sums(folder / "train.jsonl", range(100, 200), range(80))
         (folder / "law.json").write_text(json.dumps(law))
-        for number in range(arguments.rounds):
+        for number in range(arguments.pairs):
             order = arguments.policies if number % 2 == 0 else arguments.policies[::-1]
             for name in order:
-                runs.append(
-                    {
-                        "round": number,
-                        **one_run(folder, Choice(name), arguments.steps, arguments.speedup, arguments.limit),
-                    }
-                )
-                one = runs[-1]
+                one = live_run(folder, Choice(name), arguments.steps, arguments.speedup, arguments.limit)
+                runs.append({"round": number, **one})
                 print(f"round {number + 1}: {name:16} {one['seconds']:7.1f} s  {one['step_seconds']}", flush=True)
-    result |= {
-        "what": (__doc__ or "").split("\n")[0],
+    result = taken | {
+        "what": "Placement policies live on emulated slots: 4 controllers, 32 slots, responses that get longer and a judge that becomes slow.",
         "slots": SLOTS,
         "controllers": NODES,
         "steps": arguments.steps,
@@ -312,11 +302,66 @@ def main() -> None:
         "runs": runs,
         "load_after": round(os.getloadavg()[0], 2),
     }
-    result |= beside_the_best(result["policies"])
-    for name, row in result["policies"].items():
-        print(f"{name:16} {row['seconds']}  a step {row['step_seconds_before']} s, then {row['step_seconds_after']} s")
-    print(write_to(arguments.out, result))
+    return result | beside_the_best(result["policies"])
 
 
-if __name__ == "__main__":
-    main()
+def live_options(parser: argparse.ArgumentParser) -> None:
+    """Policies and sizes."""
+    parser.add_argument(
+        "--policies", nargs="+", default=[*FIXED, COLOCATED, *MOVING], help="in the order of the first round"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--speedup", type=float, default=LAW["speedup"], help="emulated seconds in a real one")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a run is given up")
+    parser.add_argument("--add", action="store_true", help="to the runs that the file has already")
+
+
+# Pairs on two real cores ----------------------------------------------------------------------------------------------
+
+SPEC = EXAMPLES / "arithmetic" / "judge.yaml"
+GOAL_RATIO = 0.97
+PAIR_STEPS = 40
+FIXED_PLANS = {
+    "two ranks, a judge on each slot": ("train.ranks=2",),
+    "one rank, a judge on each slot": ("train.ranks=1",),
+    "two ranks, a judge on one slot": ("train.ranks=2", "judges.0.serving.replicas=1"),
+    "one rank, a judge on one slot": ("train.ranks=1", "judges.0.serving.replicas=1"),
+}
+DYNAMIC = ("placement.policy=dynamic",)
+
+
+def pair_run(*settings: str) -> dict[str, Any]:
+    """One run. Raises SystemExit unless it succeeds with a clean audit."""
+    run = finished_run(SPEC, f"flow.steps={PAIR_STEPS}", "eval.every=1000", *settings)
+    return {
+        "seconds": round(run.step_times[-1] - run.step_times[0], 3),
+        "accuracy_after": run.summary["eval_accuracy_after"],
+        "moves": run.move_lines,
+    }
+
+
+def measure_pairs(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Each fixed plan once, then alternating pairs with the best of them."""
+    fixed = {}
+    for name, settings in FIXED_PLANS.items():
+        fixed[name] = pair_run(*settings)["seconds"]
+        print(f"fixed, {name}: {fixed[name]:.1f} s", flush=True)
+    best = min(fixed, key=lambda name: fixed[name])
+    sides = ("fixed", lambda: pair_run(*FIXED_PLANS[best])), ("dynamic", lambda: pair_run(*DYNAMIC))
+    pairs = alternating_pairs(arguments.pairs, *sides)
+    return taken | {
+        "what": f"dynamic placement against the best fixed plan: the judge example, {PAIR_STEPS} steps, two CPU slots, real engines and ranks",
+        "goal_ratio": GOAL_RATIO,
+        "fixed_seconds": fixed,
+        "best_fixed": best,
+        "ratio": spread([pair["fixed"]["seconds"] / pair["dynamic"]["seconds"] for pair in pairs]),
+        "fixed_accuracy": spread([pair["fixed"]["accuracy_after"] for pair in pairs]),
+        "dynamic_accuracy": spread([pair["dynamic"]["accuracy_after"] for pair in pairs]),
+        "pairs": pairs,
+    }
+
+
+BENCHMARKS = (
+    Benchmark("placement-live", "placement_live", measure_live, ("grpcio", "uvicorn"), 3, live_options),
+    Benchmark("placement-pairs", "placement_pairs", measure_pairs, ("torch", "deepspeed"), 5),
+)

@@ -1,30 +1,24 @@
 """What a decision of `dynamic` takes a controller: all of what is done between two steps, from the records to the places on slots.
 
 A job of eight responses a slot, judges and the sizes of its models known, on nodes of eight H100: the newest step is taken in from its
-seal and the nodes' books, it is seen which splits fit, the policy is asked, what it wants is laid on slots and told
-(`controllers.next_split`). Steps are made up; the records are those that a store would hold. Processor time, which does not depend on what
+seal and the nodes' books, it is seen which splits fit, the policy is asked, what it wants is laid on slots and told. Steps are made up; the records are those that a store would hold. Processor time, which does not depend on what
 else the machine does, and of it what the event loop was held up for, while the rest is done in threads.
-
-    python benchmarks/placement_table.py --decisions
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from measured import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-
 from job_views import ME, running_job, stored
 from told_nodes import H100, QWEN
 
+from benchmarks.harness import Benchmark, Result
 from controllers.next_split import NextSplit
 from controllers.step_history import StepHistory, rows_of
 from controllers.view import JobView
@@ -269,3 +263,11 @@ def _seal(step: int, lengths: np.ndarray[Any, Any]) -> Seal:
         mini_batches=1,
         groups=groups,
     )
+
+
+def measure(_: argparse.Namespace, taken: Result) -> Result:
+    """All cases."""
+    return {**taken, "cases": decisions()}
+
+
+BENCHMARKS = (Benchmark("placement-decisions", "placement_decisions", measure, ("numpy", "numba")),)

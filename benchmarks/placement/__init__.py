@@ -1,0 +1,1 @@
+"""Benchmarks of placement: in the simulator, on running clusters, and of what a decision costs."""
