@@ -11,6 +11,7 @@ that misses its limit is measured once more, because the machine may be shared; 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -472,6 +473,10 @@ def check(*, measure: bool) -> bool:
         print(one)
     missed = sum(not one.holds for one in found)
     print(f"{len(found)} ratios, {missed} beyond their limits")
+    if measure and missed and (load := os.getloadavg()[1]) > (os.cpu_count() or 1) + 1:
+        print(
+            f"the load is {load:.1f} on {os.cpu_count()} cores: ratios with several processes on a side need a quiet machine"
+        )
     return not missed
 
 
