@@ -1,7 +1,7 @@
 """Record what pure moves of modules must not change, and compare with what was recorded.
 
-    python tools/reference.py record FILE [--seeds 200] [--processes 2]
-    python tools/reference.py compare FILE [--seeds 20] [--only simulations,help,json,metrics]
+    python -m tools.reference record FILE [--seeds 200] [--processes 2]
+    python -m tools.reference compare FILE [--seeds 20] [--only simulations,help,json,metrics]
 
 Recorded are: the history of each seed of every kind of simulated story with all that was written to the store; the `--help` of every
 command of the console scripts; the answer of every command that has `-o json`, for a recorded job; every metric with type and labels.
@@ -25,8 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import reference_answers
-import reference_stories
+from tools import reference_answers, reference_stories
 
 ROOT = Path(__file__).resolve().parents[1]
 CHUNK = 5
