@@ -45,8 +45,8 @@ class Rank:
     """One rank of a world of one."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
-        from gcore.testing.rank_launch import rank_launch
-        from gcore.train.collective import Collective, Meeting, open_store
+        from gcore.testing.models import rank_launch
+        from gcore.train.backends.distributed import Collective, Meeting, open_store
 
         model = make_model(folder, arguments.hidden, arguments.layers)
         meeting = Meeting(0, 1, "127.0.0.1")
@@ -143,9 +143,9 @@ NODES = ("a", "b")
 
 def rank_process(launch: Any, folder: Path, steps: int) -> None:
     """Load, train, tell, and end as if killed."""
-    from gcore.clock import SystemClock
-    from gcore.train.loading import Meet, load
-    from gcore.train.writing import CheckpointWriter
+    from gcore.system.clock import SystemClock
+    from gcore.train.checkpoint.run_files import CheckpointWriter
+    from gcore.train.rank.main import Meet, load
 
     address = folder / f"address-{launch.world}"
 
@@ -180,7 +180,7 @@ def world(
     steps: int,
 ) -> list[dict[str, float]]:
     """A world's steps, as rank 0 tells them."""
-    from gcore.testing.rank_launch import rank_launch
+    from gcore.testing.models import rank_launch
 
     train = {"learning_rate": 1e-4, "micro_batch_tokens": 2048, "copies_gb": 100}
     spec = rank_spec(folder / "model", FEW_SAMPLES.samples, FEW_SAMPLES.longest, train, every=arguments.steps)
@@ -207,9 +207,9 @@ def measure_copies(arguments: argparse.Namespace, taken: Result) -> Result:
     use_cpu()
     # Ranks are forks: what they need is imported once.
     import gcore.train.models  # noqa: F401
-    from gcore.ledger.world_state import WorldState
-    from gcore.train.copied import Copies  # noqa: F401
-    from gcore.weights.copies import drop
+    from gcore.ledger.records.chain import WorldState
+    from gcore.models.replicas import drop
+    from gcore.train.checkpoint.replicas import Copies  # noqa: F401
 
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         folder, memory = Path(name), Path(in_memory)

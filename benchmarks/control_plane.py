@@ -51,19 +51,19 @@ from benchmarks.harness import (
     write_sums,
 )
 from controllers.cli import local
-from controllers.cli.leftovers import processes_of
+from controllers.cli.local import processes_of
 from gcore.api.v1 import jobs_pb2, train_pb2_grpc
 from gcore.api.v1 import train_pb2 as pb
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
-from gcore.emulated.launch import LAW_FILE
-from gcore.ledger.job import JobStatus
+from gcore.config.local_cluster import LocalCluster
+from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import SealState
+from gcore.ledger.records.chain import SealState
+from gcore.ledger.records.job import JobStatus
 from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.store.types import Compare, Put
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.system.clock import SystemClock
+from gcore.testing.models import make_tiny_model
 from gcore.worker.records import WorkerRecord
 
 MODEL = PREPARED / "arithmetic" / "model"

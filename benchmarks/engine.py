@@ -119,8 +119,8 @@ class Pair:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from gcore.rollout.engine.launch import EngineLaunch
-        from gcore.rollout.engine.start import start
+        from gcore.engines.launch import EngineLaunch
+        from gcore.engines.torch.main import start
 
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.core = start(EngineLaunch(model=str(folder), batch_slots=SLOTS, device="cpu"), None)
@@ -129,7 +129,7 @@ class Pair:
 
     def engine(self, prompts: list[list[int]], limits: tuple[int, ...]) -> list[Any]:
         """All requests; deliveries in their order."""
-        from gcore.rollout.engine.tasks import Sampling, Task
+        from gcore.engines.request import Sampling, Task
 
         first = self._number
         self._number += len(prompts)

@@ -23,10 +23,10 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
-from controllers import moves_file
-from gcore.ledger import books_file
-from gcore.ledger.books_file import BookLine
-from gcore.ledger.placing import Move, MoveKind, Stay
+from controllers.planning import history as moves_file
+from gcore.ledger.records import slot_accounting as books_file
+from gcore.ledger.records.job import Move, MoveKind, Stay
+from gcore.ledger.records.slot_accounting import BookLine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -167,7 +167,16 @@ def measure_calculator(arguments: argparse.Namespace, taken: Result) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
             example = Path(folder) / str(seed)
-            command = [sys.executable, "-m", "gcore.prepare", "calculator", "--to", str(example), "--seed", str(seed)]
+            command = [
+                sys.executable,
+                "-m",
+                "gcore.quickstart",
+                "calculator",
+                "--to",
+                str(example),
+                "--seed",
+                str(seed),
+            ]
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
             for kind in KINDS:
                 runs.append(calculator_run(kind, seed, example, arguments.steps))

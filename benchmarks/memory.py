@@ -23,10 +23,9 @@ from safetensors.numpy import save_file
 
 from benchmarks.harness import MB, Benchmark, Child, Result, spread
 from gcore.config import parse_spec
-from gcore.testing.tiny_model import save_tokenizer
+from gcore.testing.models import save_tokenizer
 from placement.mapping.memory import engine_need, rank_needs
-from placement.mapping.shapes import ModelShape, shape_of
-from placement.mapping.workload import Lengths, Shapes, Workload, workload_of
+from placement.mapping.workload import Lengths, ModelShape, Shapes, Workload, shape_of, workload_of
 
 CONTEXT = 1024
 

@@ -25,15 +25,15 @@ import torch
 
 from benchmarks.harness import send_parent
 from benchmarks.ranks import GROUP, PROMPT, Batch, rank_spec, ready_step
+from gcore.engines.launch import EngineLaunch
+from gcore.engines.torch.main import serve
 
 # The host imports what its forks use: see above.
-from gcore.clock import SystemClock
-from gcore.rollout.engine.launch import EngineLaunch
-from gcore.rollout.engine.serve import serve
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.collective import Collective, Meeting, find_store, open_store
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.backends.distributed import Collective, Meeting, find_store, open_store
+from gcore.train.checkpoint.writer import Progress, Saver
 from gcore.train.models import load_models
-from gcore.train.saving import Progress, Saver
 from gcore.train.step import StepTrainer
 
 Told = dict[str, Any]

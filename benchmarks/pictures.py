@@ -96,10 +96,9 @@ def plot_run() -> None:
     """Seconds of each step of one run, the mean over five."""
     from matplotlib import pyplot
 
-    from placement.simulate.job import SimulatedJob
-    from placement.simulate.oracle import best_each_step
-    from placement.simulate.scenario import read_scenario
-    from placement.simulate.table import play_policy, switch_costs
+    from placement.simulator.job import SimulatedJob
+    from placement.simulator.run import best_each_step, play_policy, switch_costs
+    from placement.simulator.scenario import read_scenario
 
     job = SimulatedJob(read_scenario(ROOT / "benchmarks" / "scenarios" / f"{PLAYED}.yaml"), SEED)
     runs = {policy: play_policy(job, policy, COST_S) for policy in ("dynamic", "hill_climb")}

@@ -95,8 +95,8 @@ def rank_spec(model: Path | str, samples: int, longest: int, train: Mapping[str,
 def ready_step(batch: Batch, *, step: int, rank: int, size: int, weight: int, lineage: int = 0) -> Any:
     """A batch as rank `rank` of `size` holds it once its seal is READY. `weight`: see `gcore.ledger.cost`."""
     from gcore.ledger.balance import balance
-    from gcore.ledger.records import Seal, SealedGroup, SealState
-    from gcore.train.feed_state import HeldGroup, HeldSample, Work
+    from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+    from gcore.train.rank.feed import HeldGroup, HeldSample, Work
     from gcore.types import PromptRef, Version
 
     sealed, held = [], {}
@@ -143,9 +143,9 @@ class LoadedRank:
 
 def load_rank(launch: Any, world: Any) -> LoadedRank:
     """`world`: a joined `Collective`."""
-    from gcore.clock import SystemClock
+    from gcore.system.clock import SystemClock
+    from gcore.train.checkpoint.writer import Progress, Saver
     from gcore.train.models import load_models
-    from gcore.train.saving import Progress, Saver
     from gcore.train.step import StepTrainer
 
     models = load_models(launch, world.device, world.max, lambda: None)

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import RESULTS, ROOT, Result, read_result
 from benchmarks.pictures import FLOWS_PICTURE, flows_picture
-from placement.simulate.scenario import Scenario, read_scenario
+from placement.simulator.scenario import Scenario, read_scenario
 
 DOCS = ROOT / "docs"
 SCENARIOS = ROOT / "benchmarks" / "scenarios"

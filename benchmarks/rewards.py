@@ -14,13 +14,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from benchmarks.harness import Benchmark, Result, spread
-from gcore.clock import SystemClock
-from gcore.config.spec import RewardSpec, ScoringSpec
-from gcore.reward.box import Box
-from gcore.reward.pool import RewardPool
-from gcore.reward.program import code
-from gcore.reward.registry import Response
-from gcore.reward.scoring import DirectScorer, Scorer
+from gcore.config.reward import RewardSpec, ScoringSpec
+from gcore.reward.api import Response
+from gcore.reward.code import code
+from gcore.reward.pool import DirectScorer, RewardPool, Scorer
+from gcore.system.clock import SystemClock
+from gcore.worker.sandbox.box import Box
 
 RULE = RewardSpec()
 ENTRY = {"prompt": "What is 20 + 26?", "answer": "46"}

@@ -55,14 +55,13 @@ from benchmarks.harness import (
     write_spec,
     write_sums,
 )
-from gcore.emulated.launch import LAW_FILE
+from gcore.data.order import shard_lengths
+from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import AccountNow, NotYet, Offered, Short, choose, due
-from gcore.prompts.cursor import shard_lengths
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.ledger.records.chain import EndedRef, Head, Offer, OfferedGroup
+from gcore.ledger.selection import AccountNow, NotYet, Offered, Short, StreamRules, choose, due
+from gcore.testing.models import make_tiny_model
 from gcore.types import PromptRef
 
 # Issue ahead ----------------------------------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ def step_seconds(run: Wanted) -> float:
     """Made-up seconds of a counted step, in the mean."""
     logging.disable(logging.CRITICAL)
     from benchmarks.tails_cluster import play, story_of
-    from controllers.generating import Generating
+    from controllers.inference.requests import Generating
 
     settings = {"engines": 2, "groups": 16, "prompts": PROMPTS, "steps": TAIL_STEPS} | json.loads(run.settings)
     whole = Generating.generate
@@ -277,7 +276,7 @@ def tail_rows(pairs: int, processes: int) -> list[dict[str, Any]]:
 
 def expectations(draws: int = 3000) -> list[dict[str, Any]]:
     """How far expectations are off beside the source's mean, by likeness and the number of finished siblings."""
-    from gcore.rollout.lengths import Siblings, SourceLengths, expected
+    from gcore.rollout.length_prediction import Siblings, SourceLengths, expected
 
     chance, rows = random.Random(1), []
 

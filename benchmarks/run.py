@@ -45,8 +45,8 @@ MODULES = {
     "placement": "placement.simulator",
     "placement-within": "placement.simulator",
     "placement-decisions": "placement.decisions",
-    "placement-live": "placement.live",
-    "placement-pairs": "placement.live",
+    "placement-live": "placement.placer",
+    "placement-pairs": "placement.placer",
     "sim": "protocol",
     "mutations": "protocol",
 }

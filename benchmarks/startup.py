@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import EXAMPLES, GCORE, PREPARED, Benchmark, Result, own_home, read_process, spread
-from controllers.cli.leftovers import processes_of
+from controllers.cli.local import processes_of
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.config.node import NodeConfig
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
 from gcore.store.reference import StoreRef
-from gcore.testing.engine_process import engine_process
+from gcore.system.clock import SystemClock
+from gcore.testing.models import engine_process
 
 SPEC = EXAMPLES / "arithmetic" / "grpo.yaml"
 MODEL = PREPARED / "arithmetic" / "model"
@@ -53,14 +53,13 @@ def command_line() -> None:
 
 def controller_process() -> None:
     """A daemon without a job."""
-    import controllers.wire  # noqa: F401
+    import controllers.daemon.daemon  # noqa: F401
 
 
 def controller_with_a_job() -> None:
     """A daemon that has started a job."""
-    import controllers.job
-    import controllers.service.submission
-    import controllers.wire  # noqa: F401
+    import controllers.api.submission.submit
+    import controllers.daemon.daemon  # noqa: F401
 
 
 def supervisor() -> None:
@@ -70,15 +69,15 @@ def supervisor() -> None:
 
 def engine_process_imports() -> None:
     """The torch engine."""
-    from gcore.uncompiled import leave_compiler_out
+    from gcore.system.torch_imports import leave_compiler_out
 
     leave_compiler_out()
-    import gcore.rollout.engine.serve  # noqa: F401
+    import gcore.engines.torch.main  # noqa: F401
 
 
 def rank() -> None:
     """A train rank."""
-    from gcore.uncompiled import leave_compiler_out
+    from gcore.system.torch_imports import leave_compiler_out
 
     leave_compiler_out()
     import gcore.train.models

@@ -28,14 +28,13 @@ from simulated_story import Story
 from simulated_workers import Engine, Rank
 
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.emulated.device import Device
-from gcore.emulated.law import Law, Timing, generator
-from gcore.emulated.responses import Response
-from gcore.prompts.cursor import shard_lengths
-from gcore.prompts.shards import entry_index
+from gcore.data.order import entry_index, shard_lengths
+from gcore.engines.emulated.device import Device
+from gcore.engines.emulated.law import Law, Timing, generator
+from gcore.engines.emulated.responses import Response
+from gcore.engines.request import Delivery, Ending, Sampling, Task
 from gcore.rollout.client import Growing, SamplingParams
-from gcore.rollout.engine.tasks import Delivery, Ending, Sampling, Task
-from gcore.train.feed_state import Work
+from gcore.train.rank.feed import Work
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 LONGEST = 6600

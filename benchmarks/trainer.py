@@ -132,9 +132,9 @@ class Gcore:
     """One rank of a train world."""
 
     def __init__(self, model: Path, folder: Path, case: Case, budget: int, rank: int, size: int) -> None:
-        from gcore.ledger.cost import attention_equals_at
-        from gcore.testing.rank_launch import rank_launch
-        from gcore.train.collective import Collective, Meeting, find_store, open_store
+        from gcore.ledger.records.cluster import attention_equals_at
+        from gcore.testing.models import rank_launch
+        from gcore.train.backends.distributed import Collective, Meeting, find_store, open_store
 
         meeting = Meeting(rank, size, "127.0.0.1")
         if rank == 0:

@@ -6,7 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 REST = 2.0
+
+
 LONGEST_REST_S = 0.05
+
+
 OFF_DUTY = 4.0
 """So many times as long rests who has nothing to do before others have done what comes next."""
 
@@ -50,3 +54,7 @@ class Changes:
         """Until `condition` holds; it is looked at after each change."""
         while not condition():
             await self.wait()
+
+
+LOOK_AGAIN_S = 0.2
+"""After a lost compare or an unknown answer, until the action is tried again if nothing was heard."""

@@ -3,12 +3,15 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from gcore import aliases
+
 if TYPE_CHECKING:
-    from gcore.client.aio import AsyncClient
-    from gcore.client.sync import Client
+    from gcore.client.client import AsyncClient, Client
 
 # gRPC's core writes to stderr past all logging, at INFO whenever a peer goes away. Read when grpc is first imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+aliases.install()
 
 __version__ = "0.1.0"
 __all__ = ["AsyncClient", "Client", "__version__"]
@@ -17,11 +20,11 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 def __getattr__(name: str) -> Any:
     """The clients, when they are asked for: workers and commands start without them."""
     if name == "AsyncClient":
-        from gcore.client.aio import AsyncClient
+        from gcore.client.client import AsyncClient
 
         return AsyncClient
     if name == "Client":
-        from gcore.client.sync import Client
+        from gcore.client.client import Client
 
         return Client
     raise AttributeError(f"module 'gcore' has no attribute {name!r}")

@@ -31,6 +31,8 @@ from gcore.errors import GcoreError, UsageError
 
 NEWEST_VERSION = 2
 """What this source code reads and writes; it reads the version before too."""
+
+
 PIN = "GCORE_SCHEMA_VERSION"
 
 
@@ -59,7 +61,11 @@ def pinned(value: str | None) -> int:
 
 SCHEMA_VERSION = pinned(os.environ.get(PIN))
 """This process's version."""
+
+
 READABLE = frozenset(version for version in (SCHEMA_VERSION - 1, SCHEMA_VERSION) if version > 0)
+
+
 _spoken = SCHEMA_VERSION
 
 

@@ -63,6 +63,8 @@ class Token(NamedTuple):
 
 
 OutcomeKind = Literal["trained", "filtered", "failed"]
+
+
 FinishReason = Literal["stop", "length", "abort"]
 
 

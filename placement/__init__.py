@@ -1,1 +1,9 @@
-"""The placement scheduler: a pure core that turns a snapshot of the slots into a plan with reasons."""
+"""Placement of models on slots. Pure, but for the files of the simulator: no clock, no network, no store.
+
+Read `slots` first, then `assign` (a split of the slots becomes places), `placer` (plans of a job) and `policies` (which split). `forecast`
+predicts the time of a step, `lending` decides loans within a step, `mapping` proposes a first layout from models and devices.
+"""
+
+from gcore import aliases
+
+aliases.install()  # old names of this package

@@ -13,28 +13,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from gcore.ledger.job import EnginePlace, Plan, RankPlace
-from placement.plan import NodeSlots, Snapshot
-from placement.replicas import SINGLE, Pool, Sizes, groups, round_robin
-from placement.split import Bounds, Split, distance, feasible
+from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
+from placement.slots import (
+    SINGLE,
+    Bounds,
+    NodeSlots,
+    Pool,
+    Sizes,
+    Slot,
+    Snapshot,
+    Split,
+    distance,
+    feasible,
+    groups,
+    round_robin,
+)
 
 POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
 """In the order in which they are dealt: what is dearest to move first."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Slot:
-    """One accelerator."""
-
-    node: str
-    slot: str
-
-    def __str__(self) -> str:
-        return f"{self.node}/{self.slot}"
 
 
 Dealt = Mapping[Pool, tuple[tuple[Slot, ...], ...]]

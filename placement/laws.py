@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.measured import Measured
+from placement.measurements import Measured
 
 Floats = NDArray[np.float64]
+
 
 SPEEDS = 24
 """Newest steps that speeds are fitted to."""
@@ -95,3 +97,120 @@ def line_through(at: Floats, seconds: Floats) -> tuple[float, float] | None:
     rise = float((weight * (at - mean) * (seconds - mean_s)).sum()) / spread
     start = float(mean_s - rise * mean)
     return (start, rise) if start > 0 and rise > 0 else None
+
+
+# -------------------- trends
+# Of a row of numbers, oldest first: whether the newest are plainly others than those before, and what they rise by. Pure.
+#
+# A row is one of logarithms, so that what is twice as much is as far off as what is half. Nothing here knows what is measured: lengths,
+# judgements, times of tokens, errors of forecasts. A jump that is not plain is taken as luck, and nothing is foretold of jumps to come.
+
+PLAIN = 4.0
+"""A jump is plain when the newest steps are off by so many standard deviations."""
+
+
+LEAST_SPREAD = 0.03
+"""What logarithms of means are taken to differ by from step to step, at least."""
+
+
+def plainly_off(before: Sequence[float], after: Sequence[float], least: float, times: float = PLAIN) -> float:
+    """What the mean of `after` is off the median of `before` by; 0: not plainly, which is by so many `times` the spread of `before`, and by
+    more while `after` is but one or two. `least`: that spread at least."""
+    middle, count = median(before), len(after)
+    spread = max(sqrt(sum((one - middle) ** 2 for one in before) / len(before)), least)
+    off = sum(after) / count - middle
+    return off if abs(off) > (times + 1.5 / count) * spread / sqrt(min(count, 2)) else 0.0
+
+
+def since_jump(logs: Sequence[float]) -> int:
+    """Where the newest stretch without a plain jump begins; logarithms of means, oldest first."""
+    for newest in (1, 2, 3, 4):
+        at = len(logs) - newest
+        if at < 4:
+            break
+        if plainly_off(logs[max(at - 16, 0) : at], logs[at:], LEAST_SPREAD):
+            return at
+    return 0
+
+
+def slope(logs: NDArray[np.float64]) -> float:
+    """What the logarithm rises by in a step, made smaller by what it is uncertain by."""
+    if logs.size < 8:
+        return 0.0
+    at = np.arange(logs.size) - (logs.size - 1) / 2
+    spread = float((at**2).sum())
+    rise = float((at * logs).sum()) / spread
+    error = float(np.sum((logs - logs.mean() - rise * at) ** 2)) / (logs.size - 2) / spread
+    return rise * max(1.0 - error / max(rise**2, 1e-18), 0.0)
+
+
+# -------------------- paces
+# Since when a pool's engines have been as fast as they are. Pure but for what it remembers.
+#
+# Engines may become slower or faster from one step to the next: judges that were moved to other hardware, or whose prompts are other ones.
+# What was measured before such a jump tells nothing of the pace there is, only of how it depends on the load. A jump is one that is plain
+# beside how uneven the times of tokens were until then, at the loads there were; what the pace is, is for `placement.laws` to fit, and
+# nothing here looks ahead.
+
+POOLS = ("rollout", "reward")
+"""Whose engines have a pace."""
+
+
+FEWEST = 3
+"""Steps before a jump of speed without which none is seen."""
+
+
+LEAST_UNEVEN = 0.05
+"""What the times of tokens at one load are taken to differ by from step to step, at least."""
+
+
+class Paces:
+    """Since which step a pool's engines are as fast as they are. Mutable: it is shown each step, for a jump is only seen while it is new."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, int] = {}
+        self._shown: tuple[Measured, ...] = ()
+
+    def see(self, history: Sequence[Measured]) -> None:
+        """What was measured until now, oldest first."""
+        newest = self._shown[-1].step if self._shown else -1
+        if history and history[-1].step < newest:  # steps were given up, and the pace that they told of with them
+            self._since, newest = {}, -1
+        for at, step in enumerate(history):
+            is_told_anew = at == len(history) - 1 and (not self._shown or step is not self._shown[-1])
+            if step.step > newest or is_told_anew:
+                for pool in POOLS:
+                    self._since[pool] = paced_since(history[: at + 1], pool, self.since(pool))
+        self._shown = tuple(history)
+
+    def since(self, pool: str) -> int:
+        """The step; 0: always."""
+        return self._since.get(pool, 0)
+
+
+def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:
+    """The step from which on a pool's engines have the pace that they have now: `since`, or one of the newest, where tokens plainly take
+    longer or less long there than before. Neither what they took before explains it, nor another load."""
+    told = [(one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := points_of([one], pool))]
+    if len(told) <= FEWEST:
+        return since
+    of_each = [np.array(points).T for _, points in told]
+    begins = np.cumsum([0, *(one.shape[1] for one in of_each)])
+    every = np.concatenate(of_each, axis=1)
+    together = _level(every, every, begins)
+    for newest in range(1, min(3, len(of_each) - FEWEST) + 1):
+        before = _level(every[:, : begins[-1 - newest]], every, begins)
+        if all(plainly_off(offs[:-newest], offs[-newest:], LEAST_UNEVEN) for offs in (before, together)):
+            return told[-newest][0]
+    return since
+
+
+def _level(points: Floats, every: Floats, begins: NDArray[np.int64]) -> list[float]:
+    """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]; `begins`: where each step's points do
+    in `every`."""
+    running, seconds = points
+    line = line_through(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
+    start, rise = line or (1.0, 0.03)
+    logs = np.log(every[1] / (start + rise * every[0]))
+    found: list[float] = (np.add.reduceat(logs, begins[:-1]) / np.diff(begins)).tolist()
+    return found

@@ -6,21 +6,43 @@ reason is in numbers that were known then; what came of it (`placement.outcomes`
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from gcore.ledger.job import Plan
-from gcore.ledger.placing import MOST_SLOTS_TOLD, Move, MoveKind, Moves, SplitPart
+from gcore.ledger.records.job import (
+    MOST_SLOTS_TOLD,
+    NEWEST_STAYS,
+    Foretold,
+    Move,
+    MoveKind,
+    MoveOutcome,
+    Moves,
+    Plan,
+    SplitPart,
+    Stay,
+)
 from placement.assign import changes, split_of
-from placement.plan import Snapshot
 from placement.policies.base import Decision, SwitchCosts
-from placement.split import Split
+from placement.slots import Snapshot, Split, counted
 
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
 """What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
+
+
 STEP_IS_OVER = "the step is over: what was lent goes back"
+
+
 BATCH_IS_WHOLE = "the batch is whole: what was lent goes back while it is trained on"
+
+
 BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
+
+
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
+
+
 CHANGING = (MoveKind.SPLIT, *WITHIN)
 """Engines change over, and the train world stays."""
 
@@ -198,3 +220,282 @@ def _took(moves: Moves) -> dict[MoveKind, float]:
     """Of each kind of move the newest that was measured, seconds."""
     outcomes = [(move.kind, move.outcome) for move in moves.moves]
     return {kind: found.took_s for kind, found in outcomes if found is not None and found.took_s is not None}
+
+
+# -------------------- outcomes
+# What came of moves: what the steps after each took, beside those before it. Pure: records in, records out.
+#
+# The numbers of steps tell nothing of their order, for after a rollback they come again. So what was committed when is told by the sequence
+# number of its log entry: a move has part in what was committed after the head that it was decided at, until the next move between steps.
+#
+# The work of steps differs too: responses become longer, judges slower. So what is known of that stands beside their seconds.
+
+MOST_AFTER = 5
+"""Steps over which what came of a move is measured, at most; and before it, with which it is held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step that was committed, on head's chain or not. `seq`: its log entry's. `tokens`: of a response, on average; `question_s`: what a
+    question took of a judge's engine. None: nobody measured it."""
+
+    step: int
+    seq: int
+    seconds: float
+    tokens: float | None = None
+    question_s: float | None = None
+
+
+def with_outcomes(
+    moves: Moves, steps: Sequence[Committed], took: Mapping[int, float], head_seq: int, plan: Plan
+) -> Moves:
+    """The moves with what is known by now of what came of them.
+
+    `steps`: oldest first; `took`: by generation, seconds until a move had taken effect. `head_seq`, `plan`: as they are now, by which a
+    world that was wanted was formed, or never will be.
+    """
+    known = list(moves.moves)
+    for number, move in enumerate(known):
+        others = {one.generation for one in known if one is not move and one.state == "done"}
+        move = _formed_or_lapsed(move, others, head_seq, plan)
+        if move.state == "done":
+            later = next((one for one in known[number + 1 :] if _is_between(one)), None)
+            earlier = next((one for one in reversed(known[:number]) if _is_between(one)), None)
+            move = _measured(move, took.get(move.generation), _after(move, steps, later), _before(move, steps, earlier))
+        known[number] = move
+    return moves if tuple(known) == moves.moves else moves.model_copy(update={"moves": tuple(known)})
+
+
+def _is_between(move: Move) -> bool:
+    return move.kind in BETWEEN and move.state == "done"
+
+
+def _formed_or_lapsed(move: Move, others: Collection[int], head_seq: int, plan: Plan) -> Move:
+    """`others`: the plans that other moves made."""
+    if move.state != "wanted" or head_seq == move.seq:
+        return move
+    # Head moves by the rollback that forms it, of as many ranks as can be placed, or by a step that was committed instead.
+    formed = plan.generation >= move.generation and move.generation not in others
+    return move.model_copy(update={"state": "done" if formed else "lapsed"})
+
+
+def _after(move: Move, steps: Sequence[Committed], later: Move | None) -> list[Committed]:
+    """The steps that tell what came of it. `later`: the next move between steps; what comes after that is no more of this one."""
+    within, first = move.kind in WITHIN, move.step + 1
+    made: dict[int, Committed] = {}
+    for one in steps:
+        if one.seq > move.seq and (within or later is None or one.seq <= later.seq):
+            made.setdefault(one.step, one)
+    paid = made.get(first)  # the step at whose beginning it was made
+    after = [made[step] for step in range(first + 1, first + 1 + MOST_AFTER) if step in made]
+    if paid is not None and (within or (not after and later is not None)):
+        return [paid]  # the next move came before there was a step that paid for nothing
+    return [] if within else after
+
+
+def _before(move: Move, steps: Sequence[Committed], earlier: Move | None) -> list[Committed]:
+    """Those with which it is held. `earlier`: the move between steps before it, whose own steps they are."""
+    made = {one.step: one for one in steps if one.seq <= move.seq and (earlier is None or one.seq > earlier.seq)}
+    if earlier is not None:
+        made.pop(earlier.step + 1, None)
+    since = max(move.step - MOST_AFTER + 1, 2)  # in the first step everything is loaded
+    return [made[step] for step in range(since, move.step + 1) if step in made]
+
+
+def _measured(move: Move, took: float | None, after: Sequence[Committed], before: Sequence[Committed]) -> Move:
+    known = move.outcome or MoveOutcome()
+    outcome = known
+    if took is not None and known.took_s is None:
+        outcome = outcome.model_copy(update={"took_s": round(took, 3)})
+    if after and len(after) >= known.steps:
+        found = {
+            "steps": len(after),
+            "step_s": _mean(after, lambda one: one.seconds),
+            "before_s": _mean(before, lambda one: one.seconds),
+            "tokens": _mean(after, lambda one: one.tokens),
+            "before_tokens": _mean(before, lambda one: one.tokens),
+            "question_s": _mean(after, lambda one: one.question_s),
+            "before_question_s": _mean(before, lambda one: one.question_s),
+        }
+        if (len(after), found["step_s"]) == (known.steps, known.step_s):
+            found = {name: number for name, number in found.items() if getattr(known, name) is None}  # it came late
+        outcome = outcome.model_copy(update={name: number for name, number in found.items() if number is not None})
+    return move if outcome in (move.outcome, MoveOutcome()) else move.model_copy(update={"outcome": outcome})
+
+
+def _mean(steps: Sequence[Committed], number: Callable[[Committed], float | None]) -> float | None:
+    """Of those of which it is known."""
+    found = [one for one in map(number, steps) if one is not None]
+    return round(fmean(found), 3) if found else None
+
+
+# -------------------- move_words
+# A move in words, for people: what was done and why, what was expected of it, what came of it. Pure; what a move is stands in
+# `placement.moves`, and who shows it where is not known here.
+
+OTHER_WORK = 0.1
+"""By how much the work of steps differs before a word is lost about it, as a share of what it was."""
+
+
+def in_words(move: Move) -> str:
+    """What was done, and why: one sentence that a person can follow."""
+    before, after = split_from(move.before), split_from(move.after)
+    match move.kind:
+        case MoveKind.BEGIN:
+            done, rest = ("begin", "began", "begun"), f"with {after}"
+        case MoveKind.LEND:
+            giver = "the judges" if _gains(before, after) == "rollout" else "rollout"
+            rest = f"{counted(abs(after.reward - before.reward), 'slot')} from {giver} to {_gains(before, after)}"
+            done = ("lend", "lent", "lent")
+        case MoveKind.RETURN:
+            done = ("give", "gave", "given")
+            rest = f"{counted(abs(after.rollout - before.rollout), 'slot')} back to {_gains(before, after)}"
+        case MoveKind.WORLD:
+            done = ("form", "formed", "formed")
+            rest = f"a train world of {counted(after.train, 'rank')} in place of {before.train} ({before} -> {after})"
+        case MoveKind.MEND:  # nobody wished for it: it is never told before it is done
+            became = (
+                f"{before} became {after}" if before != after else f"what they had was placed anew, {after} as before"
+            )
+            return _because(f"nodes or workers came or went, and {became}", move)
+        case _:
+            done, rest = ("go", "went", "gone"), f"from {before} to {after}"
+    return _because(_in_its_state(move, done, rest), move)
+
+
+def _in_its_state(move: Move, done: tuple[str, str, str], rest: str) -> str:
+    """`done`: the verb as it is, was, and has been."""
+    now, was, been = done
+    match move.state:
+        case "would":
+            return f"would have {been} {rest}"
+        case "wanted":
+            return f"wants to {now} {rest}"
+        case "lapsed":
+            return f"wanted to {now} {rest}"
+        case _:
+            return f"{was} {rest}"
+
+
+def _because(what: str, move: Move) -> str:
+    said = f"{what}, because {move.reason}" if move.reason else what
+    return said + "; it was not formed before the next step" * (move.state == "lapsed")
+
+
+def numbers_in_words(move: Move) -> str:
+    """What was expected of it."""
+    said = []
+    if move.kind is MoveKind.BEGIN and move.expected_s is not None:
+        said.append(f"a step was to take {move.expected_s:.3g} s")
+    elif move.before_s is not None and move.expected_s is not None and move.kind in BETWEEN:
+        said.append(f"a step was to take {move.expected_s:.1f} s instead of {move.before_s:.1f} s")
+    elif move.gain_s is not None and move.gain_s > 0:
+        said.append(f"it was to gain {move.gain_s:.1f} s")
+    if move.cost_s is not None and move.cost_s > 0:
+        said.append(f"the change was to cost {move.cost_s:.1f} s once")
+    return ", and ".join(said)
+
+
+def outcome_in_words(move: Move) -> str:
+    """What came of it."""
+    outcome = move.outcome
+    if move.state != "done":
+        return ""
+    if outcome is None:
+        return "nothing is known of what came of it"
+    said = [f"it took {outcome.took_s:.1f} s"] if outcome.took_s is not None else []
+    if outcome.step_s is not None and move.kind not in WITHIN:
+        held = f", before it {outcome.before_s:.1f} s" if outcome.before_s is not None else ""
+        steps = "step after it took" if outcome.steps == 1 else f"{outcome.steps} steps after it took"
+        each = "" if outcome.steps == 1 else " each"
+        said.append(f"the {steps} {outcome.step_s:.1f} s{each}{held}{_other_work(outcome)}")
+    elif outcome.step_s is not None:
+        said.append(f"the step it was in took {outcome.step_s:.1f} s")
+    return "; ".join(said) or "nothing is known of what came of it"
+
+
+def _other_work(outcome: MoveOutcome) -> str:
+    """What the steps after it had to do, where it was more than those before it had, or less: else the move would be given the credit of
+    it, or the blame."""
+    said = []
+    if _differ(outcome.tokens, outcome.before_tokens):
+        said.append(f"responses of {outcome.tokens:.0f} tokens instead of {outcome.before_tokens:.0f}")
+    if _differ(outcome.question_s, outcome.before_question_s):
+        said.append(
+            f"{outcome.question_s:.2g} s of a judge for each question instead of {outcome.before_question_s:.2g} s"
+        )
+    return ", with " + " and ".join(said) if said else ""
+
+
+def _differ(after: float | None, before: float | None) -> bool:
+    """By so much that it is worth a word."""
+    return after is not None and before is not None and abs(after - before) > OTHER_WORK * before
+
+
+def _gains(before: Split, after: Split) -> str:
+    return "rollout" if after.rollout > before.rollout else "the judges"
+
+
+# -------------------- stays
+# Stretches of steps after which a policy was asked and nothing moved: what is kept of them, and in words. Pure.
+#
+# A stretch goes on until something moves between two steps; what is lent within a step does not end it. Of its decisions the newest is kept,
+# with its reason. What was expected of its steps is compared with what they took, each once (`with_taken`).
+
+
+def stayed(newest: Stay | None, moves: Moves, at: Deciding, reason: str, expected_s: float | None = None) -> Stay:
+    """`newest` with this decision, if that stretch goes on; else a new one that begins with it. `expected_s`: of the next step."""
+    expected = None if expected_s is None or not math.isfinite(expected_s) else round(expected_s, 3)
+    more = {"step": at.step, "seq": at.seq, "reason": reason, "by": at.by, "time": at.time, "expected_s": expected}
+    if newest is None or newest.step >= at.step or _is_over(newest, moves):
+        return Stay.model_validate({"since": at.step, "began": at.time, **more})
+    return Stay.model_validate(
+        {"since": newest.since, "began": newest.began, "foretold": newest.foretold.model_dump(), **more}
+    )
+
+
+def with_taken(stay: Stay, took_s: float | None) -> Stay:
+    """Beside what the newest decision expected of the step after it, what that took. `took_s` None: nobody knows yet."""
+    before, step = stay.foretold, stay.step + 1
+    if took_s is None or stay.expected_s is None or before.newest >= step:
+        return stay
+    foretold = Foretold(
+        steps=before.steps + 1,
+        newest=step,
+        expected_s=round(before.expected_s + stay.expected_s, 3),
+        took_s=round(before.took_s + took_s, 3),
+        off_s=round(before.off_s + abs(took_s - stay.expected_s), 3),
+    )
+    return stay.model_copy(update={"foretold": foretold})
+
+
+def _is_over(stay: Stay, moves: Moves) -> bool:
+    return any(move.kind in BETWEEN and move.seq >= stay.seq for move in moves.moves)
+
+
+def with_stay(moves: Moves, stay: Stay) -> Moves:
+    """The record with what is known of it by now."""
+    others = tuple(one for one in moves.stays if one.began != stay.began)
+    return moves.model_copy(update={"stays": (*others, stay)[-NEWEST_STAYS:]})
+
+
+def stay_in_words(stay: Stay) -> str:
+    """Why nothing moved, without when that was (`span_in_words`)."""
+    newest = ", the last time" if stay.step > stay.since else ","
+    return f"nothing moved{newest} because {stay.reason}" if stay.reason else "nothing moved"
+
+
+def foretold_in_words(foretold: Foretold) -> str:
+    """What the steps after the decisions took, beside what was expected of them; empty where nothing was."""
+    if not foretold.steps:
+        return ""
+    took = f"took {foretold.took_s:.1f} s where {foretold.expected_s:.1f} s were expected"
+    if foretold.steps == 1:
+        return f"the step that followed {took}"
+    off = foretold.off_s / foretold.took_s if foretold.took_s else 0.0
+    return f"the {foretold.steps} steps that followed {took}, each off by {off:.0%} on average"
+
+
+def span_in_words(stay: Stay) -> str:
+    """After which steps nothing moved."""
+    return f"after steps {stay.since} to {stay.step}" if stay.step > stay.since else f"after step {stay.step}"

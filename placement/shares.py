@@ -22,10 +22,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gcore.config import JobSpec
-from gcore.ledger.claims import Claim, Queued, Share, Shares, Slot, by_node, slots_of
-from placement.plan import Apart, Snapshot, Wanted, counted, slots_lacking
-from placement.replicas import groups, sizes_of
+from gcore.config.spec import JobSpec
+from gcore.ledger.records.cluster import Claim, Queued, Share, Shares, Slot, by_node, slots_of
+from placement.slots import Apart, Snapshot, Wanted, counted, groups, sizes_of, slots_lacking
 
 Unit = tuple[Slot, ...]
 """Slots of one node that follow one another, and go together."""

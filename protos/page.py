@@ -43,9 +43,11 @@ fields are wrong, a `BadRequest` that names them; those of a spec begin with `sp
 
 def reasons() -> str:
     """The rows of the table of errors, from the code that makes them."""
-    from controllers.service import refusals, token_book, tokens
-    from controllers.service.statuses import CODES
-    from gcore.rpc_schema import UNSERVED
+    from controllers.api.edge import access as token_book
+    from controllers.api.edge import access as tokens
+    from controllers.api.edge import errors as refusals
+    from controllers.api.edge.errors import CODES
+    from gcore.api.rpc import UNSERVED
 
     rows: dict[str, set[str]] = {}
     for kind, code, reason in CODES:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 from system_tools import LEFT_OUT, closing_line, missing, record, require_all, tool
 
-from gcore.clock import SystemClock
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
+from gcore.system.clock import SystemClock
 
 settings.register_profile("gcore", deadline=None, max_examples=int(os.environ.get("GCORE_EXAMPLES", "25")))
 settings.load_profile("gcore")

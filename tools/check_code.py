@@ -19,7 +19,7 @@ from tools.problem import Problem, line_of, main, sources
 
 CONTRACT = "decisions are pure"
 ALGORITHMS = "gcore/train/algorithms/"
-JAIL = "gcore/reward/jail.py"
+JAIL = "gcore/worker/sandbox/jail.py"
 """Runs the programs of the reward `code`, shut in: that is its purpose."""
 TESTING = "gcore/testing/"
 

@@ -15,7 +15,6 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -26,10 +25,9 @@ from pydantic import BaseModel, ValidationError
 from typer.exceptions import TyperException
 
 from controllers.cli.main import app
-from controllers.waiting import PATIENCE_S
+from controllers.rules.waits import PATIENCE_S
 from gcore.config import NodeConfig, parse_spec
-from gcore.config.garbage import GarbageSection, Keep
-from gcore.config.limits import JobLimits
+from gcore.config.node import GarbageSection, JobLimits, Keep
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
@@ -38,10 +36,9 @@ from tools.documents import Block, blocks, commands, documents, inline_commands
 from tools.problem import Problem, line_of, main, relative
 
 CLI: Any = typer.main.get_command(app)
-MAPPED = ("controllers", "gcore/ledger")
-"""Folders of which docs/architecture.md names every module."""
-OWN_MAP = "gcore/train"
-"""A folder whose `__init__` names every module."""
+MAPPED = ("gcore", "placement", "controllers")
+"""Trees of which docs/architecture.md names every package."""
+ALIAS = '"""Alias until'
 RULES = 17
 """Rules of the step protocol."""
 SHOWN_BY_TESTS = ("The rules", "What a failure means", "Limits")
@@ -184,17 +181,13 @@ def index_is_complete(root: Path) -> Iterator[Problem]:
 
 
 def map_is_complete(root: Path) -> Iterator[Problem]:
-    named = re.findall(r"`(?:[\w/]+/)?([\w*]+\.py)`", (root / "docs" / "architecture.md").read_text(encoding="utf-8"))
-    for file in (file for folder in MAPPED for file in sorted((root / folder).glob("*.py"))):
-        if file.name != "__init__.py" and not any(fnmatch(file.name, one) for one in named):
-            yield Problem(
-                "docs/architecture.md", 1, f"the map does not name {relative(file, root)}: say what it is for"
-            )
-    own = root / OWN_MAP / "__init__.py"
-    said = set(re.findall(r"\w+", ast.get_docstring(ast.parse(own.read_text(encoding="utf-8"))) or ""))
-    for file in sorted((root / OWN_MAP).glob("[!_]*.py")):
-        if file.stem not in said:
-            yield Problem(relative(own, root), 1, f"the docstring does not name {file.stem}: say what it is for")
+    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for tree in MAPPED:
+        for init in sorted((root / tree).rglob("__init__.py")):
+            package = relative(init.parent, root)
+            alias = init.read_text(encoding="utf-8").startswith(ALIAS)
+            if not alias and f"`{package}`" not in page:
+                yield Problem("docs/architecture.md", 1, f"the map does not name {package}: say what it is for")
 
 
 def protocol_page_is_complete(root: Path) -> Iterator[Problem]:

@@ -18,8 +18,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
-from gcore.metrics import Metrics
-from gcore.metrics.declared import Declared
+from gcore.observability.metrics import Metrics
+from gcore.observability.registry import Declared
 from tools.problem import PRODUCT, Problem, line_of, main, relative
 
 LABELS = {
@@ -106,14 +106,16 @@ def unused(metrics: Declared, root: Path) -> Iterator[Problem]:
         for file in sorted((root / package).rglob("*.py"))
     }
     own = "\n".join(text for path, text in texts.items() if path in own_files)
-    outside = "\n".join(text for path, text in texts.items() if path not in own_files)
-    called = {name for name in re.findall(r"    def ((?:show|count|know)_\w+)\(", own) if f"etrics.{name}(" in outside}
+    everything = "\n".join(texts.values())
+    called = {
+        name for name in re.findall(r"    def ((?:show|count|know)_\w+)\(", own) if f"etrics.{name}(" in everything
+    }
     methods = re.findall(r"    def (\w+)\((.*?)(?=\n    def |\nclass |\Z)", own, re.DOTALL)
     shown = "\n".join(body for name, body in methods if name in called)
     for name, metric in vars(metrics).items():
         if not _is_metric(metric):
             continue
-        direct = not name.startswith("_") and re.search(rf"etrics\.{name}\b", outside)
+        direct = not name.startswith("_") and re.search(rf"etrics\.{name}\b", everything)
         if not direct and f"self.{name}" not in shown:
             path, text = next(((p, t) for p, t in texts.items() if f"self.{name} = " in t), (min(own_files), ""))
             yield Problem(path, line_of(text, f"self.{name} = "), f"no code sets the metric {name}: set or remove it")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from gcore.metrics import Metrics
+from gcore.observability.metrics import Metrics
 from tools.problem import ROOT
 
 _SUFFIXES = re.compile(r"_(?:total|bucket|sum|count)$")

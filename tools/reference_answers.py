@@ -32,7 +32,7 @@ from played_script import played_script
 from served_job import served_job
 from typer.testing import CliRunner
 
-from gcore.metrics import Metrics
+from gcore.observability.metrics import Metrics
 
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 WIDTH = "100"
@@ -249,7 +249,7 @@ def answers() -> Tree:
 
 def write_local(folder: Path) -> None:
     """What local commands read: a spec with model and data, a cluster, a scenario, certificates."""
-    from gcore.testing.tiny_model import make_tiny_model
+    from gcore.testing.models import make_tiny_model
 
     make_tiny_model(folder / "model", seed=1)
     lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(9) for b in range(9)]

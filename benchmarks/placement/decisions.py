@@ -19,23 +19,21 @@ from job_views import ME, running_job, stored
 from told_nodes import H100, QWEN
 
 from benchmarks.harness import Benchmark, Result
-from controllers.next_split import NextSplit
-from controllers.step_history import StepHistory, rows_of
-from controllers.view import JobView
+from controllers.planning.history import StepHistory, rows_of
+from controllers.planning.planner import NextSplit
+from controllers.rules.view import JobView
 from gcore.config import JobSpec, parse_spec
-from gcore.ledger.books import EngineSums, NodeBooks, StepBook
-from gcore.ledger.facts import ModelConfigs, NodeFacts, SlotFacts
-from gcore.ledger.job import JobRecord, NodeRecord, Plan
-from gcore.ledger.placing import Moves
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.records.cluster import ModelConfigs, NodeFacts, SlotFacts
+from gcore.ledger.records.job import JobRecord, Moves, NodeRecord, Plan
+from gcore.ledger.records.slot_accounting import EngineSums, NodeBooks, StepBook
 from gcore.types import PromptRef, Version
 from placement.assign import assigned, split_of
-from placement.live import Moving, bounds_of, placed, slots_allow
 from placement.moves import Deciding, Proposal, split_from
-from placement.plan import NodeSlots, Snapshot
+from placement.placer import Moving, bounds_of, placed, slots_allow
 from placement.policies.base import SwitchCosts
-from placement.policies.fixed import even
-from placement.split import Split, feasible
+from placement.policies.simple import even
+from placement.slots import NodeSlots, Snapshot, Split, feasible
 
 NODE_SLOTS = 8
 SAMPLES = 8

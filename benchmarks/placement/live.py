@@ -40,11 +40,11 @@ from benchmarks.harness import (
     write_spec,
     write_sums,
 )
-from controllers.cli.placement_words import account
-from gcore.emulated.launch import LAW_FILE
-from gcore.ledger.books_file import BookLine
-from gcore.ledger.placing import Move, Stay
-from gcore.testing.tiny_model import make_tiny_model
+from controllers.cli.view.placement import account
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.ledger.records.job import Move, Stay
+from gcore.ledger.records.slot_accounting import BookLine
+from gcore.testing.models import make_tiny_model
 
 NODES, SLOTS = 4, 32
 STEPS = 24

@@ -30,13 +30,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness import ROOT, Benchmark, Result
 from benchmarks.pictures import plot_placement
-from placement.simulate.job import SimulatedJob
-from placement.simulate.oracle import bound
-from placement.simulate.scenario import Scenario, read_scenario
-from placement.simulate.table import COSTS, compared, play_policy
-from placement.simulate.told import truth_of
-from placement.simulate.within import Reached, reached
-from placement.simulate.workload import replica_pace, workload
+from placement.simulator.job import SimulatedJob, replica_pace, truth_of, workload
+from placement.simulator.run import COSTS, Reached, bound, compared, play_policy, reached
+from placement.simulator.scenario import Scenario, read_scenario
 
 SCENARIOS = ROOT / "benchmarks" / "scenarios"
 CACHE = ROOT / ".cache" / "placement"

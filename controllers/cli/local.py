@@ -15,36 +15,264 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import shutil
+import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from controllers.cli.devices import check_gpus, check_law
-from controllers.cli.ending import Ended, end_all
-from controllers.keeper import STOPPING, daemon_command
-from gcore.atomic import whole_file
-from gcore.client import JobsClient, Patience
-from gcore.clock import Clock
-from gcore.config.cluster import FILE_NAME, ControllerProcess, EtcdProcess, LocalCluster
-from gcore.config.node import NodeConfig
-from gcore.emulated.launch import KIND, SAID
+from controllers.daemon.keeper import daemon_command
 from gcore.errors import GcoreError, UsageError
-from gcore.host_memory import host_memory
-from gcore.store.launcher import LocalEtcd, NoEtcd
-from gcore.store.reference import StoreRef
-from gcore.weights.copies import MEMORY, home_folder
-from gcore.worker.process import ProcessId, is_running, spawn_detached
-from placement.mapping.devices import GIB, NODE_GIB
+from gcore.system.clock import Clock
+from gcore.system.process import KILL_WAIT_S, ProcessId, identify, is_running, send_signal, spawn_detached, wait_ended
+
+if TYPE_CHECKING:
+    from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
+    from gcore.config.node import NodeConfig
+    from gcore.store.etcd import LocalEtcd
+
+
+# -------------------- leftovers
+# The processes of one home on this machine, found by their command lines.
+#
+# `gcore down` promises that nothing is left, also when what `gcore up` wrote down is lost or out of date. So it asks the
+# kernel: daemons, workers and trackers' processes carry `--home HOME`, the local etcd its data folder under it, and whatever a worker started is
+# its descendant. The command line itself (`gcore run --home HOME`) is none of them. Only this user's processes are looked
+# at. Signals nobody.
+
+Kind = Literal["controller", "worker", "child", "etcd"]
+
+
+_PROGRAMS: Mapping[str, Kind] = {
+    "controllers.daemon": "controller",
+    "gcore-controller": "controller",
+    "gcore.worker.main": "worker",
+    "gcore-worker": "worker",
+    "gcore.emulated.host": "worker",
+    "gcore.tracking": "child",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HomeProcess:
+    """A process of the home. `child`: an engine, a rank or a tracker, or what it started."""
+
+    process: ProcessId
+    kind: Kind
+
+
+def kind_of(arguments: Sequence[str], home: Path) -> Kind | None:
+    """What a process with this command line is to `home` (absolute, resolved); None: nothing."""
+    if not arguments:
+        return None
+    if Path(arguments[0]).name == "etcd":
+        folders = [a.removeprefix("--data-dir=") for a in arguments if a.startswith("--data-dir=")]
+        return "etcd" if any(_is_under(folder, home) for folder in folders) else None
+    # The program is the module behind -m, the script behind the interpreter, or the first word itself.
+    program = next((_PROGRAMS[name] for a in arguments[:9] if (name := Path(a).name) in _PROGRAMS), None)
+    return program if program is not None and _home_of(arguments) == home else None
+
+
+def processes_of(home: Path) -> tuple[HomeProcess, ...]:
+    """Every living process of `home`, but for this one and its ancestors."""
+    table = {pid: parent for pid in _pids() if (parent := _parent(pid)) is not None}
+    spared = _ancestors(os.getpid(), table)
+    kinds: dict[int, Kind] = {}
+    for pid in table.keys() - spared:
+        kind = kind_of(_arguments(pid), home)
+        if kind is not None:
+            kinds[pid] = kind
+    for pid in _descendants([p for p, kind in kinds.items() if kind == "worker"], table) - spared:
+        kinds.setdefault(pid, "child")
+    found = ((identify(pid), kind) for pid, kind in sorted(kinds.items()))
+    return tuple(HomeProcess(process, kind) for process, kind in found if process is not None)
+
+
+def _home_of(arguments: Sequence[str]) -> Path | None:
+    for position, argument in enumerate(arguments):
+        if argument == "--home" and position + 1 < len(arguments):
+            return Path(arguments[position + 1]).resolve()
+        if argument.startswith("--home="):
+            return Path(argument.removeprefix("--home=")).resolve()
+    return None
+
+
+def _is_under(folder: str, home: Path) -> bool:
+    return Path(folder).resolve().is_relative_to(home)
+
+
+def _pids() -> Iterable[int]:
+    """This user's processes. One that ends meanwhile is passed over."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                if entry.stat().st_uid == os.getuid():
+                    yield int(entry.name)
+            except OSError:
+                continue
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [part.decode(errors="surrogateescape") for part in raw.split(b"\0")[:-1]]
+
+
+def _ancestors(pid: int, table: Mapping[int, int]) -> frozenset[int]:
+    found = {pid}
+    while (parent := table.get(pid)) is not None and parent not in found:
+        found.add(parent)
+        pid = parent
+    return frozenset(found)
+
+
+def _descendants(roots: Iterable[int], table: Mapping[int, int]) -> frozenset[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in table.items():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    todo = list(roots)
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if child not in found:
+                found.add(child)
+                todo.append(child)
+    return frozenset(found)
+
+
+# -------------------- ending
+# Ending the processes of a home: asked first, killed after a grace, kind after kind.
+#
+# Daemons first, or they would start workers again; then workers, which stop their engines and ranks; etcd last, so that
+# all of them can say goodbye to it. Blocks, and a key press gets through at any moment: the caller may then call again
+# with no grace at all. Does not look after files (`local`).
+
+GRACES_S: Mapping[Kind, float] = {"controller": 10.0, "worker": 15.0, "child": 0.0, "etcd": 10.0}
+"""In this order; seconds from SIGTERM to SIGKILL. A worker gives its child ten itself."""
+
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How many processes ended, and how many of them had to be killed."""
+
+    ended: int
+    killed: int
+
+
+def end_all(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
+    """End every process of `home` (absolute, resolved); with `grace_s` 0 by SIGKILL alone.
+
+    Raises GcoreError if something does not die.
+    """
+    ended = killed = 0
+    # More than one round only if something was started while this looked.
+    for _ in range(ROUNDS):
+        for kind, grace in GRACES_S.items():
+            some = [p.process for p in processes_of(home) if p.kind == kind]
+            ended += len(some)
+            killed += _end(some, grace if grace_s is None else grace_s, clock)
+        left = processes_of(home)
+        if not left:
+            return Ended(ended, killed)
+    pids = ", ".join(str(p.process.pid) for p in left)
+    raise GcoreError(f"processes {pids} are still there", where=str(home), fix="Look at them with `ps`")
+
+
+def _end(processes: Sequence[ProcessId], grace_s: float, clock: Clock) -> int:
+    """How many had to be killed."""
+    if grace_s > 0:
+        for process in processes:
+            send_signal(process, signal.SIGTERM)
+    end = clock.monotonic() + grace_s
+    late = [p for p in processes if not wait_ended(p, max(0.0, end - clock.monotonic()))]
+    for process in late:
+        send_signal(process, signal.SIGKILL)
+    for process in late:
+        wait_ended(process, KILL_WAIT_S)
+    return len(late)
+
+
+# -------------------- devices
+# What can be said of the devices that somebody asks for before anything is started: how many GPUs this machine shows, without torch, by
+# the driver's device files; whether emulated ones are given a law. For an early word, not for placement.
+
+_GPU = re.compile(r"nvidia\d+")
+
+
+def check_gpus(wanted: int, dev: Path = Path("/dev")) -> None:
+    """Raises UsageError if `wanted` GPUs cannot be here."""
+    there = gpus(dev)
+    if there is not None and there < wanted:
+        shows = "no GPU" if there == 0 else f"{there} GPU{'s' * (there > 1)}"
+        raise UsageError(
+            f"cuda:{wanted} asks for {wanted} GPU{'s' * (wanted > 1)}, and this machine shows {shows}",
+            where="--slots",
+            fix="Use --slots cpu:2; `gcore doctor` tells more" if there == 0 else f"Use --slots cuda:{there}",
+        )
+
+
+def gpus(dev: Path = Path("/dev")) -> int | None:
+    """GPUs of the machine; None if that cannot be told so."""
+    try:
+        names = [entry.name for entry in dev.iterdir()]
+    except OSError:
+        return None
+    if "dxg" in names:  # under WSL the driver has one file for all
+        return None
+    return sum(_GPU.fullmatch(name) is not None for name in names)
+
+
+def check_law(environment: MutableMapping[str, str]) -> None:
+    """The law of emulated devices that is named there is named by its whole path from now on: workers do not stand where it was written.
+
+    Raises UsageError for a file that holds none, which would else be found out by engine after engine.
+    """
+    from gcore.engines.emulated.launch import LAW_FILE
+
+    name = environment.get(LAW_FILE)
+    if not name:
+        return
+    whole = environment[LAW_FILE] = str(Path(name).absolute())
+    command = [sys.executable, "-P", "-m", "gcore.engines.emulated.law", whole]
+    asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise UsageError(asked.stdout.strip() or asked.stderr.strip()[-300:], where=LAW_FILE)
+
 
 HOST = "127.0.0.1"
+
+
 READY_S = 90.0
 """From a daemon's start to its readiness; an import from a cold disk takes a while."""
+
+
 RETURN_S = 30.0
 """In which a daemon that died in a living cluster is to be back."""
+
+
 POLL_S = 0.1
+
+
 START_FAILED_GRACE_S = 3.0
+
 
 DaemonCommand = Callable[[str, str], Sequence[str]]
 
@@ -76,7 +304,11 @@ class UpResult:
 
 
 MOST_SLOTS = 4096
+
+
 SLOT_KINDS = ("cpu", "cuda", "emulated")
+
+
 LAST_PORT = 65535
 
 
@@ -129,6 +361,10 @@ async def up(
 
     `say` is told before it begins what takes a while.
     """
+    from controllers.daemon.keeper import STOPPING
+    from gcore.config.local_cluster import FILE_NAME, LocalCluster
+    from gcore.engines.emulated.launch import KIND, SAID
+
     home = request.home.resolve()
     shares = deal_slots(request.slots, request.controllers)
     check_port("--port", request.port, request.controllers)
@@ -153,6 +389,10 @@ async def up(
 
 def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
     """End everything of `home`; `grace_s` 0 kills at once. Raises GcoreError if something does not die."""
+    from controllers.daemon.keeper import STOPPING
+    from gcore.config.local_cluster import FILE_NAME
+    from gcore.models.replicas import MEMORY, home_folder
+
     home = home.resolve()
     if not home.is_dir():
         return Ended(0, 0)
@@ -177,6 +417,9 @@ def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
 def shared_memory_gib(slots: int, of_all: int) -> float | None:
     """What of this machine's memory falls to a daemon with `slots` of the `of_all` slots that are dealt out; None: all of it, or nobody
     knows. What each node's planning leaves to the system is left once."""
+    from gcore.system.memory import host_memory
+    from placement.mapping.cluster import GIB, NODE_GIB
+
     try:
         total = host_memory().total / GIB
     except (OSError, ValueError):
@@ -193,6 +436,11 @@ async def _start(
     clock: Clock,
     command: DaemonCommand,
 ) -> LocalCluster:
+    from gcore.config.local_cluster import FILE_NAME, LocalCluster
+    from gcore.config.node import NodeConfig
+    from gcore.store.reference import StoreRef
+    from gcore.system.files import whole_file
+
     ports = _ports(2 * len(shares), request.port, len(shares))
     if request.etcd_port is not None:
         _ports(1, request.etcd_port, 1, option="--etcd-port")
@@ -232,6 +480,8 @@ async def _start(
 
 
 async def _start_etcd(home: Path, port: int | None, clock: Clock) -> LocalEtcd:
+    from gcore.store.etcd import LocalEtcd, NoEtcd
+
     try:
         return await LocalEtcd.start(home / "etcd", log_file=home / "logs" / "etcd.log", clock=clock, client_port=port)
     except NoEtcd as error:
@@ -240,6 +490,9 @@ async def _start_etcd(home: Path, port: int | None, clock: Clock) -> LocalEtcd:
 
 async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> None:
     """Until the daemon says that it serves. Raises GcoreError if it ends before, or takes too long."""
+    from gcore.client.calls import Patience
+    from gcore.client.jobs import JobsClient
+
     log_file = home / "logs" / f"{controller.name}.log"
     begun = clock.monotonic()
     async with JobsClient([controller.address], clock=clock, patience=Patience(probe_s=1.0)) as client:
@@ -261,6 +514,10 @@ async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> Non
 
 async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
     """The daemons of a cluster that is up which do not answer, after they had time to be brought back."""
+    from gcore.client.calls import Patience
+    from gcore.client.jobs import JobsClient
+    from gcore.config.local_cluster import LocalCluster
+
     begun = clock.monotonic()
     while True:
         cluster = LocalCluster.load(home)
@@ -316,6 +573,8 @@ def _ports(count: int, first: int | None, listening: int, option: str = "--port"
 
 
 def _remembered(config: NodeConfig, file: Path, process: ProcessId) -> ControllerProcess:
+    from gcore.config.local_cluster import ControllerProcess
+
     return ControllerProcess(
         name=config.node,
         address=f"{HOST}:{config.listen_port}",
@@ -328,6 +587,8 @@ def _remembered(config: NodeConfig, file: Path, process: ProcessId) -> Controlle
 
 
 def _remembered_etcd(etcd: LocalEtcd) -> EtcdProcess:
+    from gcore.config.local_cluster import EtcdProcess
+
     return EtcdProcess(
         endpoint=etcd.endpoint,
         data_dir=str(etcd.data_dir),

@@ -14,31 +14,18 @@ from typing import Annotated, Any
 
 import typer
 
-from controllers.cli import (
-    certs_verb,
-    checkpoints_verb,
-    cluster_verbs,
-    context_verbs,
-    doctor_verb,
-    file_verbs,
-    fleet_verbs,
-    gc_verb,
-    init_verb,
-    job_verbs,
-    placement_verbs,
-    plan_verb,
-    quota_verb,
-    run_verb,
-    samples_verb,
-    simulate_verb,
-    steering_verbs,
-    stream_verbs,
-    submit_verb,
-    token_verbs,
-    trace,
-)
-from controllers.cli import top as top_verb
-from controllers.cli.called import as_called, prepared_by
+from controllers.cli.commands import access as certs_verb
+from controllers.cli.commands import checkpoints as checkpoints_verb
+from controllers.cli.commands import cluster as fleet_verbs
+from controllers.cli.commands import doctor as doctor_verb
+from controllers.cli.commands import jobs as job_verbs
+from controllers.cli.commands import placement as top_verb
+from controllers.cli.commands import plan as plan_verb
+from controllers.cli.commands import run as run_verb
+from controllers.cli.commands import specs as init_verb
+from controllers.cli.commands import streams as stream_verbs
+from controllers.cli.commands.checkpoints import EXPORT_EXAMPLES, export
+from controllers.cli.options import as_called, examples, prepared_by
 from gcore import __version__
 from gcore.errors import GcoreError
 
@@ -64,6 +51,7 @@ gcore doctor
 gcore init sorting
 """
 
+
 app = typer.Typer(
     name="gcore",
     help="Reinforcement-learning post-training of language models on a cluster without a head node.",
@@ -74,7 +62,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
 _ACCESS = "Access"
+
+
 _RUN, _JOBS, _FLEET, _CLUSTER, _FILES = "Run", "Jobs", "Cluster", "Local cluster", "Specs and models"
 
 
@@ -93,44 +84,120 @@ def _verb(name: str, call: Callable[..., None], examples: str, panel: str) -> No
 
 
 _verb("init", init_verb.init, init_verb.INIT_EXAMPLES, _RUN)
+
+
 _verb("run", run_verb.run, run_verb.RUN_EXAMPLES, _RUN)
-_verb("submit", submit_verb.submit, submit_verb.SUBMIT_EXAMPLES, _RUN)
+
+
+_verb("submit", run_verb.submit, run_verb.SUBMIT_EXAMPLES, _RUN)
+
+
 _verb("list", job_verbs.list_, job_verbs.LIST_EXAMPLES, _JOBS)
-_verb("describe", job_verbs.describe, job_verbs.examples("describe"), _JOBS)
+
+
+_verb("describe", job_verbs.describe, examples("describe"), _JOBS)
+
+
 _verb("events", stream_verbs.events, stream_verbs.EVENTS_EXAMPLES, _JOBS)
+
+
 _verb("logs", stream_verbs.logs, stream_verbs.LOGS_EXAMPLES, _JOBS)
-_verb("cancel", steering_verbs.cancel, steering_verbs.CANCEL_EXAMPLES, _JOBS)
-_verb("pause", steering_verbs.pause, steering_verbs.PAUSE_EXAMPLES, _JOBS)
-_verb("resume", steering_verbs.resume, steering_verbs.RESUME_EXAMPLES, _JOBS)
-_verb("retry", steering_verbs.retry, steering_verbs.RETRY_EXAMPLES, _JOBS)
-_verb("update", steering_verbs.update, steering_verbs.UPDATE_EXAMPLES, _JOBS)
-_verb("eval", steering_verbs.eval_, steering_verbs.EVAL_EXAMPLES, _JOBS)
-_verb("delete", steering_verbs.delete, steering_verbs.DELETE_EXAMPLES, _JOBS)
-_verb("samples", samples_verb.samples, samples_verb.SAMPLES_EXAMPLES, _JOBS)
+
+
+_verb("cancel", job_verbs.cancel, job_verbs.CANCEL_EXAMPLES, _JOBS)
+
+
+_verb("pause", job_verbs.pause, job_verbs.PAUSE_EXAMPLES, _JOBS)
+
+
+_verb("resume", job_verbs.resume, job_verbs.RESUME_EXAMPLES, _JOBS)
+
+
+_verb("retry", job_verbs.retry, job_verbs.RETRY_EXAMPLES, _JOBS)
+
+
+_verb("update", job_verbs.update, job_verbs.UPDATE_EXAMPLES, _JOBS)
+
+
+_verb("eval", job_verbs.eval_, job_verbs.EVAL_EXAMPLES, _JOBS)
+
+
+_verb("delete", job_verbs.delete, job_verbs.DELETE_EXAMPLES, _JOBS)
+
+
+_verb("samples", stream_verbs.samples, stream_verbs.SAMPLES_EXAMPLES, _JOBS)
+
+
 _verb("checkpoints", checkpoints_verb.checkpoints, checkpoints_verb.CHECKPOINTS_EXAMPLES, _JOBS)
-_verb("audit", job_verbs.audit, job_verbs.examples("audit"), _JOBS)
+
+
+_verb("audit", job_verbs.audit, examples("audit"), _JOBS)
+
+
 _verb("top", top_verb.top, top_verb.TOP_EXAMPLES, _JOBS)
-_verb("trace", trace.trace, trace.TRACE_EXAMPLES, _JOBS)
+
+
+_verb("trace", top_verb.trace, top_verb.TRACE_EXAMPLES, _JOBS)
+
+
 app.add_typer(certs_verb.app, name="certs", rich_help_panel=_ACCESS)
-app.add_typer(token_verbs.app, name="token", rich_help_panel=_ACCESS)
-app.add_typer(context_verbs.app, name="context", rich_help_panel=_ACCESS)
-_verb("whoami", token_verbs.whoami, token_verbs.WHOAMI_EXAMPLES, _ACCESS)
+
+
+app.add_typer(certs_verb.token_verbs_app, name="token", rich_help_panel=_ACCESS)
+
+
+app.add_typer(certs_verb.context_verbs_app, name="context", rich_help_panel=_ACCESS)
+
+
+_verb("whoami", certs_verb.whoami, certs_verb.WHOAMI_EXAMPLES, _ACCESS)
+
+
 _verb("shards", fleet_verbs.shards, fleet_verbs.SHARDS_EXAMPLES, _JOBS)
+
+
 _verb("nodes", fleet_verbs.nodes, fleet_verbs.NODES_EXAMPLES, _FLEET)
+
+
 _verb("drain", fleet_verbs.drain, fleet_verbs.DRAIN_EXAMPLES, _FLEET)
+
+
 _verb("usage", fleet_verbs.usage, fleet_verbs.USAGE_EXAMPLES, _FLEET)
-_verb("quota", quota_verb.quota, quota_verb.QUOTA_EXAMPLES, _FLEET)
-app.add_typer(placement_verbs.app, name="placement", rich_help_panel=_JOBS)
-_verb("export", file_verbs.export, file_verbs.EXPORT_EXAMPLES, _FILES)
-_verb("up", cluster_verbs.up, cluster_verbs.UP_EXAMPLES, _CLUSTER)
-_verb("down", cluster_verbs.down, cluster_verbs.DOWN_EXAMPLES, _CLUSTER)
+
+
+_verb("quota", fleet_verbs.quota, fleet_verbs.QUOTA_EXAMPLES, _FLEET)
+
+
+app.add_typer(top_verb.app, name="placement", rich_help_panel=_JOBS)
+
+
+_verb("export", export, EXPORT_EXAMPLES, _FILES)
+
+
+_verb("up", fleet_verbs.up, fleet_verbs.UP_EXAMPLES, _CLUSTER)
+
+
+_verb("down", fleet_verbs.down, fleet_verbs.DOWN_EXAMPLES, _CLUSTER)
+
+
 _verb("doctor", doctor_verb.doctor, doctor_verb.DOCTOR_EXAMPLES, _CLUSTER)
-_verb("gc", gc_verb.gc, gc_verb.GC_EXAMPLES, _CLUSTER)
-_verb("validate", file_verbs.validate, file_verbs.VALIDATE_EXAMPLES, _FILES)
+
+
+_verb("gc", fleet_verbs.gc, fleet_verbs.GC_EXAMPLES, _CLUSTER)
+
+
+_verb("validate", init_verb.validate, init_verb.VALIDATE_EXAMPLES, _FILES)
+
+
 _verb("plan", plan_verb.plan, plan_verb.PLAN_EXAMPLES, _FILES)
-_verb("simulate", simulate_verb.simulate, simulate_verb.SIMULATE_EXAMPLES, _FILES)
-_verb("schema", file_verbs.schema, file_verbs.SCHEMA_EXAMPLES, _FILES)
-_verb("prepare", file_verbs.prepare, file_verbs.PREPARE_EXAMPLES, _FILES)
+
+
+_verb("simulate", plan_verb.simulate, plan_verb.SIMULATE_EXAMPLES, _FILES)
+
+
+_verb("schema", init_verb.schema, init_verb.SCHEMA_EXAMPLES, _FILES)
+
+
+_verb("prepare", init_verb.prepare, init_verb.PREPARE_EXAMPLES, _FILES)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,14 +2,82 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from controllers.cli.answers import Output
-from controllers.cli.completing import complete_job, complete_node
-from gcore.errors import UsageError
+from controllers.cli.output import Output
+from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.quickstart import NAMES
+
+if TYPE_CHECKING:
+    from gcore.client.contexts import Reached
+    from gcore.client.jobs import JobsClient
+
+# -------------------- completing
+# What a shell completes: names of jobs and of nodes, as a controller of the cluster tells them.
+#
+# A shell waits for it at each press of the key: so it asks for a moment only, and when nothing answers there is nothing to complete. It
+# never says a word of its own.
+
+WITHIN_S = 1.0
+
+
+MOST = 100
+
+
+def complete_job(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Jobs whose name begins so, the newest first, each with its state."""
+    if "/" in incomplete:
+        return []
+
+    async def ask(client: JobsClient) -> list[tuple[str, str]]:
+        from gcore.client.calls import job_state_name
+
+        jobs = await client.list_jobs(name_prefix=incomplete, limit=MOST)
+        return [(job.name, f"{job_state_name(job.state)}, {job.uid}") for job in reversed(jobs)]
+
+    return list(dict(_ask(context, ask)).items())[::-1]
+
+
+def complete_node(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Nodes whose name begins so, each with its slots."""
+
+    async def ask(client: JobsClient) -> list[tuple[str, str]]:
+        nodes = (await client.list_nodes()).nodes
+        return [(node.name, " ".join(node.slots)) for node in nodes if node.name.startswith(incomplete)]
+
+    return _ask(context, ask)
+
+
+def _ask(
+    context: typer.Context, what: Callable[[JobsClient], Awaitable[list[tuple[str, str]]]]
+) -> list[tuple[str, str]]:
+    import asyncio
+
+    from gcore.client.calls import Patience
+    from gcore.client.jobs import JobsClient
+    from gcore.system.clock import SystemClock
+
+    address = context.params.get("address") or os.environ.get("GCORE_ADDRESS")
+    home = Path(context.params.get("home") or os.environ.get("GCORE_HOME") or ".gcore")
+
+    async def talk() -> list[tuple[str, str]]:
+        patience, cluster = Patience(call_s=WITHIN_S, probe_s=WITHIN_S), find_cluster(address, home)
+        reached = JobsClient(cluster.addresses, clock=SystemClock(), patience=patience, connector=cluster.connector)
+        async with reached as client:
+            return await asyncio.wait_for(what(client), WITHIN_S)
+
+    try:
+        return asyncio.run(talk())
+    except (GcoreError, OSError, TimeoutError, ValueError):
+        return []
 
 
 def utf8(word: str | None) -> str | None:
@@ -22,6 +90,8 @@ def utf8(word: str | None) -> str | None:
 
 
 Home = Annotated[Path, typer.Option(envvar="GCORE_HOME", help="Folder of the local cluster: its state, logs and runs.")]
+
+
 Address = Annotated[
     str | None,
     typer.Option(
@@ -29,13 +99,19 @@ Address = Annotated[
         help="host:port of a controller, or several with commas; default: those of the local cluster that is up, else of the context.",
     ),
 ]
+
+
 Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]
+
+
 Slots = Annotated[
     str,
     typer.Option(
         help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N. emulated:N computes nothing; for tests and benchmarks only."
     ),
 ]
+
+
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,20 +119,35 @@ Set = Annotated[
         help="Replace a field: section.field=value. Repeatable. A path is relative to the spec's folder, as in the spec.",
     ),
 ]
+
+
 New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that name that has not ended is ended.")]
+
+
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
+
+
 Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]
+
+
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
+
+
 JobName = Annotated[
     str,
     typer.Argument(
         metavar="JOB", help="A job's name, NAMESPACE/NAME or uid.", callback=utf8, autocompletion=complete_job
     ),
 ]
+
+
 NodeName = Annotated[
     str, typer.Argument(metavar="NODE", help="A node's name.", callback=utf8, autocompletion=complete_node)
 ]
+
+
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Only this one; default: all that you may see.")]
+
 
 SglangPython = Annotated[
     Path | None,
@@ -66,6 +157,140 @@ SglangPython = Annotated[
     ),
 ]
 
+
 DEFAULT_HOME = Path(".gcore")
+
+
 DEFAULT_CONTROLLERS = 2
+
+
 DEFAULT_SLOTS = "cpu:2"
+
+
+# -------------------- finding
+# Which cluster a command talks to: the one whose address it was given, the one whose context was named, the local cluster of its home, or
+# the one of the current context; and what it shows of whoever called it (`gcore.contexts`).
+
+
+def find_cluster(address: str | None, home: Path) -> Reached:
+    """Where a cluster answers, and how to talk to it. Raises UsageError, and Unreachable if none is up in `home` and no other is known."""
+    from gcore.client.contexts import reach
+
+    if address is not None:
+        return reach(os.environ, addresses_in(address))
+    from gcore.config.local_cluster import LocalCluster
+
+    local = LocalCluster.load(home)
+    found = reach(os.environ, local=local is not None)
+    return found if found.addresses else reach(os.environ, find_addresses(None, home), local=True)
+
+
+def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
+    """host:port of every controller that may be asked. `address`: one or several, separated by commas.
+
+    Raises UsageError for an address that is none, Unreachable if no cluster is up in `home`.
+    """
+    if address is not None:
+        return addresses_in(address)
+    from gcore.config.local_cluster import FILE_NAME, LocalCluster  # not for --help
+
+    cluster = LocalCluster.load(home)
+    if cluster is None:
+        kept = " (what `gcore run` started ended with it; its jobs are kept)" if (home / "runs").is_dir() else ""
+        raise Unreachable(
+            "no cluster is up here",
+            where=str((home / FILE_NAME).absolute()),
+            fix=f"Start one with `gcore up`{kept}, or name a controller with --address host:port",
+        )
+    return cluster.addresses
+
+
+def addresses_in(text: str) -> tuple[str, ...]:
+    """`host:port`, or several with commas. Raises UsageError."""
+    return tuple(_checked(part.strip()) for part in text.split(","))
+
+
+def _checked(address: str) -> str:
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{address!r} is no address", where="--address", fix="For example --address 10.0.0.7:7700")
+    return address
+
+
+T = TypeVar("T")
+
+
+INTERRUPTED = 130
+
+
+def examples(verb: str) -> str:
+    """The epilog of a verb that takes a job."""
+    return f"""
+[bold]Examples[/bold]
+
+gcore {verb} arithmetic
+
+gcore {verb} arithmetic --address 10.0.0.7:7700 -o json
+"""
+
+
+def call(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
+    """Run one conversation with the cluster."""
+    import asyncio
+
+    from gcore.client.jobs import JobsClient
+    from gcore.system.clock import SystemClock
+
+    cluster = find_cluster(address, home)
+
+    async def talk() -> T:
+        async with JobsClient(cluster.addresses, clock=SystemClock(), connector=cluster.connector) as client:
+            return await what(client)
+
+    return asyncio.run(talk())
+
+
+# -------------------- called
+# How gcore was called, so that what a person is told to type works when typed: `gcore` may be in .venv/bin only.
+
+_HINT = "`gcore "
+
+
+PREPARED = ".cache/examples"
+"""Where `gcore prepare` puts what it makes, unless it is told another folder."""
+
+
+def program() -> str:
+    """The first words of a command: `gcore` if a shell finds this one by that name, else as it was called."""
+    called = Path(sys.argv[0])
+    found = shutil.which("gcore")
+    # Under another name it is a test, or a program that has its own ways.
+    if called.name != "gcore" or (found is not None and _same(Path(found), called)):
+        return "gcore"
+    relative = os.path.relpath(called)
+    return relative if not relative.startswith("..") else str(called)
+
+
+def as_called(text: str) -> str:
+    """Hints in backquotes, with the command as it was called."""
+    return text.replace(_HINT, f"`{program()} ")
+
+
+def prepared_by(text: str) -> str:
+    """What makes a prepared example's file that an error names and that is not there, for behind the error; or nothing.
+
+    The commands of the examples stand in their specs too, but who runs one has not always read it.
+    """
+    for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
+        name = Path(path).name
+        if name in NAMES and not Path(path).exists():
+            there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
+            return f". `gcore prepare {name}{there}` makes it"
+    return ""
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

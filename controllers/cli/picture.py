@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 
-from controllers.cli.view_state import ViewState
+from controllers.cli.view.state import ViewState
 from gcore.errors import GcoreError, UsageError
-from gcore.events import JobEvent
+from gcore.observability.events import JobEvent
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,7 +48,7 @@ def svg(state: ViewState, *, width: int = 110) -> str:
     """The view as an SVG document."""
     from rich.console import Console
 
-    from controllers.cli.view_live import render
+    from controllers.cli.view.live import render
 
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(render(state, state.last_time or 0.0, width))

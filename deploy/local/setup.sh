@@ -24,5 +24,5 @@ say "DeepSpeed"
 DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} DS_BUILD_OPS=0 $pip --no-build-isolation deepspeed
 say "gcore and what it is worked on with"
 $pip --no-build-isolation -e '.[train,engine,local,modelscope,math]' --group dev
-say "etcd: $("$venv/bin/python" -c 'from gcore.store.binary import find_etcd; e = find_etcd(); print(e.version(), e.path)')"
+say "etcd: $("$venv/bin/python" -c 'from gcore.store.etcd import find_etcd; e = find_etcd(); print(e.version(), e.path)')"
 say "done"

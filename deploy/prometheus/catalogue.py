@@ -7,15 +7,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gcore.metrics import Metrics
-from gcore.metrics.calls import CallMetrics
-from gcore.metrics.declared import Declared
-from gcore.metrics.generation import GenerationMetrics
-from gcore.metrics.judges import JudgeMetrics
-from gcore.metrics.membership import MembershipMetrics
-from gcore.metrics.slots import SlotMetrics
-from gcore.metrics.steps import StepMetrics
-from gcore.metrics.store import StoreMetrics
+from gcore.observability.metrics import CallMetrics, MembershipMetrics, Metrics, SlotMetrics, StoreMetrics
+from gcore.observability.registry import Declared
+from gcore.observability.step_metrics import GenerationMetrics, JudgeMetrics, StepMetrics
 
 FILE = Path(__file__).parents[2] / "docs" / "metrics.md"
 SUBJECTS: tuple[tuple[str, type[Declared]], ...] = (

@@ -17,10 +17,10 @@ import threading
 from pathlib import Path
 
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.config import load_spec
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError
+from gcore.system.clock import SystemClock
 
 SPEC = Path(__file__).parent / "grpo.yaml"
 

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gcore.atomic import whole_folder
 from gcore.errors import DataError, GcoreError
 from gcore.reward.rules import number_after
+from gcore.system.files import whole_folder
 
 DEFAULT_TO = Path(".cache/examples/gsm8k")
 HUB_DATA_SET = "openai/gsm8k"
@@ -142,7 +142,7 @@ def prepare(to: Path, source: Path | None, *, tiny_model: bool) -> dict[str, int
             print("prepare: making a small random model, which takes some seconds ...", flush=True)
             from transformers.utils import logging
 
-            from gcore.testing.tiny_model import make_tiny_model
+            from gcore.testing.models import make_tiny_model
 
             logging.disable_progress_bar()
             make_tiny_model(draft / "tiny-model", hidden=64, context=1024)

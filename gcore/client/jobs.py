@@ -7,39 +7,271 @@ answered that its store is away, `UsageError` when the answer was that the reque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
+import grpc
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client.following import Following
+from gcore.api.rpc import VersionedStub
+from gcore.api.v1 import access_pb2 as pb
+from gcore.api.v1 import access_pb2_grpc
+from gcore.api.v1 import jobs_pb2 as v1_pb
+from gcore.client.calls import ENDED, FINAL, NO_ANSWER, Calls, Silent, explain
+from gcore.errors import Unreachable
+from gcore.observability.events import JobEvent
+
+# -------------------- access
+# The client of the Access service: whom a call is taken for, and tokens.
+
+
+class AccessClient(Calls):
+    """Any controller answers. Use it as an async context manager."""
+
+    async def who_am_i(self) -> pb.WhoAmIReply:
+        """Whom the calls of this client are taken for."""
+        return await self._anywhere("ask who calls", lambda s, t: s.WhoAmI(pb.WhoAmIRequest(), timeout=t))
+
+    async def create_token(
+        self, name: str, role: str, namespaces: Sequence[str], lifetime_s: float
+    ) -> pb.CreateTokenReply:
+        """Make a token: at the first controller that answers, once. One whose answer got lost is to be revoked."""
+        request = pb.CreateTokenRequest(name=name, role=role, namespaces=namespaces, lifetime_s=lifetime_s)
+        return await self._anywhere("make the token", lambda s, t: s.CreateToken(request, timeout=t))
+
+    async def list_tokens(self) -> pb.ListTokensReply:
+        """All there are, without their secrets."""
+        return await self._anywhere("list the tokens", lambda s, t: s.ListTokens(pb.ListTokensRequest(), timeout=t))
+
+    async def revoke_token(self, token_id: str) -> pb.RevokeTokenReply:
+        """End a token."""
+        request = pb.RevokeTokenRequest(id=token_id)
+        return await self._anywhere("revoke the token", lambda s, t: s.RevokeToken(request, timeout=t))
+
+    def _stub(self, address: str) -> Any:
+        channel = self._channel(address)
+        return VersionedStub(access_pb2_grpc.AccessStub(channel), more=self._connector.metadata(address))
+
+
+# -------------------- following
+# Streams of a job that outlive the controller that sends them: its events, its steps' numbers, its logs.
+#
+# A stream goes on from another controller after the last answer seen. Of events, sequence numbers make sure that none is handed out
+# twice, and the server sends all that are greater, so none is lost; of steps, their places on the chain do the same; of lines of logs,
+# where each ends in its worker's log.
+
+MOST_REFUSALS = 3
+"""Of each controller in a row, for a reason that may pass; then it is told."""
+
+
+class _Told:
+    """What of a job's logs was handed out."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, v1_pb.LogPlace] = {}
+        """By worker: up to where."""
+        self._lines, self._marks, self._ended = False, False, False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an end of the stream is the end. A controller of an earlier version does not say."""
+        return self._ended or not self._marks
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it is known what was handed out."""
+        return self._marks or not self._lines
+
+    def note(self, message: v1_pb.LogLine) -> bool:
+        """Whether it is a line."""
+        if message.HasField("place"):
+            self._places[message.place.instance] = message.place
+        is_line = message.mark == v1_pb.LOG_MARK_UNSPECIFIED
+        self._lines, self._marks = self._lines or is_line, self._marks or not is_line
+        self._ended = message.mark == v1_pb.LOG_MARK_END
+        return is_line
+
+    def rest_of(self, request: v1_pb.StreamLogsRequest) -> v1_pb.StreamLogsRequest:
+        """What is not handed out yet."""
+        asked = v1_pb.StreamLogsRequest()
+        asked.CopyFrom(request)
+        asked.places = True
+        asked.after.extend(self._places.values())
+        return asked
+
+
+class Following(Calls):
+    """Follows jobs."""
+
+    async def follow(
+        self, job: str, *, after: int = 0, newest: int = 0, follow: bool = True
+    ) -> AsyncGenerator[JobEvent, None]:
+        """Every event of `job` with a sequence number above `after`, in order, each once, until the job has ended.
+
+        `newest`: of those that are known already only the last so many. Without `follow` only what is known already. Raises Unreachable when no controller answered for `Patience.lost_s`, UsageError when there is no such job.
+        """
+        last = after
+
+        def begin(stub: Any) -> Any:
+            some = newest if last == after else 0
+            return stub.WatchJob(v1_pb.WatchJobRequest(job=job, after=last, once=not follow, newest=some))
+
+        async with aclosing(self._resumed("follow the job", job, begin, until_ended=follow)) as messages:
+            async for message in messages:
+                if message.sequence > last:
+                    last = message.sequence
+                    yield JobEvent.from_message(message)
+
+    async def follow_metrics(
+        self,
+        job: str,
+        *,
+        after_step: int = 0,
+        after_lineage: int | None = None,
+        names: Sequence[str] = (),
+        follow: bool = True,
+    ) -> AsyncGenerator[v1_pb.StepMetrics, None]:
+        """The numbers of each step after `after_step`, each step once in each lineage; with `follow` until the job has ended."""
+        place = None if after_lineage is None else (after_lineage, after_step)
+
+        def begin(stub: Any) -> Any:
+            request = v1_pb.StreamMetricsRequest(job=job, after_step=after_step, follow=follow, names=list(names))
+            if place is not None:
+                request.after_lineage, request.after_step = place
+            return stub.StreamMetrics(request)
+
+        what = "read the job's numbers"
+        async with aclosing(self._resumed(what, job, begin, until_ended=follow)) as messages:
+            async for message in messages:
+                at = (message.lineage, message.step)
+                if place is None or at > place:
+                    place = at
+                    yield message
+
+    async def stream_logs(self, request: v1_pb.StreamLogsRequest) -> AsyncGenerator[v1_pb.LogLine, None]:
+        """What a job's workers wrote, each line once. Raises Unreachable when no controller answered for `Patience.lost_s`, and if the stream
+        breaks behind a line of which its controller, of an earlier version, did not say where it ends."""
+        told = _Told()
+
+        def begin(stub: Any) -> Any:
+            if not told.can_go_on:
+                raise Unreachable(
+                    "the controller that read the logs is gone",
+                    where=", ".join(self.addresses),
+                    fix="Ask again with --since, for what was written after the last line",
+                )
+            return stub.StreamLogs(told.rest_of(request))
+
+        stream = self._resumed("read the logs", request.job, begin, until_ended=False, is_over=lambda: told.is_over)
+        async with aclosing(stream) as messages:
+            async for message in messages:
+                if told.note(message):
+                    yield message
+
+    async def _resumed(
+        self,
+        what: str,
+        job: str,
+        begin: Callable[[Any], Any],
+        *,
+        until_ended: bool = True,
+        is_over: Callable[[], bool] = lambda: True,
+    ) -> AsyncGenerator[Any, None]:
+        """The messages of a stream that is begun again, at another controller, whenever it breaks.
+
+        `until_ended`: it is to last until the job has ended; else its first end in good order is the end, if it `is_over` then.
+        """
+        self._heard = self._clock.monotonic()
+        refused = 0
+        while True:
+            address = self.addresses[self._current]
+            call = begin(self._stub(address))
+            brought = False
+            try:
+                async with aclosing(self._until_silent(call, address)) as messages:
+                    async for message in messages:
+                        brought, refused = True, 0
+                        yield message
+                # A controller that shuts down ends its streams in good order too. So only a watch that brings nothing,
+                # of a job that has ended, is the end.
+                if not until_ended and is_over():
+                    return
+                if not until_ended:
+                    self._turn_from(address)
+                elif not brought and (await self._state(job)) in ENDED:
+                    return
+            except grpc.aio.AioRpcError as error:
+                refused += error.code() not in NO_ANSWER
+                if error.code() in FINAL or refused >= MOST_REFUSALS * len(self.addresses):
+                    raise explain(error, address, what) from error
+                self._turn_from(address)
+                # One that cannot follow, because the store is away, is there all the same: it is not what is given up on.
+                await self._health(address)
+            except (Silent, Unreachable):
+                self._turn_from(address)
+            finally:
+                call.cancel()
+            if self._clock.monotonic() - self._heard > self._patience.lost_s:
+                raise self._nobody(f"no controller has answered for {self._patience.lost_s:.0f} s")
+            if not brought:
+                await self._clock.sleep(self._patience.retry_s)
+
+    async def _state(self, job: str) -> int:
+        found = await self._anywhere("look the job up", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
+        return int(found.state)
+
+    async def _until_silent(self, call: Any, address: str) -> AsyncGenerator[Any, None]:
+        """The stream's messages; raises Silent when its controller has stopped answering.
+
+        A machine that vanished, or a process that was stopped, breaks no connection: so a quiet stream is probed.
+        """
+        messages = aiter(call)
+        while True:
+            reading: asyncio.Future[Any] = asyncio.ensure_future(anext(messages, None))
+            try:
+                while not reading.done():
+                    quiet = asyncio.ensure_future(self._clock.sleep(self._patience.quiet_s))
+                    try:
+                        await asyncio.wait({reading, quiet}, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        quiet.cancel()
+                    if not reading.done() and await self._health(address) is None:
+                        raise Silent
+                message = reading.result()
+            finally:
+                reading.cancel()
+            self._heard = self._clock.monotonic()
+            if message is None:
+                return
+            yield message
 
 
 class JobsClient(Following):
     """The low-level client."""
 
-    async def create_job(self, spec_json: str, *, request_id: str, mode: pb.StartMode) -> pb.Job:
+    async def create_job(self, spec_json: str, *, request_id: str, mode: v1_pb.StartMode) -> v1_pb.Job:
         """Create the job, or find it: the same `request_id` always means the same job."""
-        request = pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode)
+        request = v1_pb.CreateJobRequest(request_id=request_id, spec_json=spec_json, mode=mode)
         return await self._anywhere(
             "create the job", lambda stub, t: stub.CreateJob(request, timeout=t), timeout_s=self._patience.create_s
         )
 
-    async def get_job(self, job: str) -> pb.Job:
+    async def get_job(self, job: str) -> v1_pb.Job:
         """By name (the newest of that name) or uid."""
-        return await self._anywhere("look the job up", lambda s, t: s.GetJob(pb.GetJobRequest(job=job), timeout=t))
+        return await self._anywhere("look the job up", lambda s, t: s.GetJob(v1_pb.GetJobRequest(job=job), timeout=t))
 
-    async def list_page(self, request: pb.ListJobsRequest) -> pb.ListJobsReply:
+    async def list_page(self, request: v1_pb.ListJobsRequest) -> v1_pb.ListJobsReply:
         """A page of the jobs that the caller may see, the newest first."""
         return await self._anywhere("list the jobs", lambda s, t: s.ListJobs(request, timeout=t))
 
     async def list_jobs(
         self, *, namespace: str = "", states: Sequence[int] = (), name_prefix: str = "", limit: int | None = None
-    ) -> list[pb.Job]:
+    ) -> list[v1_pb.Job]:
         """All jobs that fit, or the newest `limit` of them, the newest first."""
-        found: list[pb.Job] = []
-        request = pb.ListJobsRequest(namespace=namespace, name_prefix=name_prefix, page_size=limit or 0)
+        found: list[v1_pb.Job] = []
+        request = v1_pb.ListJobsRequest(namespace=namespace, name_prefix=name_prefix, page_size=limit or 0)
         request.states.extend(states)  # type: ignore[arg-type]
         while True:
             reply = await self.list_page(request)
@@ -48,42 +280,46 @@ class JobsClient(Following):
                 return found[:limit]
             request.page_token = reply.next_page_token
 
-    async def cancel_job(self, job: str, *, drain: bool = False) -> pb.Job:
+    async def cancel_job(self, job: str, *, drain: bool = False) -> v1_pb.Job:
         """Ask for the end of the job, with `drain` at its next commit. One that has ended stays as it is."""
-        request = pb.CancelJobRequest(job=job, mode=pb.CANCEL_MODE_DRAIN if drain else pb.CANCEL_MODE_NOW)
+        request = v1_pb.CancelJobRequest(job=job, mode=v1_pb.CANCEL_MODE_DRAIN if drain else v1_pb.CANCEL_MODE_NOW)
         return await self._anywhere("cancel the job", lambda s, t: s.CancelJob(request, timeout=t))
 
-    async def pause_job(self, job: str) -> pb.Job:
+    async def pause_job(self, job: str) -> v1_pb.Job:
         """Have the job give its slots back at its next commit, and begin nothing until it is resumed."""
-        return await self._anywhere("pause the job", lambda s, t: s.PauseJob(pb.PauseJobRequest(job=job), timeout=t))
+        return await self._anywhere("pause the job", lambda s, t: s.PauseJob(v1_pb.PauseJobRequest(job=job), timeout=t))
 
-    async def resume_job(self, job: str) -> pb.Job:
+    async def resume_job(self, job: str) -> v1_pb.Job:
         """Have a paused job go on as soon as there are slots for it."""
-        return await self._anywhere("resume the job", lambda s, t: s.ResumeJob(pb.ResumeJobRequest(job=job), timeout=t))
+        return await self._anywhere(
+            "resume the job", lambda s, t: s.ResumeJob(v1_pb.ResumeJobRequest(job=job), timeout=t)
+        )
 
-    async def update_job(self, job: str, changes: Mapping[str, int]) -> pb.Job:
+    async def update_job(self, job: str, changes: Mapping[str, int]) -> v1_pb.Job:
         """Change `priority`, `slots_min`, `slots_max` (0: all there are) of a job while it runs."""
-        request = pb.UpdateJobRequest(job=job, update_mask=FieldMask(paths=sorted(changes)), **changes)
+        request = v1_pb.UpdateJobRequest(job=job, update_mask=FieldMask(paths=sorted(changes)), **changes)
         return await self._anywhere("change the job", lambda s, t: s.UpdateJob(request, timeout=t))
 
     async def delete_job(self, job: str, *, files: bool = False) -> None:
         """Forget a job that has ended, and with `files` delete its run's folder."""
-        request = pb.DeleteJobRequest(job=job, files=files)
+        request = v1_pb.DeleteJobRequest(job=job, files=files)
         await self._anywhere("delete the job", lambda s, t: s.DeleteJob(request, timeout=t))
 
-    async def run_eval(self, job: str) -> pb.RunEvalReply:
+    async def run_eval(self, job: str) -> v1_pb.RunEvalReply:
         """Have the newest weights evaluated; whose that will be."""
-        return await self._anywhere("have it evaluated", lambda s, t: s.RunEval(pb.RunEvalRequest(job=job), timeout=t))
+        return await self._anywhere(
+            "have it evaluated", lambda s, t: s.RunEval(v1_pb.RunEvalRequest(job=job), timeout=t)
+        )
 
-    async def list_shards(self, job: str) -> list[pb.Shard]:
+    async def list_shards(self, job: str) -> list[v1_pb.Shard]:
         """Who has which shards, and how far each is."""
-        request = pb.ListShardsRequest(job=job)
+        request = v1_pb.ListShardsRequest(job=job)
         reply = await self._anywhere("list the shards", lambda s, t: s.ListShards(request, timeout=t))
         return list(reply.shards)
 
-    async def audit_job(self, job: str) -> pb.AuditReport:
+    async def audit_job(self, job: str) -> v1_pb.AuditReport:
         """Have the job's accounts recomputed."""
-        request = pb.AuditJobRequest(job=job)
+        request = v1_pb.AuditJobRequest(job=job)
         return await self._anywhere(
             "audit the job", lambda s, t: s.AuditJob(request, timeout=t), timeout_s=self._patience.audit_s
         )
@@ -94,70 +330,72 @@ class JobsClient(Following):
         *,
         step: int | None = None,
         source: str = "",
-        order: pb.SampleOrder = pb.SAMPLE_ORDER_UNSPECIFIED,
+        order: v1_pb.SampleOrder = v1_pb.SAMPLE_ORDER_UNSPECIFIED,
         limit: int = 0,
-    ) -> list[pb.SampleGroup]:
+    ) -> list[v1_pb.SampleGroup]:
         """What `step` (default: the newest) was trained on, as far as it is kept: at most `limit` groups, 0 for all.
 
         Raises UsageError if there is no such job, or there are no such samples; it says which there are.
         """
-        request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
+        request = v1_pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
 
-        async def read(stub: Any, timeout_s: float) -> list[pb.SampleGroup]:
+        async def read(stub: Any, timeout_s: float) -> list[v1_pb.SampleGroup]:
             return [group async for group in stub.GetSamples(request, timeout=timeout_s)]
 
         return await self._anywhere("read the samples", read, timeout_s=self._patience.samples_s)
 
-    async def get_books(self, job: str, step: int | None = None) -> list[pb.BookOfNode]:
+    async def get_books(self, job: str, step: int | None = None) -> list[v1_pb.BookOfNode]:
         """What the job's slots did in `step`, node by node, with what they did when; None: in the newest steps, without that.
 
         Raises UsageError if there is no such job, or nobody has booked the step.
         """
-        request = pb.GetBooksRequest(job=job, step=step)
+        request = v1_pb.GetBooksRequest(job=job, step=step)
 
-        async def read(stub: Any, timeout_s: float) -> list[pb.BookOfNode]:
+        async def read(stub: Any, timeout_s: float) -> list[v1_pb.BookOfNode]:
             return [book async for book in stub.GetBooks(request, timeout=timeout_s)]
 
         return await self._anywhere("read the books", read, timeout_s=self._patience.samples_s)
 
-    async def list_checkpoints(self, job: str) -> pb.ListCheckpointsReply:
+    async def list_checkpoints(self, job: str) -> v1_pb.ListCheckpointsReply:
         """The job's registered checkpoints, the newest first."""
-        request = pb.ListCheckpointsRequest(job=job)
+        request = v1_pb.ListCheckpointsRequest(job=job)
         return await self._anywhere("list the checkpoints", lambda s, t: s.ListCheckpoints(request, timeout=t))
 
-    async def get_placement(self, job: str) -> pb.PlacementReply:
+    async def get_placement(self, job: str) -> v1_pb.PlacementReply:
         """How a job's slots are shared out, and its newest moves."""
-        request = pb.GetPlacementRequest(job=job)
+        request = v1_pb.GetPlacementRequest(job=job)
         return await self._anywhere("look the placement up", lambda s, t: s.GetPlacement(request, timeout=t))
 
-    async def pin_placement(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
+    async def pin_placement(self, request: v1_pb.PinPlacementRequest) -> v1_pb.PlacementReply:
         """Fix something of a job's placement, or let it go; the same twice is the same once."""
         return await self._anywhere("fix the placement", lambda s, t: s.PinPlacement(request, timeout=t))
 
-    async def list_nodes(self) -> pb.ListNodesReply:
+    async def list_nodes(self) -> v1_pb.ListNodesReply:
         """The daemons and workers of the cluster."""
-        return await self._anywhere("list the nodes", lambda s, t: s.ListNodes(pb.ListNodesRequest(), timeout=t))
+        return await self._anywhere("list the nodes", lambda s, t: s.ListNodes(v1_pb.ListNodesRequest(), timeout=t))
 
-    async def drain_node(self, node: str, *, undo: bool = False) -> pb.Node:
+    async def drain_node(self, node: str, *, undo: bool = False) -> v1_pb.Node:
         """Have every job leave a node at its next commit, and place nothing there until that is undone."""
-        request = pb.DrainNodeRequest(node=node, undo=undo)
+        request = v1_pb.DrainNodeRequest(node=node, undo=undo)
         return await self._anywhere("drain the node", lambda s, t: s.DrainNode(request, timeout=t))
 
-    async def get_quotas(self) -> list[pb.Quota]:
+    async def get_quotas(self) -> list[v1_pb.Quota]:
         """The most slots that the jobs of each namespace may have together, and what they have."""
-        reply = await self._anywhere("look the quotas up", lambda s, t: s.GetQuotas(pb.GetQuotasRequest(), timeout=t))
+        reply = await self._anywhere(
+            "look the quotas up", lambda s, t: s.GetQuotas(v1_pb.GetQuotasRequest(), timeout=t)
+        )
         return list(reply.quotas)
 
-    async def set_quota(self, namespace: str, slots: int | None) -> list[pb.Quota]:
+    async def set_quota(self, namespace: str, slots: int | None) -> list[v1_pb.Quota]:
         """Set a namespace's quota, or take it away (None); the same twice is the same once."""
-        request = pb.SetQuotaRequest(namespace=namespace, slots=slots)
+        request = v1_pb.SetQuotaRequest(namespace=namespace, slots=slots)
         reply = await self._anywhere("set the quota", lambda s, t: s.SetQuota(request, timeout=t))
         return list(reply.quotas)
 
     async def get_usage(
         self, *, by: Sequence[str] = (), since: float = 0.0, until: float = 0.0, namespace: str = ""
-    ) -> list[pb.Usage]:
+    ) -> list[v1_pb.Usage]:
         """Slot-seconds by namespace, job, owner or pool."""
-        request = pb.GetUsageRequest(since=since, until=until, by=list(by), namespace=namespace)
+        request = v1_pb.GetUsageRequest(since=since, until=until, by=list(by), namespace=namespace)
         reply = await self._anywhere("sum the usage up", lambda s, t: s.GetUsage(request, timeout=t))
         return list(reply.usages)

@@ -13,9 +13,11 @@ from html import escape
 from typing import Any, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client.patience import job_state_name
+from gcore.client.calls import job_state_name
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+
 T = TypeVar("T")
 
 

@@ -2,29 +2,192 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import stat
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
-from gcore.config.algorithms import STORED
-from gcore.config.explain import explain, shortened
-from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
-from gcore.config.plain_yaml import NotPlain, read_plain
-from gcore.config.sources import Origin
+from gcore.config.base import explain, shortened
+from gcore.config.data import Origin
+from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
 from gcore.config.spec import JobSpec
-from gcore.errors import SpecError
+from gcore.config.train import STORED, FlowSpec
+from gcore.errors import SpecError, did_you_mean
+
+# -------------------- settings
+# What a flow sets in a spec unless the spec says otherwise: the estimator that its paper uses, say.
+#
+#     @flow(train={"advantage": "rloo"}, flow={"samples_per_prompt": 4})
+#     async def rloo(peer: Peer) -> None: ...
+#
+# Then `flow.name: rloo` alone is RLOO. The settings are put *under* what a user wrote, key by key along the schema's sections
+# (a list, or the options of a plug-in, are one value), before anything is validated. That happens where a spec comes in, once:
+# a stored job's spec has every key, and nothing is looked up for it, so a newer gcore or a newer flow changes no job that runs.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+Tree = dict[str, Any]
+
+
+_SETTINGS = "__gcore_settings__"
+
+
+_NOT_A_FLOWS = ("name", "seed", "model", "data")
+"""Sections that say what a job is about, which no flow knows."""
+
+
+def flow(**settings: Mapping[str, Any]) -> Callable[[F], F]:
+    """Marks a flow with its settings, section by section as in a spec. Raises ValueError for a section it may not set."""
+    for section, values in settings.items():
+        if section in _NOT_A_FLOWS or section not in JobSpec.model_fields or (section == "flow" and "name" in values):
+            what = "flow.name" if section == "flow" else section
+            raise ValueError(f"a flow cannot set {what!r}: {_why_not(section)}")
+
+    def marked(function: F) -> F:
+        setattr(function, _SETTINGS, copy.deepcopy(dict(settings)))
+        return function
+
+    return marked
+
+
+def _why_not(section: str) -> str:
+    if section in JobSpec.model_fields:
+        return "that is the job's own"
+    return "a spec has no such section" + did_you_mean(section, JobSpec.model_fields.keys() - set(_NOT_A_FLOWS))
+
+
+def settings_of(found: Callable[..., Any]) -> Mapping[str, Any]:
+    """What a flow sets; empty for one that was not marked."""
+    settings = getattr(found, _SETTINGS, {})
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def settled(tree: Tree) -> Tree:
+    """A spec as a user wrote it, with its flow's settings under it. Raises PluginFault for a flow that cannot be had.
+
+    A tree whose `flow` is no section is given back as it is: validation says what is wrong with it.
+    """
+    section = tree.get("flow")
+    if not isinstance(section, Mapping):
+        return tree
+    name = section.get("name", FlowSpec.model_fields["name"].default)
+    if not isinstance(name, str):
+        return tree
+    from gcore.flows.api import find_flow  # a flow is foreign code: only with a spec that is new
+
+    settings = settings_of(find_flow(name))
+    return _under(tree, settings, JobSpec) if settings else tree
+
+
+def _under(tree: Mapping[str, Any], settings: Mapping[str, Any], model: type[BaseModel]) -> Tree:
+    merged = dict(tree)
+    for key, value in settings.items():
+        section = _section(model, key)
+        if key not in merged:
+            merged[key] = copy.deepcopy(value)
+        elif section is not None and isinstance(merged[key], Mapping) and isinstance(value, Mapping):
+            merged[key] = _under(merged[key], value, section)
+    return merged
+
+
+def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The section that `key` is; None if it is a single value, or not known."""
+    field = model.model_fields.get(key)
+    if field is None:
+        return None
+    kinds = get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def blamed(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
+    """`problems` of a settled spec, each that the user's own tree does not have told as the flow's.
+
+    `own`: the problems of the tree as the user wrote it.
+    """
+    section = tree.get("flow")
+    name = section.get("name", "") if isinstance(section, Mapping) else ""
+    return [p if p in own else f"{p} (with the settings of flow {name!r})" for p in problems]
+
+
+# -------------------- plain_yaml
+# YAML for documents that people write: plain values only, and nothing that grows when it is read.
+
+
+class NotPlain(ValueError):
+    """A text that is no such document: what is wrong, and where in it (":line:column", or nothing)."""
+
+    def __init__(self, problem: str, place: str) -> None:
+        self.problem = problem
+        self.place = place
+        super().__init__(problem)
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without aliases (a bomb is built of them), tags (`!!int x` makes PyYAML stumble) and doubled keys."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """As SafeLoader's; refuses what is no plain value."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = "aliases (*name) are not allowed"
+        elif getattr(event, "tag", None) is not None:
+            problem = "tags (!name) are not allowed"
+        if problem is not None:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader's; a key that stands twice is an error, not the last one's."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str | int | float | bool | None):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_plain(text: str) -> Any:
+    """The document. Raises NotPlain."""
+    try:
+        # A SafeLoader subclass: builds plain values only.
+        return yaml.load(text, Loader=PlainLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        raise NotPlain("nested too deep" if isinstance(error, RecursionError) else str(problem), place) from error
+
 
 MAX_SPEC_BYTES = 1 << 16
+
+
 MAX_SPEC_DEPTH = 16
+
+
 MAX_PROBLEMS = 8
+
+
 T = TypeVar("T", bound=Origin)
+
+
 HUB_SCHEMES = ("hf://", "ms://")
 """Models that are named by hub, not by folder."""
+
+
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
+
+
 # YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")
 
@@ -60,7 +223,6 @@ def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = N
 
     A spec that was stored is whole, and goes to `parse_spec`: no flow is looked up for it.
     """
-    from gcore.flows.settings import blamed, settled  # a flow is foreign code: only with a spec that is new
 
     _check_tree(tree, where)
     whole = settled(tree)

@@ -7,6 +7,7 @@ and nothing about jobs.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -23,25 +25,233 @@ from pydantic import (
     model_validator,
 )
 
-from gcore.config.api import ApiConfig
 from gcore.config.base import Section
-from gcore.config.garbage import GarbageSection
-from gcore.config.limits import JobLimits
-from gcore.config.securing import AllowSection, AuthSection, TlsSection, problem_of_listening
 from gcore.errors import UsageError
-from gcore.logs import LogFormat
-from gcore.slots import slots_problem
-from gcore.store.lease_times import LeaseTimes
 from gcore.store.reference import StoreRef
+from gcore.store.types import LeaseTimes
+from gcore.system.daemon import LogFormat
+from gcore.system.slots import slots_problem
+
+# -------------------- api
+# The section `api` of a node's configuration: what its job API allows callers.
+
+
+class ApiConfig(Section):
+    """Bounds hold for each daemon by itself."""
+
+    reflection: bool = Field(
+        False, description="Whether the API tells its services and messages to tools such as grpcurl"
+    )
+    streams: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        512,
+        description="Streams that are served at once, of events, logs, numbers, samples and books; who comes then is refused",
+    )
+    calls: Annotated[int, Field(ge=16, le=100_000)] = Field(
+        4096,
+        description="Calls and streams of people that are served at once, one person's no more than half; who comes then is refused",
+    )
+
+
+# -------------------- garbage
+# What a daemon deletes of what is not needed any more: a section of its configuration. What that comes to is `controllers.garbage`'s.
+
+
+class Keep(Section):
+    """What stays of one kind. The newest `newest` stay. Of the others those go that are older than `days`, and the oldest for as
+    long as all together take more than `total_gib`; where neither is named, all of them. With nothing named at all, everything stays."""
+
+    newest: NonNegativeInt | None = None
+    days: PositiveFloat | None = None
+    total_gib: PositiveFloat | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing ever goes."""
+        return (self.newest, self.days, self.total_gib) == (None, None, None)
+
+
+class GarbageSection(Section):
+    """What of an unfinished job is never touched, whatever stands here."""
+
+    every_s: Annotated[float, Field(ge=60.0)] = 3600.0
+    """Between two rounds of a daemon."""
+    runs: Keep = Keep()
+    """Run folders of jobs that have ended, under `run_root`: checkpoints, samples, logs. Everything stays unless something is named."""
+    caches: Keep = Keep()
+    """Copies and indices of data, under `home`; they are made again when they are needed. A hub's cache is the hub's."""
+    logs: Keep = Keep(days=30.0)
+    """Logs of supervisors that have ended, under `home`."""
+
+
+# -------------------- limits
+# What one job may take of a node: a section of the daemon's configuration.
+
+AUTO, OFF = "auto", "off"
+
+
+LEAST_MEMORY_GIB = 0.05
+"""Below it not even a supervisor starts."""
+
+
+class JobLimits(Section):
+    """Of each job on this node; None: no limit. All of a job's processes on the node count together: engines, ranks, rewards,
+    tools. `disk_gib` is of its run folder, wherever that lies."""
+
+    memory_gib: Annotated[float, Field(ge=LEAST_MEMORY_GIB)] | None = None
+    """cgroup's memory.max: beyond it the kernel kills the job's process that has most."""
+    cpus: Annotated[float, Field(ge=0.01)] | None = None
+    """cgroup's cpu.max, in cores."""
+    pids: PositiveInt | None = None
+    """cgroup's pids.max: processes and threads."""
+    disk_gib: PositiveFloat | None = None
+    """Of a run's folder: at nine tenths of it no more samples are written, beyond it the job is paused, and an event says so."""
+    cgroup: str = AUTO
+    """Where the groups of jobs are made: auto (beside the daemon's own, where systemd delegates that), off, or a folder of cgroup v2
+    that is the daemon's to fill."""
+
+    @field_validator("cgroup")
+    @classmethod
+    def _is_a_place(cls, cgroup: str) -> str:
+        if cgroup not in (AUTO, OFF) and not cgroup.startswith("/"):
+            raise ValueError(f"it should be {AUTO}, {OFF}, or the whole path of a folder of cgroup v2")
+        return cgroup
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether any of them is a control group's to keep."""
+        return self.cgroup != OFF and (self.memory_gib, self.cpus, self.pids) != (None, None, None)
+
+
+# -------------------- securing
+# The sections of a daemon's configuration that say who may do what: certificates, tokens, and what specs may name.
+#
+# Where a daemon listens beyond loopback it has certificates, or it does not start: `problem_of_listening`. Reads no file.
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+File = Annotated[str, Field(min_length=1)]
+
+
+class TlsSection(Section):
+    """Files (PEM), as `gcore certs issue NODE` makes them. With them everything that the node serves is served over TLS, and
+    callers are told apart. Read anew when they change."""
+
+    ca: File
+    """Who signs the certificates of nodes and users."""
+    cert: File
+    key: File
+    """This node's, readable by the daemon's user alone."""
+    engines_key: File | None = None
+    """The cluster's key of engines, from which each engine's follows; the same on all nodes. None: engines ask for no key, which is
+    refused beyond loopback."""
+    peer_port: Port = 0
+    """Where other nodes, and users with a certificate, call; 0: a free one. `listen_port` is for those with tokens."""
+
+
+class AuthSection(Section):
+    """Who calls, beside `tls`, with which every call but health's shows a token or a certificate."""
+
+    admin_token_file: File | None = None
+    """A file with a token that is always an admin's: with it the first others are made. Its owner alone may read it."""
+    journal: File | None = None
+    """Where is kept who did what; None: HOME/logs/calls.jsonl."""
+    journal_mib: PositiveInt = 16
+    """The size at which that file is turned over."""
+    journal_kept: Annotated[int, Field(ge=0, le=1000)] = 4
+    """Old ones that stay."""
+
+
+Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
+
+
+class AllowSection(Section):
+    """What specs may name on this cluster. None: whatever is installed (of `roots`, `secrets`, `remote_code` and `engine_args`: see there). All
+    nodes say the same."""
+
+    flows: Names | None = None
+    filters: Names | None = None
+    rewards: Names | None = None
+    verdicts: Names | None = None
+    curricula: Names | None = None
+    policies: Names | None = None
+    """Of placement."""
+    environments: Names | None = None
+    tools: Names | None = None
+    agents: Names | None = None
+    trackers: Names | None = None
+    advantages: Names | None = None
+    losses: Names | None = None
+    engine_args: bool | None = None
+    """Whether specs may hand arguments to SGLang's server, which can have it run code; None: only where nobody is told apart."""
+    roots: tuple[File, ...] | None = None
+    """The folders in which every path of a spec lies: models, data, storage.root. None: any that the daemon's user can read where
+    nobody is told apart, else none. What is the daemon's own is never among it (`controllers.service.grounds`)."""
+    hubs: bool = True
+    """Whether models may come from a hub."""
+    remote_code: bool | None = None
+    """Whether a model's folder may bring code that is run; None: only where nobody is told apart."""
+    secrets: Names | None = None
+    """The secrets that specs may name, such as env:JUDGE_KEY or file:/etc/gcore/secrets/*; None: any environment variable where
+    nobody is told apart, else none."""
+
+    @field_validator("roots")
+    @classmethod
+    def _are_whole(cls, roots: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for root in roots or ():
+            if not root.startswith("/"):
+                raise ValueError(f"{root!r} should be a whole path, beginning with /")
+        return roots
+
+    @field_validator("secrets")
+    @classmethod
+    def _are_references(cls, secrets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for one in secrets or ():
+            if not one.startswith(("env:", "file:/")):
+                raise ValueError(f"{one!r} should be env:NAME or file:/PATH")
+        return secrets
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing beyond this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def problem_of_listening(hosts: dict[str, str], tls: TlsSection | None) -> str | None:
+    """What is wrong with listening there; None: nothing. `hosts`: by the key that says each."""
+    reached = [(key, host) for key, host in hosts.items() if not is_loopback(host)]
+    if not reached:
+        return None
+    key, host = reached[0]
+    if tls is None:
+        return (
+            f"{key} {host} is reached from other machines, and nobody is told apart there: make certificates with "
+            "`gcore certs init` and `gcore certs issue`, and name them in tls (docs/security.md); or listen on 127.0.0.1"
+        )
+    if tls.engines_key is None:
+        return (
+            f"{key} {host} is reached from other machines, and the engines there ask for no key: name the engines.key of "
+            "`gcore certs issue` in tls.engines_key"
+        )
+    return None
+
+
 Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:._%-]+$")]
+
+
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
 """Hosts to listen on at which nobody can be reached."""
+
+
 BEGIN = (
     "It begins like this: node: NAME, home: FOLDER, etcd: {endpoints: [HOST:PORT]}, slots: [cuda:0], run_root: FOLDER; "
     "docs/daemon.md has every key"
 )
+
+
 MAX_BYTES = 1 << 18
 """Of the file. A node of 4,096 slots fits."""
 
@@ -205,7 +415,7 @@ class NodeConfig(Section):
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
-            from gcore.config.explain import explain
+            from gcore.config.base import explain
 
             problems = "; ".join(list(explain(error, cls))[:8])
             raise UsageError(
@@ -273,7 +483,7 @@ def _tree(path: Path) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError):
             pass  # YAML has braces too, and says better what is wrong
-    from gcore.config.plain_yaml import NotPlain, read_plain  # after JSON: a laptop's daemon needs no YAML
+    from gcore.config.load import NotPlain, read_plain  # after JSON: a laptop's daemon needs no YAML
 
     try:
         return read_plain(text)

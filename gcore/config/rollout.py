@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from gcore.config.base import Section
-from gcore.config.sources import StopString, Temperature
-from gcore.config.spanning import SPANS, SlotsPerEngine, refuse_torch
+from gcore.config.base import SPANS, Option, Section, SlotsPerEngine, StopString, Temperature, refuse_torch
 
 
 class RolloutSpec(Section):
@@ -133,3 +131,115 @@ def _too_many(over_provision: float, staleness: int) -> str:
         f"over_provision is {over_provision:g} at staleness 0, where what a step leaves over cannot be kept, and a step that took "
         "what is finished first would train on short answers; set staleness: 1 or more"
     )
+
+
+# -------------------- environment
+# The section `environment` of a job spec: responses of several turns, with a world that answers (`gcore.environments`).
+
+MOST_TURNS = 1000
+
+
+class ToolsSpec(Section):
+    """Tools, and the processes that they run in: on each controller's node."""
+
+    names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        max_length=64,
+        description="Tools that the environment may call, by their entry-point names in `gcore.tools`",
+    )
+    workers: PositiveInt = Field(
+        4, le=256, description="Processes on each node, started when they are needed; each runs one call at a time"
+    )
+    timeout_s: PositiveFloat = Field(
+        5.0, le=3600, description="Longest time of one call; then the model is told so, and the process is replaced"
+    )
+    memory_mb: PositiveInt = Field(1024, ge=64, le=1 << 30, description="Most memory that a process may take, in MiB")
+    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Longest time to load the tools")
+
+    @field_validator("names")
+    @classmethod
+    def _names_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"tool {twice[0]!r} is named twice")
+        return names
+
+
+class EnvironmentSpec(Section):
+    """What the model meets between its turns. Without this section a response is one turn."""
+
+    name: str = Field(description="Environment, by its entry-point name in `gcore.environments`")
+    options: dict[str, Option] = Field({}, description="Settings of the environment's own, by name")
+    tools: ToolsSpec = ToolsSpec()
+    max_turns: PositiveInt = Field(
+        8, le=MOST_TURNS, description="Turns of the model in one response; one that wants more is cut off there"
+    )
+    max_tokens: PositiveInt | None = Field(
+        None,
+        description="Longest response with all that it was shown, in tokens; what the model makes of it is bounded by "
+        "max_new_tokens. Default: twice that",
+    )
+    step_timeout_s: PositiveFloat = Field(
+        60.0,
+        le=3600,
+        description="Longest time that the environment may take to answer; tools included, but not the time in which a call waits for one of "
+        "their processes",
+    )
+    on_error: Literal["fail_group", "retry"] = Field(
+        "fail_group",
+        description="An environment that raises, or takes too long: its prompt fails; or the response is made anew, up to "
+        "three times",
+    )
+
+    def room(self, max_new_tokens: int) -> int:
+        """Tokens of a response in all, of which the model may make so many."""
+        return 2 * max_new_tokens if self.max_tokens is None else max(self.max_tokens, max_new_tokens)
+
+
+# -------------------- agent
+# The section `agent` of a job spec: responses that foreign agent code makes, which speaks OpenAI's API (`gcore.agents`).
+
+Ignorable = Literal["temperature", "top_p", "max_tokens", "presence_penalty", "frequency_penalty", "logprobs"]
+"""What an agent may be let ask for in vain. Not what would make its answer another one than it believes to have: n, a format."""
+
+
+class AgentSpec(Section):
+    """Who makes the responses: an agent for each, that asks the policy over HTTP."""
+
+    name: str = Field(description="Agent, by its entry-point name in `gcore.agents`")
+    options: dict[str, Option] = Field({}, description="Settings of the agent's own, by name")
+    workers: PositiveInt = Field(
+        8, le=1024, description="Processes on each node; each runs one agent at a time, so so many run at once"
+    )
+    memory_mb: PositiveInt = Field(2048, ge=64, le=1 << 30, description="Most memory that a process may take, in MiB")
+    start_timeout_s: PositiveFloat = Field(60.0, le=3600, description="Longest time to load the agent's package")
+    time_limit_s: PositiveFloat = Field(
+        300.0,
+        le=86400,
+        description="Longest time that an agent may take by itself, in all; the time in which it waits for the policy does not count",
+    )
+    max_turns: PositiveInt = Field(
+        16, le=MOST_TURNS, description="Answers of the policy in one response; one that asks for more is cut off there"
+    )
+    max_tokens: PositiveInt | None = Field(
+        None,
+        description="Longest response with all that it was shown behind the agent's first question, in tokens; what the model "
+        "makes of it is bounded by max_new_tokens. Default: twice that",
+    )
+    history: Literal["refuse", "last"] = Field(
+        "refuse",
+        description="An agent whose question does not go on with what was said before. refuse: it is told so, with status 409; "
+        "last: a new conversation begins, and only the last one is trained",
+    )
+    ignore: tuple[Annotated[Ignorable, Field()], ...] = Field(
+        (),
+        description="What agents may ask for without getting it; else a request for other sampling than the job's is refused",
+    )
+    on_error: Literal["fail_group", "retry"] = Field(
+        "fail_group",
+        description="An agent that raises, takes too long or never asks: its prompt fails; or the response is made anew, up to "
+        "three times",
+    )
+
+    def room(self, max_new_tokens: int) -> int:
+        """Tokens of a response in all, of which the model may make so many."""
+        return 2 * max_new_tokens if self.max_tokens is None else max(self.max_tokens, max_new_tokens)

@@ -10,58 +10,96 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from gcore.config.agent import AgentSpec, refuse_agent
-from gcore.config.base import Section
-from gcore.config.combinations import (
+from gcore.config.base import MOST_SLOTS, NAMESPACE, Option, Section
+from gcore.config.data import ACCURACY, NO_BEST, DataSpec, EvalSpec, eval_sources, training_sources
+from gcore.config.reward import MOST_JUDGES, JudgeSpec, RewardSpec, ScoringSpec
+from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
+from gcore.config.train import FlowSpec, TrainSpec
+from gcore.config.validation import (
+    refuse_agent,
     refuse_correction,
+    refuse_environment,
     refuse_environment_reward,
     refuse_flow,
     refuse_judges,
     refuse_pairs,
     refuse_placement,
     refuse_source,
+    refuse_spans,
     refuse_stale,
     refuse_streamed,
     refuse_turns,
 )
-from gcore.config.environment import EnvironmentSpec, refuse_environment
-from gcore.config.evaluation import ACCURACY, NO_BEST, EvalSpec, eval_sources
-from gcore.config.flow import FlowSpec
-from gcore.config.judges import MOST_JUDGES, JudgeSpec
-from gcore.config.reading import SamplesSpec, TrackerSpec
-from gcore.config.reward import RewardSpec, ScoringSpec
-from gcore.config.rollout import RolloutSpec
-from gcore.config.scheduling import DEFAULT_NAMESPACE, MOST_SLOTS, NAMESPACE, SchedulingSpec
-from gcore.config.sources import (
-    DataSpec,
-    training_sources,
-)
-from gcore.config.spanning import refuse_spans
-from gcore.config.train import TrainSpec
+from gcore.store.keys import DEFAULT_NAMESPACE
+
+# -------------------- reading
+# What of a run is kept for people to read: samples, and where its numbers go besides the run's own folder.
+
+
+class TrackerSpec(Section):
+    """A tracker that shows the run's curves. Its package is installed where controllers run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")] = Field(
+        description="tensorboard, wandb, mlflow, swanlab, or one of your own (an entry point of gcore.trackers)"
+    )
+    options: dict[str, Option] = Field(
+        {}, description="Settings of the tracker's own, by name; never a key or password"
+    )
+
+
+class SamplesSpec(Section):
+    """Which prompts and responses are kept in the run's folder for `gcore samples`."""
+
+    every: PositiveInt = Field(1, description="Steps between steps whose samples are kept; the first always are")
+    groups: Annotated[int, Field(ge=0)] = Field(
+        64, description="Groups kept of a step, of each controller; spread evenly over the step. 0: none are kept"
+    )
+    keep: PositiveInt = Field(50, description="Newest steps whose samples are kept")
+    characters: PositiveInt = Field(20_000, description="Of a prompt or a response; a longer one is cut, and says so")
+
+    def due(self, step: int) -> bool:
+        """Whether the samples of `step` are kept."""
+        return self.groups > 0 and (step == 1 or step % self.every == 0)
+
+
+# -------------------- scheduling
+# What a job says of itself where several share a cluster. Who gets which slots is `placement.shares`' business.
+
+HIGHEST_PRIORITY = 1000
+
+
+class SchedulingSpec(Section):
+    """The job's place among those that want the same slots."""
+
+    priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = Field(
+        0,
+        description="A job of a higher priority gets its slots first, and takes them from those below it at their next commit",
+    )
+    slots_min: PositiveInt = Field(
+        1,
+        le=MOST_SLOTS,
+        description="Fewer slots it does not run on: until so many are there for it, it waits; what its pools and ranks need counts too",
+    )
+    slots_max: PositiveInt | None = Field(
+        None,
+        le=MOST_SLOTS,
+        description="More it does not take; default: all that nobody else has a better claim to",
+    )
+
+    @model_validator(mode="after")
+    def _most_is_enough(self) -> SchedulingSpec:
+        if self.slots_max is not None and self.slots_max < self.slots_min:
+            raise ValueError(
+                f"slots_max ({self.slots_max}) is less than slots_min ({self.slots_min}); raise one or lower the other"
+            )
+        return self
+
 
 FIXED_POLICIES = ("colocated", "static")
 """What stays as it is for as long as the job runs."""
-PLUGIN_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
-__all__ = [
-    "AgentSpec",
-    "CheckpointSpec",
-    "DataSpec",
-    "EnvironmentSpec",
-    "EvalSpec",
-    "FlowSpec",
-    "JobSpec",
-    "JudgeSpec",
-    "ModelSpec",
-    "PlacementSpec",
-    "RewardSpec",
-    "RolloutSpec",
-    "SchedulingSpec",
-    "ScoringSpec",
-    "Section",
-    "StorageSpec",
-    "TrainSpec",
-]
+
+PLUGIN_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 
 
 class ModelSpec(Section):

@@ -2,18 +2,203 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from gcore.config.algorithms import AdvantageName, LossName, is_own_advantage
-from gcore.config.base import Option, Section
-from gcore.config.combinations import RETURNS, refuse_train
-from gcore.config.critic import CriticSpec
-from gcore.config.scheduling import MOST_SLOTS
+from gcore.config.base import MOST_SLOTS, Option, Section
+from gcore.plugins import PluginKind
+
+# -------------------- critic
+# The section `train.critic` of a job spec: the model of values that PPO's advantages are taken against.
+
+HUBS = ("hf://", "ms://")
+
+
+class CriticSpec(Section):
+    """The critic's model and optimizer. ZeRO stage, dtype, betas, schedule, mini-batches and packing are the policy's."""
+
+    path: str | None = Field(
+        None,
+        description="Folder of the model it starts from, relative to the spec's folder: a language model, which gets a "
+        "head of zeros, or one whose weights hold `score`, a head of one number (a reward model; the folder `critic` of "
+        "a checkpoint); default: the policy's model",
+    )
+    learning_rate: Annotated[float, Field(ge=0)] = Field(
+        1e-5, description="Peak learning rate; its head begins at nothing, so it bears more than the policy"
+    )
+    warmup_updates: Annotated[int, Field(ge=0)] = Field(0, description="Updates over which the rate rises linearly")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight decay of its optimizer")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Its gradients are clipped to this global norm")
+    clip: PositiveFloat | None = Field(
+        0.2, description="A value moves no further than this from what it was at the step's start; null: as it likes"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="First steps of the job in which the critic alone is trained and the policy stays as it is"
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_folder(cls, path: str | None) -> str | None:
+        if path is not None and path.startswith(HUBS):
+            raise ValueError("the critic's model is a folder that every node sees; download it and name the folder")
+        return path
+
+
+# -------------------- algorithms
+# Names of advantage estimators and losses: gcore's own, and those that a package of the user's brings as entry points.
+#
+# Only names are looked at here. The functions compute with tensors, so they are loaded, and tried, by the train ranks
+# (`gcore.train.own`). A spec that was stored was checked when it came in: reading it looks nothing up, since a controller need
+# not have the package installed.
+
+STORED = {"stored": True}
+"""The validation context of a spec that was stored."""
+
+
+ADVANTAGES = PluginKind("advantage estimator", "gcore.advantages", "train.advantage")
+
+
+LOSSES = PluginKind("loss", "gcore.losses", "train.loss")
+
+
+BuiltInAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"]
+
+
+BuiltInLoss = Literal["ppo", "gspo", "cispo", "sft"]
+
+
+def is_own_advantage(name: str) -> bool:
+    """Whether it is none of gcore's."""
+    return name not in get_args(BuiltInAdvantage)
+
+
+def is_own_loss(name: str) -> bool:
+    """Whether it is none of gcore's."""
+    return name not in get_args(BuiltInLoss)
+
+
+def _provided(name: str, info: ValidationInfo, kind: PluginKind, built_in: Sequence[str]) -> str:
+    if name in built_in or (info.context or {}).get("stored"):
+        return name
+    own = sorted({point.name for point in entry_points(group=kind.group)} - set(built_in))
+    if name in own:
+        return name
+    *some, last = (repr(one) for one in (*built_in, *own))
+    # As pydantic says of a Literal, so that it is put in the same words (`gcore.config.explain`).
+    expected = f"{', '.join(some)} or {last}; one of your own is an entry point in {kind.group}"
+    raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+
+def _advantage(name: str, info: ValidationInfo) -> str:
+    return _provided(name, info, ADVANTAGES, get_args(BuiltInAdvantage))
+
+
+def _loss(name: str, info: ValidationInfo) -> str:
+    return _provided(name, info, LOSSES, get_args(BuiltInLoss))
+
+
+AdvantageName = Annotated[BuiltInAdvantage | str, AfterValidator(_advantage)]
+
+
+LossName = Annotated[BuiltInLoss | str, AfterValidator(_loss)]
+
+
+RETURNS = ("reinforce_pp", "remax", "gae")
+"""Estimators that look at what is still to come, token by token, and not at the group."""
+
+
+ALONE = ("grpo", "dr_grpo", "rloo", "remax")
+"""Estimators that look at one group alone, so that it can be trained before the others are there."""
+
+
+def refuse_train(train: TrainSpec) -> str | None:
+    """Why the section `train` contradicts itself, if it does."""
+    return next(_of_train(train), None)
+
+
+def _of_train(train: TrainSpec) -> Iterator[str]:
+    if train.dual_clip is not None and train.loss != "ppo":
+        yield f"dual_clip belongs to loss: ppo, not to {train.loss}"
+    if train.dual_clip is not None and train.dual_clip <= 1 + train.clip_high:
+        yield f"dual_clip ({train.dual_clip}) must be above 1 + clip_high ({1 + train.clip_high})"
+    if train.loss == "gspo" and train.aggregation != "seq-mean-token-mean":
+        yield (
+            "loss: gspo clips whole sequences, each of which counts once; set aggregation: seq-mean-token-mean, not "
+            f"{train.aggregation}"
+        )
+    if train.horizon is not None and train.aggregation != "seq-mean-token-sum-norm":
+        yield f"horizon belongs to aggregation: seq-mean-token-sum-norm, not to {train.aggregation}"
+    if train.gamma != 1 and train.advantage not in RETURNS:
+        yield (
+            f"gamma is for {', '.join(RETURNS[:-1])} and {RETURNS[-1]}; advantage {train.advantage!r} has no returns to "
+            "discount"
+        )
+    if train.advantage_options and not is_own_advantage(train.advantage):
+        yield f"advantage_options are for an estimator of your own; {train.advantage!r} has none"
+    if train.loss_options and not is_own_loss(train.loss):
+        yield f"loss_options are for a loss of your own; {train.loss!r} has none"
+    if train.critic is not None and train.advantage != "gae":
+        yield f"critic belongs to advantage: gae; advantage {train.advantage!r} asks no critic"
+    if train.gae_lambda != 1 and train.advantage != "gae":
+        yield f"gae_lambda belongs to advantage: gae, not to {train.advantage!r}"
+    if train.correction_band[0] >= train.correction_band[1]:
+        yield f"correction_band {list(train.correction_band)} holds nothing; its first must be below its second"
+    yield from _of_stream(train)
+    if train.loss == "sft" and train.critic is not None:
+        yield "loss: sft knows no rewards, so there is nothing for a critic to learn; leave advantage: gae out"
+    if train.loss == "sft" and train.kl_in == "reward" and train.kl_coef > 0:
+        yield "loss: sft knows no rewards; set kl_in: loss"
+
+
+def _of_stream(train: TrainSpec) -> Iterator[str]:
+    if not train.stream:
+        if train.stream_min is not None:
+            yield "stream_min belongs to stream: true"
+        return
+    for name, value in (("epochs", train.epochs), ("mini_batches", train.mini_batches)):
+        if value > 1:
+            yield (
+                f"stream: true makes one update of each step, for the next would need the weights of the one before; set "
+                f"{name}: 1, not {value}"
+            )
+    if train.loss == "sft":
+        yield "stream: true is for steps that wait for engines, and loss: sft trains what no engine draws; leave it out"
+    elif train.advantage not in ALONE:
+        known = f"{', '.join(ALONE[:-1])} or {ALONE[-1]}"
+        why = (
+            "is your own, and may look at the whole step"
+            if is_own_advantage(train.advantage)
+            else "looks at the whole step"
+        )
+        yield f"stream: true needs an estimator that looks at one group alone ({known}); advantage {train.advantage!r} {why}"
+
+
+def _of_correction(correction: str, train: TrainSpec) -> Iterator[str]:
+    if correction == "none":
+        return
+    if train.loss == "sft":
+        yield f"rollout.correction {correction!r} weighs what an engine sampled, and train.loss: sft trains on no samples"
+    if train.old_logprobs == "engine":
+        yield (
+            f"rollout.correction {correction!r} compares the trainer's log-probabilities with the engine's, and with "
+            "train.old_logprobs: engine they are the same; set old_logprobs: recompute"
+        )
+    if train.old_logprobs == "current" and correction in ("mis", "decoupled"):
+        why = {
+            "mis": "leaves tokens out of the count, which must be known before an update",
+            "decoupled": "clips around the policy that the step begins with",
+        }[correction]
+        yield f"rollout.correction {correction!r} {why}; set train.old_logprobs: recompute"
+
 
 PARTS = 8
 """A streamed step comes in so many parts at most, unless `stream_min` says otherwise."""
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -152,3 +337,91 @@ class TrainSpec(Section):
         if (why := refuse_train(self)) is not None:
             raise ValueError(why)
         return self
+
+
+# -------------------- flow
+# The section `flow` of a job spec: the RL program, its sizes, and how far it goes.
+
+
+class FilterSpec(Section):
+    """A filter: which groups are not trained."""
+
+    name: str = Field(description="Filter, by its entry-point name in `gcore.filters`")
+    options: dict[str, Option] = Field({}, description="Settings of the filter's own, by name")
+
+
+MOST_STEPS = 1_000_000
+
+
+LIMIT_QUOTAS, LEAST_LIMIT = 10, 256
+"""`max_prompts_per_step: auto` is so many quotas, and never fewer prompts than that."""
+
+
+OnLimit = Literal["train_smaller", "pad_masked", "fail"]
+
+
+class FlowSpec(Section):
+    """The RL program, its sizes, and how far it goes: by `steps` or by `epochs`."""
+
+    name: str = Field("grpo", description="Flow, by its entry-point name in `gcore.flows`")
+    steps: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = Field(
+        None, description="Steps (sealed batches) until the job has succeeded; either these or `epochs`"
+    )
+    epochs: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = Field(
+        None, description="Data epochs until the job has succeeded; either these or `steps`"
+    )
+    count: Literal["prompts", "steps"] = Field(
+        "prompts",
+        description="What an epoch is: over when each of its prompts is trained, filtered or failed; or as many steps as "
+        "it would take if every prompt were trained",
+    )
+    groups_per_step: PositiveInt = Field(32, description="The step's quota: kept groups in one sealed batch")
+    samples_per_prompt: PositiveInt = Field(8, description="Responses in a group")
+    issue_cap: Annotated[float, Field(ge=1, le=16)] = Field(
+        4.0,
+        description="Prompts issued at once for each group that is still wanted, at most; within it, as many as recent "
+        "steps took for a kept group. 1: never more than are wanted",
+    )
+    max_prompts_per_step: PositiveInt | Literal["auto"] | None = Field(
+        "auto",
+        description=f"Prompts that one step may use up; auto: {LIMIT_QUOTAS} times groups_per_step, at least "
+        f"{LEAST_LIMIT}; null: no limit",
+    )
+    on_limit: OnLimit = Field(
+        "train_smaller",
+        description="When a step has used up its prompts, or those in the windows, without its quota: train on the groups "
+        "there are; the same, with the lacking groups counted in the loss's denominators; or fail the job",
+    )
+    filters: tuple[FilterSpec, ...] = Field(
+        (),
+        description="What groups must pass to be trained, in this order; the first that refuses one names the reason",
+    )
+    max_reissues: PositiveInt = Field(
+        8, description="Times a prompt is issued again after a failure before its outcome is failed"
+    )
+
+    @model_validator(mode="after")
+    def _goes_so_far_and_no_further(self) -> FlowSpec:
+        if (self.steps is None) == (self.epochs is None):
+            both = "both are given. Take one out, on the command line with --set flow.steps=null or flow.epochs=null"
+            given = both if self.steps is not None else "neither is given"
+            raise ValueError(f"a job goes by flow.steps or by flow.epochs, exactly one of them; {given}")
+        if self.prompt_limit is not None and self.prompt_limit < self.groups_per_step:
+            raise ValueError(
+                f"max_prompts_per_step ({self.prompt_limit}) is below groups_per_step ({self.groups_per_step}), so no step "
+                "could meet its quota"
+            )
+        return self
+
+    @property
+    def prompt_limit(self) -> int | None:
+        """Prompts that one step may use up; None: any number."""
+        if self.max_prompts_per_step == "auto":
+            return max(LIMIT_QUOTAS * self.groups_per_step, LEAST_LIMIT)
+        return self.max_prompts_per_step
+
+    def last_step(self, prompts: int) -> int | None:
+        """The job's last step with `prompts` prompts in an epoch; None if that depends on what is filtered."""
+        if self.epochs is None or self.steps is not None:
+            return self.steps
+        return self.epochs * -(-prompts // self.groups_per_step) if self.count == "steps" else None

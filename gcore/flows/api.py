@@ -105,6 +105,8 @@ class Peer(Protocol):
 
 
 Flow = Callable[[Peer], Awaitable[None]]
+
+
 FLOWS = PluginKind("flow", "gcore.flows", "flow.name")
 
 

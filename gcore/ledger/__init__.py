@@ -1,1 +1,5 @@
-"""The ledger: offer, seal, ready, commit, account, rollback. Pure rules and guarded transactions."""
+"""The step protocol's records and rules: what is offered, sealed, trained and committed, and the audit that proves it.
+
+Read `records.chain` first, then `selection` (what is due, what a seal takes) and `transactions` (every guarded transaction). All of it is pure
+but `archive`, the executor in `transactions`, and the files in `records.slot_accounting`.
+"""

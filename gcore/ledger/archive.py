@@ -9,30 +9,181 @@ A long run has more entries than there is memory for: the audit reads them one b
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from gcore.ledger.job import Evaluation
-from gcore.ledger.line_index import Place, lines_of
-from gcore.ledger.records import LogEntry
+from gcore.ledger.chain import Seen
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import Head, LogEntry
+from gcore.ledger.records.job import Evaluation, JobRecord
+from gcore.observability import metrics_file as metrics
 from gcore.schema import Record, UnreadableRecord
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, Listing, WatchBatch, WatchEvent
+from gcore.system.files import whole_file
+
+# -------------------- store_copy
+# A job's records in its run's folder, word for word as the store had them when the job had ended.
+#
+# With the archived log and the ranks' receipts they are all that an audit needs, so a run can be audited when its cluster is gone.
+# Whoever notices the end first leaves the copy; several may, each in a file of its own, and the newest counts: that of the highest
+# lineage, for a job whose store was put back to before its end comes to another one, in a later lineage and at lower revisions. A copy
+# is whole or not there. Nothing here decides when a job has ended.
+
+FOLDER = "ended"
+
+
+class StoreCopy(Record):
+    """`ended/{writer}.json`: every key of the job (without its prefix) and its value, of one revision."""
+
+    called: ClassVar[str] = "copy of a job's records"
+    uid: str
+    revision: int
+    records: dict[str, str]
+
+    @property
+    def job(self) -> JobRecord:
+        """Which job it is of. Raises UnreadableRecord."""
+        return JobRecord.decode(self.records.get("job", "").encode(), JobKeys(self.uid).job)
+
+    @property
+    def head(self) -> Seen:
+        """Head's lineage and number; zeros if it has none, or none that can be read."""
+        try:
+            head = Head.decode(self.records.get("head", "").encode())
+        except UnreadableRecord:
+            return Seen()
+        return Seen(lineage=head.lineage, entry=head.seq)
+
+    @property
+    def batch(self) -> WatchBatch:
+        """The records as if just heard."""
+        prefix = JobKeys(self.uid).prefix
+        kvs = (
+            KeyValue(prefix + key, value.encode(), self.revision, self.revision) for key, value in self.records.items()
+        )
+        return WatchBatch(tuple(WatchEvent("put", kv) for kv in kvs), self.revision, reset=True)
+
+
+def leave(run_dir: Path, writer: str, uid: str, listing: Listing) -> None:
+    """Write a copy of all the keys of a job that has ended. Of one that was deleted meanwhile there is nothing to keep, and its folder
+    is not made again. Raises OSError."""
+    prefix = JobKeys(uid).prefix
+    if not any(kv.key == JobKeys(uid).job for kv in listing.kvs):
+        return
+    records = {kv.key.removeprefix(prefix): kv.value.decode(errors="replace") for kv in listing.kvs}
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_file(folder / f"{writer}.json", StoreCopy(uid=uid, revision=listing.revision, records=records).encode())
+
+
+def is_left(run_dir: Path, head: Head | None) -> bool:
+    """Whether there is a copy of this end: one that cannot be read counts, one of an end that was cut off does not. Raises OSError."""
+    try:
+        copy = read(run_dir)
+    except UnreadableRecord:
+        return True
+    return copy is not None and (head is None or copy.head.lineage >= head.lineage)
+
+
+def newest_head(run_dir: Path) -> Seen:
+    """That of the newest copy; zeros without one. Raises OSError."""
+    try:
+        copy = read(run_dir)
+    except UnreadableRecord:
+        return Seen()
+    return Seen() if copy is None else copy.head
+
+
+def read(run_dir: Path) -> StoreCopy | None:
+    """The newest copy; None if there is none. Raises UnreadableRecord if none of those there are can be read, OSError."""
+    newest: StoreCopy | None = None
+    problem: UnreadableRecord | None = None
+    for file in sorted((run_dir / FOLDER).glob("*.json")):
+        try:
+            copy = StoreCopy.decode(file.read_bytes(), str(file))
+        except UnreadableRecord as error:
+            problem = error
+            continue
+        if newest is None or (copy.head.lineage, copy.revision) > (newest.head.lineage, newest.revision):
+            newest = copy
+    if newest is None and problem is not None:
+        raise problem
+    return newest
+
+
+def mirror_of(uid: str, batch: WatchBatch) -> JobMirror:
+    """A job as it stands by a batch of all its records. Raises UnreadableRecord."""
+    return JobMirror(JobKeys(uid)).fold(batch)
+
+
+# -------------------- line_index
+# Where each line of a folder of `*.jsonl` files begins, so that millions of them can be read one by one and in any order.
+#
+# What stands after a file's last line end was being written when its writer died; nobody was told of it, so it is no line.
+# Knows nothing of what the lines say.
+
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line: bytes [start, start + length) of a file, without its line end. `number` counts from 1."""
+
+    file: Path
+    number: int
+    start: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.file.parent.name}/{self.file.name}:{self.number}"
+
+    def read(self) -> bytes:
+        """The line. Raises OSError."""
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.length)
+
+
+def lines_of(folder: Path) -> Iterator[tuple[Place, bytes]]:
+    """Every whole line of the folder's files, file by file in the order of their names. Raises OSError."""
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as file:
+            start, rest, number = 0, b"", 0
+            while block := file.read(READ_BYTES):
+                *whole, rest = (rest + block).split(b"\n")
+                for line in whole:
+                    number += 1
+                    yield Place(path, number, start, len(line)), line
+                    start += len(line) + 1
+
 
 log = logging.getLogger(__name__)
 
-FOLDER = "log"
+
+ARCHIVE_FOLDER = "log"
+
+
 EVALUATIONS = "evaluations"
+
+
 MOST_AT_HAND = 2048
 """Entries that `ArchivedLog` remembers."""
+
+
 _NUMBERED = re.compile(rb'^\{"schema_version":\d+,"seq":(\d+),')
 
 
 def append(run_dir: Path, writer: str, entries: Iterable[LogEntry]) -> None:
     """Write entries down for good. Raises OSError."""
-    _append(run_dir / FOLDER / f"{writer}.jsonl", entries)
+    _append(run_dir / ARCHIVE_FOLDER / f"{writer}.jsonl", entries)
 
 
 def append_evaluations(run_dir: Path, writer: str, evaluations: Iterable[Evaluation]) -> None:
@@ -64,10 +215,10 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     return found
 
 
-def read(run_dir: Path) -> dict[int, LogEntry]:
+def archive_read(run_dir: Path) -> dict[int, LogEntry]:
     """Every archived entry, by number. Raises ValueError if there are two of one number that differ, OSError."""
     found: dict[int, LogEntry] = {}
-    for file in sorted((run_dir / FOLDER).glob("*.jsonl")):
+    for file in sorted((run_dir / ARCHIVE_FOLDER).glob("*.jsonl")):
         *whole, _ = file.read_bytes().split(b"\n")
         for number, line in enumerate(whole, 1):
             try:
@@ -93,7 +244,7 @@ class ArchivedLog(Mapping[int, LogEntry]):
         self._places: dict[int, Place] = {}
         self._known: OrderedDict[int, LogEntry] = OrderedDict()
         self.problems: list[str] = []
-        for place, line in lines_of(run_dir / FOLDER):
+        for place, line in lines_of(run_dir / ARCHIVE_FOLDER):
             numbered = _NUMBERED.match(line)
             seq = int(numbered[1]) if numbered is not None else _number(line, place)
             if seq is None:
@@ -166,3 +317,51 @@ def _ends_with_a_line(file: Path) -> bool:
     with file.open("rb") as there:
         there.seek(-1, os.SEEK_END)
         return there.read(1) == b"\n"
+
+
+# -------------------- remains
+# The highest number of the log, and the highest lineage, of which anything is left in a run's folder: archived entries, lines of
+# `metrics.jsonl`, copies of the records of a run that had ended.
+#
+# They are higher than head's where the store was put back to an older state: what lies there is of a future that was cut off, and
+# would pass for what is written after it under the same number. So whoever begins a lineage goes on above all of it
+# (`gcore.ledger.chain.rolled_back`). Weights and checkpoints are named by their lineage alone (`gcore.weights.layout`).
+#
+# Only the end of each file is read, for a long run's archive is large. Entries are archived in ascending order but for those of
+# forgotten checkpoints, which come later and are few; `metrics.jsonl` has all of them in order. Nothing is changed here.
+
+TAIL_BYTES = 4 << 20
+
+
+def left_in(run_dir: Path) -> Seen:
+    """Of all these files; zeros where there are none. Raises OSError."""
+    found = [Seen(), newest_head(run_dir)]
+    paths = [*(run_dir / ARCHIVE_FOLDER).glob("*.jsonl"), run_dir / metrics.FILE]
+    for path in paths:
+        found += [_of_line(line) for line in _last_lines(path)]
+    return Seen(entry=max(one.entry for one in found), lineage=max(one.lineage for one in found))
+
+
+def _last_lines(path: Path) -> Iterator[bytes]:
+    """The whole lines at a file's end."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(start)
+        first, *rest = file.read().split(b"\n")
+        yield from (rest if start else [first, *rest])[:-1]
+
+
+def _of_line(line: bytes) -> Seen:
+    try:
+        tree = json.loads(line)
+        return Seen(entry=_remains_number(tree.get("seq")), lineage=_remains_number(tree.get("lineage")))
+    except (ValueError, AttributeError, RecursionError):  # cut off, or somebody else's
+        return Seen()
+
+
+def _remains_number(value: object) -> int:
+    return value if type(value) is int else 0

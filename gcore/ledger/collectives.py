@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gcore.ledger.guarded import Transaction, TxnKind, Written
+from gcore.ledger.transactions import Transaction, TxnKind, Written
 from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
@@ -27,12 +27,20 @@ from gcore.types import Version
 
 MAX_VALUE_BYTES = 4096
 """Of one value, as JSON."""
+
+
 MAX_DEPTH = 16
 """Lists and objects within each other. Far deeper ones can be written and not be read again, by anybody."""
+
+
 MAX_NAMES = 64
 """A peer gives under so many names in one step, at most."""
+
+
 MAX_FORGOTTEN = 100
 """Answers that one transaction forgets."""
+
+
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 

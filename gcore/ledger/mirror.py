@@ -9,23 +9,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from gcore.ledger.books import NodeBooks
 from gcore.ledger.collectives import Agreed, Part
-from gcore.ledger.guarded import Stored, Written
-from gcore.ledger.job import EvalAsked, EvalPart, Evaluation, JobRecord, JobStatus, ModelFetch, Plan, RankClaim, Trouble
-from gcore.ledger.node_folder import NodeFolder
-from gcore.ledger.placing import Leader, Moves, Pin
-from gcore.ledger.records import Assignment, Checkpoints, EpochRecord, Head, LogEntry, Member, Offer, Seal
-from gcore.ledger.spending import NodeSpent
-from gcore.ledger.transactions import OpenSlots
-from gcore.ledger.world_state import NodeCopies
+from gcore.ledger.records.chain import (
+    Assignment,
+    Checkpoints,
+    EpochRecord,
+    Head,
+    LogEntry,
+    Member,
+    NodeCopies,
+    NodeFolder,
+    Offer,
+    Seal,
+)
+from gcore.ledger.records.job import (
+    EvalAsked,
+    EvalPart,
+    Evaluation,
+    JobRecord,
+    JobStatus,
+    Leader,
+    ModelFetch,
+    Moves,
+    Pin,
+    Plan,
+    RankClaim,
+    Trouble,
+)
+from gcore.ledger.records.slot_accounting import NodeBooks
+from gcore.ledger.transactions import OpenSlots, Stored, Written
+from gcore.ledger.usage import NodeSpent
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Version
 
 R = TypeVar("R", bound=Record)
+
+
 DAMAGED = "It was written by another version of gcore, or damaged"
+
+
 MOST_DIGITS = 18
 """Of a number in a key."""
 
@@ -201,6 +225,8 @@ _SINGLE: dict[str, tuple[str, type[Record]]] = {
     "ckpts": ("checkpoints", Checkpoints),
     "plan": ("plan", Plan),
 }
+
+
 _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("seal/", "seals", Seal),
     ("offer/", "offers", Offer),
@@ -223,6 +249,8 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("evalask", "askings", EvalAsked),
     ("trouble/", "troubles", Trouble),
 )
+
+
 HINTS = frozenset(
     {
         "offers",

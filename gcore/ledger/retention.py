@@ -9,15 +9,42 @@ Deletes nothing (`controllers.housekeeping` decides, `controllers.apply` deletes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
-from gcore.config import JobSpec
-from gcore.ledger.ancestry import is_ancestor, resumable
-from gcore.ledger.evaluation import best_of
-from gcore.ledger.job import Evaluation
-from gcore.ledger.records import Checkpoint, Head
+from gcore.config.data import eval_sources, training_sources
+from gcore.config.spec import JobSpec
+from gcore.data.order import shard_lengths
+from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
+from gcore.ledger.evaluation import MOST_PARTS, best_of, value_of
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head
+from gcore.ledger.records.job import (
+    MOST_MOVE_BYTES,
+    MOST_SAID,
+    MOST_STAY_BYTES,
+    NEWEST_MOVES,
+    NEWEST_STAYS,
+    EvalPart,
+    Evaluation,
+    Trouble,
+)
+from gcore.ledger.records.slot_accounting import MOST_BOOK_BYTES, NEWEST_STEPS
+from gcore.ledger.selection import (
+    MOST_BYTES,
+    MOST_OUTCOMES,
+    cursor_bytes,
+    is_ancestor,
+    offer_bytes,
+    resumable,
+    seal_bytes,
+)
+from gcore.ledger.transactions import MOST_PRUNED, Stored, Transaction, TxnKind
+from gcore.ledger.usage import SPARE_NODES
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Delete
 from gcore.types import Version
 
 
@@ -84,3 +111,250 @@ def orphaned(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -
         and (version.step <= newest or not is_ancestor(head, version))
         and not (version.lineage == head.lineage and version.step > head.step)
     )
+
+
+# -------------------- sweeping
+# What of a job's records nothing asks for any more, beside old log entries (`gcore.ledger.chain.prunable`), and its removal.
+#
+# - *Worlds.* Who is which rank, and where rank 0 listens, matters for head's world alone: a rank of another one is refused by
+#   all, and one that registers again finds its world gone.
+# - *Parts of evaluations* that cannot be completed: of other weights than head's. Only head's version is evaluated.
+# - *Troubles* of a node are written over by its next of the same kind. A cluster whose nodes come and go under ever new names
+#   would leave them behind: of nodes that are gone the newest few stay.
+# - *Evaluations.* The newest few stay, the first (what the job began with), and the best: on head's chain as it is, and as it
+#   would be after going back to each registered checkpoint. The others move to the run's folder first.
+#
+# So the store holds the same few whatever has happened before. Every transaction compares head and the checkpoints, from which
+# this follows. Pure; when it is worth while is `controllers.sweeping`'s business.
+
+NEWEST_EVALUATIONS = 8
+"""Evaluations that stay in any case."""
+
+
+NEWEST_TROUBLES = 16
+"""Troubles of nodes that are gone which stay."""
+
+
+MOST_SWEPT = 100
+"""Keys, or worlds, of one transaction: the store takes 128 operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Worlds whose keys go, parts of evaluations, by "version/number" as the key spells it, and troubles by topic."""
+
+    worlds: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.worlds or self.parts or self.troubles)
+
+
+def superfluous(
+    head: Head,
+    worlds: Iterable[str],
+    parts: Mapping[str, Stored[EvalPart]],
+    troubles: Mapping[str, Stored[Trouble]] = MappingProxyType({}),
+    nodes: Collection[str] = (),
+) -> Swept:
+    """What belongs to other worlds than head's, to evaluations of other weights, and to nodes that are gone.
+
+    `worlds`: of which there are any keys; `nodes`: those that are there.
+    """
+    past = sorted({world for world in worlds if world != head.world})[:MOST_SWEPT]
+    cut_off = sorted(name for name, part in parts.items() if part.record.version != head.version)
+    cut_off = cut_off[: MOST_SWEPT - len(past)]
+    left = [topic for topic, one in troubles.items() if one.record.is_of_a_node and one.record.node not in nodes]
+    left.sort(key=lambda topic: troubles[topic].revision, reverse=True)
+    return Swept(tuple(past), tuple(cut_off), tuple(left[NEWEST_TROUBLES:][: MOST_SWEPT - len(past) - len(cut_off)]))
+
+
+def superfluous_evaluations(
+    head: Head, checkpoints: Iterable[Checkpoint], evaluations: Mapping[str, Stored[Evaluation]], metric: str | None
+) -> tuple[str, ...]:
+    """The versions whose evaluations may move to the run's folder, oldest first."""
+    by_age = sorted(evaluations, key=lambda name: evaluations[name].revision)
+    kept = set(by_age[-NEWEST_EVALUATIONS:])
+    on_chain = [evaluations[name].record for name in by_age if is_ancestor(head, evaluations[name].record.version)]
+    first = min(on_chain, key=lambda one: one.version.step, default=None)
+    kept |= {str(first.version)} if first is not None else set()
+    if metric is not None:
+        for step in {head.step, *(target.step for target in resumable(head, checkpoints))}:
+            reached = [one for one in on_chain if one.version.step <= step and value_of(one, metric) is not None]
+            best = best_of(head, reached, metric)
+            kept |= {str(best.version)} if best is not None else set()
+    return tuple(name for name in by_age if name not in kept)
+
+
+def sweep(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], swept: Swept) -> Transaction:
+    """Take it away."""
+    if head.record.world in swept.worlds:
+        raise ValueError(f"world {head.record.world} is head's")
+    worlds = (Delete(keys.world(world), prefix=True) for world in swept.worlds)
+    parts = (Delete(f"{keys.eval_part_prefix}{part}") for part in swept.parts)
+    troubles = (Delete(keys.trouble(topic)) for topic in swept.troubles)
+    return _pruning(keys, head, known, (*worlds, *parts, *troubles))
+
+
+def forget_evaluations(
+    keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], versions: Sequence[str]
+) -> Transaction:
+    """Take evaluations out of the store that stand in the run's folder by now."""
+    return _pruning(keys, head, known, tuple(Delete(keys.evaluation(version)) for version in versions))
+
+
+def _pruning(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], deletes: tuple[Delete, ...]) -> Transaction:
+    if len(deletes) > MOST_SWEPT:
+        raise ValueError(f"{len(deletes)} keys are more than the {MOST_SWEPT} of one transaction")
+    compares = (Compare(keys.head, head.revision), Compare(keys.checkpoints, known.revision))
+    return Transaction(TxnKind.PRUNE, compares, deletes)
+
+
+# -------------------- bounds
+# How much the store may hold of one job: for each kind of key how many there are at most, and how large each is.
+#
+# The bound follows from the spec (shards, window, quota, responses, staleness, sources, checkpoints that are kept), from how many
+# controllers and ranks there are *now*, and from how often the job went back or re-formed its world (28 bytes each time, in head:
+# the one thing that grows with faults: by those numbers it is told for ever whether an evaluation, an epoch's record or a version
+# that some engine still serves is of the chain, and none of these is compared where a lineage begins). It does not depend on the number of steps, but for checkpoints that the spec keeps for ever
+# (`checkpoint.keep_every`). What a rule of `controllers.housekeeping` or `controllers.sweeping` has not taken away yet is part of
+# it (`LAG`): while nobody prunes, because the run's folder takes nothing, the log grows until it does.
+#
+# Sizes are generous sums of what a record's fields take as JSON. Every kind of key of `gcore.store.keys.JobKeys` stands here; a test
+# fails for one that does not. Pure.
+
+KEPT_LOG = 64
+"""Newest log entries that stay (`controllers.housekeeping.KEEP_LOG`)."""
+
+
+LAG = 132
+"""Log entries that wait to be pruned: those that make a prune worth while, and those of one that is under way."""
+
+
+MOST_FAULTS = 64
+"""Faults of one job, beside one more of each controller (`controllers.faults.MOST_OF_JOB`)."""
+
+
+TOPICS = 16
+"""Things of the job that may have trouble, beside trackers."""
+
+
+NODE_TOPICS = 12
+"""Things of a node: waits of its own (`controllers.waiting.LOCAL`), its engines, its rewards. And on each slot the start of an
+engine and of a rank."""
+
+
+JUDGE_TOPICS = 4
+"""Things of a judge that a node may tell: answers that cannot be read, its key, its counts, and the start of an engine. Beside
+those, one tells for all that what it may cost is spent."""
+
+
+SMALL = 512
+"""Bytes of a record's fixed fields, its key included."""
+
+
+OUTCOME = 512
+"""Bytes of an ended ref: with its reason, versions and source."""
+
+
+TRAINED = 256
+
+
+USE = 192
+"""Bytes of what was asked of one judge, its name included."""
+
+
+STATS = 16_384
+"""Bytes of a step's numbers for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What a job's records depend on beside its spec: how many there are now, and how often its world was formed anew."""
+
+    prompts: int
+    controllers: int
+    ranks: int
+    engines: int
+    rollbacks: int = 0
+    steps: int = 0
+    """Only of a spec that keeps checkpoints for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """At most so many keys of a kind, and bytes in each, keys included."""
+
+    keys: int
+    each: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return self.keys * self.each
+
+
+def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
+    """By the kind of key: what comes after the job's prefix, up to the first slash; of the placement, up to the second."""
+    sources, sets = len(training_sources(spec)), len(eval_sources(spec))
+    names = max((len(source.name) for source in (*training_sources(spec), *eval_sources(spec))), default=0)
+    tally = sources * (220 + names)
+    cursors = cursor_bytes(spec)
+    checkpoints, coming = kept_checkpoints(spec, scale), 1 + (KEPT_LOG + LAG) // spec.checkpoint.every
+    groups = spec.flow.groups_per_step * (TRAINED + 24 * (spec.rollout.staleness + 1))
+    outcomes = MOST_OUTCOMES * OUTCOME
+    entry = SMALL + STATS + groups + outcomes + cursors + tally
+    here = scale.controllers
+    return {
+        "job": Bound(1, SMALL + 2 * len(spec.model_dump_json())),
+        "state": Bound(1, SMALL + 2 * MOST_SAID),
+        "head": Bound(1, SMALL + cursors + tally + 28 * (scale.rollbacks + 2)),
+        "assign": Bound(1, SMALL + 96 * here + 8 * spec.data.shards),
+        "ckpts": Bound(1, SMALL + 256 * checkpoints),
+        "plan": Bound(1, SMALL + 144 * (scale.ranks + scale.engines)),
+        "log": Bound(KEPT_LOG + LAG + checkpoints + 2, entry),
+        "seal": Bound(1, SMALL + seal_bytes(spec) + outcomes),
+        "member": Bound(here, SMALL),
+        "offer": Bound(here, SMALL + 2 * offer_bytes(spec) + outcomes),
+        "fetch": Bound(here, SMALL),
+        "storage": Bound(here, SMALL),
+        "copies": Bound(here, SMALL + 256 * scale.ranks * (checkpoints + 2)),
+        "folder": Bound(here, SMALL + 128 * (checkpoints + 2) + 16 * MOST_PRUNED + 64 * MOST_SWEPT),
+        "part": Bound(here, SMALL + MAX_NAMES * (MAX_VALUE_BYTES + 80)),
+        "agreed": Bound(3 * MAX_NAMES, SMALL + here * (MAX_VALUE_BYTES + 80)),
+        "world": Bound(2 * (scale.ranks + 1), SMALL),
+        "eval": Bound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
+        "evalask": Bound(1, SMALL),
+        "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
+        "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
+        "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
+        "placement/books": Bound(here, SMALL + NEWEST_STEPS * MOST_BOOK_BYTES),
+        "placement/leader": Bound(1, SMALL),
+        "placement/pin": Bound(1, SMALL),
+        "placement/moves": Bound(1, SMALL + NEWEST_MOVES * MOST_MOVE_BYTES + NEWEST_STAYS * MOST_STAY_BYTES),
+        "trouble": Bound(
+            TOPICS
+            + len(spec.tracking)
+            + len(spec.judges)
+            + (NODE_TOPICS + JUDGE_TOPICS * len(spec.judges)) * here
+            + 2 * scale.engines
+            + NEWEST_TROUBLES,
+            SMALL + 2 * MOST_SAID,
+        ),
+        "fault": Bound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),
+    }
+
+
+def kept_checkpoints(spec: JobSpec, scale: Scale) -> int:
+    """Registered at once: the kept ones, the best, the base, one that is new and one that is to be forgotten."""
+    every = spec.checkpoint.keep_every
+    return spec.checkpoint.keep + 4 + (scale.steps // every if every else 0)
+
+
+def epochs_in_a_window(spec: JobSpec, scale: Scale) -> int:
+    """Data epochs that a window may reach into, of all shards; 0 without a curriculum."""
+    if spec.data.curriculum is None:
+        return 0
+    shortest = min(shard_lengths(scale.prompts, spec.data.shards).lengths)
+    return math.ceil(2 * spec.data.window / shortest) + 2

@@ -1,1 +1,4 @@
-"""The model that a job begins with: by folder, or by its name on a hub. `gcore.models.resolve` is where to begin."""
+"""Models on disk: hubs, checks without torch, checkpoints and weights in a run's folder, weights over a process group.
+
+Read `layout` first. Only `broadcast` imports torch.
+"""

@@ -9,36 +9,50 @@ commit and whole in the cache needs no hub.
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tenacity
 
-from gcore.models.folder import check_code, check_weights, read_config
-from gcore.models.hub import (
+from gcore.models.checks import check_code, check_weights, read_config
+from gcore.models.hubs import (
     INDEX,
     WHOLE,
     Hub,
     HubFile,
+    HubModel,
     HubOffline,
     HubUnreachable,
     Listing,
+    ModelError,
+    Scheme,
+    hub_model,
+    is_commit,
     is_whole,
     shards,
     total_size,
 )
-from gcore.models.names import HubModel, ModelError, Scheme, hub_model, is_commit
 
 Progress = Callable[[int, int], None]
 """Bytes that are here, and bytes in all."""
 
+
 FEW_TRIES = 2
 """For who waits at a prompt."""
+
+
 MANY_TRIES = 8
 """For a job that is to begin: about two minutes, longest pauses included."""
+
+
 LONGEST_PAUSE_S = 30.0
+
+
 LOOK_S = 1.0
 """Between two looks at how much is here."""
 
@@ -71,10 +85,10 @@ class HubAnswer:
 def open_hub(scheme: Scheme) -> Hub:
     """The hub of a scheme; its client is imported only now. Raises ModelError if that is not installed."""
     if scheme == "ms":
-        from gcore.models.modelscope import ModelScope
+        from gcore.models.hubs import ModelScope
 
         return ModelScope()
-    from gcore.models.huggingface import HuggingFace
+    from gcore.models.hubs import HuggingFace
 
     return HuggingFace()
 
@@ -224,3 +238,36 @@ def _patient(tries: int) -> tenacity.Retrying:
         wait=tenacity.wait_exponential(multiplier=1, max=LONGEST_PAUSE_S),
         reraise=True,
     )
+
+
+# -------------------- __main__
+# `python -m gcore.models REQUEST`: brings a model to this machine, in a process of its own.
+#
+# A controller starts it, so that neither a hub's client nor what it does with memory, threads and time is in the
+# controller. REQUEST is a JSON object; standard output gets a JSON object a line:
+#
+#     {"done": 1200, "total": 3400}                                         bytes, as it goes on
+#     {"folder": "...", "revision": "...", "remote_code": ["..."]}          at the end
+#     {"error": "...", "where": "...", "fix": "..."}                        or this
+
+
+def main() -> None:
+    """The process."""
+    request = json.loads(sys.argv[1])
+    try:
+        found = resolve_model(
+            request["path"],
+            trust_remote_code=request["trust_remote_code"],
+            revision=request["revision"],
+            tries=request.get("tries", MANY_TRIES),
+            progress=lambda done, total: _say({"done": done, "total": total}),
+        )
+    except ModelError as error:
+        _say({"error": error.what, "where": error.where, "fix": error.fix})
+        sys.exit(error.exit_code)
+    _say({"folder": str(found.folder), "revision": found.revision, "remote_code": found.remote_code})
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()

@@ -18,25 +18,201 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol
 
-from gcore.clock import Clock
-from gcore.config.spec import RewardSpec, ScoringSpec
+from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.crew import WAIT_S, Program, Starter
-from gcore.reward.lines import answer_of, batch_line, setup_line
-from gcore.reward.pace import LEAST_S, Pace, Scoring
-from gcore.reward.process import ProcessEnded, RewardProcess
-from gcore.reward.queued import BATCH_S, Call, Request, Slot
-from gcore.reward.registry import Response, RewardError, RewardResult
-from gcore.reward.scoring import Scored
-from gcore.worker.process import CannotStart
+from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
+from gcore.system.clock import Clock, SystemClock
+from gcore.system.process import CannotStart
+from gcore.worker.sandbox.pool import WAIT_S, Program, Scoring, Starter
+from gcore.worker.sandbox.process import Call as process_Call
+from gcore.worker.sandbox.process import ProcessEnded, RewardProcess, line_of
+
+# -------------------- scoring
+# What scores responses for whoever has some: the interface that a controller uses, whichever process does the work.
+#
+# A whole group is scored at once. A response that cannot be scored does not keep the others from being: each has a result or
+# an error of its own, in the order of the responses.
+
+Scored = RewardResult | RewardError
+
+
+class Scorer(Protocol):
+    """Scores responses by the rewards it was made for."""
+
+    async def warm(self) -> None:
+        """Load them. Raises SpecError for one that cannot be had."""
+        ...
+
+    async def score(
+        self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
+    ) -> tuple[Scored, ...]:
+        """What each of the responses to one prompt is worth, in their order. `fields`: the prompt's entry."""
+        ...
+
+
+class DirectScorer:
+    """Scores where it is called, with no bound on time or memory: for tests and small programs, not for a controller."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[RewardSpec, OpenReward]] = []
+
+    async def warm(self) -> None:
+        """Nothing to do: a reward is loaded when it is first asked for."""
+
+    async def score(
+        self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
+    ) -> tuple[Scored, ...]:
+        """As `Scorer`. Raises SpecError for a reward that cannot be had."""
+        reward = next((found for known, found in self._open if known == spec), None)
+        if reward is None:
+            reward = OpenReward.of(spec)
+            self._open.append((spec, reward))
+        return tuple(scored(reward, response, fields) for response in responses)
+
+
+def scored(reward: OpenReward, response: Response, fields: Mapping[str, Any]) -> Scored:
+    """The reward's result, or its error."""
+    try:
+        return reward(response, fields)
+    except RewardError as error:
+        return error
+
+
+def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> bytes:
+    """The first line to a process. `sources`: for each reward, the source that it is told by."""
+    rewards = [[source, spec.model_dump(mode="json")] for source, spec in zip(sources, specs, strict=True)]
+    return line_of({"rewards": rewards, "memory_mb": memory_mb})
+
+
+def batch_line(calls: Sequence[process_Call]) -> bytes:
+    """A batch. An entry that neighbours share is written once."""
+    groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None]]]] = []
+    for reward, fields, response in calls:
+        if not groups or groups[-1][0] != reward or groups[-1][1] is not fields:
+            groups.append((reward, fields, []))
+        groups[-1][2].append((response, response.tokens, response.truncated, response.environment))
+    return line_of(groups)
+
+
+def answer_of(value: Any) -> Scored:
+    """Inverse of `answer_line`. Raises ValueError on anything else."""
+    match value:
+        case [float() | int() as number, list() as parts]:
+            return RewardResult(float(number), tuple((str(name), float(part)) for name, part in parts))
+        case {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}:
+            return RewardError(what, where=where, fix=fix, trace=trace)
+    raise ValueError(f"no answer: {value!r}")
+
+
+# -------------------- queued
+# What a pool of rewards keeps of its work: requests, their responses, and the places of its processes. Mutable; no behaviour.
+
+BATCH_S = 0.02
+"""What a batch should take, so that slow responses are spread over the processes."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Some responses that are scored together."""
+
+    results: list[Scored | None]
+    done: asyncio.Future[None]
+    reward: int
+    missing: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One response."""
+
+    request: Request
+    place: int
+    reward: int
+    fields: Mapping[str, Any]
+    response: Response
+    tried: bool = False
+    """Whether a process has died with it. It goes first in a fresh one then, and alone."""
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Where a process is, and how long its responses take."""
+
+    process: RewardProcess | None = None
+    seconds: float = BATCH_S
+    """A moving average, seconds a response; at first, such that it gets one."""
+
+
+# -------------------- pace
+# How quick a reward is, against how quick it was: one that slows down is found by what it takes, not by a limit. Pure.
+#
+# What is noted is the seconds of a slow response, or those of a response of a quick batch. Usual is a moving average over many.
+# `SLOW_IN_A_ROW` that take `FACTOR` times as long, and longer than anybody would overlook, are a slowdown; the average stands
+# still meanwhile, so that it is told against the time before. One at less than a third of the factor ends it. Ends no reward: that
+# is what `reward.timeout_s` does.
+
+FACTOR = 10.0
+
+
+SLOW_IN_A_ROW = 3
+
+
+LEAST_S = 0.05
+"""Seconds a response below which none is slow, whatever it was before."""
+
+
+SETTLED = 8
+"""Measurements after which the average is worth comparing with."""
+
+
+WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of one reward. `usual`, `newest`: seconds a response; `streak`: slow ones in a row; `slow`: whether it was told."""
+
+    usual: float = 0.0
+    newest: float = 0.0
+    count: int = 0
+    streak: int = 0
+    slow: bool = False
+
+    def note(self, seconds: float) -> Pace:
+        """A response has taken `seconds`."""
+        if self.count < SETTLED:
+            average = (self.usual * self.count + seconds) / (self.count + 1)
+            return replace(self, usual=average, newest=seconds, count=self.count + 1)
+        if seconds >= max(FACTOR * self.usual, LEAST_S):
+            streak = self.streak + 1
+            return replace(self, newest=seconds, streak=streak, slow=self.slow or streak >= SLOW_IN_A_ROW)
+        if self.slow and seconds >= FACTOR / 3 * self.usual:
+            return replace(self, newest=seconds, streak=0)
+        usual = (1 - WEIGHT) * self.usual + WEIGHT * seconds
+        return replace(self, usual=usual, newest=seconds, count=self.count + 1, streak=0, slow=False)
+
+    def news(self, before: Pace, name: str) -> str:
+        """What is to be told since `before`, or nothing."""
+        if self.slow and not before.slow:
+            times = self.newest / max(self.usual, 1e-9)
+            return f"reward {name!r} takes {self.newest:.2g} s a response, {times:.0f} times as long as before ({self.usual:.2g} s)"
+        if before.slow and not self.slow:
+            return f"reward {name!r} is as quick as before again, {self.newest:.2g} s a response"
+        return ""
+
 
 log = logging.getLogger(__name__)
 
+
 LARGEST_BATCH = 64
 """Responses sent to a process at once."""
+
+
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""
 
@@ -288,3 +464,41 @@ class RewardPool:
     async def _notify(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+
+# -------------------- trial
+# Rewards, tried out before there is a job: loaded where they will run, and asked about an empty response.
+#
+# For code that has no event loop. What cannot be loaded, an option that is misspelt, answers of the wrong kind, isolation that
+# cannot be had: all of that fails here, not in the first step.
+
+
+class RewardTrial:
+    """A process with a job's rewards, as a context: entering it loads them. Blocks. Not within an event loop."""
+
+    def __init__(self, rewards: Mapping[str, RewardSpec], scoring: ScoringSpec) -> None:
+        """`rewards`: under the source that each is told by. Of `scoring` the limits count; one process is enough."""
+        self._pool = RewardPool(rewards, scoring.model_copy(update={"workers": 1}), SystemClock())
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> RewardTrial:
+        """Raises PluginFault for a reward that cannot be had, CannotStart if none can be loaded here."""
+        try:
+            self._runner.run(self._pool.warm())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def score(self, spec: RewardSpec, fields: Mapping[str, Any], response: Response) -> Scored:
+        """What one response is worth, or why that cannot be said. Raises SpecError."""
+        (result,) = self._runner.run(self._pool.score(spec, fields, (response,)))
+        return result
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._runner.run(self._pool.close())
+        finally:
+            self._runner.close()

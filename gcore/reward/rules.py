@@ -7,20 +7,34 @@ misspelt, it would change nothing in silence.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from gcore.config.spec import RewardSpec
-from gcore.reward.options import answer_field, refuse_unknown
-from gcore.reward.registry import RewardError, RewardResult
+from gcore.config.reward import RewardSpec
+from gcore.reward.api import (
+    Response,
+    RewardError,
+    RewardResult,
+    answer_field,
+    number_option,
+    refuse_unknown,
+    truth_option,
+    word_option,
+)
 
 LONGEST_NUMBER = 400
 """Characters looked at before the last digit, or behind a marker: a response that runs on in digits must not take
 long."""
+
+
 NUMERIC_OPTIONS = ("after", "tolerance")
+
 
 # A sign counts if it touches the number and does not stand behind a number, a word or a bracket, where it subtracts.
 # Exponents have at most three digits: what is larger is no answer, and would only cost time.
@@ -28,6 +42,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[+-])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
     r"|(?:(?<![\w)\]])[+-])?(?<![\w.])\.[0-9]+"
 )
+
 
 _CUT = re.compile(r"[0-9]*(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?")
 """What is left of a number whose beginning is out of sight."""
@@ -123,3 +138,195 @@ def _expected_number(fields: Mapping[str, Any], spec: RewardSpec, after: str | N
             fix="Use reward.name: exact, or name another field in reward.answer",
         ) from error
     return number
+
+
+# -------------------- form
+# Rewards for the form of a response: a pattern that it follows, and how long it is. What it says is for other rewards.
+#
+# They need no expected answer. A setting in `reward.options` that a rule does not know is an error: misspelt, it would change
+# nothing in silence.
+
+REGEX_OPTIONS = ("pattern", "where", "count", "ignore_case")
+
+
+LENGTH_OPTIONS = ("limit", "target", "unit", "slope")
+
+
+def regex(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+    """1.0 if the response follows the pattern, else 0.0.
+
+    Options: `pattern`, a regular expression of Python's, in which a dot is any character, line breaks too; `where`: "whole"
+    (default, apart from white space around the response), "start", or "anywhere"; `count`: with "anywhere", how many times it
+    should be found, no more and no less; `ignore_case`. A pattern that takes for ever on some text meets the reward's time
+    limit (`reward.timeout_s`). Raises RewardError for an option that is wrong.
+    """
+    refuse_unknown(spec, REGEX_OPTIONS)
+    where = word_option(spec, "where", "whole", ("whole", "start", "anywhere"))
+    pattern, ignore_case = spec.options.get("pattern"), truth_option(spec, "ignore_case", False)
+    if not isinstance(pattern, str) or not pattern:
+        given = "is missing" if pattern is None else f"is {pattern!r}, no pattern"
+        raise RewardError(f"reward.options.pattern {given}", fix="Write a regular expression")
+    compiled = _compiled(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+    text = response.strip()
+    if "count" in spec.options:
+        if where != "anywhere":
+            raise RewardError("reward.options.count counts matches anywhere", fix="Write where: anywhere")
+        count = number_option(spec, "count", 1, least=0, whole=True)
+        matches = sum(1 for _ in compiled.finditer(text))
+        return RewardResult(float(matches == count), (("matches", float(matches)),))
+    found = {"whole": compiled.fullmatch, "start": compiled.match, "anywhere": compiled.search}[where](text)
+    return RewardResult(float(found is not None))
+
+
+def length(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+    """1.0 for a response of the wished length, less for another: 0.0 at the least.
+
+    Options: `limit`, how long it may be, or `target`, how long it should be (one of the two); `unit`: "tokens" (default) or
+    "characters"; `slope`: what is taken off for each unit beyond the limit, or away from the target; without one a response
+    beyond the limit is worth 0.0 at once, and one away from the target loses 1/target a unit. Raises RewardError for an option
+    that is wrong, and where tokens are wanted and not known.
+    """
+    refuse_unknown(spec, LENGTH_OPTIONS)
+    unit = word_option(spec, "unit", "tokens", ("tokens", "characters"))
+    if ("limit" in spec.options) == ("target" in spec.options):
+        raise RewardError(
+            "give one of reward.options.limit and reward.options.target", fix="Write, for example, limit: 200"
+        )
+    tokens = getattr(response, "tokens", None)
+    if unit == "tokens" and tokens is None:
+        raise RewardError("how many tokens the response has is not known here", fix="Write unit: characters")
+    size = len(response) if unit == "characters" else tokens
+    assert size is not None
+    if "limit" in spec.options:
+        beyond = max(0.0, size - number_option(spec, "limit", 1, least=1, whole=True))
+        slope = number_option(spec, "slope", 1.0, least=0)
+    else:
+        target = number_option(spec, "target", 1, least=1, whole=True)
+        beyond = abs(size - target)
+        slope = number_option(spec, "slope", 1.0 / target, least=0)
+    return RewardResult(max(0.0, 1.0 - slope * beyond), (("length", float(size)),))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, flags)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RewardError(
+            f"reward.options.pattern {pattern[:100]!r} is no regular expression ({error})", fix="Correct it"
+        ) from error
+
+
+# -------------------- handed
+# The rewards `environment` and `agent`: what the response's environment, or the agent that made it, said that it is worth.
+
+
+def environment(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+    """As the environment said when it was done; a response that was cut off before is worth 0. Raises RewardError."""
+    return _handed(response, spec, "environment", "Let it give Done(reward)")
+
+
+def agent(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+    """As the agent returned it; a response that was cut off, and of which it said nothing, is worth 0. Raises RewardError."""
+    return _handed(response, spec, "agent", "Let it return a number")
+
+
+def _handed(response: str, spec: RewardSpec, who: str, fix: str) -> RewardResult:
+    if spec.options:
+        raise RewardError(f"reward {who!r} has no options", fix="Leave reward.options out")
+    said = response.environment if isinstance(response, Response) else None
+    if said is not None:
+        return RewardResult(said)
+    if isinstance(response, Response) and response.truncated:
+        return RewardResult(0.0)
+    raise RewardError(
+        f"the {who} gave no reward",
+        fix=f"{fix}, or score with another reward than {who!r}",
+    )
+
+
+# -------------------- mathematics
+# Mathematical answers, compared by what they mean: 1/2, 0.5 and \frac{1}{2} are equal, so are x+1 and 1+x, {1,2} and {2,1}.
+#
+# Reading and comparing is math-verify's (`gcore[math]`), which stands on SymPy. It limits its own time by alarm signals, so it
+# runs in the main thread of a process of its own; what it gives up on counts as wrong, and a part says so. It is imported with
+# the first use of this reward: SymPy takes a second.
+
+log = logging.getLogger(__name__)
+
+
+OPTIONS = ("digits", "longest")
+
+
+LIMIT_S = 2
+"""Seconds for reading a text, and for comparing two."""
+
+
+LONGEST = 20_000
+"""Characters of a response's end that are looked at."""
+
+
+class MathReward:
+    """1.0 if the response gives the expected answer, else 0.0.
+
+    The response's answer is what stands in its last \\boxed{}, or else the last that looks like an answer, in LaTeX or plain.
+    Options: `digits`: decimal places to which numbers are compared (6); `longest`: only so many characters of the response's end
+    are looked at (20000). Parts: `correct`; `found`: whether there was any answer to compare; `gave_up`: whether comparing
+    took too long. Raises RewardError if the expected answer cannot be read.
+    """
+
+    def start(self, spec: RewardSpec) -> None:
+        """Import the library. Raises RewardError if it is not installed."""
+        _library()
+
+    def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+        """As the class says."""
+        refuse_unknown(spec, OPTIONS)
+        digits = int(number_option(spec, "digits", 6, least=0, whole=True))
+        longest = int(number_option(spec, "longest", LONGEST, least=1, whole=True))
+        library = _library()
+        expected = _expected(str(answer_field(fields, spec)), spec.answer)
+        gave_up, found, correct = 0.0, [], False
+        try:
+            found = library.parse(str(response)[-longest:], parsing_timeout=LIMIT_S, raise_on_error=True)
+            correct = bool(found) and bool(
+                library.verify(
+                    list(expected), found, float_rounding=digits, timeout_seconds=LIMIT_S, raise_on_error=True
+                )
+            )
+        except library.errors.TimeoutException:
+            gave_up = 1.0
+        except Exception as error:  # noqa: BLE001  as the library itself says: what SymPy chokes on is no answer
+            log.debug("not comparable: %s", error)
+        parts = (("correct", float(correct)), ("found", float(bool(found))), ("gave_up", gave_up))
+        return RewardResult(float(correct), parts)
+
+
+math = MathReward()
+
+
+def _library() -> Any:
+    try:
+        library = importlib.import_module("math_verify")
+    except ImportError as error:
+        raise RewardError(
+            f"reward 'math' needs the package math-verify, which cannot be imported ({error})",
+            fix="Install it where controllers run: pip install 'gcore[math]'",
+        ) from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of each text that it gives up on
+    return library
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(answer: str, field: str) -> tuple[Any, ...]:
+    """The expected answer as the library reads it: as LaTeX if it does not look like it, as in `x+1`. Raises RewardError."""
+    library = _library()
+    marked = any(mark in answer for mark in ("$", "\\boxed", "\\[", "\\("))
+    for text in (answer,) if marked else (f"${answer}$", answer):
+        expected = library.parse(text, parsing_timeout=LIMIT_S)
+        if expected:
+            return tuple(expected)
+    raise RewardError(
+        f"the expected answer {answer[:100]!r} in field {field!r} cannot be read as mathematics",
+        fix="Name another field in reward.answer, or use reward.name: exact",
+    )

@@ -13,32 +13,155 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import httpx
 
+from gcore.api.tls import PLAIN, Connector
 from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineUnreachable
-from gcore.rollout.native_api import failure_of, is_growing, sample_of, sampling_body, score_of, words_of
 from gcore.rollout.transport import STREAMED, PlainTransport, lines_of
-from gcore.types import Sample, Version
+from gcore.types import FinishReason, Sample, Version, VersionSpan
+
+# -------------------- native_api
+# The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they are. Pure.
+
+
+def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """How one response is drawn, with its seed."""
+    body: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": -1 if params.top_k is None else params.top_k,
+        "max_new_tokens": params.max_new_tokens,
+        "stop": list(params.stop),
+        "sampling_seed": seed,
+    }
+    # What is as if it were not there is not sent: a server of another version may not know it.
+    if params.min_p > 0:
+        body["min_p"] = params.min_p
+    if params.min_new_tokens > 0:
+        body["min_new_tokens"] = params.min_new_tokens
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    return body
+
+
+def sample_of(answer: Mapping[str, Any]) -> Sample:
+    """What an answer tells of one response; of one that still grows the finish reason is "abort".
+
+    Raises KeyError, TypeError, ValueError, IndexError for what is no such answer.
+    """
+    meta = answer["meta_info"]
+    triples = meta["output_token_logprobs"]
+    tokens = tuple(int(token) for token in answer["output_ids"])
+    count = len(tokens)
+    if len(triples) != count:
+        raise ValueError(f"{count} tokens came with {len(triples)} log-probabilities")
+    logprobs = _as_float32([triple[0] for triple in triples])
+    ending = meta["finish_reason"]  # of one that still grows there is none
+    reason: FinishReason = "abort" if ending is None else ending["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {reason!r}")
+    return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
+
+
+def score_of(answer: Mapping[str, Any]) -> float | None:
+    """What an answer of a classifier tells: one number; None: it was told to give up.
+
+    Raises KeyError, TypeError, ValueError for what is no such answer.
+    """
+    ending = answer["meta_info"].get("finish_reason") or {}
+    if ending.get("type") == "abort":
+        return None
+    numbers = answer["embedding"]
+    if not isinstance(numbers, list) or len(numbers) != 1:
+        count = len(numbers) if isinstance(numbers, list) else "no list of"
+        raise ValueError(f"a classifier gave {count} numbers, and a score is one")
+    (score,) = _as_float32(numbers, "a score")
+    return score
+
+
+def is_growing(answer: Any) -> bool:
+    """Whether more words on this response are to come."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    return isinstance(meta, dict) and meta.get("finish_reason", "") is None
+
+
+def failure_of(answer: Any) -> tuple[int, str] | None:
+    """The HTTP status and the sentence of a response that the engine could not serve, once its stream had begun with status 200.
+
+    One that was aborted on request has no status.
+    """
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    ending = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if not isinstance(ending, dict) or ending.get("type") != "abort":
+        return None
+    status = ending.get("status_code")
+    return (status, words_of(ending)) if isinstance(status, int) and status >= 400 else None
+
+
+def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tuple[float, ...]:
+    """Raises ValueError for what no rank takes: a group with such a number would be fed, and refused, for ever."""
+    form = f"<{len(numbers)}f"
+    try:
+        rounded = struct.unpack(form, struct.pack(form, *numbers))
+    except (struct.error, OverflowError) as error:  # null is what SGLang's JSON makes of NaN
+        raise ValueError(f"{what} is no number ({error})") from error
+    if not all(map(math.isfinite, rounded)):
+        raise ValueError(f"{what} is not finite")
+    return rounded
+
+
+def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
+    """Which version made which tokens; an engine that tells no spans made all with the one it names."""
+    told = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
+
+
+def words_of(answer: Any) -> str:
+    """The engine's own sentence, in whichever of its shapes."""
+    if isinstance(answer, dict):
+        error = answer.get("error", answer.get("message", answer.get("detail", answer)))
+        return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    return str(answer)[:300]
+
 
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
+
+
 CONNECT_S = 5.0
+
+
 CONTINUE = "/continue_generation"
+
+
 ASLEEP = "asleep"
 """What the weights of an engine that sleeps are called, by which everybody who asks it can tell, whoever put it to sleep."""
+
+
 MEMORY = {"tags": ["kv_cache", "weights"]}
 """All that an engine gives back."""
+
+
 EVENT, DONE = b"data: ", b"[DONE]"
+
+
 QUICK_S = 15.0
 """For what an engine answers off hand, whatever it is at: which weights it serves."""
+
+
 MOST_WORDS = 300
 """Characters of what an engine says of a failure."""
+
+
 MOST_GENERATING = 512
 """Requests for samples that one client has open at a time; further ones wait for their turn."""
+
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -411,3 +534,32 @@ def _reason(response: httpx.Response) -> str:
     except ValueError:
         return response.text
     return words_of(answer)
+
+
+# -------------------- reaching
+# How an engine is reached that is registered: its address and its name become a client, with TLS and its key where the cluster has
+# them.
+
+
+class EngineReach(Protocol):
+    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port)."""
+
+    def __call__(self, url: str, *, timeout_s: float, instance: str) -> EngineClient: ...
+
+
+def reach_by(connector: Connector) -> EngineReach:
+    """Over the connections of `connector`."""
+
+    def reach(url: str, *, timeout_s: float, instance: str) -> EngineClient:
+        key = connector.engine_key(instance)
+        if not connector.secure:
+            return EngineClient(url, timeout_s=timeout_s, key=key)
+        transport = PlainTransport(lambda: connector.http)
+        secure = url.replace("http://", "https://", 1)
+        return EngineClient(secure, timeout_s=timeout_s, transport=transport, key=key)
+
+    return reach
+
+
+plain_reach: EngineReach = reach_by(PLAIN)
+"""On loopback, without keys."""

@@ -1,1 +1,4 @@
-"""The store: etcd's keys, transactions, leases and watches, and where everything of gcore stands in it."""
+"""The store: etcd's keys, transactions, leases and watches.
+
+Read `types` first (the interface, also of the in-memory store in `gcore.testing`), then `keys` (where every record is). `client` speaks to etcd.
+"""

@@ -11,28 +11,293 @@ No cache, no locks, no elections: a program that needs those builds them from tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import grpc.aio
 from aetcd import rpc
 
-from gcore.clock import Clock
-from gcore.errors import LeaseLost
-from gcore.store.calls import REFUSALS, Action, Caller, Compacted, Metadata, StreamEnded
-from gcore.store.endpoints import Connection, ConnectionPool, StoreTls, StoreUser
-from gcore.store.heard import Heard
-from gcore.store.limits import check_transaction
-from gcore.store.standing import ALARMS, StoreStanding
-from gcore.store.types import Compare, Delete, KeyValue, Listing, Put, TxnResult, WatchBatch
-from gcore.store.watching import watch
-from gcore.store.wire import key_value, range_begin, range_end, transaction
+from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.store.connection import (
+    REFUSALS,
+    Action,
+    Caller,
+    Compacted,
+    Connection,
+    ConnectionPool,
+    Metadata,
+    StoreRefused,
+    StoreTls,
+    StoreUser,
+    StreamEnded,
+)
+from gcore.store.types import (
+    ALARMS,
+    Compare,
+    Delete,
+    KeyValue,
+    Listing,
+    Put,
+    StoreStanding,
+    TxnResult,
+    WatchBatch,
+    WatchEvent,
+    check_transaction,
+)
+from gcore.system.clock import Clock
+
+# -------------------- wire
+# gcore's words for keys and transactions, and etcd's. Pure; both directions, nothing else.
+
+_EVERYTHING = b"\0"
+
+
+def range_begin(prefix: str) -> bytes:
+    """Where the keys with `prefix` begin. etcd has no empty key: everything begins at the zero byte."""
+    return prefix.encode() or _EVERYTHING
+
+
+def range_end(prefix: str) -> bytes:
+    """The first key after all keys with `prefix`; for the empty prefix etcd's sign for "to the end"."""
+    raw = prefix.encode().rstrip(b"\xff")
+    return raw[:-1] + bytes([raw[-1] + 1]) if raw else _EVERYTHING
+
+
+def key_value(kv: Any) -> KeyValue:
+    """From etcd's."""
+    return KeyValue(
+        bytes(kv.key).decode(errors="backslashreplace"),  # a key that is no text is none of gcore's, and ends nobody
+        bytes(kv.value),
+        int(kv.create_revision),
+        int(kv.mod_revision),
+        version=int(kv.version),
+        lease=int(kv.lease),
+    )
+
+
+def watch_event(event: Any) -> WatchEvent:
+    """From etcd's."""
+    return WatchEvent("delete" if event.type == event.DELETE else "put", key_value(event.kv))
+
+
+def transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> Any:
+    """A TxnRequest that makes `writes` if all `compares` hold, and nothing otherwise."""
+    return rpc.TxnRequest(
+        compare=[
+            rpc.Compare(
+                result=rpc.Compare.EQUAL,
+                target=rpc.Compare.MOD,
+                key=compare.key.encode(),
+                mod_revision=compare.mod_revision,
+            )
+            for compare in compares
+        ],
+        success=[_operation(write) for write in writes],
+    )
+
+
+def _operation(write: Put | Delete) -> Any:
+    if isinstance(write, Put):
+        return rpc.RequestOp(request_put=rpc.PutRequest(key=write.key.encode(), value=write.value, lease=write.lease))
+    if write.prefix:
+        request = rpc.DeleteRangeRequest(key=range_begin(write.key), range_end=range_end(write.key))
+    else:
+        request = rpc.DeleteRangeRequest(key=write.key.encode())
+    return rpc.RequestOp(request_delete_range=request)
+
+
+# -------------------- watching
+# A watch that lasts: over stream breaks, restarts of the server, and compaction.
+#
+# It lists, tells everything as a batch with `reset`, and follows the changes from the next revision on. A broken stream
+# is opened again behind the last revision told. Where that is not possible, because history was compacted away, or
+# because the server stands *before* that revision (another or a restored database), it lists again.
+#
+# A batch's revision is that of its last event, never the one in the answer's header: while a watcher catches up, the
+# header is ahead of the events. Answers without events (etcd's progress reports) therefore change nothing here.
+
+log = logging.getLogger(__name__)
+
+
+FIRST_PAUSE_S = 0.05
+
+
+LONGEST_PAUSE_S = 1.0
+"""Between attempts to open a broken watch again."""
+
+
+async def watch(
+    caller: Caller, prefix: str, list_keys: Callable[[str], Awaitable[Listing]]
+) -> AsyncIterator[WatchBatch]:
+    """See `gcore.store.types.Store.watch`. Raises StoreRefused if the user may not read `prefix`."""
+    known: int | None = None
+    pause = FIRST_PAUSE_S
+    refused = False
+    while True:
+        stream: _Stream | None = None
+        try:
+            if known is None:
+                listing = await list_keys(prefix)
+                known = listing.revision
+                yield WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), known, reset=True)
+            stream = await _Stream.open(caller, prefix, known)
+            refused = False
+            while True:
+                batch = await stream.next()
+                known, pause = batch.revision, FIRST_PAUSE_S
+                yield batch
+        except Compacted as error:
+            log.info("what changed under %s since revision %s is gone, it is listed again: %s", prefix, known, error)
+            known = None
+        except _Denied as error:
+            # A token that is no longer valid is refused in the same words as a user who lacks the permission.
+            if refused:
+                raise StoreRefused(f"the store refuses the watch ({error})", fix=_LET_READ) from error
+            refused = True
+            caller.forget_token()
+        except (StoreUnavailable, StreamEnded):
+            await caller.clock.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        finally:
+            if stream is not None:
+                stream.cancel()
+
+
+_LET_READ = "Let the etcd user read these keys"
+
+
+class _Denied(Exception):
+    """etcd cancelled the watch for want of a permission."""
+
+
+class _Stream:
+    """One gRPC stream that carries one watch."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    @classmethod
+    async def open(cls, caller: Caller, prefix: str, known: int) -> _Stream:
+        """Opened behind `known`. Raises Compacted, StoreUnavailable, _Denied, StreamEnded."""
+        if await _revision_now(caller, prefix) < known:
+            raise Compacted(f"the store stands before revision {known}, which it had reached")
+        connection = await caller.connection(caller.timeout_s)
+        call: Any = None
+        try:
+            async with asyncio.timeout(caller.timeout_s):
+                metadata = await caller.metadata(connection, caller.timeout_s)
+                call = connection.watch.Watch(metadata=metadata)
+                create = rpc.WatchCreateRequest(
+                    key=range_begin(prefix), range_end=range_end(prefix), start_revision=known + 1, fragment=True
+                )
+                await call.write(rpc.WatchRequest(create_request=create))
+                stream = cls(call)
+                answer = await stream._read()
+                if not answer.created:
+                    raise StreamEnded("etcd did not acknowledge the watch")
+                return stream
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError, StreamEnded) as error:
+            caller.pool.suspect(connection)
+            caller.forget_token()  # it may be why; a new one costs one call
+            _cancel(call)
+            raise StreamEnded(str(error)) from error
+        except BaseException:
+            _cancel(call)
+            raise
+
+    async def next(self) -> WatchBatch:
+        """The next changes; waits for them. Raises Compacted, _Denied, StreamEnded."""
+        events: list[WatchEvent] = []
+        while True:
+            answer = await self._read()
+            events.extend(watch_event(event) for event in answer.events)
+            # A fragment may end within a revision, and a revision is told whole.
+            if events and not answer.fragment:
+                return WatchBatch(tuple(events), events[-1].kv.mod_revision)
+
+    def cancel(self) -> None:
+        """Let go of it."""
+        _cancel(self._call)
+
+    async def _read(self) -> Any:
+        try:
+            answer = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise StreamEnded(str(error)) from error
+        if answer is grpc.aio.EOF:
+            raise StreamEnded("etcd closed the stream")
+        if answer.canceled:
+            raise _why_cancelled(answer)
+        return answer
+
+
+def _why_cancelled(answer: Any) -> Exception:
+    reason = str(answer.cancel_reason)
+    if answer.compact_revision:
+        return Compacted(reason)
+    if "permission denied" in reason:
+        return _Denied(reason)
+    return StreamEnded(reason)
+
+
+async def _revision_now(caller: Caller, prefix: str) -> int:
+    """The store's revision, linearizable: a member that lags behind asks its leader first."""
+    request = rpc.RangeRequest(key=range_begin(prefix), range_end=range_end(prefix), count_only=True)
+    answer = await caller.call(
+        lambda connection, metadata, within: connection.kv.Range(request, metadata=metadata, timeout=within),
+        repeatable=True,
+    )
+    return int(answer.header.revision)
+
+
+def _cancel(call: Any) -> None:
+    if call is not None:
+        call.cancel()
+
+
+# -------------------- heard
+# How far a store is known to be, by which one that was put back to an older state is found, from a backup, by who lived through it.
+#
+# A read that asks the whole cluster never tells of an older revision than was told before, nor another cluster's number. If it does, what
+# stands there is not what was read: revisions that were compared with mean something else, a watch from a newer one waits in silence, and
+# the own lease may be there still, for a backup has leases too. Whoever finds that begins anew, as after the loss of its lease.
+#
+# Found late, it does no harm that the compares of transactions do not prevent but this: a revision that was given out twice. So a
+# store is put back with everything ended (docs/operations.md); this is for who was forgotten. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The newest of what a store's answers have said of it; zeros: nothing yet."""
+
+    cluster: int = 0
+    revision: int = 0
+
+    @classmethod
+    def of(cls, header: Any) -> Self:
+        """From the header of one answer."""
+        return cls(int(header.cluster_id), int(header.revision))
+
+    def and_now(self, header: Any) -> Self:
+        """With one answer more. An older one, which was long under way or is a lagging member's, changes nothing."""
+        now = type(self).of(header)
+        return now if self.cluster == 0 or (now.cluster == self.cluster and now.revision > self.revision) else self
+
+    def contradicts(self, header: Any) -> bool:
+        """Whether an answer cannot be of the store that was heard, if it is of the whole cluster and was asked for afterwards."""
+        now = type(self).of(header)
+        return self.cluster != 0 and (now.cluster != self.cluster or now.revision < self.revision)
+
 
 TIMEOUT_S = 5.0
 """After so long without an answer a call ends in StoreUnavailable."""
 
+
 PAGE_KEYS = 500
 """Keys per answer of a listing."""
+
 
 SETTLE_S = 0.02
 """How long `close` waits for what it cancelled."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from gcore.clock import Clock
 from gcore.errors import LeaseLost, StoreUnavailable
-from gcore.store.lease_times import LeaseTimes
-from gcore.store.types import Store
+from gcore.store.types import LeaseTimes, Store
+from gcore.system.clock import Clock
 
 TTL_S = 15
+
 
 log = logging.getLogger(__name__)
 

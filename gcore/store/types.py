@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from gcore.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
@@ -144,3 +146,153 @@ class Store(Protocol):
     async def close(self) -> None:
         """Close the connection; leases live on until they end."""
         ...
+
+
+# -------------------- limits
+# What a transaction may hold, checked before it is sent, and the same for every implementation of `Store`.
+#
+# The server refuses what is too big or contradicts itself; here that is a `ValueError` at the caller, with figures. The
+# size is estimated from above, so what passes here is never refused by the server for its size.
+
+MAX_OPERATIONS = 128
+"""etcd's --max-txn-ops: as many compares, and as many writes."""
+
+
+MAX_BYTES = 3 * 512 * 1024
+"""etcd's --max-request-bytes: 1.5 MiB."""
+
+
+MIN_TTL_S = 2
+"""The shortest lease etcd gives at its default election timeout of 1 s; less is raised to it."""
+
+
+_PER_OPERATION = 64  # tags, lengths and numbers of one encoded compare or write take less
+
+
+_PER_REQUEST = 512  # and so does the envelope, the writer's name included
+
+
+def check_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> None:
+    """Raises ValueError if the store would refuse this whatever it holds."""
+    for what, count in (("compares", len(compares)), ("writes", len(writes))):
+        if count > MAX_OPERATIONS:
+            raise ValueError(f"a transaction holds at most {MAX_OPERATIONS} {what}, not {count}")
+    size = request_bytes(compares, writes)
+    if size > MAX_BYTES:
+        raise ValueError(f"a transaction holds at most {MAX_BYTES} bytes, not {size}")
+    if any(not compare.key for compare in compares):
+        raise ValueError("a compare needs a key")
+    _check_overlaps(writes)
+
+
+def request_bytes(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> int:
+    """An upper bound of the encoded request's size in bytes."""
+    size = _PER_REQUEST + sum(_PER_OPERATION + len(compare.key.encode()) for compare in compares)
+    for write in writes:
+        # A prefix delete carries the key twice: the range's begin and its end.
+        size += _PER_OPERATION + 2 * len(write.key.encode()) + (len(write.value) if isinstance(write, Put) else 0)
+    return size
+
+
+def _check_overlaps(writes: Sequence[Put | Delete]) -> None:
+    """No key is put twice, or put and deleted, in one transaction."""
+    put: set[str] = set()
+    for write in writes:
+        if isinstance(write, Put):
+            if not write.key:
+                raise ValueError("a put needs a key")
+            if write.key in put:
+                raise ValueError(f"the transaction puts {write.key!r} twice")
+            put.add(write.key)
+        elif not write.key and not write.prefix:
+            raise ValueError("a delete needs a key")
+    for write in writes:
+        if isinstance(write, Delete):
+            for key in put:
+                if key == write.key or (write.prefix and key.startswith(write.key)):
+                    raise ValueError(f"the transaction puts {key!r} and deletes it")
+
+
+# -------------------- lease_times
+# The times of a lease, and the one inequality that ties them. Pure.
+#
+# A renewal is sent `tick_s` after the last one was answered, is given up after `call_s` without an answer, and the next is sent
+# `retry_s` later. A lease must outlive one renewal that takes its whole time and one that is lost, and the process be held up
+# for `margin_s` besides:
+#
+#     tick_s + 2 · call_s + retry_s + margin_s  <  ttl_s
+#
+# Where it does not hold, one slow answer of the store costs a life: the peers take the shards over, and everything that was
+# made and not sealed is made again. Nothing unsafe follows from that, so this is checked at start and never again.
+
+TICKS_PER_TTL = 3
+
+
+CALLS_PER_TTL = 5
+
+
+MARGINS_PER_TTL = 10
+
+
+LONGEST_RETRY_S = 0.5
+"""Between a renewal that had no answer and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """In seconds. `of` fills in what is not said."""
+
+    ttl_s: int
+    tick_s: float
+    call_s: float
+    margin_s: float
+
+    @classmethod
+    def of(
+        cls, ttl_s: int, *, tick_s: float | None = None, call_s: float | None = None, margin_s: float | None = None
+    ) -> LeaseTimes:
+        """By default parts of the lease's life for which the inequality holds, whatever that is."""
+        return cls(
+            ttl_s,
+            ttl_s / TICKS_PER_TTL if tick_s is None else tick_s,
+            ttl_s / CALLS_PER_TTL if call_s is None else call_s,
+            ttl_s / MARGINS_PER_TTL if margin_s is None else margin_s,
+        )
+
+    @property
+    def retry_s(self) -> float:
+        """From a renewal that had no answer to the next."""
+        return min(LONGEST_RETRY_S, self.ttl_s / MARGINS_PER_TTL)
+
+    @property
+    def needed_s(self) -> float:
+        """What a lease must outlive: the left side of the inequality."""
+        return self.tick_s + 2 * self.call_s + self.retry_s + self.margin_s
+
+    def check(self, where: str) -> LeaseTimes:
+        """These times. Raises UsageError where the inequality does not hold; `where`: who was told them."""
+        if self.needed_s < self.ttl_s:
+            return self
+        raise UsageError(
+            f"a lease of lease_ttl_s = {self.ttl_s} s does not outlive lease_tick_s + 2 x lease_call_s + {self.retry_s:g} s "
+            f"+ lease_margin_s = {self.tick_s:g} + 2 x {self.call_s:g} + {self.retry_s:g} + {self.margin_s:g} = "
+            f"{self.needed_s:g} s, so one slow answer of the store would end it",
+            where=where,
+            fix="Raise lease_ttl_s, or lower the others; left out, they fit",
+        )
+
+
+# -------------------- standing
+# What a member of the store says of its own size, and of alarms. For people and alerts; nothing is decided by it.
+
+ALARMS = ("NOSPACE", "CORRUPT")
+"""What etcd may raise; under the first it takes no write."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStanding:
+    """One member's."""
+
+    database_bytes: int
+    in_use_bytes: int
+    alarms: frozenset[str] = frozenset()

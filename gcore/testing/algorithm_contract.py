@@ -17,14 +17,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gcore.config.base import Option
-from gcore.config.explain import explain
+from gcore.config.base import Option, explain
 from gcore.config.train import TrainSpec
-from gcore.testing.contract import ContractBroken
-from gcore.train.own import own_advantage, own_loss
+from gcore.testing.contracts import ContractBroken
+from gcore.train.loss import own_advantage, own_loss
 
 OUTCOMES = ((1.0, 0.0, 1.0, 2.0, 0.5, -1.0), (0.0,) * 6, (1e6, -1e6, 3.0, 0.25, 0.25, 0.25))
+
+
 GROUPS = (0, 0, 0, 1, 1, 1)
+
+
 TOLERANCE = 1e-9
 
 

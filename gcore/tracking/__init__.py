@@ -1,1 +1,1 @@
-"""Reading a run: its numbers as JSON lines in its folder, and what takes them from there to trackers."""
+"""Alias until 0.3: daemons start a program of this name with `python -m`."""

@@ -1,6 +1,6 @@
-"""`python -m gcore.tracking`: one tracker's process, started by a controller."""
+"""`python -m gcore.tracking`: one experiment tracker; started by a controller."""
 
-from gcore.tracking.process import main
+from gcore.observability.tracking import main
 
 if __name__ == "__main__":
     main()

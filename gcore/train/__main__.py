@@ -1,6 +1,7 @@
 """`python -m gcore.train`: a train rank under its supervisor."""
 
-from gcore.clock import SystemClock
-from gcore.train.serving import main
+from gcore.system.clock import SystemClock
+from gcore.train.rank.main import main
 
-main(SystemClock())
+if __name__ == "__main__":
+    main(SystemClock())

@@ -15,15 +15,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gcore.config.spec import TrainSpec
+from gcore.config.train import TrainSpec
 from gcore.ledger.balance import SampleSlot
-from gcore.train.algorithms.advantages import group_advantages
-from gcore.train.algorithms.returns import at_last_token, discounted, gae
-from gcore.train.algorithms.shaping import less_kl
-from gcore.train.algorithms.whitening import Moments, whitened
-from gcore.train.batch import MicroBatch
-from gcore.train.cut_step import Place, Step
-from gcore.train.own import OwnAdvantage
+from gcore.train.algorithms.advantages import (
+    Moments,
+    at_last_token,
+    discounted,
+    gae,
+    group_advantages,
+    less_kl,
+    whitened,
+)
+from gcore.train.batching import MicroBatch, Place, Step
+from gcore.train.loss import OwnAdvantage
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
 """Outcomes [n] float64 and the numbers of their groups [n] int64, to advantages [n]."""
@@ -35,25 +39,6 @@ class Summing(Protocol):
     def sum(self, values: Sequence[float]) -> list[float]:
         """Their sum."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ValueTargets:
-    """By micro-batch: advantages against the critic's values, and the returns that it is fitted to; [b, w] float64."""
-
-    advantages: dict[Place, Tensor]
-    returns: dict[Place, Tensor]
-
-
-def value_targets(
-    step: Step, train: TrainSpec, values: Mapping[Place, Tensor], penalties: Mapping[Place, Tensor]
-) -> ValueTargets:
-    """By GAE from the values before each token [b, w]; 0 where nothing is computed. `penalties` as in `advantages`."""
-    found, returns = {}, {}
-    for place in step.places():
-        rewards, scored = _token_rewards(step, place, penalties), step.at(place).scored
-        found[place], returns[place] = gae(rewards, values[place], scored, gamma=train.gamma, lam=train.gae_lambda)
-    return ValueTargets(found, returns)
 
 
 def advantages(
@@ -88,6 +73,25 @@ def advantages(
         case name:
             assert own is not None, name
             return _spread(step, _by_group(step, own, penalties, over_ranks))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueTargets:
+    """By micro-batch: advantages against the critic's values, and the returns that it is fitted to; [b, w] float64."""
+
+    advantages: dict[Place, Tensor]
+    returns: dict[Place, Tensor]
+
+
+def value_targets(
+    step: Step, train: TrainSpec, values: Mapping[Place, Tensor], penalties: Mapping[Place, Tensor]
+) -> ValueTargets:
+    """By GAE from the values before each token [b, w]; 0 where nothing is computed. `penalties` as in `advantages`."""
+    found, returns = {}, {}
+    for place in step.places():
+        rewards, scored = _token_rewards(step, place, penalties), step.at(place).scored
+        found[place], returns[place] = gae(rewards, values[place], scored, gamma=train.gamma, lam=train.gae_lambda)
+    return ValueTargets(found, returns)
 
 
 def _by_group(

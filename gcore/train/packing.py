@@ -21,13 +21,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gcore.ledger.balance import SampleSlot, StepLayout, sample_cost
-from gcore.ledger.records import Seal
+from gcore.ledger.records.chain import Seal
 
 Packing = Literal["packed", "bucketed"]
+
+
 PADDING = 25
 """At most one token in so many of a rectangle is padding."""
+
+
 COST_STEPS = 16
 """The cost that micro-batches stay below is found to one part in so many."""
+
+
+def length(seal: Seal, slot: SampleSlot) -> int:
+    """Prompt and response of a sample, in tokens."""
+    group = seal.groups[slot.group]
+    return group.prompt_tokens + group.response_tokens[slot.sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +138,6 @@ def even_cut(seal: Seal, slots: list[SampleSlot], cutting: Cutting, count: int) 
 def is_masked(seal: Seal, slot: SampleSlot) -> bool:
     """Whether the tokens of a sample are left out of the loss."""
     return slot.sample in seal.groups[slot.group].masked
-
-
-def length(seal: Seal, slot: SampleSlot) -> int:
-    """Prompt and response of a sample, in tokens."""
-    group = seal.groups[slot.group]
-    return group.prompt_tokens + group.response_tokens[slot.sample]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,39 +22,175 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gcore.clock import Clock
-from gcore.fault_points import At, point
-from gcore.ledger.records import Seal
+from gcore.config.spec import SamplesSpec
+from gcore.ledger.records.chain import Seal
+from gcore.observability import samples as folder
+from gcore.observability.samples import KeptAdvantage, chosen
+from gcore.system.clock import Clock
+from gcore.system.fault_injection import At, point
 from gcore.train.advantages import advantages
-from gcore.train.algorithms.kl import kl_estimate
-from gcore.train.algorithms.schedule import learning_rate
-from gcore.train.batch import LogitsOf, MicroBatch, Scores, score
-from gcore.train.collective import Collective
-from gcore.train.copying import Copier
-from gcore.train.counted import Trained, trained
-from gcore.train.critique import CriticStep, Critique
-from gcore.train.cut_step import Known, Place, Step, cut_step
-from gcore.train.feed_state import PartWork, Work, parts_left
-from gcore.train.launch import RankLaunch
-from gcore.train.loss import Losses, Targets
-from gcore.train.memory import REMEDIES, explained
+from gcore.train.algorithms.losses import kl_estimate
+from gcore.train.algorithms.schedules import learning_rate
+from gcore.train.backends.distributed import Collective
+from gcore.train.batching import Known, LogitsOf, MicroBatch, Place, Scores, Step, cut_step, score
+from gcore.train.checkpoint.replicas import Copier
+from gcore.train.checkpoint.run_files import CHECKPOINT, ReceiptBook
+from gcore.train.checkpoint.writer import Progress, Saver
+from gcore.train.critic import CriticStep, Critique
+from gcore.train.hf_models import REMEDIES, explained
+from gcore.train.loss import Losses, Targets, own_advantage
+from gcore.train.metrics import Tally
 from gcore.train.models import Models
-from gcore.train.own import own_advantage
-from gcore.train.receipts import ReceiptBook
-from gcore.train.report import PhaseTimer, StepResult
-from gcore.train.saving import Progress, Saver
-from gcore.train.shown import show_advantages
-from gcore.train.streamed import Streamed
-from gcore.train.tally import Tally
-from gcore.train.writing import CHECKPOINT
+from gcore.train.rank.feed import PartWork, Work, parts_left
+from gcore.train.rank.launch import PhaseTimer, RankLaunch, StepResult
 from gcore.types import Version
+
+# -------------------- counted
+# Which tokens each update of a step trains, and how many they are over all ranks.
+#
+# They are those of the responses that are not masked, which every rank knows from the seal; less those that the correction
+# leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their whitening are of the
+# responses as they are: what is left out is not trained, but it was answered.
+
+
+class Summing(Protocol):
+    """Of each number over the ranks; a collective."""
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Their sum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Of an update, over all ranks: trained tokens, and sequences with at least one."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """`masks` [b, w] bool by micro-batch of this rank, `counts` by mini-batch."""
+
+    masks: Mapping[Place, Tensor]
+    counts: tuple[Count, ...]
+
+
+def trained(step: Step, losses: Losses, old: Mapping[Place, Tensor], over_ranks: Summing) -> Trained:
+    """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective."""
+    counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
+    if not losses.drops:
+        return Trained({place: step.at(place).mask for place in step.places()}, tuple(counts))
+    masks = {place: losses.kept(step.at(place), old[place]) for place in step.places()}
+    lost = [[0.0, 0.0] for _ in counts]
+    for place, mask in masks.items():
+        before = step.at(place).mask
+        lost[place.mini_batch][0] += int(before.sum() - mask.sum())
+        lost[place.mini_batch][1] += int((before.any(dim=1) & ~mask.any(dim=1)).sum())
+    everywhere = iter(over_ranks.sum([number for pair in lost for number in pair]))
+    left = [Count(c.tokens - int(next(everywhere)), c.sequences - int(next(everywhere))) for c in counts]
+    return Trained(masks, tuple(left))
+
+
+# -------------------- streamed
+# What a rank has of a streamed step while its parts come: everything but the update, which waits for the last of them.
+#
+# Gradients add up under a divisor that is only a guess, the same on every rank: the first part's own. The true one is known when
+# the batch is closed, and gradients and loss are multiplied by the one over the other once, before they are clipped. Guessed or
+# not makes no difference to float32 or bfloat16, which keep their precision at any size; it only must not overflow.
+#
+# It is dropped with its process: a part that a rank has begun is READY, and then there is only the step's end or another world.
+
+
+@dataclass
+class Streamed:
+    """The parts of one step so far."""
+
+    timer: PhaseTimer
+    tally: Tally
+    tokens: int = 0
+    sequences: int = 0
+    provisional: float = 0.0
+    """What losses are divided by; 0: nothing was trained yet."""
+    flushed: bool = False
+    """Whether the gradients of the last part are with the optimizer."""
+    steps: list[Step] = field(default_factory=list)
+    """Kept only where the step's samples are shown to people, like `advantages`."""
+    advantages: dict[Place, Tensor] = field(default_factory=dict)
+
+    def add(self, count: Count, losses: Losses) -> None:
+        """What one more part trains, over all ranks."""
+        self.tokens += count.tokens
+        self.sequences += count.sequences
+        if not self.provisional and count.tokens:
+            self.provisional = losses.denominator(tokens=count.tokens, sequences=count.sequences)
+
+    def keep(self, step: Step, advantages: dict[Place, Tensor]) -> None:
+        """A part, for people."""
+        number = len(self.steps)
+        self.steps.append(step)
+        self.advantages |= {Place(number, place.micro_batch): value for place, value in advantages.items()}
+
+    def whole(self, work: Work) -> Step:
+        """All parts that were kept, as one step."""
+        plans = tuple(plan for step in self.steps for plan in step.plans)
+        batches = tuple(batch for step in self.steps for batch in step.batches)
+        groups = {digest: group for step in self.steps for digest, group in step.work.groups.items()}
+        return Step(replace(work, groups=groups, begun=0), plans, batches)
+
+    def factor(self, losses: Losses, padding_scale: float) -> float:
+        """What gradients and loss are to be multiplied by."""
+        return self.provisional / (losses.denominator(tokens=self.tokens, sequences=self.sequences) * padding_scale)
+
+
+# -------------------- shown
+# Advantages for people: each rank writes those of its samples that are kept for `gcore samples`.
+#
+# A disk that takes nothing is logged; the step goes on. What is written is what the updates used, before any is made.
+
+log = logging.getLogger(__name__)
+
+
+def show_advantages(run_dir: Path, spec: SamplesSpec, step: Step, advantages: Mapping[Place, Tensor]) -> None:
+    """Write them down if the step's samples are kept. `advantages`: [b, 1] or [b, w] by micro-batch."""
+    token = step.work.seal.token
+    if not spec.due(token.step):
+        return
+    wanted = {group.digest for group in chosen(step.work.seal, spec.groups)}
+    found = list(_advantages(step, advantages, wanted))
+    try:
+        folder.write(run_dir, Version(token.lineage, token.step), folder.advantages_name(step.work.rank), found)
+    except OSError as error:
+        log.warning("the advantages of step %d are not kept: %s", token.step, error)
+
+
+def _advantages(step: Step, advantages: Mapping[Place, Tensor], wanted: set[str]) -> Iterator[KeptAdvantage]:
+    for place in step.places():
+        batch, values = step.at(place), advantages[place].detach()
+        for row, slot in enumerate(batch.slots):
+            digest = step.work.seal.groups[slot.group].digest
+            scored = batch.scored[row]
+            if digest not in wanted or not bool(scored.any()):
+                continue
+            own = values[row].expand(scored.shape)[scored].double()
+            least, most = float(own.min()), float(own.max())
+            mean = float(own.mean())
+            if least == most:
+                yield KeptAdvantage(digest=digest, sample=slot.sample, mean=least)
+            else:
+                yield KeptAdvantage(digest=digest, sample=slot.sample, mean=mean, least=least, most=most)
+
 
 Tell = Callable[[str], None]
 """Told the phase whenever there is progress."""

@@ -1,1 +1,4 @@
-"""Workers: the processes that compute, each under a small supervisor of its own."""
+"""A worker: an engine or a train rank under its supervisor, which outlives the controller that started it.
+
+`lifecycle` is the pure state machine, `supervisor` runs it, `control` is the line to the child, `main` the program. `sandbox` runs foreign code.
+"""

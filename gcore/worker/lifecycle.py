@@ -23,43 +23,297 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from gcore.worker.events import (
-    ChildEnded,
-    ChildFailed,
-    ChildListens,
-    ChildProgressed,
-    ChildServes,
-    ChildStarted,
-    Event,
-    Instruction,
-    KillChild,
-    Leave,
-    LineClosed,
-    Looked,
-    NodeRead,
-    NodeWatched,
-    PublishRendezvous,
-    ReadNode,
-    Refused,
-    Registered,
-    RendezvousKnown,
-    Shown,
-    StartChild,
-    StopAsked,
-    StoreSeen,
-    TellRendezvous,
-    TellStop,
-)
 from gcore.worker.records import LaunchSpec, WorkerState
-from gcore.worker.watchdog import LOADING, Hung, Watchdog
 
-STOPPED = 0
+# -------------------- events
+# What can happen to a worker, and what its supervisor can do about it. The two vocabularies of `gcore.worker.lifecycle`.
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The registration stands in the store (for the first time, or again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The registration cannot be made, now or later: another has the rank, or the world is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The store shows `state` now."""
+
+    state: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSeen:
+    """Whether the store answers."""
+
+    answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWatched:
+    """The watch shows whether the node has a controller: a hint."""
+
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRead:
+    """A read of the store shows whether the node has a controller."""
+
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousKnown:
+    """Rank 0 of the world listens at `address`."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStarted:
+    """The child runs."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildServes:
+    """The child answers at `address`."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChildListens:
+    """The child, rank 0, waits for the other ranks at `address`."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProgressed:
+    """The child tells how far it is."""
+
+    phase: str
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildFailed:
+    """The child says that it failed, and will end; or could not be started, or understood."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineClosed:
+    """The child closed its control line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnded:
+    """The child's process has ended. `how`: one sentence, e.g. with its exit code and last words."""
+
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """The worker shall go."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Time has passed. `stopped`: the child's process was seen stopped by a signal."""
+
+    stopped: bool = False
+
+
+Event = (
+    Registered
+    | Refused
+    | Shown
+    | StoreSeen
+    | NodeWatched
+    | NodeRead
+    | RendezvousKnown
+    | ChildStarted
+    | ChildServes
+    | ChildListens
+    | ChildProgressed
+    | ChildFailed
+    | LineClosed
+    | ChildEnded
+    | StopAsked
+    | Looked
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartChild:
+    """Start the child and give it its launch document."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellStop:
+    """Tell the child to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellRendezvous:
+    """Tell the child where rank 0 listens."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRendezvous:
+    """Write where this rank 0 listens; once."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillChild:
+    """SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNode:
+    """Read whether the node has a controller, and say so with `NodeRead`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Revoke the lease and end with `code`."""
+
+    code: int
+
+
+Instruction = StartChild | TellStop | TellRendezvous | PublishRendezvous | KillChild | ReadNode | Leave
+
+
+# -------------------- watchdog
+# When is a child that still lives a hung one? Pure.
+#
+# A child tells its phase and a number that grows whenever it gets anywhere. A phase of work in which the number stands
+# still for `limit_s` is a hang: collective libraries wait without end for a rank that is gone, and no time-out inside
+# the process can be trusted. Phases that wait for work (`PATIENT`) may last for ever; loading has a limit of its own. A
+# child that was stopped by a signal (SIGSTOP) hangs in any phase, for it would not take work either.
+#
+# Does not decide what follows from a hang, and reads no clock.
+
+PATIENT = frozenset({"waiting"})
+
+
+LOADING = "loading"
+
+
+STOPPED = "stopped by a signal"
+"""The phase named in the verdict on a child in process state T."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Nothing is wrong. `until`: the monotonic second at which it would be, if nothing is heard; None: never."""
+
+    until: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """No progress in `phase` since the monotonic second `since`."""
+
+    phase: str
+    since: float
+
+    def reason(self, now: float) -> str:
+        """The verdict as a sentence for people."""
+        return f"no progress in phase {self.phase!r} for {now - self.since:.0f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Watchdog:
+    """What is known of the child's progress. Times are monotonic seconds.
+
+    `since`: when `phase` was entered or `progress` last changed. `stopped_since`: from when on it was seen stopped.
+    """
+
+    limit_s: float
+    loading_limit_s: float
+    phase: str
+    since: float
+    progress: int = 0
+    stopped_since: float | None = None
+
+    def note(self, phase: str, progress: int, now: float) -> Watchdog:
+        """The child was heard. The same phase with the same number is no progress."""
+        if phase == self.phase and progress == self.progress:
+            return self
+        return replace(self, phase=phase, progress=progress, since=now)
+
+    def note_stopped(self, *, stopped: bool, now: float) -> Watchdog:
+        """Whether the child's process was just seen stopped by a signal."""
+        if stopped == (self.stopped_since is not None):
+            return self
+        return replace(self, stopped_since=now if stopped else None)
+
+    @property
+    def due(self) -> float | None:
+        """The monotonic second from which on the verdict is `Hung`, if nothing is heard; None: never."""
+        return min((suspicion.at for suspicion in self._suspicions()), default=None)
+
+    def verdict(self, now: float) -> Alive | Hung:
+        """Whether it hangs, as of `now`."""
+        hung = next((suspicion.hung for suspicion in self._suspicions() if suspicion.at <= now), None)
+        return hung or Alive(self.due)
+
+    def _suspicions(self) -> list[_Suspicion]:
+        return [suspicion for suspicion in (self._stopped(), self._stalled()) if suspicion is not None]
+
+    def _stopped(self) -> _Suspicion | None:
+        if self.stopped_since is None:
+            return None
+        return _Suspicion(self.stopped_since + self.limit_s, Hung(STOPPED, self.stopped_since))
+
+    def _stalled(self) -> _Suspicion | None:
+        if self.phase in PATIENT:
+            return None
+        limit = self.loading_limit_s if self.phase == LOADING else self.limit_s
+        return _Suspicion(self.since + limit, Hung(self.phase, self.since))
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """If nothing is heard, the verdict is `hung` from `at` on."""
+
+    at: float
+    hung: Hung
+
+
+LIFECYCLE_STOPPED = 0
+
+
 FAILED = 1
+
 
 LINE_GRACE_S = 5.0
 """Between a child's farewell (failed, or its line closed) and its end; then it is killed."""
+
+
 OVERSLEPT_S = 2.0
 """Who acts later than this after it meant to was itself paused, and must not blame the child for the gap."""
+
+
 SHOW_LIMIT_S = 60.0
 """How long a failure waits for the store to take it: what fails with the store, of a full disk, would never be told."""
 
@@ -254,7 +508,7 @@ def _stop(life: Life, why: str, now: float) -> Decision:
     life = replace(life, state="stopping", reason=why, kill_at=now + grace_s)
     if life.child is Child.RUNNING:
         return Decision(life, (TellStop(),))
-    return Decision(replace(life, left=True), (Leave(STOPPED),))
+    return Decision(replace(life, left=True), (Leave(LIFECYCLE_STOPPED),))
 
 
 def _fail(life: Life, reason: str, now: float, *, grace_s: float) -> Decision:
@@ -279,7 +533,7 @@ def _linger(life: Life, now: float) -> Life:
 def _ended(life: Life, how: str, now: float) -> Decision:
     life = replace(life, child=Child.ENDED, watchdog=None)
     if life.state == "stopping":
-        return Decision(replace(life, left=True), (Leave(STOPPED),))
+        return Decision(replace(life, left=True), (Leave(LIFECYCLE_STOPPED),))
     if life.state == "failed":
         return Decision(_linger(life, now))
     return _fail(life, how, now, grace_s=0.0)

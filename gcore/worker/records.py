@@ -13,9 +13,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from gcore.schema import Record
 from gcore.store.reference import StoreRef
-from gcore.worker.process import ProcessId
+from gcore.system.process import ProcessId
 
 Role = Literal["rollout", "reward", "train"]
+
+
 WorkerState = Literal["starting", "serving", "failed", "stopping"]
 
 

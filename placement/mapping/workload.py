@@ -7,20 +7,198 @@ its longest, what takes time at its mean.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from gcore.config import JobSpec
-from gcore.config.judges import JudgeSpec
-from gcore.config.sources import training_sources
-from placement.mapping.shapes import ModelShape
+from gcore.config.data import training_sources
+from gcore.config.reward import JudgeSpec
+from gcore.config.spec import JobSpec
+from gcore.errors import DataError, did_you_mean
+from gcore.ledger.records.cluster import ConfigValue
+from placement.mapping.cluster import Cluster
+from placement.slots import Bounds, Split, counted, feasible
+
+# -------------------- shapes
+# How large a model is, from its configuration alone: parameters, the cache of a token, operations. Pure.
+#
+# Counts are exact for the architectures named in `KNOWN`, which are the decoders of one kind: norms of one vector, a gated
+# feed-forward layer, grouped heads. Others are refused, not guessed: a wrong count would look like a right one.
+#
+# Does not read files and does not know transformers; what a configuration leaves out is as transformers takes it.
+
+KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+
+
+QWEN3_HEAD_DIM = 128
+"""Of a qwen3 whose configuration names none."""
+
+
+MOST = 1 << 24
+"""No size in a configuration is larger; a product of a few stays a number that can be printed."""
+
+
+READ = (
+    "model_type",
+    "hidden_size",
+    "num_attention_heads",
+    "head_dim",
+    "num_key_value_heads",
+    "attention_bias",
+    "vocab_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "mlp_bias",
+)
+"""What of a configuration `shape_of` looks at."""
+
+
+LONGEST_WORD = 64
+"""Characters of a value that is kept; a longer one is wrong, and is told so by its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder. `qkv_biases`, `output_bias`, `mlp_biases`: whether the matrices have biases; `head_norms`: norms of queries and keys.
+
+    `outputs`: rows of the output layer, the vocabulary of a language model, 1 of a critic or a classifier; `tied`: it is the
+    embedding's own matrix.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    context: int
+    tied: bool = False
+    qkv_biases: bool = False
+    output_bias: bool = False
+    mlp_biases: bool = False
+    head_norms: bool = False
+    outputs: int = 0
+    head_bias: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        count = self.width * (2 * queries + 2 * keys) + 3 * self.width * self.inner + 2 * self.width
+        count += (queries + 2 * keys) * self.qkv_biases + self.width * self.output_bias
+        count += (2 * self.inner + self.width) * self.mlp_biases
+        return count + 2 * self.head_dim * self.head_norms
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output layer, whether or not they are the embedding's."""
+        return self.outputs * self.width + self.outputs * self.head_bias
+
+    @property
+    def parameters(self) -> int:
+        """All, a tied matrix once."""
+        body = self.vocabulary * self.width + self.layers * self.layer_parameters + self.width
+        return body + (0 if self.tied else self.head_parameters)
+
+    @property
+    def computing(self) -> int:
+        """Parameters that a token is multiplied with: the embedding is only looked up, the output layer is not left out."""
+        return self.layers * self.layer_parameters + self.head_parameters
+
+    @property
+    def cache_numbers(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def with_one_output(self, *, bias: bool) -> ModelShape:
+        """The same body with a head of one number: a critic, a classifier."""
+        return replace(self, tied=False, outputs=1, head_bias=bias)
+
+
+def shape_of(config: Mapping[str, Any], *, where: str) -> ModelShape:
+    """`config`: a model's config.json. Raises DataError for an architecture that is not known, or a size that is none."""
+    kind = config.get("model_type")
+    if kind not in KNOWN:
+        if not config:
+            what = "no model's configuration (config.json) can be read here"
+        else:
+            what = f"the sizes of an architecture {kind!r} are not known{did_you_mean(str(kind), KNOWN)}"
+        raise DataError(what, where=where, fix=f"Name a model of one of these: {', '.join(KNOWN)}")
+    read = _Reading(config, where)
+    width, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    head_dim = read.size("head_dim", QWEN3_HEAD_DIM if kind == "qwen3" else max(1, width // heads))
+    kv_heads = read.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise DataError(
+            f"{heads} heads cannot share {kv_heads} of keys and values",
+            where=where,
+            fix="Correct num_key_value_heads in config.json",
+        )
+    biased = read.truth("attention_bias") and kind in ("llama", "qwen3")
+    vocabulary = read.size("vocab_size")
+    return ModelShape(
+        layers=read.size("num_hidden_layers"),
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        inner=read.size("intermediate_size"),
+        vocabulary=vocabulary,
+        context=read.size("max_position_embeddings", 2048),
+        tied=read.truth("tie_word_embeddings"),
+        qkv_biases=biased or kind == "qwen2",
+        output_bias=biased,
+        mlp_biases=read.truth("mlp_bias") and kind == "llama",
+        head_norms=kind == "qwen3",
+        outputs=vocabulary,
+    )
+
+
+def sizes_in(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
+    """What of `config` is to be kept, so that `shape_of` says of it what it says of the whole: short, whatever stands there."""
+    kept: dict[str, ConfigValue] = {}
+    for name in READ:
+        value = config.get(name)
+        plain = isinstance(value, bool | str) or (isinstance(value, int) and abs(value) <= MOST)
+        if value is not None:
+            kept[name] = value if plain and len(str(value)) <= LONGEST_WORD else str(value)[:LONGEST_WORD]
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    config: Mapping[str, Any]
+    where: str
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST:
+            said = "is missing" if value is None else f"is {str(value)[:40]!r}"
+            raise DataError(
+                f"config.json: {name} {said}, and should be a whole number from 1 to {MOST}",
+                where=self.where,
+                fix="Copy or download the model again",
+            )
+        return value
+
+    def truth(self, name: str) -> bool:
+        return self.config.get(name) is True
+
 
 SGLANG_SHARE = 0.5
 """Of a GPU's memory that SGLang takes at its start, weights and cache together, unless `engine_args` say otherwise."""
+
+
 LONGEST_GUESSED = 512
 """Tokens of a prompt where the spec bounds them by nothing smaller."""
+
+
 CHARACTERS_OF_A_TOKEN = 4
 """Of what a judge's template says in words of its own."""
 
@@ -238,4 +416,120 @@ def _training(spec: JobSpec, shapes: Shapes, lengths: Lengths, longest: int) -> 
         mini_batches=train.mini_batches,
         epochs=train.epochs,
         forwards=recomputed + (train.kl_coef > 0),
+    )
+
+
+# -------------------- ways
+# The ways in which a job's pools can lie on the slots of a cluster, before anybody asks whether they fit. Pure.
+#
+# A replica spans 1, 2, 4 or more slots of one node, so many that its heads can be divided; pools lie side by side (co-existing), or all
+# slots go through the phases together (co-located), with every model awake, or with those asleep whose turn it is not.
+
+FEW = 64
+"""So many slots and fewer are shared out in every way; more of them in about `GRID` sizes of each pool."""
+
+
+GRID = 24
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Way:
+    """One of them. `rollout_size`, `reward_size`: slots of a replica; `ranks`: train ranks, a slot each; `asleep`: co-located, and
+    who is not at work sleeps; `starts`: whether the spec's engines can span so many slots, which SGLang's alone can."""
+
+    split: Split
+    rollout_size: int
+    reward_size: int
+    asleep: bool
+    starts: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """Train ranks."""
+        return self.split.train
+
+    def __str__(self) -> str:
+        spans = []
+        if self.rollout_size > 1:
+            spans.append(f"rollout engines over {self.rollout_size}")
+        if self.reward_size > 1:
+            spans.append(f"judges over {self.reward_size}")
+        if self.split.mode == "colocated":
+            turns = "memory in turns" if self.asleep else "memory kept"
+            slots, ranks = counted(self.split.rollout, "slot"), counted(self.ranks, "rank")
+            return ", ".join([f"co-located: {slots} in turn, {ranks}, {turns}", *spans])
+        reward = f", {self.split.reward} reward" if self.split.reward else ""
+        return ", ".join([f"co-existing: {self.split.rollout} rollout{reward}, {self.split.train} train", *spans])
+
+
+def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
+    """All of them, in an order of its own. Where memory is the host's, nothing is gained by sleeping, so it is not tried unasked."""
+    slots, judged = cluster.slots, bool(workload.judges)
+    trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
+    turns = workload.turns if cluster.device.is_gpu else workload.turns[:1]
+    reward_sizes = _spans(cluster, [judge.shape for judge in workload.judges]) if judged else (1,)
+    for rollout_size in _spans(cluster, [workload.rollout.shape]):
+        for reward_size in reward_sizes:
+            starts = _starts(workload, rollout_size, reward_size)
+            bounds = Bounds(slots, rollout_size, reward_size, trains, judged, colocated=False)
+            for split in _splits(bounds):
+                yield Way(split, rollout_size, reward_size, False, starts)
+            if slots < max(rollout_size, reward_size):
+                continue
+            rollout, reward = (slots // size * size for size in (rollout_size, reward_size))
+            for train in trains:
+                split = Split("colocated", rollout, reward if judged else 0, train)
+                for asleep in turns:
+                    yield Way(split, rollout_size, reward_size, asleep, starts)
+
+
+def ways_within(bounds: Bounds, workload: Workload, *, gpu: bool) -> Iterator[Way]:
+    """Those in which a job can be begun as its spec stands: within `bounds`, and on shared slots the memory had as it would be, which is
+    in turns on GPUs where the spec leaves it open."""
+    asleep = workload.turns[-1 if gpu else 0]
+    for split in _splits(bounds):
+        yield Way(split, bounds.rollout_size, bounds.reward_size, asleep if split.mode == "colocated" else False)
+
+
+def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
+    wide = [workload.rollout] * (rollout_size > 1) + list(workload.judges) * (reward_size > 1)
+    return all(served.engine == "sglang" for served in wide)
+
+
+def _splits(bounds: Bounds) -> Iterator[Split]:
+    """Those of `feasible`; on many slots only those with one of the numbers of judges that are tried, without counting through the rest:
+    of a hundred thousand slots there are a billion."""
+    if bounds.slots <= FEW or not bounds.judged:
+        yield from feasible(bounds)
+        return
+    together = bounds.all_together()
+    if together is not None:
+        yield together
+    for train in bounds.sizes():
+        left = bounds.slots - train
+        for judges in _sizes(bounds.slots):
+            reward = judges * bounds.reward_size
+            rollout = (left - reward) // bounds.rollout_size * bounds.rollout_size
+            if rollout > 0 and left - reward - rollout < bounds.reward_size:
+                yield Split("coexisting", rollout, reward, train)
+
+
+def _sizes(most: int) -> tuple[int, ...]:
+    """Sizes that a pool may have: every one up to `FEW`, beyond that about `GRID` of them, powers of two among them."""
+    if most <= FEW:
+        return tuple(range(1, most + 1))
+    powers = {1 << n for n in range(most.bit_length()) if 1 << n <= most}
+    even = {max(1, round(most * n / GRID / 8) * 8) for n in range(1, GRID + 1)}
+    return tuple(sorted(size for size in powers | even | {most} if size <= most))
+
+
+def _spans(cluster: Cluster, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
+    """Slots that a replica of each of these models may span: within a node, and by which the heads can be divided."""
+    if not cluster.device.is_gpu:
+        return (1,)
+    return tuple(
+        size
+        for size in (1 << n for n in range(cluster.smallest_node.bit_length()))
+        if all(kind.accelerators % size == 0 for kind in cluster.nodes)
+        and all(shape.heads % size == 0 and shape.kv_heads % size == 0 for shape in shapes)
     )

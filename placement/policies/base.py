@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
-from placement.measured import Measured
-from placement.split import Bounds, Split
+from gcore.plugins import PluginKind, find_plugin
+from placement.measurements import Measured
+from placement.slots import SINGLE, Bounds, Sizes, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +68,33 @@ class Policy(Protocol):
     def plan(self, situation: Situation) -> Decision:
         """The next step's."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`,
+    `reward_rows`: requests that an engine runs at once, at most; `sizes`: slots of an engine."""
+
+    first: Split
+    rollout_rows: int
+    reward_rows: int
+    sizes: Sizes = SINGLE
+
+
+class NewPolicy(Protocol):
+    """Makes a policy."""
+
+    def __call__(self, start: Start) -> Policy:
+        """For one job, on one controller."""
+        ...
+
+
+# -------------------- named
+# Placement policies by the name that a spec gives: gcore's own, and those of other packages, as entry points. Pure but for that.
+
+KIND = PluginKind("placement policy", "gcore.placement", "placement.policy")
+
+
+def find_policy(name: str) -> NewPolicy:
+    """What makes the policy. Raises PluginFault."""
+    return cast(NewPolicy, find_plugin(KIND, name))

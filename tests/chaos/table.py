@@ -36,8 +36,8 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
 from benchmarks.harness import RESULTS, circumstances  # noqa: E402
-from gcore.atomic import whole_file  # noqa: E402
-from gcore.store.binary import EtcdBinary, find_etcd  # noqa: E402
+from gcore.store.etcd import EtcdBinary, find_etcd  # noqa: E402
+from gcore.system.files import whole_file  # noqa: E402
 
 FOLDER = ROOT / ".cache" / "chaos"
 MOMENTS = 5

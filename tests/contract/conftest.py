@@ -8,9 +8,7 @@ import pytest
 from engine_contract import CHAT_TEMPLATE, CONTEXT, FIRST, SLOTS, Serving
 
 from gcore.rollout.client import EngineClient
-from gcore.testing.engine_process import engine_process
-from gcore.testing.sglang_process import SglangProcess
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.models import SglangProcess, engine_process, make_tiny_model
 
 ENGINES = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
 TIMEOUT_S = 120

@@ -20,9 +20,7 @@ from transformers import AutoModelForSequenceClassification
 
 from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.testing.engine_process import engine_process
-from gcore.testing.sglang_process import SglangProcess
-from gcore.testing.tiny_model import VOCABULARY, make_tiny_classifier
+from gcore.testing.models import VOCABULARY, SglangProcess, engine_process, make_tiny_classifier
 from gcore.types import Version
 
 CONTEXT = 2000

@@ -6,12 +6,12 @@ import httpx
 import pytest
 from engine_contract import Serving, chosen, plain_logprobs
 
-from gcore.agents.asked import Rules
-from gcore.agents.endpoint import Endpoint
-from gcore.agents.served import Limits, Served
-from gcore.clock import SystemClock
-from gcore.prompts.render import PromptRenderer
+from gcore.data.renderer import PromptRenderer
+from gcore.rollout.agents.chat_protocol import Rules
+from gcore.rollout.agents.server import Endpoint
+from gcore.rollout.agents.session import Limits, Served
 from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.system.clock import SystemClock
 from gcore.types import Sample
 
 TURNS, EACH = 3, 7

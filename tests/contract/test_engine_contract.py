@@ -28,9 +28,7 @@ from engine_contract import (
 )
 
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.testing.engine_process import engine_process
-from gcore.testing.sglang_process import SglangProcess
-from gcore.testing.tiny_model import EOS, VOCABULARY, make_tiny_model
+from gcore.testing.models import EOS, VOCABULARY, SglangProcess, engine_process, make_tiny_model
 from gcore.types import Sample, Version
 
 FIRST = Version(0, 0)

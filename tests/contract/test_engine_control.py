@@ -26,8 +26,7 @@ from engine_contract import (
 
 from gcore.errors import EngineError
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.testing.engine_process import engine_process
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.models import engine_process, make_tiny_model
 from gcore.types import Version
 
 TORCH_ONLY = pytest.mark.parametrize("serving", ["torch"], indirect=True)

@@ -27,7 +27,7 @@ from engine_contract import (
 )
 from safetensors.torch import load_file
 
-from gcore.weights.broadcast import Manifest
+from gcore.models.broadcast import Manifest
 
 SECOND = "0.1"
 GROUP = "weights"

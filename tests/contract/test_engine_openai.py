@@ -8,7 +8,7 @@ import httpx
 import pytest
 from engine_contract import CONTEXT, ENDLESS, Serving, begin, chosen, generate, plain_logprobs, post
 
-from gcore.rollout.engine.text import Text
+from gcore.engines.detokenizer import Text
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CHAT = "/v1/chat/completions"

@@ -15,10 +15,9 @@ import pytest
 from emulated_hosts import hosting
 from engine_contract import CONTEXT, SLOTS, begin, generate, post, prompt, reason, spans
 
-from gcore.emulated.law import Law
+from gcore.engines.emulated.law import Law
 from gcore.rollout.client import EngineClient
-from gcore.testing.engine_process import engine_process
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.models import engine_process, make_tiny_model
 
 ALL = ["kv_cache", "weights"]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}

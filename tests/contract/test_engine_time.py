@@ -9,7 +9,7 @@ import pytest
 from engine_contract import SLOTS, Serving
 
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.rollout.readings import EngineReading, EngineTime, between, read
+from gcore.rollout.engine_time import EngineReading, EngineTime, between, read
 
 LONG = SamplingParams(temperature=1.0, max_new_tokens=48, min_new_tokens=48)
 

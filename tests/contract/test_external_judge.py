@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from gcore.clock import SystemClock
-from gcore.config.judges import JudgeSpec
-from gcore.reward.generative import JudgeAway, JudgeError
-from gcore.reward.generative.errors import JudgeLate
-from gcore.reward.generative.external import ExternalAsk
-from gcore.reward.generative.gate import Cause, Gate
-from gcore.testing.engine_process import engine_process
-from gcore.testing.fake_openai import Failing, FakeOpenAI
+from gcore.config.reward import JudgeSpec
+from gcore.reward.judges.external import ExternalAsk
+from gcore.reward.judges.rate_limit import Cause, Gate
+from gcore.reward.judges.types import JudgeAway, JudgeError, JudgeLate
+from gcore.system.clock import SystemClock
+from gcore.testing.judges import Failing, FakeOpenAI
+from gcore.testing.models import engine_process
 
 KEY = "sk-of-the-test"
 LONGEST = 4

@@ -13,9 +13,9 @@ from peer_bench import FakeBench, PeerBench, RealBench
 
 from gcore.errors import EngineError, SpecError
 from gcore.flows import FilterError
-from gcore.flows.grpo import score_group
+from gcore.flows.builtin import score_group
 from gcore.reward import RewardError
-from gcore.testing.fake_peer import Asked
+from gcore.testing.flows import Asked
 from gcore.types import Group, Outcome, Prompt, PromptRef
 
 ENTRIES = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]

@@ -12,12 +12,11 @@ import pytest
 from aetcd import rpc
 from simulated_network import STORE, Network, PendingWatches, RemoteStore, Weather
 
-from gcore.clock import SystemClock
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
-from gcore.store.limits import MAX_BYTES
-from gcore.store.types import Compare, Delete, Put, Store, WatchBatch
+from gcore.store.etcd import LocalEtcd
+from gcore.store.types import MAX_BYTES, Compare, Delete, Put, Store, WatchBatch
+from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore, Proxy
 
 TIMEOUT_S = 1.0

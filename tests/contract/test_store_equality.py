@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule, run_state_machine_as_test
 
-from gcore.clock import SystemClock
 from gcore.errors import LeaseLost
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
 from gcore.store.types import Compare, Delete, KeyValue, Put, Store, TxnResult, WatchEvent
+from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore
 
 T = TypeVar("T")

@@ -8,20 +8,18 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["controllers.service"]):
-    from controllers.service.claiming import updated
-    from controllers.service.lifecycle import check_creation
-    from controllers.service.listing import wanted
-    from controllers.service.log_lines import time_of
-    from controllers.service.logs import check
-    from controllers.service.nodes import asked_usage
-    from controllers.service.step_metrics import place_of
+with atheris.instrument_imports(include=["controllers.api"]):
+    from controllers.api.fleet import asked_usage
+    from controllers.api.job_messages import updated, wanted
+    from controllers.api.jobs import check_creation
+    from controllers.api.logs import check, time_of
+    from controllers.api.streams import place_of
 
 from google.protobuf.message import DecodeError
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError
-from gcore.ledger.claims import Claim
+from gcore.ledger.records.cluster import Claim
 
 LOOKS = (
     (pb.CreateJobRequest, check_creation),

@@ -17,22 +17,21 @@ import transformers
 from engine_core import prompt, task
 from ready_seals import ready_seal
 
-from gcore.clock import SystemClock
 from gcore.config import parse_spec
+from gcore.engines.launch import EngineLaunch
+from gcore.engines.torch.main import start
 from gcore.ledger.balance import balance
-from gcore.ledger.records import SealedGroup
-from gcore.rollout.engine.launch import EngineLaunch
-from gcore.rollout.engine.start import start
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.collective import Collective, Meeting, open_store
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.ledger.records.chain import SealedGroup
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.backends.distributed import Collective, Meeting, open_store
+from gcore.train.checkpoint.writer import Progress, Saver
 from gcore.train.models import load_models
-from gcore.train.saving import Progress, Saver
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
 from gcore.train.step import StepTrainer
 from gcore.types import PromptRef, Version
 from placement.mapping.memory import engine_need, rank_needs
-from placement.mapping.shapes import shape_of
-from placement.mapping.workload import Lengths, Shapes, Workload, workload_of
+from placement.mapping.workload import Lengths, Shapes, Workload, shape_of, workload_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from controllers.machine import node_facts
-from placement.mapping.told import Seen, seen
-from placement.plan import NodeSlots
+from controllers.cluster.registration import node_facts
+from placement.mapping.search import Seen, seen
+from placement.slots import NodeSlots
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from torch import nn
 from gcore.config import parse_spec
 from gcore.testing import FakeClock
 from gcore.train.models import Models
-from gcore.train.rest_rules import PARTS
-from gcore.train.resting import Resting, tensors_of
+from gcore.train.offload import Resting, tensors_of
+from gcore.train.rank.launch import PARTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

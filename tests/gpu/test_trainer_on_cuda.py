@@ -17,25 +17,22 @@ import transformers
 from ready_seals import ready_seal
 from safetensors.torch import load_file
 
-from gcore.clock import SystemClock
-from gcore.config.spec import TrainSpec
+from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import SealedGroup
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.attention import PACKED
-from gcore.train.batch import Feeding, make_dummy
-from gcore.train.collective import Collective, Meeting, open_store
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
-from gcore.train.launch import RankLaunch
-from gcore.train.loading import _manifest
-from gcore.train.memory import OutOfMemory, explained
-from gcore.train.models import Models, load_models
-from gcore.train.module import load_module
+from gcore.ledger.records.chain import SealedGroup
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.backends.distributed import Collective, Meeting, open_store
+from gcore.train.backends.packed_attention import PACKED
+from gcore.train.batching import Feeding, make_dummy
+from gcore.train.checkpoint.writer import Progress, Saver, restore_critic, restore_optimizer
+from gcore.train.hf_models import OutOfMemory, explained, load_module
+from gcore.train.models import Models, Reference, load_models
 from gcore.train.packing import Rectangle
-from gcore.train.reference import Reference
-from gcore.train.report import StepResult
-from gcore.train.saving import Progress, Saver, restore_critic, restore_optimizer
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.rank.launch import RankLaunch, StepResult
+from gcore.train.rank.main import _manifest
 from gcore.train.step import StepTrainer
 from gcore.types import PromptRef, Version
 

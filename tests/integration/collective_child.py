@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import distributed
 
-from gcore.worker.child import Control
+from gcore.worker.control import Control
 
 
 def main() -> None:

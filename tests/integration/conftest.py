@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from cluster_run import gcore, processes_of
 
-from gcore.prepare import arithmetic_judge
-from gcore.prepare.arithmetic import prepare
+from gcore.quickstart import arithmetic as arithmetic_judge
+from gcore.quickstart.arithmetic import prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +24,7 @@ def example() -> Path:
 def judge() -> Path:
     """The folder of the example's prepared judge; cached likewise."""
     folder = ROOT / ".cache" / "examples" / "arithmetic-judge"
-    arithmetic_judge.prepare(folder, progress=False)
+    arithmetic_judge.arithmetic_judge_prepare(folder, progress=False)
     return folder
 
 

@@ -12,21 +12,20 @@ from typing import Any
 import pytest
 from plug_in_package import installer
 
-from controllers.acting import Acting, Stage, new_responding, new_worlds
-from controllers.conversing import Conversation
-from controllers.routing import Seat
-from gcore.agents.trial import try_agent
-from gcore.clock import SystemClock
+from controllers.flow.episodes import Acting, Conversation, Stage, new_responding, new_worlds
+from controllers.inference.rules import Seat
 from gcore.config import parse_spec
-from gcore.config.agent import AgentSpec
-from gcore.environments.api import ENVIRONMENT
+from gcore.config.rollout import AgentSpec
 from gcore.errors import EngineError
 from gcore.plugins import PluginFault
-from gcore.reward.pace import Scoring
-from gcore.reward.registry import RewardError
+from gcore.reward.api import RewardError
+from gcore.rollout.agents.server import try_agent
 from gcore.rollout.client import SamplingParams
+from gcore.rollout.environments.api import ENVIRONMENT
+from gcore.system.clock import SystemClock
+from gcore.system.process import identify, is_running
 from gcore.types import FinishReason, Prompt, PromptRef, Sample, Version, VersionSpan
-from gcore.worker.process import identify, is_running
+from gcore.worker.sandbox.pool import Scoring
 
 CODE = """
 import asyncio, ctypes, json, os, sys, threading, time, urllib.error, urllib.request

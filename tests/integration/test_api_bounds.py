@@ -17,17 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from listed_jobs import create
 
-from controllers.service.events import Event
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
-from controllers.service.room import StreamRoom
-from controllers.service.serving import MOST_REQUEST, new_server, reflect
+from controllers.api.edge.server import MOST_REQUEST, StreamRoom, new_server, reflect
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
+from controllers.telemetry.events import Event
+from gcore.api.rpc import told
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
-from gcore.clock import SystemClock
-from gcore.config.api import ApiConfig
-from gcore.ledger.job import JobPhase
-from gcore.rpc_status import told
+from gcore.config.node import ApiConfig
+from gcore.ledger.records.job import JobPhase
+from gcore.system.clock import SystemClock
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 Code = grpc.StatusCode
@@ -70,7 +69,7 @@ class Api:
         async def submissions() -> Any:
             from pathlib import Path
 
-            from controllers.service.submission import Submissions
+            from controllers.api.submission.submit import Submissions
 
             return Submissions(store, StoredJobs(store), Path("/nowhere"), Path("/nowhere"), FakeClock())
 

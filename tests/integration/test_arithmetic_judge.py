@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gcore.prepare import sums
-from gcore.prepare.small_model import SmallModel, deterministic, responses
-from gcore.prepare.sums import split_sums
-from gcore.prepare.tokens import Alphabet
-from gcore.prepare.verdicts import CHARACTERS, RESPONSE_TOKENS, Answered, marked, near_misses
+from gcore.quickstart import arithmetic as sums
+from gcore.quickstart.arithmetic import RESPONSE_TOKENS, VERDICTS_CHARACTERS, Answered, marked, near_misses, split_sums
+from gcore.quickstart.lessons import Alphabet
+from gcore.quickstart.pretraining import SmallModel, deterministic, responses
 
 SAMPLES = 8
 
@@ -34,7 +33,9 @@ def test_of_what_the_warm_started_model_answers_to_held_out_sums_the_judge_is_ri
             given = responses(policy, [one.prompt for one in held_out], RESPONSE_TOKENS, generator)
             asked += [Answered(one, response) for one, response in zip(held_out, given, strict=True)]
         assert 0.4 < sum(one.is_right for one in asked) / len(asked) < 0.7, "there is something to tell apart"
-        marks = marked(asked, responses(loaded(judge / "model", CHARACTERS), [one.prompt for one in asked], 6, None))
+        marks = marked(
+            asked, responses(loaded(judge / "model", VERDICTS_CHARACTERS), [one.prompt for one in asked], 6, None)
+        )
     assert marks.accuracy >= 0.97
     assert marks.false_yes <= 0.02
 
@@ -42,5 +43,7 @@ def test_of_what_the_warm_started_model_answers_to_held_out_sums_the_judge_is_ri
 def test_a_policy_that_looks_for_what_the_judge_lets_pass_finds_little(judge: Path) -> None:
     asked = [Answered(one, response) for one in split_sums(0).held_out for response in [one.answer, *near_misses(one)]]
     with deterministic(0):
-        marks = marked(asked, responses(loaded(judge / "model", CHARACTERS), [one.prompt for one in asked], 6, None))
+        marks = marked(
+            asked, responses(loaded(judge / "model", VERDICTS_CHARACTERS), [one.prompt for one in asked], 6, None)
+        )
     assert marks.false_yes <= 0.02

@@ -14,14 +14,14 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from corruptions import CORRUPTIONS, Refuted, Scene
 
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 from gcore.ledger import archive, chain, transactions
-from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.store_copy import mirror_of
+from gcore.ledger.archive import mirror_of
+from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put, WatchBatch, WatchEvent
+from gcore.system.clock import SystemClock
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -24,14 +24,14 @@ from corruptions import (
 )
 from recorded_job import KEYS, UID, RecordedJob, a_job_under_way
 
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
 from gcore.api.v1 import jobs_pb2_grpc
-from gcore.clock import SystemClock
 from gcore.store import keys
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
 from gcore.store.types import Delete, Put
+from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
 pytestmark = pytest.mark.timeout(120)

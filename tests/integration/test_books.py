@@ -14,8 +14,8 @@ from booked_run import MOST_ERROR, MOST_LOST, books_of, check_steps, check_sums,
 from cluster_run import ClusterRun, gcore, processes_of
 from placement_run import write_job
 
-from gcore.emulated.launch import LAW_FILE
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_run import gcore, run_to_the_end
 
-from gcore.prepare.calculator import prepare
+from gcore.quickstart.calculator import prepare
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos]
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.events import JobEvent
-from gcore.testing.fake_jobs import FakeJobs, Script
+from gcore.observability.events import JobEvent
+from gcore.testing.jobs import FakeJobs, Script
 
 SPEC = {
     "name": "sums",

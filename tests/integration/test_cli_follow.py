@@ -6,13 +6,13 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from controllers.cli import creating
+from controllers.cli.commands import run as creating
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient, Patience
-from gcore.clock import SystemClock
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable, UsageError
-from gcore.events import JobEvent
-from gcore.testing.fake_jobs import FakeJobs, Script
+from gcore.observability.events import JobEvent
+from gcore.system.clock import SystemClock
+from gcore.testing.jobs import FakeJobs, Script
 
 QUICK = Patience(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=0.4)
 

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from controllers.cli import local
-from controllers.cli.leftovers import processes_of
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
+from controllers.cli.local import processes_of
+from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError, UsageError
-from gcore.store.launcher import NoEtcd
-from gcore.worker.process import is_running, send_signal, wait_ended
+from gcore.store.etcd import NoEtcd
+from gcore.system.clock import SystemClock
+from gcore.system.process import is_running, send_signal, wait_ended
 
 pytestmark = pytest.mark.serial
 CLOCK = SystemClock()
@@ -131,7 +131,7 @@ def test_without_an_etcd_it_says_where_to_get_one_and_names_no_option_it_has_not
     def find_etcd() -> None:
         raise NoEtcd("no etcd is to be found", fix="Name one with --etcd-endpoints")
 
-    monkeypatch.setattr("gcore.store.launcher.find_etcd", find_etcd)
+    monkeypatch.setattr("gcore.store.etcd.find_etcd", find_etcd)
     with pytest.raises(NoEtcd, match="on PATH") as caught:
         up(home)
     assert "--etcd-endpoints" not in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from controllers.service.checking import check_submission
+from controllers.api.submission.checks import check_submission
 from gcore.config import load_spec
 from gcore.errors import UsageError
 

@@ -19,12 +19,12 @@ from click.testing import Result
 from played_script import SPEC, played_script
 from typer.testing import CliRunner
 
+from controllers.cli.commands.streams import time_given
 from controllers.cli.main import app, main
-from controllers.cli.stream_verbs import time_given
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError, UsageError
-from gcore.events import JobEvent
-from gcore.testing.fake_jobs import Script
+from gcore.observability.events import JobEvent
+from gcore.testing.jobs import Script
 
 
 @pytest.fixture

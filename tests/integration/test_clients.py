@@ -16,12 +16,11 @@ from api_in_thread import served
 import gcore
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import Patience
-from gcore.client.aio import AsyncClient
+from gcore.client.client import AsyncClient, Client
 from gcore.client.models import Listing, Node, table
-from gcore.client.sync import Client
 from gcore.errors import NotAllowed, Unreachable, UsageError
-from gcore.events import JobEvent
-from gcore.testing.fake_jobs import FakeJobs, Script
+from gcore.observability.events import JobEvent
+from gcore.testing.jobs import FakeJobs, Script
 
 QUICK = Patience(call_s=5.0, quiet_s=0.2, probe_s=0.5, retry_s=0.02, lost_s=3.0)
 

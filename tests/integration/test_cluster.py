@@ -12,7 +12,7 @@ from booked_run import books_of, check_accounted
 from cluster_run import ClusterRun, gcore, run_to_the_end
 from run_read import check_metrics, check_tensorboard, newest_run
 
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ import yaml
 from cluster_run import ClusterRun, gcore
 from run_read import newest_run
 
-from gcore.prepare.calculator import prepare
+from gcore.quickstart.calculator import prepare
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ STEPS = 8
 
 CODE = """
 import json, os, urllib.request
-from gcore.environments.calculator import NoSum, calculator
+from gcore.rollout.environments.tools import NoSum, calculator
 
 def complete(messages):
     body = json.dumps({"model": "gpt-4o", "messages": messages, "stop": [">>"]})

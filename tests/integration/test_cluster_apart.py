@@ -14,13 +14,13 @@ from chaos_cluster import ChaosCluster, Shape
 from chaos_run import prepare, spec_file
 from cluster_run import gcore
 
-from controllers.cli.leftovers import processes_of
-from controllers.service.audits import audit_of_folder
-from gcore.ledger import store_copy
-from gcore.ledger.job import JobPhase
-from gcore.weights.copies import MEMORY, home_folder
-from gcore.weights.layout import checkpoints_in, verify_checkpoint
-from gcore.worker.process import send_signal, wait_ended
+from controllers.api.run_reader import audit_of_folder
+from controllers.cli.local import processes_of
+from gcore.ledger import archive as store_copy
+from gcore.ledger.records.job import JobPhase
+from gcore.models.layout import checkpoints_in, verify_checkpoint
+from gcore.models.replicas import MEMORY, home_folder
+from gcore.system.process import send_signal, wait_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -14,10 +14,10 @@ import pytest
 from cluster_run import ClusterRun
 from run_read import newest_run
 
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 from gcore.config.node import NodeConfig
-from gcore.weights.copies import MEMORY, home_folder
-from gcore.worker.process import spawn_detached
+from gcore.models.replicas import MEMORY, home_folder
+from gcore.system.process import spawn_detached
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ import pytest
 from cluster_run import ClusterRun
 from run_read import newest_run
 
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 

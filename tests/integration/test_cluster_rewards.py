@@ -14,13 +14,13 @@ import pytest
 import yaml
 from cluster_run import gcore, processes_of
 
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
-from gcore.ledger.job import FaultRecord
-from gcore.ledger.records import LogEntry
+from gcore.config.local_cluster import LocalCluster
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.job import FaultRecord
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.system.clock import SystemClock
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 

@@ -15,14 +15,14 @@ import pytest
 import yaml
 from cluster_run import Outcome, gcore, processes_of
 
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
-from gcore.ledger.job import Evaluation
-from gcore.ledger.records import EpochRecord
-from gcore.samples.folder import read_groups
+from gcore.config.local_cluster import LocalCluster
+from gcore.ledger.records.chain import EpochRecord
+from gcore.ledger.records.job import Evaluation
+from gcore.observability.samples import read_groups
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.system.clock import SystemClock
+from gcore.testing.models import make_tiny_model
 from gcore.types import Version
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]

@@ -10,9 +10,9 @@ import pytest
 from cluster_run import ClusterRun, Outcome
 from run_read import newest_run
 
-from gcore.emulated.launch import LAW_FILE
-from gcore.fault_points import VARIABLE
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.system.fault_injection import VARIABLE
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ import pytest
 from cluster_run import ClusterRun, Outcome
 from run_read import check_metrics, metrics_of, newest_run
 
-from gcore.fault_points import VARIABLE
+from gcore.system.fault_injection import VARIABLE
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 

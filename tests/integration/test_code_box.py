@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gcore.config.spec import RewardSpec
-from gcore.reward.box import PROBE, Box, Ran
-from gcore.reward.program import code
-from gcore.worker.process import status_of
+from gcore.config.reward import RewardSpec
+from gcore.reward.code import code
+from gcore.system.process import status_of
+from gcore.worker.sandbox.box import PROBE, Box, Ran
 
 pytestmark = pytest.mark.needs("libseccomp")
 
@@ -218,7 +218,7 @@ def test_a_program_whose_process_dies_before_it_is_begun_could_not_be_run(
 ) -> None:
     jail = tmp_path / "jail.py"
     jail.write_text("import os\nos.abort()\n")
-    monkeypatch.setattr("gcore.reward.box.JAIL", jail)
+    monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
     assert run(Box(256), "pass") == Ran(refused="its process was killed by SIGABRT")
 
 
@@ -229,7 +229,7 @@ def test_as_many_tests_are_counted_as_are_asked_for(box: Box) -> None:
 def test_a_program_dies_with_the_process_that_runs_it() -> None:
     script = (
         "import os, signal\n"
-        "from gcore.reward.box import Box\n"
+        "from gcore.worker.sandbox.box import Box\n"
         "box = Box(256)\n"
         "def die(process, *rest):\n"
         "    print(process.pid, flush=True)\n"
@@ -279,9 +279,9 @@ for name in sys.argv[1:]:
     number = calls.seccomp_syscall_resolve_name(name.encode())
     assert calls.seccomp_rule_add_array(rules, 0x00050026, number, 0, None) == 0
 assert calls.seccomp_load(rules) == 0
-from gcore.config.spec import RewardSpec
+from gcore.config.reward import RewardSpec
 from gcore.errors import GcoreError
-from gcore.reward.composed import OpenReward
+from gcore.reward.api import OpenReward
 try:
     OpenReward.of(RewardSpec(name="code"))
 except GcoreError as error:
@@ -325,10 +325,10 @@ def refused(done: subprocess.CompletedProcess[str], said: str) -> None:
 def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A jail that believes it has shut the calls, and has not."""
     jail = tmp_path / "jail.py"
-    source = Path(sys.modules["gcore.reward.box"].__file__ or "").with_name("jail.py").read_text()
+    source = Path(sys.modules["gcore.worker.sandbox.box"].__file__ or "").with_name("jail.py").read_text()
     jail.write_text(source.replace("    shut_calls(seccomp)\n", ""))
     assert jail.read_text() != source
-    monkeypatch.setattr("gcore.reward.box.JAIL", jail)
+    monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
     with pytest.raises(Exception, match="programs cannot be shut in here: one could open a socket"):
         Box(256).prove()
 
@@ -336,7 +336,7 @@ def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.Monke
 def test_a_user_who_is_not_root_can_shut_programs_in(tmp_path: Path) -> None:
     script = (
         "import json, os\n"
-        "from gcore.reward.box import Box\n"
+        "from gcore.worker.sandbox.box import Box\n"
         "box = Box(256)\n"
         "box.prove()\n"
         "print(json.dumps([os.getuid(), box.run('print(6 * 7)', timeout_s=20).output]))\n"

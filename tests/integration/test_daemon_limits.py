@@ -11,10 +11,10 @@ import pytest
 from cluster_run import gcore
 from daemon_service import Service
 
-from gcore.clock import SystemClock
-from gcore.emulated.launch import LAW_FILE
-from gcore.store.launcher import LocalEtcd
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.store.etcd import LocalEtcd
+from gcore.system.clock import SystemClock
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 CLOCK = SystemClock()

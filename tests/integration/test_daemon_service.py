@@ -21,17 +21,17 @@ from daemon_service import NOT_SERVING, SERVING, Service
 from etcd_tools import EtcdTools
 from stopping import stop_process
 
-from controllers.ailing import FAILURES
-from gcore.clock import SystemClock
+from controllers.cluster.rules import FAILURES
+from gcore.api.authority import Wanted, issue_into, make_authority
 from gcore.errors import CannotListen, StoreUnavailable, UsageError
-from gcore.ledger.claims import SickSlots
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.cluster import SickSlots
+from gcore.ledger.records.job import NodeRecord
 from gcore.store import keys
 from gcore.store.client import EtcdStore
+from gcore.store.etcd import LocalEtcd
 from gcore.store.keys import JobKeys
-from gcore.store.launcher import LocalEtcd
 from gcore.store.types import Delete, Put
-from gcore.tls.folder import Wanted, issue_into, make_authority
+from gcore.system.clock import SystemClock
 from gcore.worker.records import WorkerRecord
 
 CLOCK = SystemClock()

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from gcore.clock import SystemClock
 from gcore.config import NodeConfig
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.job import NodeRecord
 from gcore.schema import NEWEST_VERSION, PIN
 from gcore.store import keys
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
 from gcore.store.reference import StoreRef
+from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
 OLDER = NEWEST_VERSION - 1

@@ -20,14 +20,14 @@ import yaml
 from chart import Manifest, container, one, rendered
 from typer.testing import CliRunner
 
+from controllers.api.edge.access import read_token
 from controllers.cli.main import app
-from controllers.securing import read_engines_key
-from controllers.service.token_book import read_token
-from gcore.clock import SystemClock
+from controllers.daemon.security import read_engines_key
+from gcore.api.authority import Wanted, issue_into, look, make_authority, renew_in
+from gcore.api.tls import TlsMaterial
 from gcore.config import NodeConfig
-from gcore.store.connecting import connect
-from gcore.tls.folder import Wanted, issue_into, look, make_authority, renew_in
-from gcore.tls.material import TlsMaterial
+from gcore.store.reference import connect
+from gcore.system.clock import SystemClock
 
 NODE = Path(__file__).parents[2] / "deploy" / "node"
 NOW = datetime.now(UTC)

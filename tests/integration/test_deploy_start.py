@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gcore.store.launcher import LocalEtcd
-from gcore.tls.folder import Wanted, issue_into, make_authority
+from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.store.etcd import LocalEtcd
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WAIT_S = 60.0

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from controllers.cli import doctor_checks as judge
-from controllers.cli import doctor_reach as reach
-from gcore.clock import SystemClock
-from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+from controllers.cli.commands import doctor as reach
+from controllers.cli.view import doctor_checks as judge
+from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.system.clock import SystemClock
 
 
 def doctor(*words: str, cwd: Path, few_files: bool = False, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -97,6 +97,6 @@ def test_a_cluster_whose_processes_are_gone_is_told_part_by_part(tmp_path: Path)
 
 async def test_a_cluster_s_document_that_is_damaged_is_a_failed_check(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("{")
-    checks = list(judge.cluster(await reach.cluster(tmp_path, SystemClock())))
+    checks = list(judge.cluster(await reach.reach_cluster(tmp_path, SystemClock())))
     assert (checks[0].name, checks[0].state) == ("cluster", judge.State.FAIL)
     assert "gcore down" in checks[0].fix

@@ -10,7 +10,7 @@ import yaml
 from cluster_run import ClusterRun
 from plug_in_package import installer
 
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cluster_run import ClusterRun, gcore, processes_of
 
-from gcore.emulated.launch import LAW_FILE, SAID
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.emulated.launch import LAW_FILE, SAID
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 

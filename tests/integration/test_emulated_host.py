@@ -13,9 +13,9 @@ import pytest
 from emulated_hosts import EOS, hosting, make_vocabulary
 
 from controllers.changes import Changes
-from controllers.continuing import FEWEST
-from controllers.engines import EngineBook
-from gcore.emulated.law import Law
+from controllers.inference.continuation import FEWEST
+from controllers.inference.pool import EngineBook
+from gcore.engines.emulated.law import Law
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, Growing, SamplingParams
 from gcore.store import keys

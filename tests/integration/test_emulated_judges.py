@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from emulated_hosts import Scene, hosting, launch_of, make_vocabulary
 
-from gcore.config.judges import VerdictSpec
-from gcore.emulated.inbox import Inbox
-from gcore.emulated.launch import PlacedEngine, ServedJudge
-from gcore.emulated.law import Law
-from gcore.ledger.records import Head
-from gcore.prompts.cursor import Cursors
-from gcore.reward.generative.verdicts import find_parser
+from gcore.config.reward import VerdictSpec
+from gcore.data.order import Cursors
+from gcore.engines.emulated.launch import Inbox, PlacedEngine, ServedJudge
+from gcore.engines.emulated.law import Law
+from gcore.ledger.records.chain import Head
+from gcore.reward.judges.parsers import find_parser
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.store import keys
 from gcore.store.types import Put

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from ready_seals import ready_seal
 
-from controllers.children import rank_command
-from controllers.ranks import RankLinks
-from gcore.clock import SystemClock
-from gcore.emulated.launch import LAW_FILE
-from gcore.ledger.records import SealedGroup
+from controllers.workers.launch_documents import rank_command
+from controllers.workers.ranks import RankLinks
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.ledger.records.chain import SealedGroup
+from gcore.models.layout import verify_checkpoint
 from gcore.store.reference import StoreRef
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.feed_state import WorldName
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.rank.feed import WorldName
 from gcore.types import Group, PromptRef, Sample, Token, Version, VersionSpan
-from gcore.weights.layout import verify_checkpoint
-from gcore.worker.events import ChildEnded, ChildFailed, ChildProgressed, ChildServes, Event
-from gcore.worker.parent import ChildProcess
+from gcore.worker.control import ChildProcess
+from gcore.worker.lifecycle import ChildEnded, ChildFailed, ChildProgressed, ChildServes, Event
 from gcore.worker.records import LaunchSpec
 
 GROUP = Group(

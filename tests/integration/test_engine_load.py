@@ -21,9 +21,9 @@ import weight_trainer
 from engine_contract import begin, generate, mixed_error, post, prompt, reason, span_error, spans
 from safetensors.torch import load_file
 
+from gcore.models.broadcast import Manifest
 from gcore.rollout.transport import PlainTransport
-from gcore.testing.tiny_model import make_tiny_model
-from gcore.weights.broadcast import Manifest
+from gcore.testing.models import make_tiny_model
 
 CONTEXT = 40_000
 SLOTS = 64

@@ -19,9 +19,9 @@ import pytest
 import transformers
 from engine_core import LLAMA_LIKE, save
 
-from gcore.testing.tiny_model import make_tiny_model
-from gcore.tls.folder import renew_in
-from gcore.worker.child import CONTROL_FD, ORPHANED_EXIT
+from gcore.api.authority import renew_in
+from gcore.testing.models import make_tiny_model
+from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
 TIMEOUT_S = 120
 

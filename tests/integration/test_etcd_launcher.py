@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from system_tools import machine_etcd
 
-from gcore.clock import SystemClock
-from gcore.store.binary import EtcdBinary, find_etcd
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import EtcdFailed, LocalEtcd, stop_etcd
+from gcore.store.etcd import EtcdBinary, EtcdFailed, LocalEtcd, find_etcd, stop_etcd
 from gcore.store.types import Put
-from gcore.worker.process import is_running, send_signal, spawn_detached, wait_ended
+from gcore.system.clock import SystemClock
+from gcore.system.process import is_running, send_signal, spawn_detached, wait_ended
 
 CLOCK = SystemClock()
 
@@ -173,7 +172,7 @@ async def test_data_that_are_too_new_for_the_etcd_on_path_are_read_by_the_wheels
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = too_old(tmp_path / "etcd", "3.5")
-    monkeypatch.setattr("gcore.store.launcher.find_etcd", lambda: found)
+    monkeypatch.setattr("gcore.store.etcd.find_etcd", lambda: found)
     etcd = await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
     await etcd.stop()
     assert etcd.binary == bundled().path

@@ -15,17 +15,15 @@ import pytest
 from gated import CLOCK, MADE, Code, EveryService, Served, ask, behind_the_gate, by_token, channel_to
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from controllers.service.access import TABLE, Role
+from controllers.api.edge.access import TABLE, Role
+from gcore.api.authority import renew_in
+from gcore.api.rpc import VersionGate, carried
+from gcore.api.tls import Connector, NodesOnly, TlsMaterial, Watched, server_credentials
+from gcore.api.tokens import new_token
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
 from gcore.errors import Unreachable
-from gcore.rpc_schema import VersionGate, carried
-from gcore.tls.connecting import Connector
-from gcore.tls.folder import renew_in
-from gcore.tls.material import TlsMaterial, Watched
-from gcore.tls.serving import NodesOnly, server_credentials
-from gcore.tokens import new_token
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ async def test_whoever_cannot_connect_is_told_what_is_wrong_with_the_certificate
 
 
 async def test_a_certificate_of_the_authority_that_is_nobodys_is_told_so(served: Served) -> None:
-    from gcore.tls.folder import Wanted, issue_into
+    from gcore.api.authority import Wanted, issue_into
 
     issue_into(served.ca / "etcd", served.ca, Wanted("etcd", "etcd", ("h",), days=2), datetime.now(UTC))
     etcd = Connector(issued.material(served.ca / "etcd"))

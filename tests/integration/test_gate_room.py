@@ -16,12 +16,11 @@ from gated import CALLS, CLOCK, Code, Served, ask, behind_the_gate, by_token, ch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raw_http2 import TakesNothing
 
-from controllers.service.access import TABLE
-from controllers.service.room import STRANGERS, WATCHERS, most_at_once
+from controllers.api.edge.access import TABLE
+from controllers.api.edge.server import STRANGERS, WATCHERS, most_at_once
+from gcore.api.rpc import carried, told
+from gcore.api.tls import Connector
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.rpc_schema import carried
-from gcore.rpc_status import told
-from gcore.tls.connecting import Connector
 
 GET, WATCH = "/gcore.api.v1.Jobs/GetJob", "/gcore.api.v1.Jobs/WatchJob"
 CHECK = "/grpc.health.v1.Health/Check"

@@ -15,17 +15,16 @@ import httpx
 import issued
 import pytest
 
-from controllers.http_gate import HttpGate, whose
-from controllers.service.call_journal import CallJournal
-from controllers.service.token_book import TokenBook
-from gcore.clock import SystemClock
-from gcore.metrics import Metrics
-from gcore.metrics.serving import serve_metrics
+from controllers.api.edge.access import TokenBook
+from controllers.api.edge.gate import CallJournal
+from controllers.daemon.security import HttpGate, whose
+from gcore.api.tls import TlsMaterial, Watched, serving_context
+from gcore.api.tokens import TokenRecord, new_token
+from gcore.observability.http import serve_metrics
+from gcore.observability.metrics import Metrics
 from gcore.store import keys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
-from gcore.tls.material import TlsMaterial, Watched
-from gcore.tls.serving_http import serving_context
-from gcore.tokens import TokenRecord, new_token
+from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
 PATHS = ("/", "/metrics", "/page/jobs", "/page/jobs/x", "/nothing")

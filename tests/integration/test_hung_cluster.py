@@ -15,7 +15,7 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from stopping import stop_process
 
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 

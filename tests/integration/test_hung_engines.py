@@ -12,11 +12,11 @@ import pytest
 from stub_engine import Stub, stub_engine
 
 from controllers.changes import Changes
-from controllers.engines import EngineBook
-from controllers.pulse import EnginePatience
-from gcore.clock import SystemClock
+from controllers.inference.pool import EngineBook
+from controllers.inference.rules import EnginePatience
 from gcore.errors import EngineUnreachable
 from gcore.rollout.client import SamplingParams
+from gcore.system.clock import SystemClock
 from gcore.types import Sample, Version
 
 FIRST = Version(0, 0)

@@ -14,10 +14,10 @@ from cluster_run import gcore, processes_of
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 from gcore.errors import UsageError
-from gcore.prepare.arithmetic import prepare
+from gcore.quickstart.arithmetic import prepare
+from gcore.system.clock import SystemClock
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 

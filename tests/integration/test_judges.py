@@ -17,8 +17,8 @@ import yaml
 from cluster_run import ClusterRun, Outcome, run_to_the_end
 from run_read import newest_run
 
-from gcore.testing.fake_openai import Failing, FakeOpenAI
-from gcore.testing.tiny_model import CHARACTERS, make_tiny_model
+from gcore.testing.judges import Failing, FakeOpenAI
+from gcore.testing.models import CHARACTERS, make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 

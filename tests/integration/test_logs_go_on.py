@@ -12,16 +12,16 @@ import grpc.aio
 import pytest
 from listed_jobs import create
 
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
+from gcore.system.clock import SystemClock
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord
 

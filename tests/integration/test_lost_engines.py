@@ -16,16 +16,16 @@ import pytest
 from engine_workers import engines_at
 
 from controllers.changes import Changes
-from controllers.continuing import Responses
-from controllers.engines import EngineBook
-from gcore.clock import SystemClock
+from controllers.inference.continuation import Responses
+from controllers.inference.pool import EngineBook
+from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import EngineUnreachable
-from gcore.metrics import Metrics
-from gcore.prompts.tokenizer import ModelTokenizer
+from gcore.observability.metrics import Metrics
 from gcore.rollout.client import SamplingParams
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.system.clock import SystemClock
+from gcore.system.process import thread_environment
+from gcore.testing.models import make_tiny_model
 from gcore.types import Sample, Version, VersionSpan
-from gcore.worker.threads import thread_environment
 
 FIRST = Version(0, 1)
 MOST = 1500

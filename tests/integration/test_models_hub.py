@@ -17,12 +17,9 @@ import huggingface_hub.constants
 import pytest
 from hub_server import FakeHub, serve_hub
 
-from controllers.fetching import fetch_model
+from controllers.job.preparation import fetch_model
 from gcore.config.spec import ModelSpec
-from gcore.models.hub import HubOffline, HubUnreachable
-from gcore.models.huggingface import HuggingFace
-from gcore.models.modelscope import ModelScope
-from gcore.models.names import ModelError
+from gcore.models.hubs import HubOffline, HubUnreachable, HuggingFace, ModelError, ModelScope
 from gcore.models.resolve import ask_hub, resolve_model
 
 WEIGHTS = os.urandom(300_000)

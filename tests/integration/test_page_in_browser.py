@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from browser import Browser
 
-from controllers.page.app import PageApp
-from controllers.service.refusals import NotFound
+from controllers.api.edge.errors import NotFound
+from controllers.web.app import PageApp
 from gcore.errors import StoreUnavailable
-from gcore.metrics import Metrics
-from gcore.metrics.serving import serve_metrics
+from gcore.observability.http import serve_metrics
+from gcore.observability.metrics import Metrics
 
 pytestmark = pytest.mark.needs("chromium")
 

@@ -16,7 +16,7 @@ from cluster_run import ClusterRun, Outcome, gcore, processes_of
 from placement_run import NAME, arm, check_account, moves_of, write_job
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.ledger.placing import Move
+from gcore.ledger.records.job import Move
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from controllers.cli.plan_written import with_section_in_text
+from controllers.cli.view.plan import with_section_in_text
 from gcore.config import load_spec
 
 ROOT = Path(__file__).parents[2]

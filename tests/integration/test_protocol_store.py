@@ -13,20 +13,19 @@ import pytest
 from aetcd import rpc
 from stored_job import RULES, StoredJob
 
-from gcore.clock import SystemClock
+from gcore.data.order import Cursors, ShardCursor
 from gcore.errors import LeaseLost
 from gcore.ledger import transactions
-from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome
-from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment, Checkpoint, EndedRef, EpochRecord, Member, Seal
-from gcore.ledger.stream import MOST_OUTCOMES, SealNow, held_by
-from gcore.prompts.cursor import Cursors, ShardCursor
+from gcore.ledger.records.chain import Assignment, Checkpoint, EndedRef, EpochRecord, Member, Seal
+from gcore.ledger.records.job import JobPhase, JobStatus
+from gcore.ledger.selection import MOST_OUTCOMES, SealNow, held_by
+from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
-from gcore.store.limits import MAX_BYTES, MAX_OPERATIONS, MIN_TTL_S
+from gcore.store.etcd import LocalEtcd
 from gcore.store.session import Session
-from gcore.store.types import Compare, Delete, Put
+from gcore.store.types import MAX_BYTES, MAX_OPERATIONS, MIN_TTL_S, Compare, Delete, Put
+from gcore.system.clock import SystemClock
 from gcore.testing import Proxy
 from gcore.types import PromptRef
 

@@ -9,13 +9,12 @@ import httpx
 import pytest
 import torch
 
+from gcore.engines.torch.model import load
 from gcore.errors import DataError
-from gcore.models.names import ModelError
+from gcore.models.hubs import ModelError
 from gcore.models.resolve import resolve_model
-from gcore.rollout.engine.model import load
-from gcore.testing.engine_process import engine_process
-from gcore.testing.tiny_model import make_tiny_model
-from gcore.train.module import load_module
+from gcore.testing.models import engine_process, make_tiny_model
+from gcore.train.hf_models import load_module
 
 CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
-from gcore.clock import SystemClock
-from gcore.config.spec import RewardSpec, ScoringSpec
+from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.pace import Scoring
+from gcore.reward.api import Response, RewardError, RewardResult
 from gcore.reward.pool import RewardPool
-from gcore.reward.process import RewardProcess
-from gcore.reward.registry import Response, RewardError, RewardResult
-from gcore.worker.process import CannotStart, is_running, status_of
+from gcore.system.clock import SystemClock
+from gcore.system.process import CannotStart, is_running, status_of
+from gcore.worker.sandbox.pool import Scoring
+from gcore.worker.sandbox.process import RewardProcess
 
 CODE = """
 import ctypes, os, sys, threading, time
@@ -321,10 +321,10 @@ def test_processes_die_with_the_controller_that_started_them(tmp_path: Path, mon
     install(tmp_path, monkeypatch, CODE)
     program = (
         "import asyncio, os, signal\n"
-        "from gcore.clock import SystemClock\n"
-        "from gcore.config.spec import RewardSpec, ScoringSpec\n"
+        "from gcore.system.clock import SystemClock\n"
+        "from gcore.config.reward import RewardSpec, ScoringSpec\n"
         "from gcore.reward.pool import RewardPool\n"
-        "from gcore.reward.registry import Response\n"
+        "from gcore.reward.api import Response\n"
         "async def main():\n"
         "    spec = RewardSpec(name='odd')\n"
         "    pool = RewardPool({'data': spec}, ScoringSpec(workers=2), SystemClock())\n"
@@ -363,7 +363,7 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
 ) -> None:
     async with opened() as pool:
         monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
-        monkeypatch.setattr("gcore.reward.crew.START_AGAIN_S", 0.01)
+        monkeypatch.setattr("gcore.worker.sandbox.pool.START_AGAIN_S", 0.01)
         start, lacking = RewardProcess.of, [CannotStart("no memory")] * 4
 
         async def refused(*arguments: Any) -> RewardProcess:
@@ -405,7 +405,7 @@ async def test_a_controller_without_descriptors_scores_again_once_it_has_some(
 ) -> None:
     async with opened() as pool:
         monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
-        monkeypatch.setattr("gcore.reward.crew.START_AGAIN_S", 0.01)
+        monkeypatch.setattr("gcore.worker.sandbox.pool.START_AGAIN_S", 0.01)
         warned = asyncio.Event()
         monkeypatch.setattr("gcore.reward.pool.log.warning", lambda *words: warned.set())
         os.kill(pool.pids[0], signal.SIGKILL)

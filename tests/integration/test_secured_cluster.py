@@ -19,16 +19,16 @@ import issued
 import pytest
 from secured_cluster import CLOCK, SecuredCluster, secured
 
+from gcore.api.authority import look
+from gcore.api.tls import Connector
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.config import load_spec
-from gcore.emulated.launch import LAW_FILE
+from gcore.engines.emulated.launch import LAW_FILE
 from gcore.errors import GcoreError, NotAllowed
-from gcore.testing.fake_openai import FakeOpenAI
-from gcore.testing.tiny_model import make_tiny_model
-from gcore.tls.connecting import Connector
-from gcore.tls.folder import look
+from gcore.system.clock import SystemClock
+from gcore.testing.judges import FakeOpenAI
+from gcore.testing.models import make_tiny_model
 from gcore.worker.records import WorkerRecord
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]

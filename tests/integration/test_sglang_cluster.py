@@ -14,7 +14,7 @@ import pytest
 from cluster_run import ClusterRun, processes_of
 from sglang_worker import LONG_S, check_ended, children_of
 
-from gcore.worker.process import identify
+from gcore.system.process import identify
 
 pytestmark = [pytest.mark.sglang, pytest.mark.serial, pytest.mark.timeout(1800)]
 
@@ -92,7 +92,7 @@ def test_a_job_that_wants_sglang_is_refused_at_once_where_there_is_none(spec: Pa
     """The cluster's nodes were started without it: from a copy of the program that finds no environment."""
     program = tmp_path / "without.py"
     program.write_text(
-        "import gcore.rollout.sglang.environment as environment\n"
+        "from gcore.engines.sglang import command as environment\n"
         "environment.find_python = lambda *a, **k: None\n"
         "from controllers.cli.main import main\nmain()\n"
     )

@@ -19,13 +19,11 @@ import torch
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from gcore.engines.launch import SglangLaunch
+from gcore.engines.sglang.command import require_python, server_command
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.rollout.client import EngineClient, EngineInfo, SamplingParams
-from gcore.rollout.sglang.command import server_command
-from gcore.rollout.sglang.environment import require_python
-from gcore.rollout.sglang.launch import SglangLaunch
-from gcore.testing.sglang_process import SglangProcess
-from gcore.testing.tiny_model import make_tiny_classifier, make_tiny_model
+from gcore.testing.models import SglangProcess, make_tiny_classifier, make_tiny_model
 from gcore.types import Sample, Version
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]

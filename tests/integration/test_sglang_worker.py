@@ -21,8 +21,8 @@ import httpx
 import pytest
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
 
-from gcore.worker.child import CONTROL_FD, ORPHANED_EXIT
-from gcore.worker.process import ProcessId, identify, wait_ended
+from gcore.system.process import ProcessId, identify, wait_ended
+from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from hub_server import serve_hub
 
-from controllers.cli.leftovers import processes_of as kinds_of
-from gcore.config.cluster import LocalCluster
-from gcore.worker.threads import SIZED
+from controllers.cli.local import processes_of as kinds_of
+from gcore.config.local_cluster import LocalCluster
+from gcore.system.process import SIZED
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from placement_run import NAME, moves_of, write_job
 
-from gcore.ledger.books_file import BookLine, parse
+from gcore.ledger.records.slot_accounting import BookLine, parse
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 

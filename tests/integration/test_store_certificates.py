@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gcore.clock import SystemClock
-from gcore.store.binary import EtcdBinary, find_etcd
-from gcore.store.connecting import connect
-from gcore.store.reference import StoreRef, TlsFiles
-from gcore.store.shown_certificates import secured, shown_ends
-from gcore.tls.folder import Wanted, issue_into, look, make_authority, renew_in
-from gcore.worker.process import spawn_detached, terminate
+from gcore.api.authority import Wanted, issue_into, look, make_authority, renew_in
+from gcore.store.etcd import EtcdBinary, find_etcd
+from gcore.store.reference import StoreRef, TlsFiles, connect, secured, shown_ends
+from gcore.system.clock import SystemClock
+from gcore.system.process import spawn_detached, terminate
 
 NOW = datetime.now(UTC)
 CLOCK = SystemClock()

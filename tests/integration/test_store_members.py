@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from stopping import stop_process
 
-from gcore.clock import SystemClock
 from gcore.errors import StoreUnavailable
-from gcore.store.binary import EtcdBinary, find_etcd
 from gcore.store.client import EtcdStore
+from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.types import Compare, Put
-from gcore.worker.process import ProcessId, send_signal, spawn_detached, terminate
+from gcore.system.clock import SystemClock
+from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate
 
 CLOCK = SystemClock()
 

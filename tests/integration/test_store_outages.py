@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from gcore.clock import SystemClock
 from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
 from gcore.store.session import Session
 from gcore.store.types import Compare, Delete, Put
+from gcore.system.clock import SystemClock
+from gcore.system.process import send_signal, wait_ended
 from gcore.testing import Proxy
-from gcore.worker.process import send_signal, wait_ended
 
 CLOCK = SystemClock()
 

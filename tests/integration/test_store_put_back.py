@@ -21,10 +21,10 @@ from chaos_run import prepare, spec_file
 from etcd_tools import EtcdTools
 
 from gcore.ledger import archive
-from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Head, LogEntry
-from gcore.ledger.remains import left_in
-from gcore.worker.process import wait_ended
+from gcore.ledger.archive import left_in
+from gcore.ledger.records.chain import Head, LogEntry
+from gcore.ledger.records.job import JobPhase
+from gcore.system.process import wait_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -49,8 +49,8 @@ async def test_an_older_backup_begins_a_new_lineage_and_what_was_cut_off_does_no
     spec, folder, backup = spec_file(tmp_path, STEPS), tmp_path / "cluster", tmp_path / "backup.db"
     async with ChaosCluster.running(folder, SHAPE, random.Random(1)) as cluster:
         lost = await until_lost(cluster, tools, spec, backup, LOST_AT)
-        await cluster.until("archived entries", lambda: bool(archive.read(lost.run_dir)), 60.0)
-    assert max(archive.read(lost.run_dir)) > lost.before.seq, "nothing of what is cut off was archived"
+        await cluster.until("archived entries", lambda: bool(archive.archive_read(lost.run_dir)), 60.0)
+    assert max(archive.archive_read(lost.run_dir)) > lost.before.seq, "nothing of what is cut off was archived"
     tools.restore(backup, folder / "store-0", "store-0")
     async with ChaosCluster.running(folder, SHAPE, random.Random(2)) as cluster:
         await until_ended(cluster, spec, lost, STEPS)

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from etcd_tools import EtcdTools
 
-from gcore.clock import SystemClock
 from gcore.errors import LeaseLost
-from gcore.store.binary import EtcdBinary
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import EtcdBinary, LocalEtcd
 from gcore.store.types import Compare, Put
+from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
 

@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 from aetcd import rpc
 
-from gcore.clock import SystemClock
 from gcore.errors import StoreUnavailable
-from gcore.store.binary import EtcdBinary, find_etcd
-from gcore.store.calls import StoreRefused
 from gcore.store.client import EtcdStore
-from gcore.store.endpoints import StoreTls, StoreUser
-from gcore.store.launcher import LocalEtcd
+from gcore.store.connection import StoreRefused, StoreTls, StoreUser
+from gcore.store.etcd import EtcdBinary, LocalEtcd, find_etcd
 from gcore.store.types import Put
+from gcore.system.clock import SystemClock
+from gcore.system.process import spawn_detached, terminate
 from gcore.testing import Proxy
-from gcore.worker.process import spawn_detached, terminate
 
 CLOCK = SystemClock()
 

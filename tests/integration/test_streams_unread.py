@@ -16,27 +16,24 @@ import grpc.aio
 import pytest
 
 import gcore.api.v1
-from controllers.service.files import FilesService
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
-from controllers.service.room import StreamRoom
-from controllers.service.serving import new_server
+from controllers.api.edge.server import StreamRoom, new_server
+from controllers.api.jobs import JobsService
+from controllers.api.peers import FilesService
+from controllers.api.store_reader import StoredJobs
+from gcore.api.rpc import Handler, answer_of, like, told
 from gcore.api.v1 import files_pb2, files_pb2_grpc, jobs_pb2_grpc
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.clock import SystemClock
 from gcore.config import parse_spec
-from gcore.config.api import ApiConfig
+from gcore.config.node import ApiConfig
 from gcore.ledger import chain
-from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import BookLine, append
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
-from gcore.rpc_handlers import Handler, answer_of, like
-from gcore.rpc_status import told
-from gcore.samples import folder
-from gcore.samples.records import KeptGroup, KeptText
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.records.slot_accounting import BookLine, StepBook, append
+from gcore.observability import samples as folder
+from gcore.observability.samples import KeptGroup, KeptText
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
+from gcore.system.clock import SystemClock
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import PromptRef, Version
 

@@ -11,9 +11,9 @@ from three_nodes import Nodes, three_nodes
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import as_said, load_spec
-from gcore.emulated.launch import LAW_FILE
-from gcore.events import JobEvent
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.observability.events import JobEvent
+from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 STEPS = 8

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 from plug_in_package import installer
 
-from gcore.clock import SystemClock
-from gcore.config.environment import EnvironmentSpec, ToolsSpec
-from gcore.environments.api import Said
-from gcore.environments.pool import LONGEST_ARGUMENT, ToolPool
-from gcore.environments.trial import try_environment
+from gcore.config.rollout import EnvironmentSpec, ToolsSpec
 from gcore.plugins import PluginFault
-from gcore.worker.process import identify, is_running, wait_ended
+from gcore.rollout.environments.api import Said
+from gcore.rollout.environments.pool import LONGEST_ARGUMENT, ToolPool, try_environment
+from gcore.system.clock import SystemClock
+from gcore.system.process import identify, is_running, wait_ended
 
 CODE = """
 import ctypes, os, subprocess, sys, time
-from gcore.environments.api import BadArgument
+from gcore.rollout.environments.api import BadArgument
 
 def odd(argument):
     word, _, rest = argument.partition(" ")
@@ -161,9 +160,9 @@ async def test_what_a_tool_started_before_it_crashed_is_ended_too(pools: Open, t
 def test_what_a_tool_started_dies_with_the_controller_too(pools: Open) -> None:
     program = (
         "import asyncio, os, signal\n"
-        "from gcore.clock import SystemClock\n"
-        "from gcore.config.environment import ToolsSpec\n"
-        "from gcore.environments.pool import ToolPool\n"
+        "from gcore.system.clock import SystemClock\n"
+        "from gcore.config.rollout import ToolsSpec\n"
+        "from gcore.rollout.environments.pool import ToolPool\n"
         "async def main():\n"
         "    pool = ToolPool(ToolsSpec(names=('odd',), memory_mb=256), SystemClock())\n"
         "    async with pool._crew.lent() as loan:\n"

@@ -12,7 +12,7 @@ import pytest
 from rank_worlds import RUNS, STAGES, WORLDS, run_worlds
 from safetensors.numpy import load_file
 
-from gcore.weights.layout import copy_model, has_critic, verify_checkpoint
+from gcore.models.layout import copy_model, has_critic, verify_checkpoint
 
 PROGRAM = Path(__file__).with_name("train_critic_program.py")
 GRADIENTS = ("values", "reward", "rows")

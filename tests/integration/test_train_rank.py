@@ -28,10 +28,10 @@ from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.spec import JobSpec
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.models.layout import checkpoint_folder, manifest_digest, receipts_file, verify_checkpoint, weights_folder
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
-from gcore.weights.layout import checkpoint_folder, manifest_digest, receipts_file, verify_checkpoint, weights_folder
-from gcore.worker.child import CONTROL_FD
+from gcore.worker.control import CONTROL_FD
 
 VOCABULARY = 64
 JOB = "job-1"

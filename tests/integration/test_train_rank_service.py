@@ -15,16 +15,14 @@ from ready_seals import ready_seal
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
-from gcore.clock import Clock, SystemClock
-from gcore.ledger.balance import balance
-from gcore.ledger.content import content_sha256
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.balance import balance, content_sha256
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.system.clock import Clock, SystemClock
 from gcore.testing import FakeClock
-from gcore.train.feed_state import FeedState, PartWork, Work, WorldName
-from gcore.train.report import StepResult
-from gcore.train.rest_rules import PARTS, CannotRest
-from gcore.train.service import COALESCE_S, PARTS_S, RankBoard, TrainRankService
-from gcore.train.writing import Writing
+from gcore.train.checkpoint.run_files import Writing
+from gcore.train.rank.feed import FeedState, PartWork, Work, WorldName
+from gcore.train.rank.launch import PARTS, CannotRest, StepResult
+from gcore.train.rank.service import COALESCE_S, PARTS_S, RankBoard, TrainRankService
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 ME = pb.WorldId(job_uid="j", world="w", lineage=0)

@@ -18,9 +18,9 @@ from chaos_cluster import TTL_S, ChaosCluster, Shape
 from chaos_run import prepare, spec_file
 from wheel_venv import Installed, commit_before, git, install
 
-from gcore.ledger.job import JobPhase
+from gcore.ledger.records.job import JobPhase
 from gcore.store import keys
-from gcore.worker.process import status_of, wait_ended
+from gcore.system.process import status_of, wait_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 

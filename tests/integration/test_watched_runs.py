@@ -25,8 +25,8 @@ from placement_run import write_job
 from prometheus_server import PrometheusServer, changes
 from trace_collector import Collector
 
-from gcore.config.cluster import LocalCluster
-from gcore.testing.fake_openai import Failing, FakeOpenAI
+from gcore.config.local_cluster import LocalCluster
+from gcore.testing.judges import Failing, FakeOpenAI
 from tools.monitoring import every_query, rules
 
 pytestmark = [pytest.mark.needs("prometheus"), pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]

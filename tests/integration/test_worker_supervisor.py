@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from gcore.clock import SystemClock
 from gcore.store import keys
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd
 from gcore.store.reference import StoreRef
 from gcore.store.types import Delete, KeyValue, Put, WatchEvent
-from gcore.worker.launch import start_worker
-from gcore.worker.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
+from gcore.system.clock import SystemClock
+from gcore.system.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
+from gcore.worker.main import start_worker
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
 CHILD = Path(__file__).with_name("worker_child.py")

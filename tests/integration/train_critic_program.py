@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_rank_program import GROUPS, SAMPLES, STAGES, VOCABULARY, join, logprobs, make_model, make_step, run, written
 
-from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
 
 BETA1 = 0.9
 SOME = ((1,), (), (0, 2))
@@ -256,12 +256,11 @@ class Rank:
 
     def trainer(self, run: Path, tree: dict[str, Any], start: dict[str, Any] | None = None) -> Any:
         """As `gcore.train.loading` makes one, but for the reference, which is another model than the policy."""
-        from gcore.train.attention import NAME
-        from gcore.train.loading import _manifest
-        from gcore.train.models import Models, load_models
-        from gcore.train.module import load_module
-        from gcore.train.reference import Reference
-        from gcore.train.saving import Progress, Saver, restore_critic, restore_optimizer
+        from gcore.train.backends.packed_attention import NAME
+        from gcore.train.checkpoint.writer import Progress, Saver, restore_critic, restore_optimizer
+        from gcore.train.hf_models import load_module
+        from gcore.train.models import Models, Reference, load_models
+        from gcore.train.rank.main import _manifest
         from gcore.train.step import StepTrainer
 
         launch = rank_launch(tree, run, rank=self.rank, world_size=self.size, start=start)
@@ -333,7 +332,7 @@ class Rank:
         trainer = self.trainer(run, spec(self.folder, CASES["values"] | {"dtype": "bf16"}, stage))
         critic = trainer._critique.critic
         step = self.work("values", 1)
-        from gcore.train.cut_step import cut_step
+        from gcore.train.batching import cut_step
 
         batch = cut_step(step, trainer._train, critic.feeding).batches[0][0]
         values = critic.values(batch)

@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from train_rank_program import GROUPS, SAMPLES, make_model, make_step
 
-from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
-from gcore.ledger.world_state import WorldState
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.copied import CopiesLost
-from gcore.train.feed_state import Work
-from gcore.train.launch import RankLaunch
-from gcore.train.loading import Meet, load
-from gcore.train.writing import CheckpointWriter
+from gcore.ledger.records.chain import WorldState
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.checkpoint.replicas import CopiesLost
+from gcore.train.checkpoint.run_files import CheckpointWriter
+from gcore.train.rank.feed import Work
+from gcore.train.rank.launch import RankLaunch
+from gcore.train.rank.main import Meet, load
 
 STEPS = 6
 NO_MEMORY, NO_ROOM = 5, 6

@@ -26,12 +26,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
-from gcore.testing.rank_launch import rank_launch
-from gcore.train import collective as meeting_place
-from gcore.train.feed_state import HeldGroup, HeldSample, Work, parts_left
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.backends import distributed as meeting_place
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work, parts_left
 from gcore.types import PromptRef, Version
 
 VOCABULARY, GROUPS, SAMPLES = 64, 3, 3
@@ -430,7 +430,7 @@ def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, 
 
     Imports are most of what such a process costs. Nothing has threads before the fork.
     """
-    import gcore.train.loading  # noqa: F401
+    import gcore.train.rank.main  # noqa: F401
 
     warnings.filterwarnings("ignore")
     gc.collect()
@@ -474,14 +474,12 @@ def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
     """Every case, two ranks at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
-    from gcore.train.attention import NAME
-    from gcore.train.models import Models, load_models
-    from gcore.train.module import load_module
-    from gcore.train.policy import Policy
-    from gcore.train.reference import Reference
-    from gcore.train.saving import Progress, Saver
+    from gcore.train.backends.packed_attention import NAME
+    from gcore.train.checkpoint.run_files import CheckpointWriter
+    from gcore.train.checkpoint.writer import Progress, Saver
+    from gcore.train.hf_models import load_module
+    from gcore.train.models import Models, Policy, Reference, load_models
     from gcore.train.step import StepTrainer
-    from gcore.train.writing import CheckpointWriter
 
     world = join(folder, rank, size)
     seal, held = make_step()
@@ -571,7 +569,7 @@ def written(writers: Iterable[Any]) -> None:
 
 def skips(policy: Any) -> None:
     """A gradient that is not a number changes nothing; the next one counts again."""
-    from gcore.train.batch import make_dummy
+    from gcore.train.batching import make_dummy
 
     inputs = make_dummy(policy.feeding).inputs
 

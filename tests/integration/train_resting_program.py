@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from train_rank_program import GROUPS, SAMPLES, VOCABULARY, make_step
 
-from gcore.clock import SystemClock
 from gcore.ledger.balance import balance
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.feed_state import Work
-from gcore.train.launch import RankLaunch
-from gcore.train.loading import Loaded, Meet, load
-from gcore.train.rest_rules import OPTIMIZER, PARTS
-from gcore.train.writing import CheckpointWriter
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.checkpoint.run_files import CheckpointWriter
+from gcore.train.rank.feed import Work
+from gcore.train.rank.launch import OPTIMIZER, PARTS, RankLaunch
+from gcore.train.rank.main import Loaded, Meet, load
 
 STEPS, RANKS = 4, 2
 PLAIN: dict[str, Any] = {"old_logprobs": "recompute", "mini_batches": GROUPS, "kl_coef": 0.1, "weight_decay": 0.1}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from gcore.worker.child import Control
+from gcore.worker.control import Control
 
 
 def main() -> None:

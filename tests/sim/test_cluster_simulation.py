@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from simulated_cluster import Story, tell_story
 
-from controllers.actions import Intent
-from controllers.decide import decide
-from controllers.remembered import Remembered
-from controllers.view import JobView
-from controllers.waiting import waiting_for
+from controllers.rules.actions import Intent
+from controllers.rules.decide import decide
+from controllers.rules.view import JobView, Remembered
+from controllers.rules.waits import waiting_for
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
@@ -108,7 +107,7 @@ def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
         assert list(waiting_for(afresh)) == waits
         return intents
 
-    monkeypatch.setattr("controllers.driving.decide", both)
+    monkeypatch.setattr("controllers.job.reconciler.decide", both)
     ended = tell_story(replace(Story.of(seed), staleness=(0, 2)[seed % 2], copies=(None, 2)[seed // 2 % 2]))
     assert not ended.wrong, ended.why
     assert looks > 100

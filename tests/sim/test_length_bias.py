@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from race_simulation import Race, largest_gap, largest_gap_by_chance
 
-from gcore.ledger.rules import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.data.order import shard_lengths
+from gcore.ledger.selection import StreamRules
 
 STEPS, QUOTA = 150, 8
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from step_simulation import KEYS, RULES, SMALL, BadNetwork, Simulation
 
-from gcore.config.flow import OnLimit
+from gcore.config.train import OnLimit
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.job import JobPhase
-from gcore.ledger.records import EndedRef
+from gcore.ledger.records.chain import EndedRef
+from gcore.ledger.records.job import JobPhase
+from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.testing import Call, Fate, MemoryStore
 from gcore.types import PromptRef
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from long_job import CONTROLLERS, KEYS, LOST_EVERY, PROMPTS, RANKS, TIDYING, UID, LongJob, spec
 
-from controllers.faults import MOST_OF_JOB
-from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing
-from controllers.service.records import StoredJobs
+from controllers.api.store_reader import StoredJobs
+from controllers.rules.retention import KEEP_LOG, PRUNE_AT, checkpointing
+from controllers.telemetry.notices import MOST_OF_JOB
 from gcore.ledger import archive
 from gcore.ledger.archive import ArchivedLog
-from gcore.ledger.bounds import KEPT_LOG, LAG, MOST_FAULTS, Bound, Scale, bounds
-from gcore.ledger.records import LogEntry
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.retention import KEPT_LOG, LAG, MOST_FAULTS, Bound, Scale, bounds
 from gcore.ledger.transactions import MOST_PRUNED
 from gcore.store.keys import JobKeys
 
@@ -85,7 +85,7 @@ def test_the_audit_of_a_job_whose_log_has_left_the_store_is_clean_and_misses_wha
     assert found.steps == job.slots.head.record.step
     assert found.epochs == (found.trained + found.filtered) // PROMPTS
     assert found.issued == found.trained + found.filtered + found.failed + found.in_flight
-    file = max((tmp_path / archive.FOLDER).glob("*.jsonl"))
+    file = max((tmp_path / archive.ARCHIVE_FOLDER).glob("*.jsonl"))
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:7] + lines[8:]))
     gone = LogEntry.decode(lines[7]).seq

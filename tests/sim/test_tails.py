@@ -12,8 +12,8 @@ import itertools
 import pytest
 from race_simulation import Race, largest_gap, largest_gap_by_chance
 
-from gcore.ledger.rules import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.data.order import shard_lengths
+from gcore.ledger.selection import StreamRules
 
 QUOTA, STEPS, SEEDS = 8, 40, 8
 CASES = [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gcore.ledger.books_file import BookLine, lines_of
-from placement.books import precedence
+from controllers.accounting.states import precedence
+from gcore.ledger.records.slot_accounting import BookLine, lines_of
 
 MOST_ERROR = 0.01
 """Share of a step's time that may be booked wrongly or not at all."""

@@ -29,23 +29,23 @@ from aetcd import rpc
 from chaos_network import Machine, Network
 from stopping import stop_process
 
-from controllers.cli.leftovers import processes_of
+from controllers.cli.local import processes_of
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient, Patience
-from gcore.clock import SystemClock
 from gcore.config import as_said, load_spec
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
-from gcore.fault_points import VARIABLE
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import LogEntry
+from gcore.ledger.records.chain import LogEntry
 from gcore.store import keys
-from gcore.store.binary import EtcdBinary, find_etcd
 from gcore.store.client import EtcdStore
+from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.store.types import WatchBatch
-from gcore.worker.process import ProcessId, identify, is_running, send_signal, spawn_detached, wait_ended
+from gcore.system.clock import SystemClock
+from gcore.system.fault_injection import VARIABLE
+from gcore.system.process import ProcessId, identify, is_running, send_signal, spawn_detached, wait_ended
 from gcore.worker.records import WorkerRecord
 
 CLOCK = SystemClock()

@@ -22,9 +22,9 @@ from typing import Any
 from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, NobodyHit, Part, Shape
 from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
-from controllers.cli.leftovers import processes_of
+from controllers.cli.local import processes_of
 from gcore.schema import NEWEST_VERSION, PIN
-from gcore.worker.process import identify, send_signal
+from gcore.system.process import identify, send_signal
 
 Told = dict[str, Any]
 Whole = Callable[[Path, Path, random.Random], Awaitable[Told]]

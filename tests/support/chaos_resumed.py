@@ -15,8 +15,8 @@ from typing import Any
 
 from chaos_cluster import CLOCK, ChaosCluster, ChaosFailed, History, Shape
 
-from gcore.ledger.job import JobPhase
-from gcore.ledger.records import LogEntry
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.job import JobPhase
 
 Told = dict[str, Any]
 RANKS = 2

@@ -25,8 +25,8 @@ import yaml
 from chaos_cluster import CLOCK, ChaosCluster, ChaosFailed, NobodyHit
 from chaos_faults import Act, Fault
 
-from gcore.ledger.job import JobPhase
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.ledger.records.job import JobPhase
+from gcore.testing.models import make_tiny_model
 
 NAME = "chaos"
 SHARDS = 16

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
-from gcore.config.cluster import LocalCluster
+from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError
+from gcore.system.clock import SystemClock
 
 T = TypeVar("T")
 GCORE = [sys.executable, "-m", "controllers.cli.main"]

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore.ledger.ancestry import resumable
-from gcore.ledger.findings import MOST_REFS, Kind
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.records import Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
-from gcore.ledger.rules import StreamRules, rules_of
-from gcore.prompts.cursor import Cursors, ShardCursor
+from gcore.data.order import Cursors, ShardCursor
+from gcore.ledger.audit.chain import MOST_REFS, Kind
+from gcore.ledger.records.chain import Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.selection import StreamRules, resumable, rules_of
 from gcore.types import PromptRef, Token, Version
 
 

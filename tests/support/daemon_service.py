@@ -15,7 +15,7 @@ import grpc
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gcore.clock import SystemClock
+from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
 SERVING = health_pb2.HealthCheckResponse.SERVING

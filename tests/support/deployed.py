@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.service.allowed import Allowed
+from controllers.api.submission.allowlist import Allowed
 from gcore.config import NodeConfig, parse_spec
 
 

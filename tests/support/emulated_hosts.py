@@ -12,17 +12,16 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gcore.clock import SystemClock
-from gcore.emulated.host import Host
-from gcore.emulated.inbox import Inbox
-from gcore.emulated.launch import HostLaunch, PlacedEngine
-from gcore.emulated.law import Law
+from gcore.engines.emulated.host import Host
+from gcore.engines.emulated.launch import HostLaunch, Inbox, PlacedEngine
+from gcore.engines.emulated.law import Law
 from gcore.rollout.client import EngineClient
 from gcore.store import keys
 from gcore.store.reference import StoreRef
 from gcore.store.types import Put
+from gcore.system.clock import SystemClock
+from gcore.system.process import ProcessId
 from gcore.testing import MemoryCluster, MemoryStore
-from gcore.worker.process import ProcessId
 from gcore.worker.records import WorkerRecord
 
 CHARACTERS = "0123456789"

@@ -13,7 +13,7 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
-from gcore.testing.tiny_model import VOCABULARY
+from gcore.testing.models import VOCABULARY
 
 CONTEXT = 40_000
 SLOTS = 5

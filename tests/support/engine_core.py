@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import transformers
 
-from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.launch import EngineLaunch
-from gcore.rollout.engine.start import start
-from gcore.rollout.engine.tasks import Delivery, Sampling, Task
-from gcore.testing.tiny_model import VOCABULARY
+from gcore.engines.launch import EngineLaunch
+from gcore.engines.request import Delivery, Sampling, Task
+from gcore.engines.torch.engine import Core
+from gcore.engines.torch.main import start
+from gcore.testing.models import VOCABULARY
 
 SMALL = {
     "num_hidden_layers": 2,

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcore.store.binary import wheels_etcd
+from gcore.store.etcd import wheels_etcd
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,25 +9,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from controllers.changes import Changes
-from controllers.eval_book import StoredEvaluations
-from controllers.evaluating import Evaluator
-from controllers.material import Practice
-from controllers.view import JobView
+from controllers.flow.evaluation import Evaluator, StoredEvaluations
+from controllers.flow.job_data import Practice
+from controllers.rules.view import JobView
 from gcore.config import parse_spec
-from gcore.config.evaluation import EvalSet, eval_sets
+from gcore.config.data import EvalSet, eval_sets
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger
-from gcore.ledger.job import EnginePlace, EvalPart, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Member
-from gcore.reward.registry import RewardError, RewardResult
+from gcore.ledger.records.chain import Member
+from gcore.ledger.records.job import EnginePlace, EvalPart, Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.transactions import Ledger
+from gcore.reward.api import RewardError, RewardResult
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryStore
-from gcore.testing.memory_cluster import MemoryCluster
+from gcore.testing.store import MemoryCluster
 from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
 
 KEYS = JobKeys("u")

@@ -17,23 +17,16 @@ import issued
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2_grpc
 
-from controllers.service.access import caller
-from controllers.service.call_journal import CallJournal
-from controllers.service.gate import AccessGate
-from controllers.service.health import HealthService
-from controllers.service.room import CallRoom
-from controllers.service.serving import new_server
-from controllers.service.token_book import TokenBook
-from gcore.clock import SystemClock
-from gcore.config.api import ApiConfig
-from gcore.rpc_schema import VersionGate, carried
-from gcore.rpc_status import told
+from controllers.api.edge.access import TokenBook, caller
+from controllers.api.edge.gate import AccessGate, CallJournal
+from controllers.api.edge.server import CallRoom, HealthService, new_server
+from gcore.api.rpc import VersionGate, carried, told
+from gcore.api.tls import Connector, TlsMaterial, Watched, server_credentials
+from gcore.api.tokens import TokenRecord, new_token
+from gcore.config.node import ApiConfig
 from gcore.store import keys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
-from gcore.tls.connecting import Connector
-from gcore.tls.material import TlsMaterial, Watched
-from gcore.tls.serving import server_credentials
-from gcore.tokens import TokenRecord, new_token
+from gcore.system.clock import SystemClock
 
 Code = grpc.StatusCode
 CLOCK = SystemClock()

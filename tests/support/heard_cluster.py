@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
+from controllers.cluster.mirror import ClusterMirror
 from gcore.store.types import Store
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from simulated_workers import Content, Floor
 
-from controllers.yielding import slots_of_plan
-from gcore.ledger.audit import audit
-from gcore.ledger.claims import Shares, slots_of
+from controllers.rules.placement import slots_of_plan
+from gcore.ledger.audit.audit import audit
+from gcore.ledger.balance import digests_of
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.parts import digests_of
-from gcore.ledger.records import Head, LogEntry, Seal, SealState
-from gcore.ledger.rules import StreamRules
+from gcore.ledger.records.chain import Head, LogEntry, Seal, SealState
+from gcore.ledger.records.cluster import Shares, slots_of
+from gcore.ledger.selection import StreamRules
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from gcore.tls.folder import Wanted, issue_into, make_authority
-from gcore.tls.material import TlsMaterial
+from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.api.tls import TlsMaterial
 
 LOCAL = ("localhost", "127.0.0.1")
 

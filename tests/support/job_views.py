@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from controllers.assignment import assign_shards
-from controllers.view import JobView, RankView
+from controllers.rules.decide import assign_shards
+from controllers.rules.view import JobView, RankView
 from gcore.config import parse_spec
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.balance import balance
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import JobPhase, JobStatus, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, Member, OfferedGroup, Seal
-from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Member, OfferedGroup, Seal
+from gcore.ledger.records.job import JobPhase, JobStatus, Plan, RankClaim, RankPlace
+from gcore.ledger.selection import SealNow, StreamRules, held_by, in_order
+from gcore.ledger.transactions import Stored
 from gcore.store.keys import JobKeys
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord

@@ -6,8 +6,8 @@ from typing import Any
 
 from gcore.config import parse_spec
 from gcore.ledger import transactions
-from gcore.ledger.guarded import Ledger, Stored
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.transactions import Ledger, Stored
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.testing import MemoryStore

@@ -15,29 +15,36 @@ from pathlib import Path
 
 from recorded_job import hands_of
 
-from controllers.actions import Intent
-from controllers.apply import apply
-from controllers.faults import FaultBook
-from controllers.housekeeping import beginning, checkpointing, pruning
-from controllers.sweeping import forgetting, sweeping
-from controllers.view import JobView, SavedCheckpoint
+from controllers.job.executor import apply
+from controllers.rules.actions import Intent
+from controllers.rules.retention import beginning, checkpointing, forgetting, pruning, sweeping
+from controllers.rules.view import JobView, SavedCheckpoint
+from controllers.telemetry.notices import FaultBook
 from gcore.config import JobSpec, new_spec
-from gcore.ledger import chain, collectives, epochs, evaluation, transactions
+from gcore.ledger import chain, collectives, evaluation, transactions
+from gcore.ledger import statistics as epochs
 from gcore.ledger.balance import balance
-from gcore.ledger.chain import Writer
-from gcore.ledger.digests import digest_of
-from gcore.ledger.guarded import Transaction
-from gcore.ledger.job import EvalPart, Evaluation, JobPhase, JobRecord, JobStatus, Plan, RankClaim, RankPlace, Trouble
+from gcore.ledger.chain import Writer, digest_of
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment, EndedRef, Member, Offer, OfferedGroup
-from gcore.ledger.rules import rules_of
-from gcore.ledger.stream import AccountNow, Offered, SealNow, choose, in_order
-from gcore.ledger.transactions import OpenSlots
+from gcore.ledger.records.chain import Assignment, EndedRef, Member, Offer, OfferedGroup
+from gcore.ledger.records.job import (
+    EvalPart,
+    Evaluation,
+    JobPhase,
+    JobRecord,
+    JobStatus,
+    Plan,
+    RankClaim,
+    RankPlace,
+    Trouble,
+)
+from gcore.ledger.selection import AccountNow, Offered, SealNow, choose, in_order, rules_of
+from gcore.ledger.transactions import OpenSlots, Transaction
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.train.feed_state import Work
-from gcore.train.receipts import ReceiptBook
+from gcore.train.checkpoint.run_files import ReceiptBook
+from gcore.train.rank.feed import Work
 from gcore.types import PromptRef, Version
 
 UID = "0123456789ab"

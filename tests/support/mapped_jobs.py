@@ -6,8 +6,7 @@ from typing import Any
 
 from gcore.config import JobSpec, parse_spec
 from placement.mapping.cluster import Cluster, cluster_of
-from placement.mapping.shapes import ModelShape, shape_of
-from placement.mapping.workload import Lengths, Shapes, Workload, workload_of
+from placement.mapping.workload import Lengths, ModelShape, Shapes, Workload, shape_of, workload_of
 
 TREE: dict[str, Any] = {
     "name": "j",

@@ -187,18 +187,18 @@ COMPARED = {
 
 LEDGER = ("gcore.ledger.transactions",)
 ELSEWHERE = {
-    "sweep": ("gcore.ledger.sweeping",),
-    "forget_evaluations": ("gcore.ledger.sweeping",),
+    "sweep": ("gcore.ledger.retention",),
+    "forget_evaluations": ("gcore.ledger.retention",),
     "record_part": ("gcore.ledger.evaluation",),
     "record_evaluation": ("gcore.ledger.evaluation",),
-    "give": ("gcore.ledger.collectives", "controllers.collectives"),
-    "spend": ("gcore.ledger.spending", "controllers.spending"),
-    "agree": ("gcore.ledger.collectives", "controllers.collectives"),
-    "give_back": ("gcore.ledger.share_transactions",),
-    "set_claim": ("gcore.ledger.share_transactions",),
-    "share_out": ("gcore.ledger.share_transactions",),
-    "set_quotas": ("gcore.ledger.share_transactions",),
-    "ask": ("gcore.ledger.evaluation", "controllers.service.asking"),
+    "give": ("gcore.ledger.collectives", "controllers.flow.step"),
+    "spend": ("gcore.ledger.usage", "controllers.inference.judges"),
+    "agree": ("gcore.ledger.collectives", "controllers.flow.step"),
+    "give_back": ("gcore.ledger.transactions",),
+    "set_claim": ("gcore.ledger.transactions",),
+    "share_out": ("gcore.ledger.transactions",),
+    "set_quotas": ("gcore.ledger.transactions",),
+    "ask": ("gcore.ledger.evaluation", "controllers.api.jobs"),
 }
 """The modules that know a transaction by its name, of those that are not among `gcore.ledger.transactions`."""
 
@@ -213,15 +213,15 @@ def _with(**fields: Any) -> Callable[[Any], Any]:
 
 
 def _resealed_from_anything(make: Any) -> Any:
-    from gcore.ledger.records import SealState
+    from gcore.ledger.records.chain import SealState
 
     return lambda slot, sealer: make(slot.model_copy(update={"state": SealState.SEALED}), sealer)
 
 
 def _reseals_ready(make: Any) -> Any:
     """From READY too."""
-    from controllers.actions import Intent, Reseal
-    from gcore.ledger.records import SealState
+    from controllers.rules.actions import Intent, Reseal
+    from gcore.ledger.records.chain import SealState
 
     def exchanging(view: Any) -> Iterator[Any]:
         yield from make(view)
@@ -233,8 +233,8 @@ def _reseals_ready(make: Any) -> Any:
 
 def _ready_at_once(make: Any) -> Any:
     """READY before the ranks hold anything."""
-    from controllers.actions import Intent, Ready
-    from gcore.ledger.records import SealState
+    from controllers.rules.actions import Intent, Ready
+    from gcore.ledger.records.chain import SealState
 
     def exchanging(view: Any) -> Iterator[Any]:
         yield from make(view)
@@ -246,8 +246,8 @@ def _ready_at_once(make: Any) -> Any:
 
 def _commits_at_once(make: Any) -> Any:
     """Committed before the ranks have applied it."""
-    from controllers.actions import Commit, Intent
-    from gcore.ledger.records import SealState
+    from controllers.rules.actions import Commit, Intent
+    from gcore.ledger.records.chain import SealState
 
     def training(view: Any) -> Iterator[Any]:
         yield from make(view)
@@ -363,7 +363,7 @@ def _static_shares(make: Any) -> Any:
 
 def _live_before_commit(make: Any) -> Any:
     """Weights go to the engines as soon as they are staged."""
-    from controllers.actions import Intent, Publish
+    from controllers.rules.actions import Intent, Publish
     from gcore.types import Version
 
     def publishing(view: Any) -> Iterator[Any]:
@@ -385,7 +385,7 @@ def _files_first(make: Any) -> Any:
     """A checkpoint's files go, then its entry."""
 
     async def retain(action: Any, view: Any, hands: Any) -> Any:
-        from controllers import tidying
+        from controllers.job import effects as tidying
 
         known = {entry.version for entry in view.mirror.checkpoints.record.entries}
         await tidying._delete(known - {entry.version for entry in action.kept}, hands)
@@ -396,7 +396,7 @@ def _files_first(make: Any) -> Any:
 
 def _unknown_is_lost(make: Any) -> Any:
     """What was not answered was not made."""
-    from gcore.ledger.guarded import TxnOutcome, TxnReport
+    from gcore.ledger.transactions import TxnOutcome, TxnReport
 
     async def find_out(self: Any, txn: Any) -> Any:
         return TxnReport(TxnOutcome.STALE, 0)
@@ -406,7 +406,7 @@ def _unknown_is_lost(make: Any) -> Any:
 
 def _made_again(make: Any) -> Any:
     """What was not answered is sent once more."""
-    from gcore.ledger.guarded import TxnOutcome
+    from gcore.ledger.transactions import TxnOutcome
 
     async def run(self: Any, txn: Any) -> Any:
         report = await make(self, txn)
@@ -417,7 +417,7 @@ def _made_again(make: Any) -> Any:
 
 def _begins_at_once(make: Any) -> Any:
     """Parts are told to ranks while they are exchanged."""
-    from controllers.actions import Accumulate, Intent
+    from controllers.rules.actions import Accumulate, Intent
 
     def accumulating(view: Any) -> Iterator[Any]:
         yield from make(view)
@@ -452,7 +452,7 @@ def _any_share(make: Any) -> Any:
 
 
 def _mutations() -> list[Mutation]:
-    ledger, decide = "gcore.ledger.transactions", "controllers.decide"
+    ledger, decide, step = "gcore.ledger.transactions", "controllers.rules.decide", "controllers.rules.step"
     made = [
         Mutation(
             f"{txn} without {key.rstrip('/')}",
@@ -468,9 +468,9 @@ def _mutations() -> list[Mutation]:
             "1 what is terminal or sealed may be sealed",
             "1",
             (
-                (f"{decide}:refuse_seal", _always(None)),
-                ("gcore.ledger.stream:sealed_refs", _always(frozenset())),
-                ("gcore.prompts.cursor:ShardCursor.is_terminal", _always(False)),
+                (f"{step}:refuse_seal", _always(None)),
+                ("gcore.ledger.selection:sealed_refs", _always(frozenset())),
+                ("gcore.data.order:ShardCursor.is_terminal", _always(False)),
             ),
             caught_by=RULES,
         ),
@@ -493,49 +493,49 @@ def _mutations() -> list[Mutation]:
             "2",
             (
                 (f"{decide}:accumulating", _begins_at_once),
-                ("gcore.train.feed_state:_ready_parts", lambda _: lambda seal: len(seal.parts)),
+                ("gcore.train.rank.feed:_ready_parts", lambda _: lambda seal: len(seal.parts)),
             ),
             caught_by=BEGUN,
         ),
         Mutation(
             "2 parts of another slot are added",
             "2",
-            (("gcore.train.feed_state:_parts_fault", _always("")),),
+            (("gcore.train.rank.feed:_parts_fault", _always("")),),
             caught_by=BEGUN,
         ),
         Mutation(
             "17 a part takes what is there",
             "17",
-            (("gcore.ledger.parts:find", _finds_all_that_is_offered),),
+            (("gcore.ledger.balance:find", _finds_all_that_is_offered),),
             caught_by=PARTS,
         ),
         Mutation("3 the attempt begins anew", "3", (("gcore.ledger.chain:sealed", _first_attempt),), caught_by=RULES),
         Mutation(
             "4 a rank asks for no world",
             "4",
-            (("gcore.train.feed_state:admit", _any_world), ("gcore.train.feed_state:_seal_fault", _any_seal)),
+            (("gcore.train.rank.feed:admit", _any_world), ("gcore.train.rank.feed:_seal_fault", _any_seal)),
             caught_by="tests/unit/test_train_feed_state.py",
         ),
         Mutation(
             "4 a lower attempt replaces a higher",
             "4",
-            (("gcore.train.feed_state:feed", _older_token_too),),
+            (("gcore.train.rank.feed:feed", _older_token_too),),
             caught_by="tests/unit/test_train_feed_state.py",
         ),
         Mutation(
             "4 a token is applied twice",
             "4",
-            (("gcore.train.feed_state:apply", _applies_twice),),
+            (("gcore.train.rank.feed:apply", _applies_twice),),
             caught_by="tests/unit/test_train_feed_state.py",
         ),
         Mutation(
             "5 what was issued once is never issued again",
             "5",
-            (("controllers.peer:JobPeer._due", _in_flight_known_for_ever),),
+            (("controllers.flow.peer:JobPeer._due", _in_flight_known_for_ever),),
             caught_by="tests/unit/test_peer.py",
         ),
         Mutation(
-            "6 only the owner's groups", "6", (("gcore.ledger.stream:Offered.collect", _own_only),), caught_by=RULES
+            "6 only the owner's groups", "6", (("gcore.ledger.selection:Offered.collect", _own_only),), caught_by=RULES
         ),
         Mutation(
             "7 the seal carries no outcomes", "7", (("gcore.ledger.chain:sealed", _with(outcomes=())),), caught_by=RULES
@@ -543,13 +543,13 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "8 nothing is accounted for without a quota",
             "8",
-            (("gcore.ledger.stream:AccountNow", lambda _: _NotNow),),
+            (("gcore.ledger.selection:AccountNow", lambda _: _NotNow),),
             caught_by="tests/unit/test_ledger_stream.py",
         ),
         Mutation(
             "9 each peer brings its share of the quota",
             "9",
-            (("controllers.peer:JobPeer._due", _static_shares),),
+            (("controllers.flow.peer:JobPeer._due", _static_shares),),
             caught_by="tests/unit/test_peer.py",
         ),
         Mutation("10 a rollback leaves the slots", "10", ((f"{ledger}:rollback", _without_range),), caught_by=RULES),
@@ -557,16 +557,16 @@ def _mutations() -> list[Mutation]:
             "11 every version is an ancestor",
             "11",
             (
-                ("gcore.ledger.ancestry:is_ancestor", _always(True)),
-                ("gcore.ledger.stream:is_ancestor", _always(True)),
-                ("controllers.holdings:is_ancestor", _always(True)),
+                ("gcore.ledger.selection:is_ancestor", _always(True)),
+                ("gcore.ledger.selection:is_ancestor", _always(True)),
+                ("controllers.flow.group_buffer:is_ancestor", _always(True)),
             ),
             caught_by=RULES,
         ),
         Mutation(
             "11 tokens may be of any age",
             "11",
-            (("gcore.ledger.ancestry:is_fresh", _always(True)),),
+            (("gcore.ledger.selection:is_fresh", _always(True)),),
             caught_by=RULES,
         ),
         Mutation(
@@ -578,7 +578,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "13 a checkpoint that is damaged is used",
             "13",
-            (("controllers.rolling:damage", _always("")),),
+            (("controllers.job.rollback:damage", _always("")),),
             caught_by="tests/unit/test_damaged_checkpoints.py",
         ),
         Mutation(
@@ -590,13 +590,13 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "13 a checkpoint's files go before its entry",
             "13",
-            (("controllers.tidying:retain", _files_first),),
+            (("controllers.job.effects:retain", _files_first),),
             caught_by="tests/unit/test_apply.py",
         ),
         Mutation(
             "13 the base is forgotten with the others",
             "13",
-            (("gcore.ledger.ancestry:resumable", _always(())),),
+            (("gcore.ledger.selection:resumable", _always(())),),
             caught_by=RULES,
         ),
         Mutation(
@@ -605,61 +605,63 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "15 what was not answered was not made",
             "15",
-            (("gcore.ledger.guarded:Ledger._find_out", _unknown_is_lost),),
+            (("gcore.ledger.transactions:Ledger._find_out", _unknown_is_lost),),
             caught_by="tests/unit/test_unknown_answers.py",
         ),
         Mutation(
             "15 what was not answered is sent again",
             "15",
-            (("gcore.ledger.guarded:Ledger.run", _made_again),),
+            (("gcore.ledger.transactions:Ledger.run", _made_again),),
             caught_by="tests/unit/test_unknown_answers.py",
         ),
         Mutation(
             "16 a sealed group that is lacked is waited for",
             "16",
-            ((f"{decide}:lost_groups", _always("")),),
+            ((f"{step}:lost_groups", _always("")),),
             caught_by=DECIDE,
         ),
         Mutation(
             "16 nothing that is held is dropped",
             "16",
-            (("controllers.holdings:Holdings.prune", _always(None)),),
+            (("controllers.flow.group_buffer:Holdings.prune", _always(None)),),
             caught_by=RULES,
         ),
         Mutation(
             "17 a seal takes what is there",
             "17",
-            (("gcore.ledger.stream:concluded", _takes_what_is_there),),
+            (("gcore.ledger.selection:concluded", _takes_what_is_there),),
             caught_by="tests/unit/test_ledger_stream.py",
         ),
         Mutation(
             "17 what is waited for is never given up",
             "17",
-            ((f"{decide}:expiring", _never), ("controllers.carrying:expiring", _never)),
+            ((f"{decide}:expiring", _never), ("controllers.rules.step:expiring", _never)),
             caught_by="tests/unit/test_carrying.py",
         ),
         Mutation(
             "17 a prompt is issued for ever",
             "17",
-            (("controllers.peer:JobPeer._issued_too_often", _always(None)),),
+            (("controllers.flow.peer:JobPeer._issued_too_often", _always(None)),),
             caught_by="tests/unit/test_peer_sources.py",
         ),
         Mutation(
             "shares: a plan is made of slots that were given back",
             "shares",
-            tuple((f"controllers.{module}:keeping_to", _any_share) for module in ("apply", "rolling", "starting")),
+            tuple(
+                (f"controllers.job.{module}:keeping_to", _any_share) for module in ("executor", "rollback", "effects")
+            ),
             caught_by=SHARES,
         ),
         Mutation(
             "shares: slots are left while a step is trained",
             "shares",
-            (("controllers.yielding:is_between_steps", _always(True)),),
+            (("controllers.rules.placement:is_between_steps", _always(True)),),
             caught_by="tests/unit/test_yielding.py",
         ),
         Mutation(
             "shares: slots are left without a checkpoint",
             "shares",
-            (("controllers.yielding:is_checkpointed", _always(True)),),
+            (("controllers.rules.placement:is_checkpointed", _always(True)),),
             caught_by="tests/unit/test_yielding.py",
         ),
         Mutation(

@@ -8,35 +8,33 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from controllers.changes import Changes
-from controllers.collectives import Collectives
-from controllers.eval_book import StoredEvaluations
-from controllers.faults import FaultBook
-from controllers.holdings import Holdings
-from controllers.material import material_of
-from controllers.ordering import EpochOrders
-from controllers.peer import JobPeer
-from controllers.stopwatch import Stopwatch
-from controllers.view import JobView
-from gcore.clock import SystemClock
+from controllers.flow.evaluation import StoredEvaluations
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.job_data import EpochOrders, material_of
+from controllers.flow.peer import JobPeer
+from controllers.flow.step import Collectives
+from controllers.rules.view import JobView
+from controllers.telemetry.notices import FaultBook
+from controllers.telemetry.step_stats import Stopwatch
 from gcore.config import new_spec
+from gcore.data.stream import open_prompts
 from gcore.flows import Peer, find_filters
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger
-from gcore.ledger.job import JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
-from gcore.ledger.stream import StreamRules
-from gcore.prompts.opening import open_prompts
-from gcore.reward.scoring import DirectScorer
+from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, Member
+from gcore.ledger.records.job import JobPhase, JobStatus, Plan
+from gcore.ledger.selection import StreamRules
+from gcore.ledger.transactions import Ledger
+from gcore.reward.pool import DirectScorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
+from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore, PerfectNetwork
-from gcore.testing.fake_cluster import FakeCluster, Script, made_spec
-from gcore.testing.fake_peer import Asked
-from gcore.testing.fake_samples import sample_of
-from gcore.testing.tiny_model import save_tokenizer
+from gcore.testing.flows import Asked, FakeCluster, Script, made_spec
+from gcore.testing.judges import sample_of
+from gcore.testing.models import save_tokenizer
 from gcore.types import Outcome, PromptRef, Sample, Version
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
-from controllers.service.files import FilesService
-from controllers.service.refusals import NotFound
+from controllers.api.edge.errors import NotFound
+from controllers.api.peers import FilesService
 from gcore.api.v1 import files_pb2_grpc
-from gcore.weights.layout import FileEntry, Manifest, file_entry, manifest_digest
+from gcore.models.layout import FileEntry, Manifest, file_entry, manifest_digest
 
 UID = "u"
 

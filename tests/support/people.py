@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gcore.ledger.claims import Claim, Drained, Quotas
+from gcore.ledger.records.cluster import Claim, Drained, Quotas
 from gcore.schema import NEWEST_VERSION, Record
 from gcore.store import keys
 from gcore.store.keys import JobKeys

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from job_views import running_job
 
-from controllers.view import EngineView, JobView
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace
+from controllers.rules.view import EngineView, JobView
+from gcore.ledger.records.job import EnginePlace
+from gcore.ledger.transactions import Stored
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 

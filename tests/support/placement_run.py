@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from gcore.emulated.launch import LAW_FILE
-from gcore.fault_points import VARIABLE
-from gcore.ledger.placing import Move, MoveKind
-from gcore.testing.tiny_model import make_tiny_model
-from placement.move_words import in_words, numbers_in_words, outcome_in_words
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.ledger.records.job import Move, MoveKind
+from gcore.system.fault_injection import VARIABLE
+from gcore.testing.models import make_tiny_model
+from placement.moves import in_words, numbers_in_words, outcome_in_words
 
 NAME = "placed"
 LAW: Mapping[str, Any] = {
@@ -37,7 +37,7 @@ LAW: Mapping[str, Any] = {
 }
 POLICIES = """
 from placement.policies.base import Decision
-from placement.split import Split
+from placement.slots import Split
 
 
 class Stepwise:
@@ -157,8 +157,8 @@ def arm(folder: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Path:
 
 def moves_of(home: Path) -> list[Move]:
     """The run's moves, oldest first, without what it began with."""
-    from controllers.moves_file import NAME as FILE
-    from controllers.moves_file import moves_in
+    from controllers.planning.history import NAME as FILE
+    from controllers.planning.history import moves_in
 
     (run,) = (home / "runs").glob(f"{NAME}-*")
     return [move for move in moves_in(run / FILE) if move.kind is not MoveKind.BEGIN]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.events import JobEvent
-from gcore.testing.fake_jobs import Script
+from gcore.observability.events import JobEvent
+from gcore.testing.jobs import Script
 
 SPEC = {
     "name": "sums",

@@ -9,11 +9,11 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gcore.config import parse_spec
-from gcore.config.sources import Source, training_sources
-from gcore.prompts.dataset import Dataset
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.source import OpenSource
-from gcore.prompts.tokenizer import ModelTokenizer
+from gcore.config.data import Source, training_sources
+from gcore.data.dataset import Dataset
+from gcore.data.renderer import PromptRenderer
+from gcore.data.stream import OpenSource
+from gcore.data.tokenizer import ModelTokenizer
 
 WORDS = {word: number for number, word in enumerate(["?", *map(str, range(30)), "+", "="])}
 

@@ -16,14 +16,14 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from controllers.assignment import assign_shards
-from controllers.expecting import Turn, longest_first
-from gcore.ledger import carried, chain, stream
-from gcore.ledger.ancestry import is_acceptable
+from controllers.flow.peer import Turn, longest_first
+from controllers.rules.decide import assign_shards
+from gcore.ledger import chain
+from gcore.ledger import selection as stream
+from gcore.ledger import staleness as carried
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import Assignment, EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import AccountNow, Choice, NotYet, Offered, SealNow
+from gcore.ledger.records.chain import Assignment, EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal
+from gcore.ledger.selection import AccountNow, Choice, NotYet, Offered, SealNow, StreamRules, is_acceptable
 from gcore.types import PromptRef, Version
 
 WRITER = Writer("a", "n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 
 
 def ready_seal(

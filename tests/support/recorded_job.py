@@ -14,25 +14,23 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from gcore.ledger import archive, chain, transactions
+from gcore.ledger.archive import mirror_of
 from gcore.ledger.balance import balance
-from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer
-from gcore.ledger.digests import digest_of
-from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
-from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer, digest_of
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, EndedRef, Head, Offer, OfferedGroup
-from gcore.ledger.rules import StreamRules, rules_of
-from gcore.ledger.store_copy import mirror_of
-from gcore.ledger.stream import Offered, SealNow, choose, in_order
+from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.ledger.selection import Offered, SealNow, StreamRules, choose, in_order, rules_of
+from gcore.ledger.transactions import Ledger, Transaction, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Listing, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.train.feed_state import Work
-from gcore.train.receipts import ReceiptBook
+from gcore.train.checkpoint.run_files import ReceiptBook
+from gcore.train.rank.feed import Work
 from gcore.types import PromptRef
 
 if TYPE_CHECKING:
-    from controllers.hands import Hands
+    from controllers.job.effects import Hands
 
 UID = "0123456789ab"
 KEYS = JobKeys(UID)

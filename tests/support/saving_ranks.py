@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.saving import Saver
-from gcore.train.trained import NamedTensor
+from gcore.testing.models import rank_launch
+from gcore.train.backends.deepspeed import NamedTensor
+from gcore.train.checkpoint.writer import Saver
 
 SECONDS = 60.0
 """Nothing here takes so long, unless it hangs."""

@@ -17,17 +17,16 @@ from pathlib import Path
 import issued
 import yaml
 
-from controllers.cli.ending import end_all
+from controllers.cli.local import end_all
+from gcore.api.authority import ENGINES, Wanted, issue_into
+from gcore.api.tls import Connector, TlsMaterial
+from gcore.api.tokens import Token, new_token
 from gcore.client import JobsClient, Patience
-from gcore.clock import SystemClock
-from gcore.store.binary import EtcdBinary, find_etcd
 from gcore.store.client import EtcdStore
-from gcore.store.endpoints import StoreTls
-from gcore.tls.connecting import Connector
-from gcore.tls.folder import ENGINES, Wanted, issue_into
-from gcore.tls.material import TlsMaterial
-from gcore.tokens import Token, new_token
-from gcore.worker.process import ProcessId, is_running, spawn_detached, terminate
+from gcore.store.connection import StoreTls
+from gcore.store.etcd import EtcdBinary, find_etcd
+from gcore.system.clock import SystemClock
+from gcore.system.process import ProcessId, is_running, spawn_detached, terminate
 
 CLOCK = SystemClock()
 READY_S = 60.0

@@ -15,26 +15,39 @@ from typing import Any
 import grpc
 from recorded_job import HOLDERS, KEYS, UID, RecordedJob, a_job_under_way
 
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
-from controllers.service.submission import Submissions
-from controllers.service.tokens import AccessService
+from controllers.api.edge.access import AccessService
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
+from controllers.api.submission.submit import Submissions
+from gcore.api.tokens import TokenRecord
 from gcore.api.v1 import access_pb2_grpc, jobs_pb2_grpc
-from gcore.clock import SystemClock
-from gcore.ledger import store_copy
-from gcore.ledger.books import EngineSums, NodeBooks, StepBook
-from gcore.ledger.books_file import BookLine, Stretch, append
-from gcore.ledger.claims import Claim, Drained, Quotas, Share, Shares, SickSlots
-from gcore.ledger.job import Evaluation, JobPhase, JobRecord, NodeRecord, Trouble
-from gcore.ledger.placing import Foretold, Leader, Move, MoveKind, MoveOutcome, Moves, Pin, SplitPart, Stay
-from gcore.ledger.records import Assignment
+from gcore.ledger import archive as store_copy
+from gcore.ledger.records.chain import Assignment
+from gcore.ledger.records.cluster import Claim, Drained, Quotas, Share, Shares, SickSlots
+from gcore.ledger.records.job import (
+    Evaluation,
+    Foretold,
+    JobPhase,
+    JobRecord,
+    Leader,
+    Move,
+    MoveKind,
+    MoveOutcome,
+    Moves,
+    NodeRecord,
+    Pin,
+    SplitPart,
+    Stay,
+    Trouble,
+)
+from gcore.ledger.records.slot_accounting import BookLine, EngineSums, NodeBooks, StepBook, Stretch, append
 from gcore.ledger.usage import DAY_S, NodeUsage, PoolSeconds
-from gcore.samples import folder as samples_folder
-from gcore.samples.records import KeptAdvantage, KeptGroup, KeptSample, KeptText
+from gcore.observability import samples as samples_folder
+from gcore.observability.samples import KeptAdvantage, KeptGroup, KeptSample, KeptText
 from gcore.store import keys
 from gcore.store.types import Put
+from gcore.system.clock import SystemClock
 from gcore.testing import MemoryStore
-from gcore.tokens import TokenRecord
 from gcore.types import PromptRef, Version
 from gcore.worker.records import WorkerRecord
 

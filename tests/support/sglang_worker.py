@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore.worker.child import CONTROL_FD
-from gcore.worker.process import ProcessId, identify, wait_ended
+from gcore.system.process import ProcessId, identify, wait_ended
+from gcore.worker.control import CONTROL_FD
 
 LONG_S = 120.0
 """Only reached when something is broken."""

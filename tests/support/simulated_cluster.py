@@ -36,22 +36,21 @@ from simulated_story import Ended, Story
 from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
-from controllers.belongings import Addresses, Belongings
-from controllers.decide import decide
-from controllers.life import Life
-from controllers.waiting import waiting_for
-from controllers.wire import Daemon
+from controllers.daemon.daemon import Daemon
+from controllers.daemon.life import Addresses, Belongings, Life
+from controllers.rules.decide import decide
+from controllers.rules.waits import waiting_for
 from gcore.config import NodeConfig
 from gcore.ledger import transactions
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.rules import rules_of
-from gcore.metrics import Metrics
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.selection import rules_of
+from gcore.observability.metrics import Metrics
 from gcore.schema import NEWEST_VERSION, speak
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
+from gcore.system.process import ProcessId
 from gcore.testing import MemoryCluster
-from gcore.worker.process import ProcessId
 from gcore.worker.records import LaunchSpec
 
 UID = "u"
@@ -333,22 +332,27 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
             return SimpleNamespace(hex=f"{chance.getrandbits(128):032x}")
 
     with contextlib.ExitStack() as stack:
-        for module in ("controllers.hands", "controllers.identity", "controllers.rolling", "controllers.forming"):
+        for module in (
+            "controllers.job.effects",
+            "controllers.identity",
+            "controllers.job.rollback",
+            "controllers.rules.world",
+        ):
             if not hasattr(importlib.import_module(module), "uuid"):
                 continue
             stack.enter_context(mock.patch(f"{module}.uuid", Names))
         # It would collect garbage, and here all controllers are one process.
-        stack.enter_context(mock.patch("controllers.life.give_back"))
-        stack.enter_context(mock.patch("controllers.wire.Belongings", _belongings))
+        stack.enter_context(mock.patch("controllers.daemon.life.give_back"))
+        stack.enter_context(mock.patch("controllers.daemon.daemon.Belongings", _belongings))
         speak(NEWEST_VERSION)
-        stack.enter_context(mock.patch("controllers.staff.is_running", cluster.is_running))
-        for module in ("controllers.driving", "controllers.life"):
+        stack.enter_context(mock.patch("controllers.workers.launcher.is_running", cluster.is_running))
+        for module in ("controllers.job.reconciler", "controllers.daemon.life"):
             stack.enter_context(mock.patch(f"{module}.send_signal", cluster.signalled))
         # A story may have more misfortune than a real job should live through, and less log.
-        stack.enter_context(mock.patch("controllers.ending.MAX_FRUITLESS_ROLLBACKS", 1000))
-        stack.enter_context(mock.patch("controllers.staff.MAX_LAUNCHES", 1000))
-        stack.enter_context(mock.patch("controllers.housekeeping.KEEP_LOG", 8))
-        stack.enter_context(mock.patch("controllers.housekeeping.PRUNE_AT", 4))
+        stack.enter_context(mock.patch("controllers.rules.world.MAX_FRUITLESS_ROLLBACKS", 1000))
+        stack.enter_context(mock.patch("controllers.workers.launcher.MAX_LAUNCHES", 1000))
+        stack.enter_context(mock.patch("controllers.rules.retention.KEEP_LOG", 8))
+        stack.enter_context(mock.patch("controllers.rules.retention.PRUNE_AT", 4))
         if cluster.story.plans:
             stack.enter_context(planning(cluster.floor, random.Random(f"planning {cluster.story.seed}")))
         yield

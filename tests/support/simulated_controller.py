@@ -29,34 +29,29 @@ from simulated_network import RemoteStore
 from virtual_time import ProcessClock
 
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
-from controllers.collectives import Collectives
-from controllers.deeds import Deeds
-from controllers.driving import Driver
-from controllers.engines import EngineBook
-from controllers.eval_book import StoredEvaluations
-from controllers.hands import Hands
+from controllers.cluster.mirror import ClusterMirror
+from controllers.flow.evaluation import StoredEvaluations
+from controllers.flow.job_data import EpochOrders, Material, Practice, sampling_of
+from controllers.flow.peer import JobPeer
+from controllers.flow.step import Collectives
 from controllers.identity import Identity
-from controllers.judge_engines import JudgeEngines
-from controllers.material import Material, Practice, sampling_of
-from controllers.ordering import EpochOrders
-from controllers.own_files import OwnFolder
-from controllers.peer import JobPeer
-from controllers.planner import Planner
-from controllers.producing import Producing
-from controllers.pulse import EnginePatience
-from controllers.staged import staged_versions
-from controllers.standing import JobStanding
-from controllers.stopwatch import Stopwatch
-from controllers.troubles import TroubleBook
-from controllers.turns import Waits
-from controllers.view import EngineView
+from controllers.inference.judge_engines import JudgeEngines
+from controllers.inference.pool import EngineBook
+from controllers.inference.rules import EnginePatience
+from controllers.job.effects import Hands
+from controllers.job.reconciler import Deeds, Driver
+from controllers.job.runner import JobStanding, Producing
+from controllers.planning.planner import Planner
+from controllers.rules.view import EngineView, Waits
+from controllers.storage.run_folder import OwnFolder, staged_versions
+from controllers.telemetry.notices import TroubleBook
+from controllers.telemetry.step_stats import Stopwatch
 from gcore.config import NodeConfig
-from gcore.config.sources import training_sources
-from gcore.ledger.rules import rules_of
-from gcore.prompts.stream import PromptStream
-from gcore.reward.judged import Rewards
-from gcore.reward.scoring import DirectScorer
+from gcore.config.data import training_sources
+from gcore.data.stream import PromptStream
+from gcore.ledger.selection import rules_of
+from gcore.reward.pool import DirectScorer
+from gcore.reward.scorer import Rewards
 from gcore.types import Version
 from placement.moves import Accounted, Proposal
 

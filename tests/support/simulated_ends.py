@@ -16,24 +16,22 @@ from simulated_network import Network, NoAnswer, RemoteStore, ask
 from simulated_workers import Engine, Floor, Rank
 from virtual_time import ProcessClock
 
-from controllers.faults import FaultBook
-from controllers.ranks import NotConnected, RankLinks
-from controllers.staff import Staff
-from controllers.staffing import Launch, StartEngine, StartRank, launch_key
-from controllers.troubles import TroubleBook
-from controllers.turns import Waits
-from controllers.view import JobView, RankView, SavedCheckpoint
+from controllers.rules.view import JobView, RankView, SavedCheckpoint, Waits
+from controllers.rules.workers import Launch, StartEngine, StartRank, launch_key
+from controllers.telemetry.notices import FaultBook, TroubleBook
+from controllers.workers.launcher import Staff
+from controllers.workers.ranks import NotConnected, RankLinks
 from gcore.config import JobSpec, NodeConfig
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.ledger.guarded import Ledger
-from gcore.ledger.parts import parts_sha256
-from gcore.ledger.records import Seal
-from gcore.metrics import Metrics
+from gcore.ledger.balance import parts_sha256
+from gcore.ledger.records.chain import Seal
+from gcore.ledger.transactions import Ledger
+from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
-from gcore.train.feed_state import WorldName
+from gcore.system.process import ProcessId
+from gcore.train.rank.feed import WorldName
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Token, Version, VersionSpan
-from gcore.worker.process import ProcessId
 from gcore.worker.records import LaunchSpec, Role
 
 SOURCE = "source"

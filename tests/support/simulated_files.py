@@ -13,8 +13,8 @@ from pathlib import Path
 from simulated_network import Network
 from simulated_workers import Floor
 
-from controllers.peer_files import DRAFTS, NotFetched, NotThere, PeerFiles
-from gcore.atomic import whole_folder
+from controllers.storage.peer_files import DRAFTS, NotFetched, NotThere, PeerFiles
+from gcore.system.files import whole_folder
 
 SILENT_S = 5.0
 

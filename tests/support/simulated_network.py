@@ -20,8 +20,17 @@ from typing import Any
 from virtual_time import VirtualLoop
 
 from gcore.errors import LeaseLost, StoreUnavailable
-from gcore.store.limits import check_transaction
-from gcore.store.types import Compare, Delete, KeyValue, Listing, Put, TxnResult, WatchBatch, WatchEvent
+from gcore.store.types import (
+    Compare,
+    Delete,
+    KeyValue,
+    Listing,
+    Put,
+    TxnResult,
+    WatchBatch,
+    WatchEvent,
+    check_transaction,
+)
 from gcore.testing import MemoryCluster
 
 STORE = "etcd"

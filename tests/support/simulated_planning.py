@@ -16,18 +16,15 @@ from unittest import mock
 
 from simulated_workers import Floor
 
-from controllers.consulting import PolicyFailed
-from gcore.ledger.ancestry import resumable
-from gcore.ledger.job import NodeRecord
+from controllers.planning.planner import PolicyFailed
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import MoveKind
-from gcore.ledger.records import SealState
-from placement.live import Start
-from placement.loads import EngineLoad, Loads
+from gcore.ledger.records.chain import SealState
+from gcore.ledger.records.job import MoveKind, NodeRecord
+from gcore.ledger.selection import resumable
+from placement.lending import EngineLoad, Loads, Speed, Speeds
 from placement.moves import BETWEEN, WITHIN
-from placement.policies.base import Decision, Policy, Situation
-from placement.speeds import Speed, Speeds
-from placement.split import feasible
+from placement.policies.base import Decision, Policy, Situation, Start
+from placement.slots import feasible
 
 T = TypeVar("T")
 SPEED = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
@@ -101,10 +98,10 @@ def planning(floor: Floor, chance: random.Random) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for where, what in (
-            ("controllers.lender.Polling", lambda *_: SimulatedPolling(floor, chance)),
-            ("controllers.consulting.Consulting._in_thread", at_once),
-            ("controllers.next_split.find_policy", lambda _: make),
-            ("controllers.lender.Lender._speeds", lambda *_: Speeds(SPEED, SPEED)),
+            ("controllers.planning.lender.Polling", lambda *_: SimulatedPolling(floor, chance)),
+            ("controllers.planning.planner.Consulting._in_thread", at_once),
+            ("controllers.planning.planner.find_policy", lambda _: make),
+            ("controllers.planning.lender.Lender._speeds", lambda *_: Speeds(SPEED, SPEED)),
         ):
             stack.enter_context(mock.patch(where, what))
         yield

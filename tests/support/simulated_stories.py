@@ -11,12 +11,11 @@ from simulated_story import Story
 
 from gcore.config import JobSpec, parse_spec
 from gcore.config.spec import PlacementSpec
-from gcore.ledger.job import Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Move, MoveKind, Moves
+from gcore.ledger.records.job import Move, MoveKind, Moves, Plan
 from placement.assign import split_of
 from placement.moves import Proposal, part_of
-from placement.split import Split
+from placement.slots import Split
 
 JUDGE = {
     "name": "tutor",

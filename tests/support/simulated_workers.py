@@ -20,14 +20,9 @@ import numpy as np
 from simulated_network import Network, RemoteStore
 from virtual_time import Process, ProcessClock
 
-from gcore.atomic import whole_folder
-from gcore.ledger.audit import Receipt
-from gcore.ledger.records import Seal
-from gcore.train import feed_state
-from gcore.train.feed_state import FeedState, HeldGroup, HeldSample, WorldName
-from gcore.train.rest_rules import PARTS, refuse_release, refuse_restore
-from gcore.types import Group, PromptRef, Token, Version
-from gcore.weights.layout import (
+from gcore.ledger.audit.receipts import Receipt
+from gcore.ledger.records.chain import Seal
+from gcore.models.layout import (
     EXP_AVG_FILE,
     EXP_AVG_SQ_FILE,
     MANIFEST_FILE,
@@ -40,9 +35,14 @@ from gcore.weights.layout import (
     verify_checkpoint,
     weights_folder,
 )
-from gcore.worker.events import Refused as RegistrationRefused
+from gcore.system.files import whole_folder
+from gcore.train.rank import feed as feed_state
+from gcore.train.rank.feed import FeedState, HeldGroup, HeldSample, WorldName
+from gcore.train.rank.launch import PARTS, refuse_release, refuse_restore
+from gcore.types import Group, PromptRef, Token, Version
+from gcore.worker.lifecycle import Refused as RegistrationRefused
 from gcore.worker.records import LaunchSpec, WorkerRecord
-from gcore.worker.registrar import Registrar
+from gcore.worker.supervisor import Registrar
 
 Content = tuple[frozenset[PromptRef], ...]
 """What weights were trained on, step by step."""

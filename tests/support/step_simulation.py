@@ -16,22 +16,46 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from controllers.assignment import assign_shards
-from gcore.ledger import carried, chain, epochs, transactions
-from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
-from gcore.ledger.audit import Receipt, audit
-from gcore.ledger.balance import balance
+from controllers.rules.decide import assign_shards
+from gcore.data.order import Cursors, shard_lengths
+from gcore.ledger import chain, transactions
+from gcore.ledger import staleness as carried
+from gcore.ledger import statistics as epochs
+from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.receipts import Receipt
+from gcore.ledger.balance import balance, digests_of, next_part
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger, Stored, Transaction
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.parts import digests_of, next_part
-from gcore.ledger.records import Checkpoint, EndedRef, Head, InFlightRef, LogEntry, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.rules import is_over, last_position
-from gcore.ledger.shortage import why_short
-from gcore.ledger.stream import AccountNow, NotYet, Offered, SealNow, Short, StreamRules, choose, due, refuse_seal
-from gcore.ledger.transactions import OpenSlots
-from gcore.prompts.cursor import Cursors, shard_lengths
+from gcore.ledger.records.chain import (
+    Checkpoint,
+    EndedRef,
+    Head,
+    InFlightRef,
+    LogEntry,
+    Offer,
+    OfferedGroup,
+    Seal,
+    SealState,
+)
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
+from gcore.ledger.selection import (
+    AccountNow,
+    NotYet,
+    Offered,
+    SealNow,
+    Short,
+    StreamRules,
+    choose,
+    due,
+    is_acceptable,
+    is_ancestor,
+    is_over,
+    last_position,
+    refuse_seal,
+    resumable,
+)
+from gcore.ledger.statistics import why_short
+from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome, TxnReport
-from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, Offer, OfferedGroup
-from gcore.ledger.stream import PartNow, SealNow, StreamRules, begun, held_by, in_order
-from gcore.ledger.transactions import OpenSlots
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import EndedRef, Offer, OfferedGroup
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.ledger.selection import PartNow, SealNow, StreamRules, begun, held_by, in_order
+from gcore.ledger.transactions import Ledger, OpenSlots, Transaction, TxnOutcome, TxnReport
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch, WatchEvent
 from gcore.types import PromptRef, Version

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from gcore.store.binary import EtcdBinary, NoEtcd, find_etcd, wheels_etcd
+from gcore.store.etcd import EtcdBinary, NoEtcd, find_etcd, wheels_etcd
 
 REQUIRE_ALL = "GCORE_REQUIRE_ALL"
 """Environment variable: every skipped test, and every missing tool, is a failure."""

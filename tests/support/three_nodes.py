@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.cli.leftovers import processes_of
+from controllers.cli.local import processes_of
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.config.node import NodeConfig
-from gcore.store.binary import EtcdBinary, find_etcd
+from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.reference import StoreRef
-from gcore.worker.process import ProcessId, send_signal, spawn_detached, terminate, wait_ended
+from gcore.system.clock import SystemClock
+from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate, wait_ended
 
 CLOCK = SystemClock()
 READY_S = 120.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gcore.ledger.facts import ConfigValue, NodeFacts, SlotFacts
-from placement.plan import NodeSlots
+from gcore.ledger.records.cluster import ConfigValue, NodeFacts, SlotFacts
+from placement.slots import NodeSlots
 
 QWEN: dict[str, ConfigValue] = {
     "model_type": "qwen2",

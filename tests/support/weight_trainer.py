@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from gcore.errors import GcoreError
-from gcore.weights.broadcast import SENDER, WeightGroup
+from gcore.models.broadcast import SENDER, WeightGroup
 
 TIMEOUT_S = 60
 

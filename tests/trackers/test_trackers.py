@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from gcore.tracking.lines import encode
-from gcore.tracking.process import Document
+from gcore.observability.metrics_file import encode
+from gcore.observability.tracking import Document
 
 pytestmark = [pytest.mark.trackers, pytest.mark.timeout(300)]
 

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 
 import gcore.api.v1
-from controllers.service.access import (
+from controllers.api.edge.access import (
     NOBODY_IS_TOLD_APART,
     TABLE,
     USER_ROLES,

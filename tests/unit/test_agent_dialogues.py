@@ -12,16 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gcore.agents.api import Refused
-from gcore.agents.asked import HARMLESS, Question, Rules, question_of
-from gcore.agents.dialogue import Dialogue
-from gcore.agents.words import answer_of, message_of
-from gcore.agents.written import Completion, events, refusal, whole
-from gcore.prompts.render import ChatForm, PromptRenderer
-from gcore.prompts.template import compile_template
-from gcore.prompts.tokenizer import ModelTokenizer
-from gcore.reward.registry import RewardError
-from gcore.rollout.alike import alike
+from gcore.data.renderer import ChatForm, PromptRenderer
+from gcore.data.templates import compile_template
+from gcore.data.tokenizer import ModelTokenizer
+from gcore.reward.api import RewardError
+from gcore.rollout.agents.api import Refused
+from gcore.rollout.agents.chat_protocol import (
+    HARMLESS,
+    Completion,
+    Question,
+    Rules,
+    answer_of,
+    events,
+    message_of,
+    question_of,
+    refusal,
+    whole,
+)
+from gcore.rollout.agents.session import Dialogue
+from gcore.rollout.postprocess import alike
 from gcore.types import Sample, Version, VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"

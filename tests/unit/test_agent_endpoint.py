@@ -13,12 +13,11 @@ import httpx
 import pytest
 from documents import ROOT, blocks
 
-from gcore.agents.api import AgentFault, AgentRollout, Refused
-from gcore.agents.asked import Rules
-from gcore.agents.endpoint import MOST_BODY, Endpoint
-from gcore.agents.registry import called
-from gcore.agents.served import Limits, Served
 from gcore.errors import EngineError
+from gcore.rollout.agents.api import AgentFault, AgentRollout, Refused, called
+from gcore.rollout.agents.chat_protocol import Rules
+from gcore.rollout.agents.server import MOST_BODY, Endpoint
+from gcore.rollout.agents.session import Limits, Served
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
 

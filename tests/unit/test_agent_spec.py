@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from controllers.material import response_of
-from controllers.service.capability import check_environment
-from gcore.agents.registry import result_of
+from controllers.api.submission.checks import check_environment
+from controllers.flow.job_data import response_of
 from gcore.config import JobSpec, parse_spec
+from gcore.config.data import training_sources
 from gcore.config.reward import RewardSpec
-from gcore.config.sources import training_sources
 from gcore.errors import SpecError
-from gcore.flows.fit import misfit
-from gcore.reward.registry import Response, RewardError, RewardResult, find_reward
-from gcore.rollout.scored import scored_group
+from gcore.flows.filters import misfit
+from gcore.reward.api import Response, RewardError, RewardResult, find_reward
+from gcore.rollout.agents.api import result_of
+from gcore.rollout.postprocess import scored_group
 from gcore.schema import NEWEST_VERSION, speak
-from gcore.testing.fake_samples import group_of
+from gcore.testing.judges import group_of
 from gcore.types import Prompt
 
 AGENT = {"name": "any"}

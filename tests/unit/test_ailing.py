@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.ailing import FAILURES, LONGEST_REST_S, REST_S, Health, look, next_look
+from controllers.cluster.rules import FAILURES, LONGEST_REST_S, REST_S, Health, look, next_look
 from gcore.worker.records import Role, WorkerRecord, WorkerState
 
 ACTIVE = frozenset({"j"})

@@ -14,11 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from gcore.train.algorithms.aggregate import Mode, denominator, loss_sum
-from gcore.train.algorithms.corrections import icepop_weight, mis_mask, ratio_weight, tis_weight
-from gcore.train.algorithms.kl import kl_estimate
-from gcore.train.algorithms.losses import cispo_loss, gspo_loss, nll_loss, ppo_loss, value_loss
-from gcore.train.logprobs import token_logprobs
+from gcore.train.algorithms.losses import (
+    Mode,
+    cispo_loss,
+    denominator,
+    gspo_loss,
+    icepop_weight,
+    kl_estimate,
+    loss_sum,
+    mis_mask,
+    nll_loss,
+    ppo_loss,
+    ratio_weight,
+    tis_weight,
+    value_loss,
+)
+from gcore.train.batching import token_logprobs
 
 Function = Callable[[Tensor], Tensor]
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}

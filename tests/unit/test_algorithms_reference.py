@@ -8,14 +8,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from gcore.train.algorithms.advantages import GroupKind, against_greedy, group_advantages
-from gcore.train.algorithms.aggregate import Mode, denominator, loss_sum
-from gcore.train.algorithms.corrections import icepop_weight, mis_mask, ratio_weight, tis_weight
-from gcore.train.algorithms.kl import kl_estimate
-from gcore.train.algorithms.losses import cispo_loss, clip_fraction_tokens, gspo_loss, nll_loss, ppo_loss, value_loss
-from gcore.train.algorithms.returns import at_last_token, discounted, gae
-from gcore.train.algorithms.shaping import less_kl, overlong_penalty
-from gcore.train.algorithms.whitening import Moments, whitened
+from gcore.train.algorithms.advantages import (
+    GroupKind,
+    Moments,
+    against_greedy,
+    at_last_token,
+    discounted,
+    gae,
+    group_advantages,
+    less_kl,
+    overlong_penalty,
+    whitened,
+)
+from gcore.train.algorithms.losses import (
+    Mode,
+    cispo_loss,
+    clip_fraction_tokens,
+    denominator,
+    gspo_loss,
+    icepop_weight,
+    kl_estimate,
+    loss_sum,
+    mis_mask,
+    nll_loss,
+    ppo_loss,
+    ratio_weight,
+    tis_weight,
+    value_loss,
+)
 
 
 def f64(values: list[float] | list[list[float]]) -> Tensor:

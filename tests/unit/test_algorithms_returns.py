@@ -8,12 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gcore.train.algorithms.advantages import against_greedy
-from gcore.train.algorithms.corrections import icepop_weight, mis_mask
-from gcore.train.algorithms.losses import cispo_loss, gspo_loss, ppo_loss, value_loss
-from gcore.train.algorithms.returns import at_last_token, discounted, gae
-from gcore.train.algorithms.shaping import less_kl, overlong_penalty
-from gcore.train.algorithms.whitening import Moments, whitened
+from gcore.train.algorithms.advantages import (
+    Moments,
+    against_greedy,
+    at_last_token,
+    discounted,
+    gae,
+    less_kl,
+    overlong_penalty,
+    whitened,
+)
+from gcore.train.algorithms.losses import cispo_loss, gspo_loss, icepop_weight, mis_mask, ppo_loss, value_loss
 
 seeds = st.integers(0, 2**31)
 factors = st.floats(0, 1)

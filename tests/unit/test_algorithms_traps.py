@@ -12,14 +12,16 @@ from torch import Tensor
 from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.flows.filters import has_signal
-from gcore.train.algorithms.advantages import group_advantages
-from gcore.train.algorithms.aggregate import denominator, loss_sum
-from gcore.train.algorithms.corrections import mis_mask, tis_weight
-from gcore.train.algorithms.kl import kl_estimate
-from gcore.train.algorithms.losses import ppo_loss
-from gcore.train.algorithms.returns import at_last_token, discounted, gae
-from gcore.train.algorithms.shaping import less_kl
-from gcore.train.algorithms.whitening import Moments, whitened
+from gcore.train.algorithms.advantages import (
+    Moments,
+    at_last_token,
+    discounted,
+    gae,
+    group_advantages,
+    less_kl,
+    whitened,
+)
+from gcore.train.algorithms.losses import denominator, kl_estimate, loss_sum, mis_mask, ppo_loss, tis_weight
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 

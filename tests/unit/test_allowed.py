@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from controllers.service.allowed import EVERYTHING, Allowed
+from controllers.api.submission.allowlist import EVERYTHING, Allowed
 from gcore.config import NodeConfig, parse_spec
-from gcore.config.securing import AllowSection
+from gcore.config.node import AllowSection
 from gcore.errors import SpecError
 
 BASE: dict[str, Any] = {

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from controllers.service import token_book, tokens  # noqa: F401 - their kinds of errors are looked for
+from controllers.api.edge import access as token_book  # noqa: F401 - their kinds of errors are looked for
 from gcore.api.v1 import access_pb2
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.service.refusals import (
+from controllers.api.edge.errors import (
+    CODES,
     BadFields,
     Conflict,
+    Context,
     Exhausted,
     Forbidden,
     JobEnded,
@@ -23,12 +25,14 @@ from controllers.service.refusals import (
     NodeNotFound,
     Unauthenticated,
     bad_field,
+    edge,
+    refusal_of,
+    stream_edge,
 )
-from controllers.service.statuses import CODES, Context, edge, refusal_of, stream_edge
+from gcore.api.rpc import Refusal, Violation, cut, sendable, told, trailing
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
-from gcore.rpc_status import Refusal, Violation, cut, sendable, told, trailing
 from gcore.schema import UnreadableRecord
 
 Code = grpc.StatusCode

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from controllers.actions import Retain, Rollback
-from controllers.apply import apply
-from controllers.view import JobView
+from controllers.job.executor import apply
+from controllers.rules.actions import Retain, Rollback
+from controllers.rules.view import JobView
 from gcore.config import parse_spec
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
-from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.records.chain import Checkpoint, Checkpoints
+from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.retention import orphaned
-from gcore.ledger.stream import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.selection import StreamRules
+from gcore.ledger.transactions import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
 from gcore.store.keys import JobKeys
 from gcore.types import Version
 

@@ -10,10 +10,10 @@ import pytest
 
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger, Stored, Transaction, TxnOutcome
-from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, Head, LogEntry
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, LogEntry
+from gcore.ledger.records.job import JobPhase, JobStatus
+from gcore.ledger.transactions import Ledger, Stored, Transaction, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -41,24 +41,24 @@ def test_what_is_archived_is_read_again(tmp_path: Path) -> None:
     archive.append(tmp_path, "a", [entry(1), entry(2)])
     archive.append(tmp_path, "b", [entry(2), entry(3)])
     archive.append(tmp_path, "a", [entry(4)])
-    assert archive.read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3, 4)}
-    assert archive.read(tmp_path / "none") == {}
+    assert archive.archive_read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3, 4)}
+    assert archive.archive_read(tmp_path / "none") == {}
 
 
 def test_a_line_that_was_cut_off_spoils_nothing_that_follows(tmp_path: Path) -> None:
     archive.append(tmp_path, "a", [entry(1), entry(2)])
     file = tmp_path / "log" / "a.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
-    assert archive.read(tmp_path) == {1: entry(1)}
+    assert archive.archive_read(tmp_path) == {1: entry(1)}
     archive.append(tmp_path, "a", [entry(2), entry(3)])
-    assert archive.read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3)}
+    assert archive.archive_read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3)}
 
 
 def test_two_forms_of_one_entry_are_refused(tmp_path: Path) -> None:
     archive.append(tmp_path, "a", [entry(1)])
     archive.append(tmp_path, "b", [entry(1).model_copy(update={"nonce": "other"})])
     with pytest.raises(ValueError, match="two forms"):
-        archive.read(tmp_path)
+        archive.archive_read(tmp_path)
 
 
 def started() -> MemoryCluster:

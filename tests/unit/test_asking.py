@@ -9,14 +9,14 @@ import pytest
 from eval_crew import KEYS, Crew
 from stored_job import StoredJob
 
-from controllers.service.asking import ask_for_evaluation
-from controllers.service.refusals import Conflict, JobEnded
+from controllers.api.edge.errors import Conflict, JobEnded
+from controllers.api.jobs import ask_for_evaluation
 from gcore.config import parse_spec
 from gcore.errors import StoreUnavailable
 from gcore.ledger.evaluation import ask, best_of
-from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
-from gcore.ledger.job import EvalAsked, Evaluation, JobPhase, JobStatus
-from gcore.ledger.records import Head
+from gcore.ledger.records.chain import Head
+from gcore.ledger.records.job import EvalAsked, Evaluation, JobPhase, JobStatus
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version

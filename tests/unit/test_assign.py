@@ -6,11 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gcore.ledger.job import Plan
-from placement.assign import POOLS, Dealt, Slot, assigned, changes, dealt, nearest_first, roles, split_of
-from placement.plan import NodeSlots, Snapshot
-from placement.replicas import Sizes
-from placement.split import Bounds, Split, feasible
+from gcore.ledger.records.job import Plan
+from placement.assign import POOLS, Dealt, assigned, changes, dealt, nearest_first, roles, split_of
+from placement.slots import Bounds, NodeSlots, Sizes, Slot, Snapshot, Split, feasible
 
 JUDGES = ("j", "k")
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.assignment import assign_shards
+from controllers.rules.decide import assign_shards
 
 names = st.lists(st.sampled_from([f"n{i}.x" for i in range(8)]), min_size=1, max_size=8, unique=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gcore.atomic import whole_file
+from gcore.system.files import whole_file
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

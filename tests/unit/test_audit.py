@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.audit import Receipt, audit
+from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer
-from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Tally
-from gcore.ledger.stream import Offered, SealNow, StreamRules, choose, in_order
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Tally
+from gcore.ledger.selection import Offered, SealNow, StreamRules, choose, in_order
 from gcore.types import PromptRef, Version
 
 RULES = StreamRules(shard_lengths(40, 4), 8, 4)

@@ -12,18 +12,17 @@ import typer.testing
 from corruptions import CORRUPTIONS, Refuted, Scene
 from recorded_job import KEYS, UID, RecordedJob, a_job_under_way
 
+from controllers.api.run_reader import NoCopy, audit_of_folder
+from controllers.api.store_reader import StoredJobs
 from controllers.changes import Changes
 from controllers.cli.main import app
 from controllers.identity import Identity
-from controllers.reading import Reading
-from controllers.service.audits import NoCopy, audit_of_folder
-from controllers.service.records import StoredJobs
-from gcore.clock import SystemClock
-from gcore.ledger import store_copy
-from gcore.ledger.audit import Audit
-from gcore.ledger.findings import MOST_FOUND, Found
-from gcore.ledger.job import JobPhase
+from controllers.telemetry.run_recorder import Reading
+from gcore.ledger import archive as store_copy
+from gcore.ledger.audit.chain import MOST_FOUND, Audit, Found
+from gcore.ledger.records.job import JobPhase
 from gcore.store.types import Listing
+from gcore.system.clock import SystemClock
 from gcore.types import PromptRef
 
 Corruption = Callable[[Scene], Refuted]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.balance import SampleSlot, StepLayout, balance, sample_cost, slot_cost
-from gcore.ledger.cost import attention_equals_at
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.ledger.records.cluster import attention_equals_at
 from gcore.types import PromptRef, Version
 
 
@@ -254,7 +254,7 @@ def test_the_layout_of_one_seal_never_changes() -> None:
 def test_another_process_with_another_hash_seed_computes_the_same_layout() -> None:
     seal = make_seal([[11, 900, 3, 3], [3, 3, 3], [5000], [1, 2, 3, 4, 5]], world_size=3, mini_batches=2)
     program = (
-        "import hashlib, sys; from gcore.ledger.balance import balance; from gcore.ledger.records import Seal; "
+        "import hashlib, sys; from gcore.ledger.balance import balance; from gcore.ledger.records.chain import Seal; "
         "print(hashlib.sha256(repr(balance(Seal.model_validate_json(sys.stdin.read()))).encode()).hexdigest())"
     )
     for hash_seed in ("1", "2"):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.before_filter import sampling_stats
-from controllers.holdings import Holdings
-from controllers.service.events import EventLog
+from controllers.flow.group_buffer import Holdings
+from controllers.telemetry.events import EventLog
+from controllers.telemetry.step_stats import sampling_stats
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, LogEntry, OfferedGroup
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import SealNow, held_by
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import EndedRef, LogEntry, OfferedGroup
+from gcore.ledger.selection import SealNow, StreamRules, held_by
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan

@@ -13,22 +13,20 @@ from job_views import running_job, stored
 from mapped_jobs import JUDGE, spec
 from told_nodes import QWEN, node
 
-from controllers.actions import StartJob
-from controllers.apply import apply
-from controllers.cli.placement_words import account, history_table
+from controllers.cli.view.placement import account, history_table
+from controllers.job.executor import apply
+from controllers.rules.actions import StartJob
 from gcore.config import JobSpec
-from gcore.ledger.facts import ModelConfigs
-from gcore.ledger.guarded import Transaction, TxnKind, TxnOutcome, TxnReport
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus, NodeRecord, Plan
-from gcore.ledger.placing import MoveKind, Moves, Pin
+from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, MoveKind, Moves, NodeRecord, Pin, Plan
+from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, TxnReport
 from gcore.store.types import Put
 from gcore.testing import FakeClock
 from placement.assign import split_of
-from placement.beginning import begun
-from placement.live import Moving, bounds_of
-from placement.outcomes import Committed, with_outcomes
-from placement.plan import NodeSlots, Snapshot
-from placement.split import Split, feasible
+from placement.initial import begun
+from placement.moves import Committed, with_outcomes
+from placement.placer import Moving, bounds_of
+from placement.slots import NodeSlots, Snapshot, Split, feasible
 
 LARGE = QWEN | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 SMALL_MODELS = ModelConfigs(policy=QWEN, judges={"right": QWEN})

@@ -6,8 +6,8 @@ import pytest
 
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored, Transaction
-from gcore.ledger.job import JobPhase, JobStatus, Plan
+from gcore.ledger.records.job import JobPhase, JobStatus, Plan
+from gcore.ledger.transactions import Stored, Transaction
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put

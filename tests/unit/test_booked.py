@@ -11,17 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_views import SPEC, running_job, sealed_job, stored
 
-from controllers.booked import PATIENCE_S, WORD_S, SlotBooks
-from controllers.booking_claims import Meaning, RankClaims
-from controllers.view import EngineView, JobView, RankView
-from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import Kept, line_of, parse
-from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
-from gcore.rollout.metered import Sums
-from gcore.rollout.readings import EngineReading
+from controllers.accounting.attribution import Meaning, RankClaims
+from controllers.accounting.states import FAILED, NOBODY, SYNCING, UNALLOCATED, Line, busy, idle, switching
+from controllers.accounting.step_account import PATIENCE_S, WORD_S, SlotBooks
+from controllers.rules.view import EngineView, JobView, RankView
+from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
+from gcore.ledger.records.slot_accounting import Kept, StepBook, line_of, parse
+from gcore.rollout.engine_time import EngineReading, Sums
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.books import FAILED, NOBODY, SYNCING, UNALLOCATED, Line, busy, idle, switching
 
 SLOTS = ("cpu:0", "cpu:1", "cpu:2")
 STEP = Version(0, 1)

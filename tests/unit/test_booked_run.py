@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from booked_run import check_sums
 
-from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import BookLine, Stretch
+from gcore.ledger.records.slot_accounting import BookLine, StepBook, Stretch
 from gcore.types import Version
 
 WORK, REST = "busy rollout", "idle rollout tail"

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from job_views import SPEC, running_job
 
-from controllers import booking
-from controllers.booking import Booking
-from gcore.ledger.books import NodeBooks
-from gcore.ledger.books_file import BookLine
-from gcore.metrics import Metrics
+from controllers.accounting import collector as booking
+from controllers.accounting.collector import Booking
+from gcore.ledger.records.slot_accounting import BookLine, NodeBooks
+from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from job_views import ME, RULES, SPEC, running_job, sealed_job, stored
 
-from controllers.booking_causes import cause_of, stage_of
-from controllers.view import EngineView, JobView
-from gcore.ledger.job import JobPhase, JobStatus
-from gcore.ledger.records import Assignment, OfferedGroup
+from controllers.accounting.attribution import cause_of, stage_of
+from controllers.rules.view import EngineView, JobView
+from gcore.ledger.records.chain import Assignment, OfferedGroup
+from gcore.ledger.records.job import JobPhase, JobStatus
 from gcore.types import PromptRef, Version
 
 HEAD = Version(0, 0)

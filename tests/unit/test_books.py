@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.books import (
+from controllers.accounting.states import (
     CAUSES,
     FAILED,
     MOST_SPANS,

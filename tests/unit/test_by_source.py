@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from controllers.by_source import by_source, key_of, mostly_truncated, split_key, truncated_share, without_rewards
-from controllers.gauges import show
-from controllers.service.sources import best_checkpoint, source_reports
+from controllers.api.job_messages import best_checkpoint, source_reports
+from controllers.telemetry.gauges import show
+from controllers.telemetry.step_stats import (
+    by_source,
+    key_of,
+    mostly_truncated,
+    split_key,
+    truncated_share,
+    without_rewards,
+)
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import Evaluation, JobRecord, SourceScore
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, EndedRef, SealedGroup
-from gcore.ledger.tally import added
-from gcore.metrics import Metrics
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, EndedRef, SealedGroup
+from gcore.ledger.records.job import Evaluation, JobRecord, SourceScore
+from gcore.ledger.statistics import added
+from gcore.ledger.transactions import Stored
+from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import PromptRef, Version

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.service.call_journal import MOST_OF_A_FIELD, MOST_WAITING, CallJournal, Entry
+from controllers.api.edge.gate import MOST_OF_A_FIELD, MOST_WAITING, CallJournal, Entry
 from gcore.testing import FakeClock
 
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.carried import awaited, choose, due, most_kept, staleness_stats, steps_left
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import AccountNow, NotYet, Offered, SealNow, in_order, refuse_seal
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal, SealState
+from gcore.ledger.selection import AccountNow, NotYet, Offered, SealNow, StreamRules, in_order, refuse_seal
+from gcore.ledger.staleness import awaited, choose, due, most_kept, staleness_stats, steps_left
 from gcore.types import PromptRef, Version
 
 WRITER = Writer("a.1", "n")

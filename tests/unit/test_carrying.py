@@ -10,31 +10,28 @@ from typing import Any
 import pytest
 from engine_workers import ServingEngine
 
-from controllers.actions import GiveUp, Intent, MakeSeal, PutOffer
-from controllers.carrying import EVALUATION_PATIENCE_S, expiring
 from controllers.changes import Changes
-from controllers.coalescing import COALESCE_S
-from controllers.decide import decide
-from controllers.engines import EngineBook
-from controllers.flights import Flights
-from controllers.gauges import show_flights
-from controllers.holdings import Holdings
-from controllers.routing import Following
-from controllers.step import JobStep
-from controllers.view import JobView
-from controllers.waiting import waiting_for
+from controllers.flow.group_buffer import Flights, Holdings
+from controllers.flow.step import JobStep
+from controllers.inference.pool import EngineBook
+from controllers.inference.rules import Following
+from controllers.rules.actions import GiveUp, Intent, MakeSeal, PutOffer
+from controllers.rules.decide import decide
+from controllers.rules.step import COALESCE_S, EVALUATION_PATIENCE_S, expiring
+from controllers.rules.view import JobView
+from controllers.rules.waits import waiting_for
+from controllers.telemetry.gauges import show_flights
 from gcore.config import parse_spec
+from gcore.data.order import shard_lengths
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EvalPart, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, Head, InFlightRef, Member, Offer, OfferedGroup
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import in_order
-from gcore.metrics import Metrics
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, InFlightRef, Member, Offer, OfferedGroup
+from gcore.ledger.records.job import EvalPart, Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.selection import StreamRules, in_order
+from gcore.ledger.transactions import Stored
+from gcore.observability.metrics import Metrics
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock

@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from controllers.cli.main import app
+from gcore.api.authority import (
+    Wanted,
+    issue,
+    issue_into,
+    look,
+    make_authority,
+    new_authority,
+    renew_in,
+    seen,
+    signed_by,
+    trust_in,
+)
+from gcore.api.tls import CertName, check_user, name_in
 from gcore.errors import UsageError
-from gcore.tls.authority import issue, new_authority, seen, signed_by
-from gcore.tls.folder import Wanted, issue_into, look, make_authority, renew_in, trust_in
-from gcore.tls.names import CertName, check_user, name_in
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 NODE = CertName("node", "n1")

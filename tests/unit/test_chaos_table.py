@@ -25,14 +25,14 @@ from chaos_run import LAST_STEPS, Moment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.housekeeping import KEEP_LOG, PRUNE_AT
-from gcore.fault_points import At
-from gcore.ledger.guarded import TxnKind
-from gcore.reward.pace import SETTLED, Pace
+from controllers.rules.retention import KEEP_LOG, PRUNE_AT
+from gcore.ledger.transactions import TxnKind
+from gcore.reward.pool import SETTLED, Pace
 from gcore.schema import NEWEST_VERSION, PIN
-from gcore.store import watching
-from gcore.store.calls import Compacted
+from gcore.store import client as watching
+from gcore.store.connection import Compacted
 from gcore.store.types import Listing
+from gcore.system.fault_injection import At
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ ALGORITHM = check_code.ALGORITHMS + "planted.py"
         "from random import choice",
         "from gcore.store import etcd",
         "def f():\n    import time",
-        "import os\nfrom gcore.clock import Clock",
+        "import os\nfrom gcore.system.clock import Clock",
     ],
 )
 def test_a_module_that_calls_itself_pure_and_is_not_is_found(statement: str) -> None:
@@ -38,7 +38,7 @@ def test_a_module_that_calls_itself_pure_and_is_not_is_found(statement: str) -> 
     [
         "from gcore.store.types import Put",
         "from gcore.store import keys",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gcore.clock import Clock",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gcore.system.clock import Clock",
     ],
 )
 def test_a_pure_module_may_import_what_is_said_to_the_store_and_types(statement: str) -> None:

@@ -69,8 +69,7 @@ def test_each_fault_of_a_page_is_found_with_its_line(tmp_path: Path) -> None:
 
 FAULTS: list[Fault] = [
     ("docs/index.md", "](data.md)", "](model.md)", "docs/index.md:1: no link leads to data.md"),
-    ("docs/architecture.md", "`", "`", "the map does not name controllers/planted.py"),
-    ("gcore/train/__init__.py", '"""', '"""', "gcore/train/__init__.py:1: the docstring does not name planted"),
+    ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),
     ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
     ("docs/protocol.md", "reads version", "knows version", "docs/protocol.md:1: the page does not say 'this gcore"),

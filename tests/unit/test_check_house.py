@@ -40,9 +40,12 @@ def write(tmp_path: Path) -> Write:
     write("gcore/store/etcd.py", "from gcore.store import Store\n" + LONG_ENOUGH)
     write("gcore/wire/made_pb2.py", "class Store: ...\n" + "\n" * 100)
     write("placement/__init__.py", "")
-    write("placement/plan.py", "from gcore.store.types import Store\n" + LONG_ENOUGH)
+    write("placement/placer.py", "from gcore.store.types import Store\n" + LONG_ENOUGH)
     write("controllers/__init__.py", "")
-    write("controllers/job.py", "from gcore.store import Store, etcd\nfrom placement import plan\n" + LONG_ENOUGH)
+    write(
+        "controllers/job/runner.py",
+        "from gcore.store import Store, etcd\nfrom placement import placer as plan\n" + LONG_ENOUGH,
+    )
     return write
 
 
@@ -71,7 +74,7 @@ def test_a_module_over_the_limit_is_found(tmp_path: Path, write: Write) -> None:
     [
         "from controllers.small import X",
         "from controllers import small",
-        "import controllers.small as s",
+        "from controllers import small as s",
         "from .small import X",
         "def f():\n    from controllers.small import X",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from controllers.small import X",
@@ -202,8 +205,8 @@ def test_a_circle_of_packages_through_a_module_beside_them_is_found(tmp_path: Pa
 
 def test_modules_of_a_folder_and_its_subfolder_may_import_one_another(tmp_path: Path, write: Write) -> None:
     write("controllers/api/__init__.py", "")
-    write("controllers/api/routes.py", "import controllers.job\n" + LONG_ENOUGH)
-    write("controllers/daemon.py", "import controllers.api.routes\n" + LONG_ENOUGH)
+    write("controllers/api/routes.py", "import controllers.job.runner\n" + LONG_ENOUGH)
+    write("controllers/daemon/__main__.py", "import controllers.api.routes\n" + LONG_ENOUGH)
     assert errors(tmp_path) == []
 
 

@@ -9,7 +9,7 @@ from planted import Fault, not_found, plant, repository
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from gcore.metrics import Metrics
+from gcore.observability.metrics import Metrics
 from tools import check_metrics
 from tools.problem import ROOT
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from controllers.service.checked_lately import KEPT_S, MOST, CheckedLately, Found, key_of
+from controllers.api.submission.submit import KEPT_S, MOST, CheckedLately, Found, key_of
 from gcore.config import JobSpec, parse_spec
+from gcore.data.stream import identify_data
 from gcore.errors import SpecError
-from gcore.prompts.opening import identify_data
 from gcore.testing import FakeClock
 
 FOUND = Found(1, "d", "", "", (), {}, 1, None)

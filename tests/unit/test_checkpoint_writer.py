@@ -17,12 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 from saving_ranks import SECONDS, Model, Ranks
 
-from gcore.train import saving
-from gcore.train.saving import Progress, _write_copy
-from gcore.train.snapshot import HostCopy
-from gcore.train.writing import CheckpointWriter, Saved, Tick, Writing
-from gcore.types import Version
-from gcore.weights.layout import (
+from gcore.models.layout import (
     MANIFEST_FILE,
     CheckpointDamaged,
     Manifest,
@@ -31,6 +26,10 @@ from gcore.weights.layout import (
     manifest_digest,
     verify_checkpoint,
 )
+from gcore.train.checkpoint import writer as saving
+from gcore.train.checkpoint.run_files import CheckpointWriter, Saved, Tick, Writing
+from gcore.train.checkpoint.writer import HostCopy, Progress, _write_copy
+from gcore.types import Version
 
 FILES = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "config.json")
 
@@ -196,7 +195,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from test_checkpoint_writer import fill
-from gcore.train.writing import CheckpointWriter
+from gcore.train.checkpoint.run_files import CheckpointWriter
 from gcore.types import Version
 writer = CheckpointWriter(Path(sys.argv[1]), "w")
 writer.begin(Version(0, 1), 1, fill, insist=False)

@@ -10,30 +10,31 @@ from typing import Any
 import grpc
 import pytest
 
-from controllers.cli import checkpoints_verb, file_verbs
-from controllers.cli.answers import Output
-from controllers.cli.checkpoints_verb import FoundCheckpoints, checkpoint_at, checkpoints, size_of
-from controllers.service.checkpoints import checkpoints_of_folder, list_checkpoints
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
+from controllers.api.jobs import JobsService
+from controllers.api.run_reader import checkpoints_of_folder, list_checkpoints
+from controllers.api.store_reader import StoredJobs
+from controllers.cli.commands import checkpoints as checkpoints_verb
+from controllers.cli.commands.checkpoints import FoundCheckpoints, checkpoint_at, checkpoints, export, size_of
+from controllers.cli.output import Output
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.config import parse_spec
 from gcore.errors import UsageError
-from gcore.ledger import chain, store_copy
+from gcore.ledger import archive as store_copy
+from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import Evaluation, JobRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints
+from gcore.ledger.records.chain import Checkpoint, Checkpoints
+from gcore.ledger.records.job import Evaluation, JobRecord
+from gcore.ledger.transactions import Stored
+from gcore.models.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry, manifest_digest
 from gcore.store.keys import JobKeys
 from gcore.store.keys import name as names
 from gcore.store.types import KeyValue, Listing, Put
+from gcore.system.clock import SystemClock
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
-from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry, manifest_digest
 
 SPEC = parse_spec(
     {
@@ -202,11 +203,11 @@ def test_a_checkpoint_that_is_not_the_registered_one_is_not_exported(
     registered = manifest_digest(run / "checkpoints" / "0-4")
     entry = Checkpoint(lineage=0, step=4, seq=4, file="checkpoints/0-4", digest=registered)
     leave_copy(run, mirror_of(run, entry))
-    file_verbs.export("sums", tmp_path / "to", home, step=step)
+    export("sums", tmp_path / "to", home, step=step)
     file = run / "checkpoints" / "0-4" / MANIFEST_FILE
     file.write_bytes(Manifest.decode(file.read_bytes()).model_copy(update={"updates": 99}).encode())
     with pytest.raises(CheckpointDamaged, match="not the checkpoint that was registered"):
-        file_verbs.export("sums", tmp_path / "other", home, step=step)
+        export("sums", tmp_path / "other", home, step=step)
     assert not (tmp_path / "other").exists()
 
 
@@ -259,13 +260,13 @@ def test_a_job_without_any_says_so(
 
 
 def test_the_model_of_a_step_is_exported(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file_verbs.export("sums", tmp_path / "to", home, step=4)
+    export("sums", tmp_path / "to", home, step=4)
     assert json.loads((tmp_path / "to" / "config.json").read_text()) == {"step": 4}
     assert "its checkpoint of step 4 is" in capsys.readouterr().out
     with pytest.raises(UsageError, match="two checkpoints"):
-        file_verbs.export("sums", tmp_path / "other", home, step=4, best=True)
+        export("sums", tmp_path / "other", home, step=4, best=True)
     with pytest.raises(UsageError, match="no checkpoint of step 5"):
-        file_verbs.export("sums", tmp_path / "other", home, step=5)
+        export("sums", tmp_path / "other", home, step=5)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from controllers.children import (
+from controllers.api.submission.checks import check_engine, missing_here
+from controllers.workers.launch_documents import (
     ENGINE_COMMANDS,
     START_LIMITS_S,
     NoSglang,
@@ -15,15 +16,14 @@ from controllers.children import (
     interface_env,
     serving_tls,
 )
-from controllers.service.capability import check_engine, missing_here
+from gcore.api.tls import PLAIN, Connector
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.config.securing import TlsSection
+from gcore.config.node import TlsSection
+from gcore.engines import launch as sglang_launch
+from gcore.engines import launch as torch_launch
 from gcore.errors import SpecError, UsageError
-from gcore.ledger.job import EnginePlace, NodeRecord
-from gcore.rollout.engine import launch as torch_launch
-from gcore.rollout.sglang import launch as sglang_launch
+from gcore.ledger.records.job import EnginePlace, NodeRecord
 from gcore.store.reference import StoreRef
-from gcore.tls.connecting import PLAIN, Connector
 
 CONFIG = NodeConfig(
     node="n", home="/h", etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="/r", sglang_python="/p"
@@ -38,7 +38,7 @@ def test_where_a_node_has_certificates_its_workers_serve_with_them_and_each_engi
     assert told["one"]["tls"] == files
     assert told["one"]["api_key"] != told["two"]["api_key"]
     assert torch_launch.from_document({"model": "/m", **told["one"]}).tls == serving_tls(config)
-    assert sglang_launch.from_document({"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(config)
+    assert sglang_launch.launch_from_document({"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(config)
     assert guards(config, connector, "train", "rank") == {"tls": files}
     assert interface_env(config) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
     assert guards(CONFIG, PLAIN, "rollout", "one") == interface_env(CONFIG) == {}
@@ -76,7 +76,7 @@ def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: s
 def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
     child = engine_child(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["sglang"]
-    read = sglang_launch.from_document(child.document)
+    read = sglang_launch.launch_from_document(child.document)
     check_common(read)
     assert (read.dtype, read.device, read.python, read.engine_args) == (dtype, device, "/p", ("--x", "1"))
     assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
@@ -127,7 +127,7 @@ def test_a_job_that_wants_sglang_is_taken_where_all_nodes_have_it() -> None:
 
 
 def test_validation_only_warns_for_the_job_may_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.service.capability.find_python", lambda: None)
+    monkeypatch.setattr("controllers.api.submission.checks.find_python", lambda: None)
     assert "SGLang was not found on this machine" in (missing_here(spec(engine="sglang")) or "")
     assert missing_here(spec()) is None
 

@@ -13,20 +13,18 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from heard_cluster import heard
 from listed_jobs import SPEC, create
 
-from controllers.cluster import ClusterMirror
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.claiming import ending, paused, updated, with_claim
-from controllers.service.deleting import remove_folder
-from controllers.service.jobs import JobsService
-from controllers.service.listing import list_jobs
-from controllers.service.records import StoredJobs
-from controllers.service.refusals import BadFields
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import BadFields
+from controllers.api.job_messages import ending, list_jobs, paused, updated, with_claim
+from controllers.api.jobs import JobsService, remove_folder
+from controllers.api.store_reader import StoredJobs
+from controllers.cluster.mirror import ClusterMirror
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import parse_spec
-from gcore.config.scheduling import MOST_SLOTS
+from gcore.config.base import MOST_SLOTS
 from gcore.errors import GcoreError, SpecError
-from gcore.ledger.claims import Claim, Queued, Share, Shares
-from gcore.ledger.job import JobPhase, JobRecord, NodeRecord
+from gcore.ledger.records.cluster import Claim, Queued, Share, Shares
+from gcore.ledger.records.job import JobPhase, JobRecord, NodeRecord
 from gcore.schema import NEWEST_VERSION
 from gcore.store import keys
 from gcore.store.keys import JobKeys
@@ -298,7 +296,7 @@ async def test_however_many_ask_the_queue_is_worked_out_once_for_each_change(mon
         return queue(there, claims, shares)
 
     await api.ask("UpdateJob", _named(asked(slots_min=2)))
-    monkeypatch.setattr("controllers.cluster.queue", counted)
+    monkeypatch.setattr("controllers.cluster.mirror.queue", counted)
     for number in range(30):
         await create(api.store, f"w{number:02d}", f"job-{number}")
     asking = [api.ask("GetJob", pb.GetJobRequest(job=f"w{number:02d}")) for number in range(30)]

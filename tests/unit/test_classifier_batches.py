@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.classifier.batches import batch
+from gcore.engines.torch.classifier import batch
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 SLOTS = st.integers(1, 20)

@@ -14,11 +14,10 @@ import transformers
 from engine_core import LLAMA_LIKE, SMALL
 from safetensors.torch import load_file, save_file
 
+from gcore.engines.torch.classifier import Classifier, ClassifierCore, Question, load_classifier
+from gcore.engines.torch.model import stage
 from gcore.errors import DataError, EngineError
-from gcore.rollout.classifier.core import ClassifierCore, Question
-from gcore.rollout.classifier.model import Classifier, load_classifier
-from gcore.rollout.engine.weights import stage
-from gcore.testing.tiny_model import CHARACTERS, SPECIAL, VOCABULARY, make_liking_classifier, make_tiny_classifier
+from gcore.testing.models import CHARACTERS, SPECIAL, VOCABULARY, make_liking_classifier, make_tiny_classifier
 
 ENCODER = {
     "vocab_size": VOCABULARY,

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from controllers.cli.called import as_called, prepared_by, program
-from controllers.cli.devices import check_gpus, check_law, gpus
+from controllers.cli.local import check_gpus, check_law, gpus
 from controllers.cli.main import app
-from gcore.emulated.launch import LAW_FILE
-from gcore.emulated.law_file import read_law
+from controllers.cli.options import as_called, prepared_by, program
+from gcore.engines.emulated.launch import LAW_FILE
+from gcore.engines.emulated.law import read_law
 from gcore.errors import UsageError
-from gcore.prepare import NAMES
-from gcore.prepare.examples import EXAMPLES
+from gcore.quickstart import NAMES
+from gcore.quickstart.main import EXAMPLES
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from controllers.cli.file_verbs import export
+from controllers.cli.commands.checkpoints import export
 from gcore.errors import Unreachable, UsageError
-from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
+from gcore.models.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
 
 
 def make_checkpoint(run_dir: Path, step: int, config: dict[str, Any]) -> Path:

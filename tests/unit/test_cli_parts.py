@@ -13,22 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from controllers.cli import summary as summaries
-from controllers.cli.answers import best_line, job_rows, job_tree, ranges, snapshot
-from controllers.cli.cluster_verbs import check_as_asked
-from controllers.cli.finding import find_addresses
-from controllers.cli.leftovers import kind_of
-from controllers.cli.local import UpRequest, UpResult, deal_slots
+from controllers.cli.commands.cluster import check_as_asked
+from controllers.cli.commands.run import EventFile
+from controllers.cli.local import UpRequest, UpResult, deal_slots, kind_of
 from controllers.cli.local import up as local_up
 from controllers.cli.main import app
-from controllers.cli.record import EventFile
-from controllers.cli.summary import AuditVerdict, find_summary, summarize
-from controllers.cli.view_points import BestPoint, JobSnapshot, SourceFigures
-from controllers.cli.view_state import ViewState
+from controllers.cli.options import find_addresses
+from controllers.cli.output import best_line, job_rows, job_tree, ranges, snapshot
+from controllers.cli.view import summary as summaries
+from controllers.cli.view.state import BestPoint, JobSnapshot, SourceFigures, ViewState
+from controllers.cli.view.summary import AuditVerdict, find_summary, summarize
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
 from gcore.errors import GcoreError, Unreachable, UsageError
-from gcore.events import JobEvent
+from gcore.observability.events import JobEvent
 from gcore.testing import FakeClock
 
 HOME = Path("/srv/gcore")

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from controllers import retaking
 from controllers.changes import Changes
-from controllers.cluster import NO_SHARES, ClusterMirror
+from controllers.cluster.mirror import NO_SHARES, ClusterMirror
 from controllers.identity import Identity
-from controllers.job import JobRunner
-from controllers.retaking import work_on
+from controllers.job import supervision as retaking
+from controllers.job.runner import JobRunner
+from controllers.job.supervision import work_on
 from gcore.config import NodeConfig
 from gcore.errors import GcoreError, LeaseLost, SpecError, StoreUnavailable
-from gcore.ledger.claims import Quotas, Share, Shares
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import JobPhase, JobStatus, NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.metrics import Metrics
+from gcore.ledger.records.cluster import Quotas, Share, Shares
+from gcore.ledger.records.job import JobPhase, JobStatus, NodeRecord
+from gcore.ledger.transactions import Stored
+from gcore.observability.metrics import Metrics
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from controllers.coalescing import COALESCE_S, GROUPS_S, OUTCOME_S, patience_s
-from gcore.ledger.stream import NotYet, SealNow
+from controllers.rules.step import COALESCE_S, GROUPS_S, OUTCOME_S, patience_s
+from gcore.ledger.selection import NotYet, SealNow
 from gcore.types import PromptRef
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from engine_workers import ServingEngine
 
 from controllers.changes import Changes
-from controllers.engines import EngineBook
-from controllers.holdings import Holdings
-from controllers.step import JobStep
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.step import JobStep
+from controllers.inference.pool import EngineBook
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import SealState
+from gcore.ledger.records.chain import SealState
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version

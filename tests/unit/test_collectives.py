@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers import collectives
 from controllers.changes import Changes
-from controllers.collectives import Collectives
-from gcore.clock import SystemClock
+from controllers.flow import step as collectives
+from controllers.flow.step import Collectives
 from gcore.ledger.collectives import (
     MAX_DEPTH,
     MAX_NAMES,
@@ -30,11 +29,12 @@ from gcore.ledger.collectives import (
     summed,
     with_given,
 )
-from gcore.ledger.guarded import Transaction
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Member
+from gcore.ledger.records.chain import Member
+from gcore.ledger.transactions import Transaction
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, WatchBatch, WatchEvent
+from gcore.system.clock import SystemClock
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.types import Version
 

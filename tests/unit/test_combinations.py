@@ -10,7 +10,7 @@ import pytest
 
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
-from gcore.flows.fit import misfit
+from gcore.flows.filters import misfit
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
 from gcore.config import parse_spec
-from gcore.config.reward import RewardPart
-from gcore.config.spec import RewardSpec
+from gcore.config.reward import RewardPart, RewardSpec
 from gcore.errors import SpecError
 from gcore.plugins import PluginFault
-from gcore.reward.composed import OpenReward
-from gcore.reward.registry import CheckedReward, RewardError, RewardResult
+from gcore.reward.api import CheckedReward, OpenReward, RewardError, RewardResult
 
 ANSWER = {"prompt": "", "answer": "46", "other": "x"}
 Parts = list[dict[str, Any]]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
-from gcore.ledger.job import JobRecord
-from gcore.ledger.rules import rules_of
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.selection import rules_of
 
 
 def test_the_defaults_are_valid_themselves() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from controllers.consulting import MOST_IDLE, MOST_NAME, Consulting, PolicyFailed, checked
+from controllers.planning.planner import MOST_IDLE, MOST_NAME, Consulting, PolicyFailed, checked
 from placement.policies.base import Decision, Situation, SwitchCosts
-from placement.split import Bounds, Split
+from placement.slots import Bounds, Split
 
 SITUATION = Situation(Bounds(4, train_sizes=(1,)), None, (), SwitchCosts(1.0, 2.0), None)
 GOOD = Decision(Split("coexisting", 2, 1, 1), "why")

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from controllers.cli.finding import find_cluster
 from controllers.cli.main import app
-from gcore.contexts import Context, Contexts, file_of, load, reach, save
+from controllers.cli.options import find_cluster
+from gcore.api.tokens import new_token
+from gcore.client.contexts import Context, Contexts, file_of, load, reach, save
 from gcore.errors import GcoreError, UsageError
-from gcore.tokens import new_token
 
 LAB = Context(addresses=("127.0.0.1:7", "127.0.0.1:8"), token="gcore_lab")
 OTHER = Context(addresses=("127.0.0.1:9",), token="gcore_other")

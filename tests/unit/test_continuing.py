@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.continuing import FEWEST, HALVES, Responses, told_every
+from controllers.inference.continuation import FEWEST, HALVES, Responses, told_every
 from gcore.rollout.client import SamplingParams
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 

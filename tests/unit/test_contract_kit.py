@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from plug_in_package import installer
 
-from gcore.testing import contract
-from gcore.testing.contract import ContractBroken, check_curriculum, check_filter, check_flow, check_reward
+from gcore.testing import contracts as contract
+from gcore.testing.contracts import ContractBroken, check_curriculum, check_filter, check_flow, check_reward
 
 ENTRIES = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
 LOOP = """
@@ -158,7 +158,7 @@ def fickle(group, fields, options):
 """
 CURRICULA = """
 import itertools
-from gcore.prompts.curriculum import CurriculumError
+from gcore.data.curriculum import CurriculumError
 turns = itertools.count()
 
 def check(view):

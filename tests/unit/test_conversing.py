@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from controllers.conversing import Conversation, Conversing, new_tools
-from controllers.eval_marks import marked
-from controllers.routing import Load, Seat, route
+from controllers.flow.episodes import Conversation, Conversing, new_tools
+from controllers.flow.evaluation import marked
+from controllers.inference.rules import Load, Seat, route
 from gcore.config import parse_spec
-from gcore.environments.api import Done, Observation, Said, Setting, Turn
-from gcore.environments.calculator import calculator
 from gcore.errors import EngineError
-from gcore.reward.registry import RewardError, RewardResult
+from gcore.reward.api import RewardError, RewardResult
 from gcore.rollout.client import SamplingParams
+from gcore.rollout.environments.api import Done, Observation, Said, Setting, Turn
+from gcore.rollout.environments.tools import calculator
 from gcore.testing import FakeClock
 from gcore.types import FinishReason, Prompt, PromptRef, Sample, Version, VersionSpan
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gcore.ledger.world_state import WorldState
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.copying import Copier
-from gcore.train.saving import Progress
-from gcore.weights.copies import Extent, lying
+from gcore.ledger.records.chain import WorldState
+from gcore.models.replicas import Extent, lying
+from gcore.testing.models import rank_launch
+from gcore.train.checkpoint.replicas import Copier
+from gcore.train.checkpoint.writer import Progress
 
 NUMBERS = 100
 STATE_BYTES = 3 * 4 * NUMBERS

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.world_state import WorldState
-from gcore.weights.copies import (
+from gcore.ledger.records.chain import WorldState
+from gcore.models.replicas import (
     KINDS,
     CopyHeader,
     Extent,

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 from job_views import running_job, stored
 
-from controllers import deeds
-from controllers.actions import Action, Intent, Publish, Register, Retain, Sleep, Wake, Warn
 from controllers.changes import Changes
-from controllers.deeds import Deeds
-from controllers.engine_counts import counted
-from controllers.hands import Applied
-from controllers.housekeeping import CHECKPOINT_TROUBLE
+from controllers.inference.requests import counted
+from controllers.job import reconciler as deeds
+from controllers.job.reconciler import Deeds
+from controllers.rules.actions import Action, Applied, Intent, Publish, Register, Retain, Sleep, Wake, Warn
+from controllers.rules.retention import CHECKPOINT_TROUBLE
 from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
-from gcore.ledger.guarded import TxnOutcome
-from gcore.ledger.records import Checkpoint, Checkpoints
-from gcore.metrics import Metrics
-from gcore.store.measured import MeasuredStore
+from gcore.ledger.records.chain import Checkpoint, Checkpoints
+from gcore.ledger.transactions import TxnOutcome
+from gcore.observability.metrics import MeasuredStore, Metrics
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.types import Sample, Version, VersionSpan
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from gcore.config.environment import ToolsSpec
-from gcore.environments.pool import ToolPool
+from gcore.config.rollout import ToolsSpec
 from gcore.plugins import PluginFault
-from gcore.reward.crew import START_TRIES, WAIT_S, Crew, Program
-from gcore.reward.process import ProcessEnded, RewardProcess
+from gcore.rollout.environments.pool import ToolPool
+from gcore.system.concurrency import Hold, in_time
+from gcore.system.process import CannotStart
 from gcore.testing import FakeClock
-from gcore.together import Hold, in_time
-from gcore.worker.process import CannotStart
+from gcore.worker.sandbox.pool import START_TRIES, WAIT_S, Crew, Program
+from gcore.worker.sandbox.process import ProcessEnded, RewardProcess
 
 PROGRAM = Program("odd", b"", "the tools", "environment.tools", 60.0)
 READY, LATE, DEAD = {"ready": True}, TimeoutError(), ProcessEnded("it died")

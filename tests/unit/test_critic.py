@@ -19,24 +19,21 @@ from safetensors.torch import load_file, save_file
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import SealedGroup
-from gcore.testing.rank_launch import rank_launch
+from gcore.ledger.records.chain import SealedGroup
+from gcore.models.layout import MANIFEST_FILE, Manifest, file_entry
+from gcore.testing.models import rank_launch
 from gcore.train.advantages import advantages, moments, value_targets
 from gcore.train.algorithms.losses import value_clip_tokens, value_loss
-from gcore.train.attention import NAME
-from gcore.train.batch import Feeding
-from gcore.train.critic import ValueModel, load_backbone, make_value_model
-from gcore.train.critique import ValueTally
-from gcore.train.cut_step import Place, Step, cut_step
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
-from gcore.train.launch import RankLaunch
-from gcore.train.loading import _manifest
-from gcore.train.models import _other_backbone
-from gcore.train.module import logits_of
+from gcore.train.backends.packed_attention import NAME
+from gcore.train.batching import Feeding, Place, Step, cut_step
+from gcore.train.critic import ValueModel, ValueTally, load_backbone, make_value_model
+from gcore.train.hf_models import logits_of
+from gcore.train.models import _other_backbone, fit
 from gcore.train.packing import Packing
-from gcore.train.prove import fit
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.rank.launch import RankLaunch
+from gcore.train.rank.main import _manifest
 from gcore.types import PromptRef, Version
-from gcore.weights.layout import MANIFEST_FILE, Manifest, file_entry
 
 VOCABULARY = 32
 SIZES: dict[str, Any] = {

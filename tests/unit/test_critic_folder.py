@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from gcore.models.critic import check_critic
-from gcore.models.names import ModelError
+from gcore.models.checks import check_critic
+from gcore.models.hubs import ModelError
 
 
 def make(folder: Path) -> Path:

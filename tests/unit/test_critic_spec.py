@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gcore.config import JobSpec, parse_spec
-from gcore.config.critic import CriticSpec
+from gcore.config.train import CriticSpec
 from gcore.errors import SpecError
 
 

@@ -14,26 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.changes import Changes
-from controllers.ordering import EpochOrders, check_curriculum, curriculum_view
+from controllers.flow.job_data import EpochOrders, check_curriculum, curriculum_view
 from gcore import plugins
 from gcore.config import JobSpec, parse_spec
-from gcore.config.sources import training_sources
-from gcore.errors import SpecError
-from gcore.ledger.records import EpochRecord, SourceTally
-from gcore.prompts.curricula import easy_first, hard_sources_first
-from gcore.prompts.curriculum import (
+from gcore.config.data import training_sources
+from gcore.data.curriculum import (
     CheckedCurriculum,
     CurriculumError,
     CurriculumView,
     SourceStatistics,
     arranged,
+    easy_first,
     find_curriculum,
+    hard_sources_first,
     shard_keys,
 )
-from gcore.prompts.dataset import Dataset
-from gcore.prompts.shards import ShardOrder
-from gcore.prompts.source import OpenSource
-from gcore.prompts.stream import PromptStream
+from gcore.data.dataset import Dataset
+from gcore.data.order import ShardOrder
+from gcore.data.stream import OpenSource, PromptStream
+from gcore.errors import SpecError
+from gcore.ledger.records.chain import EpochRecord, SourceTally
 from gcore.types import PromptRef, Version
 
 SHARDS = 3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.prompts.cursor import Cursors, ShardCursor, StreamShape, shard_lengths
+from gcore.data.order import Cursors, ShardCursor, StreamShape, shard_lengths
 from gcore.types import PromptRef
 
 positions = st.sets(st.integers(0, 60))

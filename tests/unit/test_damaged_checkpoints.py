@@ -11,28 +11,34 @@ from typing import Any
 
 import pytest
 
-from controllers.actions import Rollback
-from controllers.apply import apply
-from controllers.service.events import EventLog
-from controllers.storage import FOLDER, away
-from controllers.view import EngineView, JobView
-from gcore.atomic import whole_folder
+from controllers.job.executor import apply
+from controllers.rules.actions import Rollback
+from controllers.rules.view import EngineView, JobView
+from controllers.storage.run_folder import FOLDER, away
+from controllers.telemetry.events import EventLog
 from gcore.config import parse_spec
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.ancestry import is_ancestor
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
-from gcore.ledger.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, Head, Lineage, LogEntry
-from gcore.ledger.stream import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, Lineage, LogEntry
+from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
+from gcore.ledger.selection import StreamRules, is_ancestor
+from gcore.ledger.transactions import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.models.layout import (
+    MANIFEST_FILE,
+    Manifest,
+    TensorsFile,
+    TensorShape,
+    checkpoint_folder,
+    file_entry,
+    manifest_digest,
+)
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
+from gcore.system.files import whole_folder
 from gcore.testing import FakeClock
 from gcore.types import Version
-from gcore.weights.layout import MANIFEST_FILE, Manifest, checkpoint_folder, file_entry, manifest_digest
-from gcore.weights.tensors_file import TensorsFile, TensorShape
 
 KEYS = JobKeys("u")
 SPEC = parse_spec(

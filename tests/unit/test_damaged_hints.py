@@ -11,16 +11,14 @@ import pytest
 from job_views import KEYS as VIEW_KEYS
 from job_views import ME, RULES, in_order, running_job
 
-from controllers.actions import PutOffer
-from controllers.apply import apply
-from controllers.decide import decide
+from controllers.job.executor import apply
+from controllers.rules.actions import PutOffer
+from controllers.rules.decide import decide
 from gcore.ledger import collectives, transactions
-from gcore.ledger.guarded import Ledger, Transaction, TxnOutcome
-from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import HINTS, JobMirror
-from gcore.ledger.node_folder import NodeFolder
-from gcore.ledger.records import Offer, OfferedGroup
-from gcore.ledger.world_state import NodeCopies
+from gcore.ledger.records.chain import NodeCopies, NodeFolder, Offer, OfferedGroup
+from gcore.ledger.records.job import Trouble
+from gcore.ledger.transactions import Ledger, Transaction, TxnOutcome
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import controllers.view as view_module
-from controllers.actions import (
+from controllers.rules import view as view_module
+from controllers.rules.actions import (
     Apply,
     Assign,
     BeginEpoch,
@@ -28,37 +28,30 @@ from controllers.actions import (
     StartJob,
     Warn,
 )
-from controllers.assignment import assign_shards
-from controllers.coalescing import COALESCE_S, GROUPS_S, OUTCOME_S, stands_by
-from controllers.decide import EXCHANGE_LIMIT_S, decide
-from controllers.ending import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
-from controllers.housekeeping import KEEP_LOG, PRUNE_AT, checkpointing, warning_of_disks
-from controllers.turns import TURN_SECONDS, Waits, order, turn
-from controllers.view import CheckpointWriting, EngineView, JobView, RankView, SavedCheckpoint
-from controllers.waiting import ranks_of, waiting_for, weights_of
+from controllers.rules.decide import assign_shards, decide
+from controllers.rules.retention import KEEP_LOG, PRUNE_AT, checkpointing, warning_of_disks
+from controllers.rules.step import COALESCE_S, EXCHANGE_LIMIT_S, GROUPS_S, OUTCOME_S, stands_by
+from controllers.rules.view import (
+    TURN_SECONDS,
+    CheckpointWriting,
+    EngineView,
+    JobView,
+    RankView,
+    SavedCheckpoint,
+    Waits,
+    order,
+    turn,
+)
+from controllers.rules.waits import ranks_of, waiting_for, weights_of
+from controllers.rules.world import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
 from gcore.config import parse_spec
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance, content_sha256
 from gcore.ledger.chain import Writer
 from gcore.ledger.collectives import Agreed, Part
-from gcore.ledger.content import content_sha256
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import (
-    EnginePlace,
-    EvalPart,
-    Evaluation,
-    JobPhase,
-    JobRecord,
-    JobStatus,
-    ModelFetch,
-    NodeRecord,
-    Plan,
-    RankClaim,
-    RankPlace,
-    Trouble,
-)
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import (
+from gcore.ledger.records.chain import (
     Checkpoint,
     Checkpoints,
     EndedRef,
@@ -72,8 +65,22 @@ from gcore.ledger.records import (
     Seal,
     SourceTally,
 )
-from gcore.ledger.stream import SealNow, StreamRules, held_by, in_order
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.job import (
+    EnginePlace,
+    EvalPart,
+    Evaluation,
+    JobPhase,
+    JobRecord,
+    JobStatus,
+    ModelFetch,
+    NodeRecord,
+    Plan,
+    RankClaim,
+    RankPlace,
+    Trouble,
+)
+from gcore.ledger.selection import SealNow, StreamRules, held_by, in_order
+from gcore.ledger.transactions import Stored
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
@@ -904,7 +911,7 @@ def test_a_look_at_records_that_are_the_same_works_nothing_out_again(monkeypatch
         return noted
 
     for name in ("balance", "choose"):
-        monkeypatch.setattr(f"controllers.view.{name}", noting(name, getattr(view_module, name)))
+        monkeypatch.setattr(f"controllers.rules.view.{name}", noting(name, getattr(view_module, name)))
     producing = running(busy=True)
     view, _ = sealed(producing)
     for look in range(3):  # another view each time, as after a response or a rank's word

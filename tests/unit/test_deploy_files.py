@@ -15,8 +15,8 @@ import pytest
 import yaml
 from deployed import specs_may_name
 
+from gcore.api.authority import look, renew_in
 from gcore.config import NodeConfig
-from gcore.tls.folder import look, renew_in
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

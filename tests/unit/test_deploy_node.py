@@ -22,8 +22,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.slots import bound_cores, is_cuda, slots_problem
-from gcore.tls.folder import Wanted, issue_into, make_authority
+from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.system.slots import bound_cores, is_cuda, slots_problem
 
 NODE = Path(__file__).parents[2] / "deploy" / "node"
 WAIT_S = 60.0

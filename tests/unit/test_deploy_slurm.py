@@ -14,9 +14,9 @@ import pytest
 from deployed import specs_may_name
 from slurm_stand_ins import make_stand_ins
 
+from gcore.api.authority import Wanted, issue_into, look, make_authority, renew_in
+from gcore.api.tls import CertName
 from gcore.config import NodeConfig
-from gcore.tls.folder import Wanted, issue_into, look, make_authority, renew_in
-from gcore.tls.names import CertName
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NODES = ["node0", "node1", "node2"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from deployed import specs_may_name
 
-from controllers.job_groups import DELEGATED
-from controllers.leaving import LEAVE_WITHIN_S
+from controllers.daemon.daemon import LEAVE_WITHIN_S
+from controllers.workers.launcher import DELEGATED
 from gcore.config import NodeConfig
 from gcore.errors import CannotListen, UsageError
 

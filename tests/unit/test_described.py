@@ -9,15 +9,15 @@ from typing import Any
 
 from stored_job import StoredJob
 
-from controllers.cli.answers import audit_rows, job_rows, job_tree, snapshot
-from controllers.service.described import MOST_SAID, MOST_WARNINGS, described, with_news
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
-from controllers.troubles import TroubleBook
+from controllers.api.job_messages import MOST_SAID, MOST_WARNINGS, described, with_news
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
+from controllers.cli.output import audit_rows, job_rows, job_tree, snapshot
+from controllers.telemetry.notices import TroubleBook
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import parse_spec
-from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import Trouble
 from gcore.store.keys import name as names
 from gcore.store.keys import request
 from gcore.store.types import Delete, Put

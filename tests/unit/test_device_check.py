@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.device_check import SILENT, Driver, asked, listed, missing
+from controllers.cluster.slot_health import SILENT, Driver, asked, listed, missing
 
 TWO = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a1b2c3d-0000-1111-2222-333344445555)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ffffffff-0000-1111-2222-333344445555)

@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from controllers.cli import doctor_checks as judge
-from controllers.cli.doctor_checks import Check, State
-from controllers.cli.doctor_facts import home as look_at_home
-from controllers.cli.doctor_facts import read_probe
-from controllers.cli.doctor_seen import Answer, Cluster, EtcdTry, Home, Machine, Package, Probe, Wanted
-from gcore.rollout.sglang.environment import find_python
+from controllers.cli.commands.doctor import inspect_home as look_at_home
+from controllers.cli.commands.doctor import read_probe
+from controllers.cli.view import doctor_checks as judge
+from controllers.cli.view.doctor_checks import (
+    Answer,
+    Check,
+    Cluster,
+    EtcdTry,
+    Home,
+    Machine,
+    Package,
+    Probe,
+    State,
+    Wanted,
+)
+from gcore.engines.sglang.command import find_python
 from gcore.testing import FakeClock
 
 GIB = 1 << 30

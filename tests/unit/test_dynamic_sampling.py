@@ -11,14 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger import carried, chain
-from gcore.ledger.ancestry import is_acceptable
-from gcore.ledger.audit import Receipt, audit
+from gcore.data.order import shard_lengths
+from gcore.ledger import chain
+from gcore.ledger import staleness as carried
+from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.chain import Advance, Writer
-from gcore.ledger.records import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Seal, SealState, SourceTally
-from gcore.ledger.rules import is_over, issue_ratio, planned_steps, prompts_left
-from gcore.ledger.shortage import why_short
-from gcore.ledger.stream import (
+from gcore.ledger.records.chain import (
+    Checkpoint,
+    EndedRef,
+    Head,
+    LogEntry,
+    Offer,
+    OfferedGroup,
+    Seal,
+    SealState,
+    SourceTally,
+)
+from gcore.ledger.selection import (
     AccountNow,
     Choice,
     NotYet,
@@ -28,10 +38,14 @@ from gcore.ledger.stream import (
     choose,
     due,
     in_order,
+    is_acceptable,
+    is_over,
+    issue_ratio,
+    planned_steps,
+    prompts_left,
     refuse_seal,
 )
-from gcore.ledger.tally import after_step, gathered
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.statistics import after_step, gathered, why_short
 from gcore.types import PromptRef
 
 Keeps = Callable[[PromptRef], bool]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore.emulated.device import Device
-from gcore.emulated.law import Law, Timing
-from gcore.emulated.responses import Response
-from gcore.rollout.engine.tasks import Delivery, Ending, Sampling, Task
+from gcore.engines.emulated.device import Device
+from gcore.engines.emulated.law import Law, Timing
+from gcore.engines.emulated.responses import Response
+from gcore.engines.request import Delivery, Ending, Sampling, Task
 
 QUIET = Law(replica_noise=0.0, event_noise=0.0, decode_s=1.0, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e15)
 

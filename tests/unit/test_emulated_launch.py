@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from controllers.children import emulated_engine, emulated_host
-from controllers.service.capability import check_served
+from controllers.api.submission.checks import check_served
+from controllers.workers.launch_documents import emulated_engine, emulated_host
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.emulated.inbox import Inbox
-from gcore.emulated.launch import HostLaunch
+from gcore.engines.emulated.launch import HostLaunch, Inbox
 from gcore.errors import SpecError
-from gcore.ledger.job import EnginePlace, NodeRecord
+from gcore.ledger.records.job import EnginePlace, NodeRecord
 from gcore.schema import UnreadableRecord
 from gcore.store.reference import StoreRef
 

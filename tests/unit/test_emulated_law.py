@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore.emulated.launch import LAW_FILE, is_emulated
-from gcore.emulated.law import Law, Timing
-from gcore.emulated.law_file import read_law
-from gcore.emulated.responses import HEAD, Verdict, Vocabulary, Voice, respond
+from gcore.engines.emulated.launch import LAW_FILE, is_emulated
+from gcore.engines.emulated.law import Law, Timing, read_law
+from gcore.engines.emulated.responses import HEAD, Verdict, Vocabulary, Voice, respond
+from gcore.engines.request import Sampling
 from gcore.errors import UsageError
-from gcore.rollout.engine.tasks import Sampling
 
 WORDS = Vocabulary(size=20, ordinary=tuple(range(3, 20)), end_tokens=(1,), context=512)
 MANY = Vocabulary(size=1000, ordinary=tuple(range(3, 1000)), end_tokens=(1,), context=4096)

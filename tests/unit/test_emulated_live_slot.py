@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from gcore.emulated.device import Device
-from gcore.emulated.law import Law, Timing
-from gcore.emulated.live_slot import LiveSlot
-from gcore.emulated.responses import Response
-from gcore.rollout.engine.tasks import Delivery, Ending, Sampling, Task
+from gcore.engines.emulated.device import Device
+from gcore.engines.emulated.engine import LiveSlot
+from gcore.engines.emulated.law import Law, Timing
+from gcore.engines.emulated.responses import Response
+from gcore.engines.request import Delivery, Ending, Sampling, Task
 from gcore.testing.clock import FakeClock
 
 

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 from ready_seals import ready_seal
 
-from gcore.clock import SystemClock
-from gcore.emulated.law import Law, Timing
-from gcore.emulated.rank import STAGED, EmulatedTrainer
+from gcore.engines.emulated.law import Law, Timing
+from gcore.engines.emulated.rank import STAGED, EmulatedTrainer
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import SealedGroup
-from gcore.testing.rank_launch import rank_launch
-from gcore.train.feed_state import Work
-from gcore.train.insisting import Insisting
-from gcore.train.report import StepResult
-from gcore.train.writing import CheckpointWriter
+from gcore.ledger.records.chain import SealedGroup
+from gcore.models.layout import copy_model, receipts_file, verify_checkpoint, weights_folder
+from gcore.system.clock import SystemClock
+from gcore.testing.models import rank_launch
+from gcore.train.checkpoint.run_files import CheckpointWriter, Insisting
+from gcore.train.rank.feed import Work
+from gcore.train.rank.launch import StepResult
 from gcore.types import PromptRef, Version
-from gcore.weights.layout import copy_model, receipts_file, verify_checkpoint, weights_folder
 
 LAW = Law(speedup=1e6, event_noise=0.0, replica_noise=0.0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gcore.emulated.registration import Registration
+from gcore.engines.emulated.host import Registration
 from gcore.store import keys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gcore.config.judges import VerdictSpec
-from gcore.emulated.responses import Vocabulary
-from gcore.emulated.verdicts import verdict_of
+from gcore.config.reward import VerdictSpec
+from gcore.engines.detokenizer import Text
+from gcore.engines.emulated.responses import Vocabulary, verdict_of
 from gcore.errors import DataError
-from gcore.prepare.tokens import Alphabet, save_tokenizer
-from gcore.prepare.verdicts import CHARACTERS as SUMS_AND_VERDICTS
-from gcore.reward.generative.verdicts import find_parser
-from gcore.rollout.engine.text import Text
+from gcore.quickstart.arithmetic import VERDICTS_CHARACTERS as SUMS_AND_VERDICTS
+from gcore.quickstart.lessons import Alphabet, save_tokenizer
+from gcore.reward.judges.parsers import find_parser
 
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyzYNGr0123456789 .,:{}"'
 

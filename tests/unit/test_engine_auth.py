@@ -2,7 +2,7 @@
 
 import pytest
 
-from gcore.rollout.engine.auth import ADMIN, Keys
+from gcore.engines.serving.http import ADMIN, Keys
 
 NORMAL, ADMINISTRATIVE, OPEN = "/generate", "/abort_request", "/health_generate"
 

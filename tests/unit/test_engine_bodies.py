@@ -3,12 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
+from gcore.engines.serving.http import BodyRefused
+from gcore.engines.serving.io_struct import MOST_SAMPLES, AbortBody, Asked, SamplingBody, finite, generate_body
 from gcore.errors import EngineError
-from gcore.rollout.engine.administration import AbortBody
-from gcore.rollout.engine.answers import finite
-from gcore.rollout.engine.params import Asked, SamplingBody
-from gcore.rollout.engine.protocol import MOST_SAMPLES, generate_body
-from gcore.rollout.engine.refusals import BodyRefused
 
 
 @pytest.mark.parametrize("least", [0, 9, 10, 11, 2**63, 10**30])

@@ -14,13 +14,13 @@ import pytest
 from engine_workers import ServingEngine, engines_at
 
 from controllers.changes import Changes
-from controllers.engines import EngineBook
-from controllers.generating import MOST_FRUITLESS
-from controllers.pulse import EnginePatience
+from controllers.inference.pool import EngineBook
+from controllers.inference.requests import MOST_FRUITLESS
+from controllers.inference.rules import EnginePatience
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.metrics import Metrics
-from gcore.retrying import retry_delay
+from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineClient, SamplingParams
+from gcore.system.clock import retry_delay
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
 

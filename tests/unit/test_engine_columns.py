@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.engine.columns import make_room, prefill_batches, refill, rows_for
+from gcore.engines.torch.kv_cache import make_room, rows_for
+from gcore.engines.torch.prefill import prefill_batches
+from gcore.engines.torch.scheduler import refill
 
 Cell = tuple[int, int]
 """(sequence, position)"""

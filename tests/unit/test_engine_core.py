@@ -11,12 +11,12 @@ from engine_core import Plain, finish, make_core, prompt, task
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gcore.engines.request import Delivery, Task
+from gcore.engines.torch.engine import Core
+from gcore.engines.torch.model import stage
+from gcore.engines.torch.model_runner import SharedLane
 from gcore.errors import EngineError
-from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.shared import SharedLane
-from gcore.rollout.engine.tasks import Delivery, Task
-from gcore.rollout.engine.weights import stage
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -361,10 +361,10 @@ def test_weights_that_become_nonsense_end_samples_with_a_reason_and_harm_no_late
 
 
 def test_many_sets_of_stop_strings_are_forgotten_again(tmp_path: Path) -> None:
-    from gcore.rollout.engine.launch import EngineLaunch
-    from gcore.rollout.engine.rows import MOST_STOP_SETS
-    from gcore.rollout.engine.start import start
-    from gcore.rollout.engine.text import Text
+    from gcore.engines.detokenizer import Text
+    from gcore.engines.launch import EngineLaunch
+    from gcore.engines.torch.main import start
+    from gcore.engines.torch.scheduler import MOST_STOP_SETS
 
     folder = make_tiny_model(tmp_path, ends=False)
     text = Text.load(folder)

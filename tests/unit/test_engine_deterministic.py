@@ -9,8 +9,8 @@ import torch
 import transformers
 from engine_core import EXPERTS, LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
 
-from gcore.rollout.engine.tasks import Delivery, Task
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.request import Delivery, Task
+from gcore.testing.models import make_tiny_model
 
 CHUNK = 24
 CHOSEN = [

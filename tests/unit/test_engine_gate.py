@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gcore.rollout.engine.gate import Gate
+from gcore.engines.serving.http import Gate
 
 
 class Engine:

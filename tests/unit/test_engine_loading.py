@@ -9,12 +9,12 @@ import torch
 from engine_core import make_core
 from safetensors.torch import load_file, save_file
 
+from gcore.engines.detokenizer import Text
+from gcore.engines.launch import EngineLaunch
+from gcore.engines.torch.main import start
+from gcore.engines.torch.model import stage
 from gcore.errors import DataError, EngineError, UsageError
-from gcore.rollout.engine.launch import EngineLaunch
-from gcore.rollout.engine.start import start
-from gcore.rollout.engine.text import Text
-from gcore.rollout.engine.weights import stage
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.testing.models import make_tiny_model
 
 WEIGHTS = "model.safetensors"
 

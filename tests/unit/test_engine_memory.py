@@ -7,13 +7,12 @@ import pytest
 import torch
 from engine_core import finish, make_core, prompt, task
 
+from gcore.engines.torch.kv_cache import CacheShape, LayerShape
+from gcore.engines.torch.model import DEVICE_SHARE, HOST_SHARE, SMALLEST, default_cache_tokens, free_host_bytes, stage
+from gcore.engines.torch.model_runner import SharedLane
 from gcore.errors import EngineError
-from gcore.free_memory import give_back_free_memory
-from gcore.rollout.engine.cache import CacheShape, LayerShape
-from gcore.rollout.engine.memory import DEVICE_SHARE, HOST_SHARE, SMALLEST, default_cache_tokens, free_host_bytes
-from gcore.rollout.engine.shared import SharedLane
-from gcore.rollout.engine.weights import stage
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.system.memory import give_back_free_memory
+from gcore.testing.models import make_tiny_model
 
 MIB = 2**20
 LAYERS = (LayerShape(2, 8, 8),) * 3
@@ -128,7 +127,7 @@ def test_weights_that_find_no_room_to_sleep_stay_where_they_are(big: Path, monke
         def close(self) -> None:
             return None
 
-    monkeypatch.setattr("gcore.rollout.engine.weights.tempfile.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("gcore.engines.torch.model.tempfile.TemporaryFile", lambda **_: Full())
     with pytest.raises(EngineError, match=r"cannot be put aside \(No space left on device\).*TMPDIR"):
         core.release(frozenset({"weights"}))
     assert finish(core, [task(0, (3, 4), 5)])[0].tokens == expected.tokens

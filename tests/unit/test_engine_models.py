@@ -9,10 +9,9 @@ import torch
 import transformers
 from engine_core import EXPERTS, LLAMA_LIKE, SMALL, Plain, finish, make_core, prompt, save, task
 
+from gcore.engines.torch.model import install, load, stage
 from gcore.errors import DataError
-from gcore.rollout.engine.model import load
-from gcore.rollout.engine.weights import install, stage
-from gcore.testing.tiny_model import VOCABULARY
+from gcore.testing.models import VOCABULARY
 
 NEOX = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 128}
 GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 128, "vocab_size": VOCABULARY} | {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from gcore.rollout.engine.quick import make_quick
+from gcore.engines.torch.fast_path import make_quick
 
 SIZES = {
     "vocab_size": 40,

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from gcore.clock import SystemClock
-from gcore.rollout.engine import runner as module
-from gcore.rollout.engine.core import Core
-from gcore.rollout.engine.runner import GATHER_MOST_S, Gathering, Runner
-from gcore.rollout.engine.tasks import Delivery
+from gcore.engines.request import Delivery
+from gcore.engines.torch import async_engine as module
+from gcore.engines.torch.async_engine import GATHER_MOST_S, Gathering, Runner
+from gcore.engines.torch.engine import Core
+from gcore.system.clock import SystemClock
 
 
 def test_a_request_that_comes_alone_is_begun_at_once() -> None:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.engine import sampling
-from gcore.rollout.engine.sampling import Forbidden, RowParams, draw, likeliest
+from gcore.engines.torch import sampler as sampling
+from gcore.engines.torch.sampler import Forbidden, RowParams, draw, likeliest
 
 CPU = torch.device("cpu")
 logits_of = st.lists(st.floats(-8, 8, width=32, allow_subnormal=False), min_size=2, max_size=12)

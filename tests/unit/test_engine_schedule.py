@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.engine import columns
-from gcore.rollout.engine.schedule import (
+from gcore.engines.torch import kv_cache as columns
+from gcore.engines.torch.scheduler import (
     RESERVE,
     SMALLEST_PIECE,
     Footprint,

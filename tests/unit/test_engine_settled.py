@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.engine.settled import settled
+from gcore.engines.detokenizer import settled
 
 TEXTS = st.text("ab\ufffd", max_size=20)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

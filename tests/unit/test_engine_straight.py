@@ -23,9 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gcore.rollout.engine.attention import NAME, Attention, OneToken
-from gcore.rollout.engine.quick import make_quick
-from gcore.rollout.engine.straight import Straight, _Past, straight
+from gcore.engines.torch.attention import NAME, Attention, OneToken
+from gcore.engines.torch.fast_path import Straight, _Past, make_quick, straight
 
 SIZES = {
     "vocab_size": 40,

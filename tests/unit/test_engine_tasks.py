@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.engine.columns import refill
-from gcore.rollout.engine.rows import Rows, Uniforms
-from gcore.rollout.engine.tasks import Sampling, Task, Waiting, Work, is_older
+from gcore.engines.request import Sampling, Task, Work, is_older
+from gcore.engines.torch.scheduler import Rows, Uniforms, Waiting, refill
 
 
 def work(number: int, limit: int = 50, **sampling: object) -> Work:

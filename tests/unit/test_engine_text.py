@@ -3,8 +3,8 @@
 import threading
 from pathlib import Path
 
-from gcore.rollout.engine.text import Text
-from gcore.testing.tiny_model import make_tiny_model
+from gcore.engines.detokenizer import Text
+from gcore.testing.models import make_tiny_model
 
 
 def test_a_long_text_is_encoded_beside_other_threads(tmp_path: Path) -> None:

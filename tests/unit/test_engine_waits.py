@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.view_points import StepPoint
-from controllers.cli.view_waits import bottleneck_of, usual_waits, waits_line
-from controllers.engine_waits import Cause, EngineWaits, Idle
-from controllers.stopwatch import Stopwatch
-from controllers.view import EngineView
+from controllers.accounting.attribution import Cause, EngineWaits, Idle
+from controllers.cli.view.live import bottleneck_of, usual_waits, waits_line
+from controllers.cli.view.state import StepPoint
+from controllers.rules.view import EngineView
+from controllers.telemetry.step_stats import Stopwatch
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import OfferedGroup, Seal, SealState
-from gcore.metrics import STEP_STATS
+from gcore.ledger.records.chain import OfferedGroup, Seal, SealState
+from gcore.observability.step_metrics import STEP_STATS
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Version
 
@@ -113,7 +113,7 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     watch.note(records(4), records(4, SealState.SEALED), 108.0)
     watch.engines.note(Idle({"e": "wait_for_weights_s"}), 108.0)
     watch.note(records(4), records(4, SealState.READY), 109.0)
-    monkeypatch.setattr("controllers.stopwatch.sampling_stats", lambda *_: {})
+    monkeypatch.setattr("controllers.telemetry.step_stats.sampling_stats", lambda *_: {})
     group = OfferedGroup(
         ref=PromptRef(0, 0, 0), digest="d", prompt_tokens=2, response_tokens=(5, 5), versions=(Version(0, 4),)
     )
@@ -143,7 +143,7 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
 
 
 def test_ranks_do_not_wait_while_they_train_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.stopwatch.sampling_stats", lambda *_: {})
+    monkeypatch.setattr("controllers.telemetry.step_stats.sampling_stats", lambda *_: {})
     group = OfferedGroup(
         ref=PromptRef(0, 0, 0), digest="d", prompt_tokens=2, response_tokens=(5, 5), versions=(Version(0, 4),)
     )

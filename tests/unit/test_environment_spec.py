@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
-from controllers.material import response_of
-from controllers.service.capability import check_environment
-from controllers.service.checking import check_tags
+from controllers.api.submission.checks import check_environment, check_tags
+from controllers.flow.job_data import response_of
 from gcore.config import JobSpec, parse_spec
-from gcore.config.environment import EnvironmentSpec
 from gcore.config.reward import RewardSpec
+from gcore.config.rollout import EnvironmentSpec
+from gcore.data.renderer import PromptRenderer
+from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import SpecError
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.tokenizer import ModelTokenizer
-from gcore.reward.lines import batch_line, calls_of
-from gcore.reward.registry import Response, RewardError, RewardResult, find_reward
+from gcore.reward.api import Response, RewardError, RewardResult, find_reward
+from gcore.reward.pool import batch_line
+from gcore.reward.worker import calls_of
 from gcore.schema import NEWEST_VERSION, speak
-from gcore.testing.fake_samples import group_of
+from gcore.testing.judges import group_of
 
 TOOLS = {"name": "tools", "tools": {"names": ["calculator"]}}
 

@@ -16,19 +16,25 @@ from documents import ROOT, blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore.config.environment import EnvironmentSpec
-from gcore.environments.api import BadArgument, Done, EnvironmentFault, Observation, Said, Setting, Turn
-from gcore.environments.calculator import calculator
-from gcore.environments.calls import Call, Json, Tags, form_of
-from gcore.environments.episode import Limits, Scene, played
-from gcore.environments.registry import CheckedEnvironment, find_environment
-from gcore.environments.tooled import ToolEnvironment
-from gcore.environments.transcript import Transcript
-from gcore.environments.trial import try_environment
+from gcore.config.rollout import EnvironmentSpec
 from gcore.errors import DataError
 from gcore.plugins import PluginFault
+from gcore.rollout.environments.api import (
+    BadArgument,
+    CheckedEnvironment,
+    Done,
+    EnvironmentFault,
+    Observation,
+    Said,
+    Setting,
+    Turn,
+    find_environment,
+)
+from gcore.rollout.environments.episode import Limits, Scene, Transcript, played
+from gcore.rollout.environments.pool import try_environment
+from gcore.rollout.environments.tools import Call, Json, Tags, ToolEnvironment, calculator, form_of
+from gcore.system.concurrency import END_S
 from gcore.testing import FakeClock
-from gcore.together import END_S
 from gcore.types import FinishReason, Sample, Version, VersionSpan, misplaced
 
 OLD, NEW = Version(0, 1), Version(0, 2)
@@ -457,8 +463,8 @@ async def test_an_environment_that_does_not_end_when_it_is_told_to_is_left_to_it
 def test_one_that_does_not_end_when_it_is_told_to_is_refused_and_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gcore.together.END_S", 0.1)
-    monkeypatch.setattr("gcore.environments.trial.find_environment", lambda name: Deaf)
+    monkeypatch.setattr("gcore.system.concurrency.END_S", 0.1)
+    monkeypatch.setattr("gcore.rollout.environments.pool.find_environment", lambda name: Deaf)
     for method in ("reset", "close"):
         spec = EnvironmentSpec(name="deaf", step_timeout_s=0.1, options={"where": method})
         with pytest.raises(PluginFault, match="does not end when it is told to"):

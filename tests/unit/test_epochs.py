@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger import chain, epochs, transactions
-from gcore.ledger.ancestry import is_ancestor
+from gcore.data.order import Cursors, ShardCursor, shard_lengths
+from gcore.ledger import chain, transactions
+from gcore.ledger import statistics as epochs
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, EpochRecord, Head, Lineage, LogEntry, SourceTally, Tally
-from gcore.prompts.cursor import Cursors, ShardCursor, shard_lengths
+from gcore.ledger.records.chain import Checkpoint, EpochRecord, Head, Lineage, LogEntry, SourceTally, Tally
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
+from gcore.ledger.selection import is_ancestor
+from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

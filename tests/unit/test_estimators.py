@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.estimators import mean_correct, mean_pass_at_k, pass_at_k
+from gcore.ledger.evaluation import mean_correct, mean_pass_at_k, pass_at_k
 
 
 @st.composite

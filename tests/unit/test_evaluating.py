@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from eval_crew import FIRST, KEYS, Crew, anonymous, coin
 
-from controllers.eval_turns import TAKEOVER_S
-from controllers.material import eval_seed
+from controllers.flow.job_data import eval_seed
+from controllers.rules.step import TAKEOVER_S
 from gcore.errors import DataError
 from gcore.ledger.evaluation import PART_RESPONSES, record_evaluation, record_part
-from gcore.ledger.guarded import Ledger, TxnOutcome
+from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.testing import Call, Fate
-from gcore.testing.memory_store import PerfectNetwork
+from gcore.testing.store import PerfectNetwork
 from gcore.types import Version
 
 SIZES = {"sums": 300, "words": 50}

@@ -10,19 +10,17 @@ from due_steps import steps_evaluated, steps_with_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.eval_marks import recordable
-from controllers.eval_turns import TAKEOVER_S, order, place_of, to_take
+from controllers.flow.evaluation import recordable
+from controllers.rules.step import TAKEOVER_S, order, place_of, to_take
 from gcore.config import JobSpec, parse_spec
-from gcore.config.evaluation import MOST_SETS, EvalDraws, eval_sets
+from gcore.config.data import MOST_SETS, EvalDraws, eval_sets
 from gcore.errors import SpecError
-from gcore.estimators import pass_at_k
 from gcore.ledger.chain import Writer, base
-from gcore.ledger.evaluation import MOST_PARTS, PART_RESPONSES, Best, best_of, compose, cut, value_of
-from gcore.ledger.job import EvalPart, EvalSample, Evaluation, SourceScore
-from gcore.ledger.records import Head, Lineage
+from gcore.ledger.evaluation import MOST_PARTS, PART_RESPONSES, Best, best_of, compose, cut, pass_at_k, value_of
+from gcore.ledger.records.chain import Head, Lineage
+from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.store.keys import JobKeys
-from gcore.store.limits import check_transaction
-from gcore.store.types import Put
+from gcore.store.types import Put, check_transaction
 from gcore.types import Version
 
 VERSION = Version(0, 8)

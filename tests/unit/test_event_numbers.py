@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.service.derived_events import MOST_CHECKPOINTS
-from controllers.service.events import PER_REVISION, Event, EventLog, by_revision
+from controllers.telemetry.events import MOST_CHECKPOINTS, PER_REVISION, Event, EventLog, by_revision
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import Evaluation, JobPhase, JobStatus, Trouble
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Move, Moves, SplitPart
-from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
+from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, Member
+from gcore.ledger.records.job import Evaluation, JobPhase, JobStatus, Move, Moves, SplitPart, Trouble
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import Version

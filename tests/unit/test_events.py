@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from controllers.service.events import MOST_EVENTS, PER_REVISION, EventLog, by_revision
+from controllers.telemetry.events import MOST_EVENTS, PER_REVISION, EventLog, by_revision
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import Evaluation, JobPhase, JobStatus, SourceScore
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Move, MoveOutcome, Moves, SplitPart
-from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, EndedRef, Member
+from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, EndedRef, Member
+from gcore.ledger.records.job import Evaluation, JobPhase, JobStatus, Move, MoveOutcome, Moves, SourceScore, SplitPart
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import PromptRef, Version

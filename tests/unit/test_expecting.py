@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peer_bench import RealBench
 
-from controllers import expecting
 from controllers.changes import Changes
-from controllers.engine_lines import Line
-from controllers.engines import EngineBook
-from controllers.expecting import Entry, Expecting, Turn, longest_first
-from controllers.owing import Expect, Owing
+from controllers.flow import peer as expecting
+from controllers.flow.peer import Entry, Expecting, Turn, longest_first
+from controllers.inference.pool import EngineBook
+from controllers.inference.requests import Line
+from controllers.inference.rules import Expect, Owing
 from gcore.rollout.client import SamplingParams
-from gcore.testing.fake_peer import Asked
+from gcore.testing.flows import Asked
 from gcore.types import PromptRef, Sample, Version, VersionSpan
 
 ENTRIES = 10

@@ -13,23 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.judges import JudgeSpec
+from gcore.config.reward import JudgeSpec
 from gcore.errors import DataError
-from gcore.reward.generative import Answer, Judge, JudgeAway, JudgeError, Judgement
-from gcore.reward.generative.completions import (
+from gcore.reward.judges.external import (
+    LARGEST_ANSWER_BYTES,
+    MOST_AWAY,
+    MOST_DENIED,
     MOST_TOKENS,
+    ExternalAsk,
     Garbled,
     completion_of,
     fate_of,
+    key_of,
     request_of,
     retry_after_s,
     words_of,
 )
-from gcore.reward.generative.errors import JudgeLate
-from gcore.reward.generative.external import LARGEST_ANSWER_BYTES, MOST_AWAY, MOST_DENIED, ExternalAsk, key_of
-from gcore.reward.generative.gate import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
+from gcore.reward.judges.judge import Judge, Judgement
+from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
+from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.testing import FakeClock
-from gcore.testing.fake_judge import HeardOf
+from gcore.testing.judges import HeardOf
 from gcore.types import Prompt, PromptRef
 
 KEY = "sk-a-secret"

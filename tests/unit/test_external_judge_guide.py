@@ -8,14 +8,12 @@ from typing import Any
 import yaml
 from documents import ROOT, blocks
 
-from controllers.spending import WRITE_S
-from gcore.config.judges import ExternalJudge, JudgeSpec
-from gcore.metrics import Metrics
-from gcore.reward.generative import Question
-from gcore.reward.generative.completions import SEED_BITS, fate_of, request_of
-from gcore.reward.generative.external import BUSY_S, LARGEST_ANSWER_BYTES, MOST_DENIED
-from gcore.reward.generative.gate import KEY_AGAIN_S, LONGEST_HOLD_S
-from gcore.reward.generative.rate import BURST_S
+from controllers.inference.judges import WRITE_S
+from gcore.config.reward import ExternalJudge, JudgeSpec
+from gcore.observability.metrics import Metrics
+from gcore.reward.judges.external import BUSY_S, LARGEST_ANSWER_BYTES, MOST_DENIED, SEED_BITS, fate_of, request_of
+from gcore.reward.judges.rate_limit import BURST_S, KEY_AGAIN_S, LONGEST_HOLD_S
+from gcore.reward.judges.template import Question
 from gcore.types import Prompt, PromptRef
 
 GUIDE = ROOT / "docs" / "external-judges.md"

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from controllers.service.capability import check_served
-from controllers.service.judge_checks import check_judges
+from controllers.api.submission.checks import check_judges, check_served
 from gcore import schema
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import DataError, SpecError, UsageError
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.job import NodeRecord
 
 KEY = "THE_KEY_OF_THE_TEST"
 EMULATED = NodeRecord(name="e", incarnation="e.1", address="h:1", slots=("emulated:0",), pid=1)

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
+from controllers.cluster.mirror import ClusterMirror
 from controllers.identity import Identity
-from controllers.job import JobRunner
-from controllers.judge_counts import JudgeCounts
-from controllers.judges import open_judges
-from gcore.clock import SystemClock
+from controllers.inference.judges import JudgeCounts, open_judges
+from controllers.job.runner import JobRunner
 from gcore.config import NodeConfig, parse_spec
-from gcore.ledger.spending import NodeSpent
-from gcore.metrics import Metrics
+from gcore.ledger.usage import NodeSpent
+from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
+from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore
-from gcore.testing.fake_openai import FakeOpenAI
+from gcore.testing.judges import FakeOpenAI
 from gcore.types import Prompt, PromptRef
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "1+2=", (1,), {})

@@ -14,20 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore import fault_points
 from gcore.errors import StoreUnavailable, UsageError
-from gcore.fault_points import VARIABLE, At, Moving, folder_of, point
 from gcore.ledger import chain
-from gcore.ledger.guarded import Ledger, Transaction, TxnKind, TxnOutcome
+from gcore.ledger.transactions import Ledger, Transaction, TxnKind, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put
+from gcore.system import fault_injection as fault_points
+from gcore.system.fault_injection import VARIABLE, At, Moving, folder_of, point
 from gcore.testing.clock import FakeClock
-from gcore.testing.memory_cluster import MemoryCluster
-from gcore.testing.memory_store import MemoryStore
+from gcore.testing.store import MemoryCluster, MemoryStore
 
 ROOT = Path(__file__).parents[2]
 Arm = Callable[[str, str], None]
-PROGRAM = "from gcore.fault_points import point; [point('commit', 'before') for _ in range(3)]; print('alive')"
+PROGRAM = (
+    "from gcore.system.fault_injection import point; [point('commit', 'before') for _ in range(3)]; print('alive')"
+)
 
 
 @pytest.fixture
@@ -113,14 +114,13 @@ def test_every_point_has_a_before_and_an_after_in_the_code() -> None:
 
 
 FOR_PEOPLE = {
-    "controllers/booking.py",
-    "controllers/faults.py",
-    "controllers/fetching.py",
-    "controllers/reading.py",
-    "controllers/storage.py",
-    "controllers/service/tokens.py",
-    "controllers/troubles.py",
-    "gcore/emulated/registration.py",
+    "controllers/accounting/collector.py",
+    "controllers/telemetry/notices.py",
+    "controllers/job/preparation.py",
+    "controllers/telemetry/run_recorder.py",
+    "controllers/storage/run_folder.py",
+    "controllers/api/edge/access.py",
+    "gcore/engines/emulated/host.py",
 }
 """What is written once more if it was lost, or read by nobody but people, or by tests only."""
 

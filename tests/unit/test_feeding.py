@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.decide import EXCHANGE_LIMIT_S
-from controllers.feeding import LEAST_S, PART_BYTES, parts_of, share_bytes, timeout_s
-from gcore.train.messages import write_payload
+from controllers.rules.step import EXCHANGE_LIMIT_S
+from controllers.workers.ranks import LEAST_S, PART_BYTES, parts_of, share_bytes, timeout_s
+from gcore.train.rank.messages import write_payload
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 Share = tuple[Group, frozenset[int]]

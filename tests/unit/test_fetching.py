@@ -7,12 +7,12 @@ import contextlib
 
 import pytest
 
-from controllers.fetching import STEPS, FetchReport, fetch_model
-from controllers.service.events import EventLog
+from controllers.job.preparation import STEPS, FetchReport, fetch_model
+from controllers.telemetry.events import EventLog
 from gcore.config.spec import ModelSpec
-from gcore.ledger.job import JobRecord, ModelFetch
 from gcore.ledger.mirror import JobMirror
-from gcore.models.names import ModelError
+from gcore.ledger.records.job import JobRecord, ModelFetch
+from gcore.models.hubs import ModelError
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

@@ -16,27 +16,27 @@ from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
 from controllers.changes import Changes
-from controllers.faults import FaultBook
-from controllers.holdings import Holdings
-from controllers.peer import JobPeer
-from controllers.service.events import EventLog
-from controllers.step import JobBatch, JobStep
-from gcore.config.flow import FilterSpec
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.peer import JobPeer
+from controllers.flow.step import JobBatch, JobStep
+from controllers.telemetry.events import EventLog
+from controllers.telemetry.notices import FaultBook
+from gcore.config.train import FilterSpec
+from gcore.data.order import shard_lengths
 from gcore.errors import SpecError
 from gcore.flows import FilterError, find_filters
 from gcore.flows.filters import CheckedFilter, filtered, has_signal, length, reward_band, signal, try_filters
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.stream import StreamRules
+from gcore.ledger.selection import StreamRules
 from gcore.plugins import PluginFault
-from gcore.prompts.cursor import shard_lengths
 from gcore.reward import RewardError
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.fake_cluster import made_spec
-from gcore.testing.fake_samples import group_of
+from gcore.testing.flows import made_spec
+from gcore.testing.judges import group_of
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 KEYS = JobKeys("u")

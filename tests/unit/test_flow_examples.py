@@ -10,8 +10,8 @@ import yaml
 from due_steps import steps_evaluated
 
 from gcore.config import load_spec
+from gcore.config.load import settings_of
 from gcore.flows import find_flow
-from gcore.flows.settings import settings_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ARITHMETIC = EXAMPLES / "arithmetic"

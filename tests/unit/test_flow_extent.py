@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.extent_words import so_far
-from controllers.cli.view_points import JobSnapshot
-from controllers.cli.view_state import ViewState
+from controllers.cli.commands.specs import so_far
+from controllers.cli.view.state import JobSnapshot, ViewState
 from gcore.config import JobSpec, parse_spec
-from gcore.config.flow import FlowSpec
+from gcore.config.train import FlowSpec
 from gcore.errors import SpecError
-from gcore.events import JobEvent
-from gcore.ledger.job import JobRecord
-from gcore.ledger.rules import rules_of
-from gcore.testing.rank_launch import rank_launch
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.selection import rules_of
+from gcore.observability.events import JobEvent
+from gcore.testing.models import rank_launch
 
 
 def spec(**sections: dict[str, Any]) -> JobSpec:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
 from gcore.config import load_spec, new_spec, parse_spec
+from gcore.config.load import settings_of, settled
 from gcore.errors import SpecError
 from gcore.flows import flow
-from gcore.flows.settings import settings_of, settled
 
 MINIMAL: dict[str, Any] = {
     "name": "job",
@@ -169,8 +169,8 @@ def test_settings_are_a_copy() -> None:
     theirs=st.dictionaries(st.sampled_from(["advantage", "learning_rate", "clip_low"]), st.just("theirs")),
 )
 def test_merging_takes_the_users_value_wherever_there_is_one(own: dict[str, str], theirs: dict[str, str]) -> None:
+    from gcore.config.load import _under
     from gcore.config.spec import JobSpec
-    from gcore.flows.settings import _under
 
     merged = _under({"train": own}, {"train": theirs}, JobSpec)["train"]
     assert merged == {**theirs, **own}

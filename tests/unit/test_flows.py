@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import pytest
 from plug_in_package import installer
 
-from gcore import flows
 from gcore.errors import EngineUnreachable, SpecError
 from gcore.flows import find_flow
-from gcore.testing.contract import by_turns, check_flow
-from gcore.testing.fake_cluster import FakeCluster
-from gcore.testing.fake_peer import Asked
+from gcore.testing.contracts import by_turns, check_flow
+from gcore.testing.flows import Asked, FakeCluster
 
 BUILT_IN = ("grpo", "dapo", "ppo", "remax", "rloo", "reinforce_pp", "sft")
 SCREEN = 40
@@ -32,9 +29,9 @@ async def ran(name: str, script: Any = by_turns, **settings: Any) -> FakeCluster
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_it_fits_on_a_screen(name: str) -> None:
-    file = Path(inspect.getfile(flows)).parent / f"{name}.py"
-    assert len(file.read_text().splitlines()) <= SCREEN
-    assert "arXiv" in (ast.get_docstring(ast.parse(file.read_text())) or "") or name == "sft"
+    found = find_flow(name)
+    assert len(inspect.getsource(found).splitlines()) <= SCREEN
+    assert "arXiv" in (inspect.getdoc(found) or "") or name == "sft"
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

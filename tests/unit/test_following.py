@@ -8,11 +8,11 @@ from typing import Any
 
 from listed_jobs import create
 
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
 from controllers.changes import Changes
-from controllers.service.events import Event
-from controllers.service.jobs import JobsService
-from controllers.service.records import StoredJobs
-from gcore.ledger.claims import Shares
+from controllers.telemetry.events import Event
+from gcore.ledger.records.cluster import Shares
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.forgone import WORTH_KNOWING, Forgone, is_a_guess
-from gcore.ledger.placing import Move, MoveKind, MoveOutcome, Moves, SplitPart
+from controllers.planning.lender import WORTH_KNOWING, Forgone, is_a_guess
+from gcore.ledger.records.job import Move, MoveKind, MoveOutcome, Moves, SplitPart
 from placement.moves import Proposal, costs
 
 BEFORE, AFTER = (

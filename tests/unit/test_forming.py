@@ -9,29 +9,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers import forming
-from controllers.actions import Intent, Replan, Rollback, TakeStock
-from controllers.decide import decide
-from controllers.forming import AWAY_S, HOLD_S, MAX_TRIES_FROM_COPIES, STOCK_PATIENCE_S, held_for_growth, state_at_hand
-from controllers.hands import place
-from controllers.view import JobView, RankView
-from controllers.waiting import waiting_for
+from controllers.job.effects import place
+from controllers.rules import world as forming
+from controllers.rules.actions import Intent, Replan, Rollback, TakeStock
+from controllers.rules.decide import decide
+from controllers.rules.view import JobView, RankView
+from controllers.rules.waits import waiting_for
+from controllers.rules.world import (
+    AWAY_S,
+    HOLD_S,
+    MAX_TRIES_FROM_COPIES,
+    STOCK_PATIENCE_S,
+    held_for_growth,
+    state_at_hand,
+)
 from gcore import schema
 from gcore.config import parse_spec
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, ModelFetch, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Member, SealedGroup, SealState
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import SealNow
-from gcore.ledger.world_state import HeldState, NodeCopies, WorldState
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import (
+    Checkpoint,
+    Checkpoints,
+    HeldState,
+    LogEntry,
+    Member,
+    NodeCopies,
+    SealedGroup,
+    SealState,
+    WorldState,
+)
+from gcore.ledger.records.job import (
+    EnginePlace,
+    JobPhase,
+    JobStatus,
+    ModelFetch,
+    NodeRecord,
+    Plan,
+    RankClaim,
+    RankPlace,
+)
+from gcore.ledger.selection import SealNow, StreamRules
+from gcore.ledger.transactions import Stored
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
-from placement.plan import Growth, NodeSlots, Snapshot, Wanted, first_plan, joined, worth_forming
+from placement.placer import Growth, first_plan, joined, worth_forming
+from placement.slots import NodeSlots, Snapshot, Wanted
 
 KEYS = JobKeys("u")
 STATE = WorldState(world="w", lineage=0, step=2, attempt=1, shards=2)

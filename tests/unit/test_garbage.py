@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers import clearing
-from controllers.clearing import YOUNG_S, Cleared, Clearing, clear, look
-from controllers.garbage import DAY_S, GIB, Found, Verdict, judged
-from gcore.config.garbage import GarbageSection, Keep
-from gcore.config.node import NodeConfig
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from controllers.storage import garbage as clearing
+from controllers.storage.garbage import YOUNG_S, Cleared, Clearing, clear, look
+from controllers.storage.rules import DAY_S, GIB, Found, Verdict, judged
+from gcore.config.node import GarbageSection, Keep, NodeConfig
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.usage import KEPT_DAYS
 from gcore.store import keys
 from gcore.store.keys import JobKeys

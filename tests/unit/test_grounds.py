@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from controllers.service.allowed import EVERYTHING, Allowed, paths_of
-from controllers.service.grounds import files_of
+from controllers.api.submission.allowlist import EVERYTHING, Allowed, files_of, paths_of
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.config.securing import AllowSection
+from gcore.config.node import AllowSection
 from gcore.errors import SpecError
 
 BASE: dict[str, Any] = {
@@ -220,7 +219,7 @@ def test_a_link_to_a_folder_of_links_is_followed_to_its_end(tmp_path: Path) -> N
 
 
 def test_a_folder_of_very_many_files_is_not_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.service.grounds.MOST_ENTRIES", 3)
+    monkeypatch.setattr("controllers.api.submission.allowlist.MOST_ENTRIES", 3)
     (folder := tmp_path / "m").mkdir()
     for number in range(4):
         (folder / f"{number}").touch()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from gcore.ledger import spending, transactions
-from gcore.ledger.guarded import Transaction
-from gcore.ledger.job import Trouble
-from gcore.ledger.node_folder import NodeFolder
-from gcore.ledger.spending import NodeSpent
-from gcore.ledger.world_state import NodeCopies
+from gcore.ledger import transactions
+from gcore.ledger import usage as spending
+from gcore.ledger.records.chain import NodeCopies, NodeFolder
+from gcore.ledger.records.job import Trouble
+from gcore.ledger.transactions import Transaction
+from gcore.ledger.usage import NodeSpent
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster
 

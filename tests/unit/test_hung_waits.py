@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 from job_views import running_job, sealed_job
 
-from controllers import storage, tidying
-from controllers.actions import Publish
-from controllers.decide import decide
-from controllers.troubles import TroubleBook
-from controllers.view import EngineView, JobView, RankView
-from controllers.waiting import PATIENCE_S, Wait, waiting_for
-from gcore.config.agent import AgentSpec
-from gcore.ledger.guarded import TxnOutcome
-from gcore.reward.pace import Scoring
+from controllers.job import effects as tidying
+from controllers.rules.actions import Publish
+from controllers.rules.decide import decide
+from controllers.rules.view import EngineView, JobView, RankView
+from controllers.rules.waits import PATIENCE_S, Wait, waiting_for
+from controllers.storage import run_folder as storage
+from controllers.telemetry.notices import TroubleBook
+from gcore.config.rollout import AgentSpec
+from gcore.ledger.transactions import TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
+from gcore.worker.sandbox.pool import Scoring
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,5 +164,5 @@ async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_o
 
 def test_every_cause_is_watched_and_none_else() -> None:
     assert RankView(0).progress == 0
-    told = set(re.findall(r"Wait\(\s*\"(\w+)\"", (ROOT / "controllers" / "waiting.py").read_text()))
+    told = set(re.findall(r"Wait\(\s*\"(\w+)\"", (ROOT / "controllers" / "rules" / "waits.py").read_text()))
     assert told - PATIENCE_S.keys() == {"in_flight", "engine"}

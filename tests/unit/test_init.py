@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.init_verb import init
+from controllers.cli.commands.specs import init
 from gcore.config import load_spec
+from gcore.data.dataset import Dataset
 from gcore.errors import GcoreError, UsageError
-from gcore.prepare import starter
-from gcore.prepare.project import OwnModel, StarterModel, files, package_of
-from gcore.prepare.starter_tasks import TASKS
-from gcore.prompts.dataset import Dataset
+from gcore.quickstart import starter
+from gcore.quickstart.starter import TASKS, OwnModel, StarterModel, files, package_of
 
 SORT = TASKS["sort"]
 
@@ -188,7 +187,7 @@ def test_a_home_that_is_nobodys_is_a_sentence() -> None:
 def test_a_full_disk_is_told_while_the_model_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
-    from gcore.prepare.small_model import SmallModel, save_model
+    from gcore.quickstart.pretraining import SmallModel, save_model
 
     class Model:
         def save_pretrained(self, folder: Path) -> None:
@@ -259,7 +258,5 @@ def test_texts_of_the_user_are_quoted_where_they_are_written() -> None:
 
 
 def test_the_command_line_starts_without_what_init_needs() -> None:
-    code = (
-        "import sys, controllers.cli.main; sys.exit('gcore.prepare.project' in sys.modules or 'jinja2' in sys.modules)"
-    )
+    code = "import sys, controllers.cli.main; sys.exit('gcore.quickstart.starter' in sys.modules or 'jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

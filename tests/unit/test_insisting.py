@@ -16,13 +16,10 @@ import pytest
 from safetensors.numpy import load_file
 from saving_ranks import SECONDS, Ranks
 
-from gcore.train import saving
-from gcore.train.insisting import Insisting, NotTaken
-from gcore.train.receipts import ReceiptBook
-from gcore.train.writing import CheckpointWriter
+from gcore.models.layout import TensorsFile, weights_folder
+from gcore.train.checkpoint import writer as saving
+from gcore.train.checkpoint.run_files import CheckpointWriter, Insisting, NotTaken, ReceiptBook
 from gcore.types import Version
-from gcore.weights.layout import weights_folder
-from gcore.weights.tensors_file import TensorsFile
 
 NEXT = Version(0, 1)
 

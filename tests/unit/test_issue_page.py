@@ -2,8 +2,8 @@
 
 from benchmarks import report, rollout
 from benchmarks.harness import read_result
-from gcore.ledger.rules import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.data.order import shard_lengths
+from gcore.ledger.selection import StreamRules
 
 
 def test_the_table_is_that_of_the_committed_result() -> None:

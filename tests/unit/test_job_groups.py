@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.job_groups import JobGroups, base_of
-from gcore.cgroups import CannotLimit, group_of_process, settings
-from gcore.config.limits import JobLimits
-from gcore.worker.parent import ENTER
+from controllers.workers.launcher import JobGroups, base_of
+from gcore.config.node import JobLimits
+from gcore.system.cgroups import CannotLimit, group_of_process, settings
+from gcore.worker.control import ENTER
 
 LIMITS = JobLimits(memory_gib=2.0, cpus=1.5, pids=100)
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.moves_file import NAME, MovesFile, moves_in, read
-from gcore.json_line import number, object_in
-from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import BookLine, Kept, Stretch, append, line_of, newest, parse
-from gcore.ledger.placing import Move, MoveKind, Moves, SplitPart
+from controllers.planning.history import NAME, MovesFile, moves_in, read
+from gcore.ledger.records.job import Move, MoveKind, Moves, SplitPart
+from gcore.ledger.records.slot_accounting import BookLine, Kept, StepBook, Stretch, append, line_of, newest, parse
+from gcore.system.files import number, object_in
 from gcore.types import Version
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.judges import JudgeSpec
+from gcore.config.reward import JudgeSpec
 from gcore.errors import SpecError
-from gcore.retrying import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay
-from gcore.reward.generative import Ask, Judge, JudgeAway, JudgeError, Judgement, Value
-from gcore.reward.generative.errors import JudgeLate
-from gcore.reward.generative.judge import vote_seed
+from gcore.reward.judges.judge import Judge, Judgement, vote_seed
+from gcore.reward.judges.types import Ask, JudgeAway, JudgeError, JudgeLate, Value
+from gcore.system.clock import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay
 from gcore.testing import FakeClock
-from gcore.testing.fake_judge import FakeClassifier, FakeJudge, HeardOf
+from gcore.testing.judges import FakeClassifier, FakeJudge, HeardOf
 from gcore.types import Prompt, PromptRef
 
 T = TypeVar("T")
@@ -135,7 +134,7 @@ async def test_what_will_not_help_is_not_asked_again() -> None:
 
 
 async def test_of_so_many_prompts_alone_it_is_remembered_what_cannot_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore.reward.generative.judge.MOST_IN_VAIN", 2)
+    monkeypatch.setattr("gcore.reward.judges.judge.MOST_IN_VAIN", 2)
     court = Court(spec())
     for seq in (0, 1, 2, 2, 1, 0):
         prompt = replace(PROMPT, ref=PromptRef(0, 0, seq), text=str(seq))

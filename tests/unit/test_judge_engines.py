@@ -12,18 +12,17 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from controllers.api.submission.checks import CheckedJudge, check_fallbacks, check_judges
 from controllers.changes import Changes
-from controllers.judge_counts import READABLE, TOLD_AT, JudgeCounts
-from controllers.judge_engines import AGAIN_S, JudgeEngines
-from controllers.judges import open_judges, renderer_of
-from controllers.service.judge_checks import CheckedJudge, check_fallbacks, check_judges
+from controllers.inference.judge_engines import AGAIN_S, JudgeEngines
+from controllers.inference.judges import READABLE, TOLD_AT, JudgeCounts, open_judges, renderer_of
 from gcore.config import JobSpec, parse_spec
-from gcore.config.judges import Fallback
+from gcore.config.reward import Fallback
 from gcore.errors import DataError, SpecError
-from gcore.metrics import Metrics
+from gcore.observability.metrics import Metrics
 from gcore.plugins import PluginFault
-from gcore.reward.generative.errors import JudgeAway, JudgeError
-from gcore.reward.generative.template import Question
+from gcore.reward.judges.template import Question
+from gcore.reward.judges.types import JudgeAway, JudgeError
 from gcore.rollout.client import EngineClient
 from gcore.testing import FakeClock
 from gcore.types import Prompt, PromptRef

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gcore.config.judges import ExternalJudge
-from gcore.reward.generative.gate import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
-from gcore.reward.generative.rate import burst_of
+from gcore.config.reward import ExternalJudge
+from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate, burst_of
 from gcore.testing import FakeClock
 
 

@@ -11,12 +11,13 @@ import yaml
 from documents import ROOT, Block, blocks
 from plug_in_package import installer
 
-from gcore.config.judges import JudgeSpec, VerdictSpec
+from gcore.config.reward import JudgeSpec, VerdictSpec
 from gcore.errors import SpecError
-from gcore.metrics import Metrics
-from gcore.reward.generative import Question, Unreadable, find_parser
-from gcore.reward.generative.bounded import LONGEST_TEXT, MOST_TURNS
-from gcore.reward.generative.pairs import orders, pairs_of
+from gcore.observability.metrics import Metrics
+from gcore.reward.judges.judge import orders, pairs_of
+from gcore.reward.judges.parsers import find_parser
+from gcore.reward.judges.template import LONGEST_TEXT, MOST_TURNS, Question
+from gcore.reward.judges.types import Unreadable
 from gcore.types import Prompt, PromptRef
 
 GUIDE = ROOT / "docs" / "judges.md"

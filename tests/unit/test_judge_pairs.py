@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.generative.pairs import Pair, disagreed, orders, pairs_of, result_of, values_of
+from gcore.reward.judges.judge import Pair, disagreed, orders, pairs_of, result_of, values_of
 
 SIZES = st.integers(0, 24)
 SOME = st.integers(1, 26)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.generative.rate import BURST_S, Bucket, burst_of
+from gcore.reward.judges.rate_limit import BURST_S, Bucket, burst_of
 
 RATES = st.floats(0.001, 1000.0)
 LOOKS = st.lists(st.tuples(st.floats(0.0, 20.0), RATES, st.integers(0, 300)), min_size=1, max_size=40)

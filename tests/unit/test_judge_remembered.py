@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.judges import JudgeSpec
-from gcore.reward.generative import JudgeError
-from gcore.reward.generative.remembered import Remembered, question_key, spec_digest
+from gcore.config.reward import JudgeSpec
+from gcore.reward.judges.judge import Remembered, question_key, spec_digest
+from gcore.reward.judges.types import JudgeError
 from gcore.testing import FakeClock
 
 

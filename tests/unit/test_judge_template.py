@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.judges import LONGEST_TEMPLATE, JudgeSpec
+from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
 from gcore.errors import SpecError
-from gcore.reward.generative import JudgeError, Question
-from gcore.reward.generative.bounded import LONGEST_TEXT, MOST_TURNS, MOST_WORK
-from gcore.reward.registry import Response
+from gcore.reward.api import Response
+from gcore.reward.judges.template import LONGEST_TEXT, MOST_TURNS, MOST_WORK, Question
+from gcore.reward.judges.types import JudgeError
 from gcore.types import Prompt, PromptRef
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "12+7=", (1,), {"answer": 19, "items": ["a", {"ü": None}], "question": "12 and 7?"})

@@ -11,25 +11,24 @@ from typing import Any
 import httpx
 import pytest
 
+from controllers.api.submission.checks import check_judges
 from controllers.changes import Changes
-from controllers.children import engine_child
-from controllers.judge_counts import JudgeCounts
-from controllers.judge_engines import JudgeEngines
-from controllers.judges import open_judges
-from controllers.service.judge_checks import check_judges
+from controllers.inference.judge_engines import JudgeEngines
+from controllers.inference.judges import JudgeCounts, open_judges
+from controllers.workers.launch_documents import engine_child
 from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.data.renderer import PromptRenderer
+from gcore.engines import launch as sglang_launch
+from gcore.engines import launch as torch_launch
 from gcore.errors import EngineError, SpecError
-from gcore.ledger.job import EnginePlace
-from gcore.metrics import Metrics
-from gcore.models.names import ModelError
-from gcore.prompts.render import PromptRenderer
-from gcore.reward.generative.errors import JudgeError
+from gcore.ledger.records.job import EnginePlace
+from gcore.models.hubs import ModelError
+from gcore.observability.metrics import Metrics
+from gcore.reward.judges.types import JudgeError
 from gcore.rollout.client import EngineClient
-from gcore.rollout.engine import launch as torch_launch
-from gcore.rollout.sglang import launch as sglang_launch
 from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock
-from gcore.testing.tiny_model import make_tiny_classifier, make_tiny_model
+from gcore.testing.models import make_tiny_classifier, make_tiny_model
 from gcore.types import Prompt, PromptRef
 from gcore.worker.records import WorkerRecord
 
@@ -346,7 +345,7 @@ def test_a_context_that_the_judges_model_has_not_is_refused_at_submission(folder
 @pytest.mark.parametrize("engine", ["torch", "sglang"])
 def test_its_engines_are_told_that_they_classify(engine: str, folder: Path) -> None:
     spec = spec_of(folder, serving={"engine": engine})
-    read = torch_launch.from_document if engine == "torch" else sglang_launch.from_document
+    read = torch_launch.from_document if engine == "torch" else sglang_launch.launch_from_document
     judges = engine_child(spec, EnginePlace(node="n", slot="cpu:0", judge="taste"), NODE)
     assert read(judges.document).task == "classify"
     policys = engine_child(spec, EnginePlace(node="n", slot="cpu:0"), NODE)

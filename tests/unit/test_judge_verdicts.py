@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
-from gcore.config.judges import OWN_PARSERS, VerdictSpec
+from gcore.config.reward import OWN_PARSERS, VerdictSpec
 from gcore.errors import SpecError
-from gcore.reward.generative import JudgeError, Unreadable, find_parser
-from gcore.reward.generative import verdicts as module
-from gcore.reward.generative.verdicts import LONGEST_WORDS, CheckedParser, scaled
+from gcore.reward.judges import parsers as module
+from gcore.reward.judges.parsers import LONGEST_WORDS, CheckedParser, find_parser, scaled
+from gcore.reward.judges.types import JudgeError, Unreadable
 
 
 @pytest.fixture
@@ -106,9 +106,7 @@ def test_an_answer_without_a_verdict_is_unreadable_and_says_why(answer: str, tol
 def test_gcores_own_are_found_under_the_names_of_the_spec() -> None:
     for name in OWN_PARSERS:
         assert isinstance(find_parser(name), CheckedParser)
-    assert (
-        EntryPoint("json", "gcore.reward.generative.verdicts:json_field", "gcore.verdicts").load() is module.json_field
-    )
+    assert EntryPoint("json", "gcore.reward.judges.parsers:json_field", "gcore.verdicts").load() is module.json_field
 
 
 def test_a_name_nobody_has_is_refused_with_the_nearest_and_its_key() -> None:
@@ -122,7 +120,7 @@ def test_a_parser_of_another_package_is_found_and_held_to_the_bounds(install: In
     install(
         "pack_stars",
         "stars = pack_stars:stars",
-        "from gcore.reward.generative import Unreadable\n"
+        "from gcore.reward.judges.types import Unreadable\n"
         "def stars(answer, spec):\n"
         "    if '*' not in answer:\n        raise Unreadable('it has no stars')\n"
         "    return answer.count('*') * spec.options.get('each', 1)\n",

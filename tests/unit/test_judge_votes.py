@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.generative import Answer, JudgeError, Unreadable
-from gcore.reward.generative.votes import LONGEST_EXAMPLE, Judgement, NotRead, judgement, mean, read_all
+from gcore.reward.judges.judge import LONGEST_EXAMPLE, Judgement, NotRead, judgement, mean, read_all
+from gcore.reward.judges.types import Answer, JudgeError, Unreadable
 
 
 def answers(*texts: str, truncated: bool = False) -> list[Answer]:

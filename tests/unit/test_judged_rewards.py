@@ -9,24 +9,22 @@ from typing import Any, cast
 
 import pytest
 
-from controllers.eval_marks import marked, total_of
-from controllers.material import Material, Practice, rewards_of, sampling_of
+from controllers.flow.evaluation import marked, total_of
+from controllers.flow.job_data import Material, Practice, rewards_of, sampling_of
 from gcore.config import JobSpec, parse_spec
-from gcore.config.reward import RewardPart
-from gcore.config.sources import training_sources
-from gcore.config.spec import RewardSpec
+from gcore.config.data import training_sources
+from gcore.config.reward import RewardPart, RewardSpec, VerdictSpec
+from gcore.data.stream import PromptStream
 from gcore.errors import EngineError, EngineUnreachable, SpecError
 from gcore.plugins import trace_of
-from gcore.prompts.stream import PromptStream
-from gcore.reward.generative.errors import JudgeAway, JudgeError
-from gcore.reward.generative.judge import Judge
-from gcore.reward.generative.verdicts import CheckedParser, VerdictSpec
-from gcore.reward.generative.votes import Judgement
-from gcore.reward.judged import Rewards, Unjudged, functions_of
-from gcore.reward.registry import Response, RewardError, RewardResult
-from gcore.reward.scoring import DirectScorer, Scored
+from gcore.reward.api import Response, RewardError, RewardResult
+from gcore.reward.judges.judge import Judge, Judgement
+from gcore.reward.judges.parsers import CheckedParser
+from gcore.reward.judges.types import JudgeAway, JudgeError
+from gcore.reward.pool import DirectScorer, Scored
+from gcore.reward.scorer import Rewards, Unjudged, functions_of
 from gcore.testing import FakeClock
-from gcore.testing.fake_judge import FakeJudge, HeardOf
+from gcore.testing.judges import FakeJudge, HeardOf
 from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "6*7=", (1,), {"answer": "42"})
@@ -131,7 +129,7 @@ async def test_a_prompt_fails_at_once_where_no_other_response_to_it_could_be_jud
 
     own = CheckedParser("odd", odd)
     if judge["verdict"]["parser"] == "odd":
-        monkeypatch.setattr("gcore.reward.generative.judge.find_parser", lambda name, where: own)
+        monkeypatch.setattr("gcore.reward.judges.judge.find_parser", lambda name, where: own)
     court = Court(job({"judge": "tutor"}, judge))
     with pytest.raises(RewardError, match=why) as raised:
         await court.clock.run(court.practice().scored(PROMPT, [sample("42")]))

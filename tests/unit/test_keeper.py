@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from controllers.keeper import Keeper
+from controllers.daemon.keeper import Keeper
 from gcore.config import NodeConfig
-from gcore.config.cluster import ControllerProcess, EtcdProcess, LocalCluster
+from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
 from gcore.store.reference import StoreRef
+from gcore.system.process import is_running, spawn_detached, terminate, wait_ended
 from gcore.testing import FakeClock
-from gcore.testing.memory_cluster import MemoryCluster
-from gcore.testing.memory_store import MemoryStore
-from gcore.worker.process import is_running, spawn_detached, terminate, wait_ended
+from gcore.testing.store import MemoryCluster, MemoryStore
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 ETCD = EtcdProcess(endpoint="h:1", data_dir="d", client_port=1, peer_port=2, binary="etcd", pid=1, started=1)

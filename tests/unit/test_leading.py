@@ -8,24 +8,23 @@ from typing import Any
 import pytest
 from job_views import ME, PEER, running_job, stored
 
-from controllers.actions import Lead, Place, Rollback, TellMoves
-from controllers.apply import _moves
-from controllers.decide import decide
-from controllers.forming import awaits_world, growth, held_for_growth, wanted_world
-from controllers.gauges import count_moves
-from controllers.leading import leading, leads, placing
-from controllers.view import JobView
+from controllers.job.executor import _moves
+from controllers.rules.actions import Lead, Place, Rollback, TellMoves
+from controllers.rules.decide import decide
+from controllers.rules.placement import leading, leads, placing
+from controllers.rules.view import JobView
+from controllers.rules.world import awaits_world, growth, held_for_growth, wanted_world
+from controllers.telemetry.gauges import count_moves
 from gcore import schema
 from gcore.config import parse_spec
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, NodeRecord
-from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
-from gcore.ledger.records import Seal, SealState
-from gcore.metrics import Metrics
+from gcore.ledger.records.chain import Seal, SealState
+from gcore.ledger.records.job import EnginePlace, Leader, Move, MoveKind, Moves, NodeRecord, Pin
+from gcore.ledger.transactions import Stored
+from gcore.observability.metrics import Metrics
 from gcore.store.types import Compare
 from placement.assign import split_of
 from placement.moves import Accounted, Proposal, part_of
-from placement.split import Split
+from placement.slots import Split
 
 TREE = {
     "name": "j",

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gcore.config import NodeConfig
 from gcore.errors import LeaseLost, UsageError
-from gcore.store.lease_times import LeaseTimes
 from gcore.store.session import Session
+from gcore.store.types import LeaseTimes
 from gcore.testing import FakeClock
 
 NODE = {"node": "n", "home": "h", "etcd": {"endpoints": ["127.0.0.1:1"]}, "slots": ["cpu:0"], "run_root": "r"}

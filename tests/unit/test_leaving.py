@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 from stored_job import RULES, SHARDS, StoredJob
 
-from controllers.actions import Assign, Feed, Join, Leave, PutOffer
-from controllers.assignment import assign_shards
-from controllers.decide import decide
-from controllers.leaving import has_handed_over, undelivered
-from controllers.service.events import EventLog
-from controllers.view import JobView, RankView
+from controllers.rules.actions import Assign, Feed, Join, Leave, PutOffer
+from controllers.rules.decide import assign_shards, decide, has_handed_over, undelivered
+from controllers.rules.view import JobView, RankView
+from controllers.telemetry.events import EventLog
 from gcore.config import parse_spec
 from gcore.ledger import transactions
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import ModelFetch, NodeRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, Member
-from gcore.ledger.world_state import NodeCopies
+from gcore.ledger.records.chain import EndedRef, Member, NodeCopies
+from gcore.ledger.records.job import ModelFetch, NodeRecord
+from gcore.ledger.transactions import Stored
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord

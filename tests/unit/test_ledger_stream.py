@@ -7,10 +7,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal
-from gcore.ledger.stream import (
+from gcore.ledger.records.chain import EndedRef, Head, Offer, OfferedGroup, Seal
+from gcore.ledger.selection import (
     MOST_OUTCOMES,
     AccountNow,
     NotYet,
@@ -23,7 +24,6 @@ from gcore.ledger.stream import (
     in_order,
     refuse_seal,
 )
-from gcore.prompts.cursor import shard_lengths
 from gcore.types import PromptRef, Version
 
 WRITER = Writer("a.1", "n")

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from controllers.cli.file_verbs import export
-from controllers.cli.summary import finished_run
-from controllers.service.audits import audit_of_folder, run_of
+from controllers.api.run_reader import audit_of_folder, run_of
+from controllers.cli.commands.checkpoints import export
+from controllers.cli.view.summary import finished_run
 from gcore.config import parse_spec
 from gcore.errors import StoreUnavailable, Unreachable
-from gcore.ledger import chain, store_copy, transactions
+from gcore.ledger import archive as store_copy
+from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
+from gcore.models.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.weights.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
 
 UID = "abc123"
 SPEC = parse_spec(

@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.lengths import (
-    MOST_LIKENESS,
-    NONE,
-    USUAL_LIKENESS,
-    Siblings,
-    SourceLengths,
-    expected,
-)
-from gcore.rollout.outliving import left
+from gcore.rollout.length_prediction import MOST_LIKENESS, NONE, USUAL_LIKENESS, Siblings, SourceLengths, expected, left
 
 LONGEST = 6600
 lengths = st.integers(0, 20_000)

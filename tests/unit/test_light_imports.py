@@ -8,16 +8,16 @@ import sys
 HEAVY = ("torch", "transformers", "deepspeed", "safetensors.torch", "sglang", "pyarrow")
 LIGHT = (
     "controllers.daemon",
-    "controllers.wire",
+    "controllers.daemon.daemon",
     "controllers.cli.main",
     "gcore.worker.main",
     "gcore.client",
     "gcore.emulated.host",
     "gcore.emulated.rank",
     "gcore.flows",
-    "gcore.rollout.sglang.adapter",
-    "gcore.testing.contract",
-    "placement.plan",
+    "gcore.engines.sglang.adapter",
+    "gcore.testing.contracts",
+    "placement.placer",
 )
 
 
@@ -36,7 +36,7 @@ def test_programs_of_controllers_and_commands_import_no_heavy_package() -> None:
 
 def test_a_daemon_without_a_job_has_neither_numpy_nor_the_search_of_placements() -> None:
     """With numpy it would be a sixth larger; a first placement comes with the first job."""
-    assert loaded(("controllers.daemon", "controllers.wire"), ("numpy", "placement.mapping")) == ""
+    assert loaded(("controllers.daemon", "controllers.daemon.daemon"), ("numpy", "placement.mapping")) == ""
 
 
 def test_a_heavy_package_would_be_found() -> None:

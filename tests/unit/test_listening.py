@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from gcore.errors import CannotListen, GcoreError, UsageError
-from gcore.listening import asked, refused
+from gcore.system.daemon import asked, refused
 
 
 def of(number: int) -> OSError:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from listed_jobs import create
 
-from controllers.service import listing
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.listing import list_jobs, wanted
-from controllers.service.records import StoredJobs
-from controllers.service.refusals import BadFields, NamespaceNotFound
+from controllers.api import job_messages as listing
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import BadFields, NamespaceNotFound
+from controllers.api.job_messages import list_jobs, wanted
+from controllers.api.store_reader import StoredJobs
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.ledger.job import JobPhase
+from gcore.ledger.records.job import JobPhase
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

@@ -13,13 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_views import KEYS, stored
 
-from controllers.service import log_lines
-from controllers.service.log_lines import MOST_CHARACTERS, Line, LogReader, Place, time_of
-from controllers.service.logs import Log, LogStream, check, check_named, names_in, wanted
-from controllers.service.refusals import BadFields, NodeNotFound, WorkerNotFound
+from controllers.api import logs as log_lines
+from controllers.api.edge.errors import BadFields, NodeNotFound, WorkerNotFound
+from controllers.api.logs import (
+    MOST_CHARACTERS,
+    Line,
+    Log,
+    LogReader,
+    LogStream,
+    Place,
+    check,
+    check_named,
+    names_in,
+    time_of,
+    wanted,
+)
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.ledger.job import JobPhase, JobStatus, RankClaim
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import JobPhase, JobStatus, RankClaim
 from gcore.testing import FakeClock
 from gcore.worker.records import WorkerRecord
 

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, MOST_CHARACTERS, JsonFormatter, about, choose, set_up, told_of
+from gcore.system.daemon import (
+    FORMAT_VARIABLE,
+    LEVEL_VARIABLE,
+    MOST_CHARACTERS,
+    JsonFormatter,
+    about,
+    choose,
+    set_up,
+    told_of,
+)
 
 
 @pytest.fixture(autouse=True)

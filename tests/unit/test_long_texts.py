@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gcore.prompts.long_texts import AT_ONCE, PER_TOKEN, TooLong, aside, check_length
-from gcore.prompts.tokenizer import ModelTokenizer
+from gcore.data.tokenizer import AT_ONCE, PER_TOKEN, ModelTokenizer, TooLong, aside, check_length
 
 
 def pieces() -> ModelTokenizer:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers import machine
 from controllers.cli.local import shared_memory_gib
-from controllers.machine import Gpu, gpus_in, node_facts, slot_facts
-from gcore.host_memory import HostMemory, group_limits, host_memory
-from gcore.ledger.facts import NodeFacts, SlotFacts
-from gcore.ledger.job import NodeRecord
+from controllers.cluster import registration as machine
+from controllers.cluster.registration import Gpu, gpus_in, node_facts, slot_facts
+from gcore.ledger.records.cluster import NodeFacts, SlotFacts
+from gcore.ledger.records.job import NodeRecord
+from gcore.system.memory import HostMemory, group_limits, host_memory
 
 H200 = Gpu("NVIDIA H200", 140.401)
 ANSWER = "NVIDIA H200, 143771, Disabled\nNVIDIA H200, 143771, Disabled\n"

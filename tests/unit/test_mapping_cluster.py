@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from gcore.errors import UsageError
-from placement.mapping.cluster import Cluster, cluster_of
-from placement.mapping.devices import DEVICES
+from placement.mapping.cluster import DEVICES, Cluster, cluster_of
 
 NODE: dict[str, Any] = {"accelerators": 8, "device": "h100", "host_memory_gib": 1000}
 

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mapped_jobs import JUDGE, SEVEN, SMALL, work
 
-from gcore.rollout.engine import columns, schedule
-from gcore.rollout.sglang import command
-from gcore.train import logprobs, trained
+from gcore.engines.sglang import command
+from gcore.engines.torch import kv_cache as columns
+from gcore.engines.torch import scheduler as schedule
+from gcore.train import batching as logprobs
+from gcore.train.backends import deepspeed as trained
 from placement.mapping import memory, workload
 from placement.mapping.memory import (
     activations,

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 from mapped_jobs import SEVEN, SEVENTY, SMALL, machines, model, spec, work
 
 from placement.mapping.cluster import Cluster, cluster_of
-from placement.mapping.fitting import Memory, Room, room
-from placement.mapping.limits import within_memory
-from placement.mapping.search import First, Fit, Found, Misfits, first_split, search
-from placement.mapping.speed import Machine
-from placement.mapping.ways import Way, _sizes, _splits, ways
-from placement.mapping.workload import Lengths, Workload
-from placement.split import Bounds, Split, feasible
+from placement.mapping.memory import Memory, Room, room, within_memory
+from placement.mapping.search import First, Fit, Found, Machine, Misfits, first_split, search
+from placement.mapping.workload import Lengths, Way, Workload, _sizes, _splits, ways
+from placement.slots import Bounds, Split, feasible
 
 models = st.sampled_from([SMALL, model(2048, 36, heads=16, kv_heads=2), SEVEN, SEVENTY])
 clusters = st.builds(

@@ -15,9 +15,9 @@ from told_nodes import QWEN
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gcore.errors import DataError
-from gcore.ledger.facts import ModelConfigs
+from gcore.ledger.records.cluster import ModelConfigs
 from gcore.train.critic import make_value_model
-from placement.mapping.shapes import KNOWN, READ, shape_of, sizes_in
+from placement.mapping.workload import KNOWN, READ, shape_of, sizes_in
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,

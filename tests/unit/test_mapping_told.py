@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from mapped_jobs import JUDGE, spec
 from told_nodes import H100, QWEN, node
 
-from gcore.ledger.facts import ModelConfigs
-from placement.mapping.devices import DEVICES
-from placement.mapping.told import CALLED, Seen, seen, work_of
+from gcore.ledger.records.cluster import ModelConfigs
+from placement.mapping.cluster import DEVICES
+from placement.mapping.search import CALLED, Seen, seen, work_of
 from placement.mapping.workload import Workload
-from placement.plan import NodeSlots
+from placement.slots import NodeSlots
 
 
 def silent(name: str) -> NodeSlots:

@@ -12,13 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mapped_jobs import JUDGE, SEVEN, SMALL, machines, spec, work
 
-from controllers.cli.plan_lacking import LARGER, advice
-from controllers.cli.plan_text import _begins, _counted, less_cache
-from controllers.cli.plan_verb import Planned, _nothing_fits
-from controllers.cli.plan_written import Section, left_standing, pasted, section_of, with_section, write_spec
+from controllers.cli.commands.plan import _nothing_fits
+from controllers.cli.view.plan import (
+    LARGER,
+    Planned,
+    Section,
+    _begins,
+    _counted,
+    advice,
+    left_standing,
+    less_cache,
+    pasted,
+    section_of,
+    with_section,
+    write_spec,
+)
 from gcore.config import load_spec
 from gcore.errors import UsageError
-from placement.mapping.fitting import Excess, gib
+from placement.mapping.memory import Excess, gib
 from placement.mapping.search import Found, Misfits, search
 from placement.mapping.workload import Lengths, Shapes
 

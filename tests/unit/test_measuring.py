@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.books import NEWEST_STEPS, EngineSums, NodeBooks, StepBook, by_version
-from gcore.ledger.records import LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.records.slot_accounting import NEWEST_STEPS, EngineSums, NodeBooks, StepBook, by_version
 from gcore.types import PromptRef, Version
-from placement.measured import least_of, load_of
-from placement.measuring import lengths_of, measured
-from placement.split import Split
+from placement.measurements import least_of, lengths_of, load_of, measured
+from placement.slots import Split
 
 SPLIT = Split("coexisting", 2, 1, 1)
 TIMES = {"collect_s": 3.0, "exchange_s": 0.25, "train_s": 1.5, "publish_s": 0.25, "tokens": 900.0}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.metered import Doing, Meter, Sums, told
-from gcore.rollout.readings import EngineReading, between, read
+from gcore.rollout.engine_time import Doing, EngineReading, Meter, Sums, between, read, told
 
 DOINGS: list[Doing] = ["working", "paused", "asleep"]
 STRETCHES = st.lists(st.tuples(st.floats(0, 50), st.sampled_from(DOINGS), st.integers(0, 12)), min_size=1, max_size=30)

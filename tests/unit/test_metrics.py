@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gcore.errors import CannotListen
-from gcore.ledger.guarded import TxnOutcome
-from gcore.metrics import SOURCE_STATS, STEP_STATS, Metrics, serving
-from gcore.metrics.serving import MOST_CONNECTIONS, is_own_name, serve_metrics
-from gcore.metrics.slots import MoveFigures
-from gcore.metrics.store import RESULTS
+from gcore.ledger.transactions import TxnOutcome
+from gcore.observability import http as serving
+from gcore.observability.http import MOST_CONNECTIONS, is_own_name, serve_metrics
+from gcore.observability.metrics import RESULTS, Metrics, MoveFigures
+from gcore.observability.step_metrics import SOURCE_STATS, STEP_STATS
 
 
 def labelled(metrics: Metrics) -> Iterator[str]:

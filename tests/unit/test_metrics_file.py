@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.job import Evaluation, JobPhase, JobRecord, JobStatus
-from gcore.ledger.records import EndedRef, LogEntry
-from gcore.tracking.file import Busy, MetricsFile
-from gcore.tracking.lines import Source, Written, decode, encode, fresh, lacks, numbers
+from gcore.ledger.records.chain import EndedRef, LogEntry
+from gcore.ledger.records.job import Evaluation, JobPhase, JobRecord, JobStatus
+from gcore.observability.metrics_file import Busy, MetricsFile, Source, Written, decode, encode, fresh, lacks, numbers
 from gcore.types import PromptRef, Version
 
 JOB = JobRecord(uid="u1", name="job", spec={}, run_dir="/nowhere", created=0.0, prompts=10)

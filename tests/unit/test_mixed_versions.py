@@ -14,10 +14,10 @@ from stored_job import RULES, StoredJob
 
 from gcore import schema
 from gcore.ledger import transactions
-from gcore.ledger.audit import audit
+from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.receipts import Receipt
 from gcore.ledger.balance import balance
-from gcore.ledger.receipts import Receipt
-from gcore.ledger.records import Seal
+from gcore.ledger.records.chain import Seal
 from gcore.schema import NEWEST_VERSION
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 

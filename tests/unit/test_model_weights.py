@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from gcore.models.names import ModelError
-from gcore.models.weights import check_whole
+from gcore.models.checks import check_whole
+from gcore.models.hubs import ModelError
 
 TENSORS = {"a": np.arange(64, dtype=np.float32), "b": np.ones((3, 5), dtype=np.float16)}
 

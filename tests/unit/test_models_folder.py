@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gcore.models.folder import check_code, check_weights, code_of, is_known, read_config
-from gcore.models.names import ModelError
+from gcore.models.checks import check_code, check_weights, code_of, is_known, read_config
+from gcore.models.hubs import ModelError
 from gcore.models.resolve import resolve_model
 
 CODE: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.models.names import HubModel, ModelError, hub_model, is_commit
+from gcore.models.hubs import HubModel, ModelError, hub_model, is_commit
 
 PART = st.text(string.ascii_letters + string.digits, min_size=1, max_size=20)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from controllers import moves_file
-from controllers.cli.placement_verbs import all_stays
-from controllers.moves_file import NAME, MovesFile, moves_in, read
+from controllers.cli.commands.placement import all_stays
+from controllers.planning import history as moves_file
+from controllers.planning.history import NAME, MovesFile, moves_in, read
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.ledger.placing import NEWEST_MOVES, Move, MoveKind, Moves, Stay
+from gcore.ledger.records.job import NEWEST_MOVES, Move, MoveKind, Moves, Stay
 from placement.moves import part_of
-from placement.split import Split
+from placement.slots import Split
 
 ONE, OTHER = part_of(Split("coexisting", 4, 1, 1)), part_of(Split("coexisting", 3, 2, 1))
 

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from controllers.own_files import OwnFolders
-from controllers.service import streams
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.jobs import JobsService
-from controllers.service.records import OwnStorage, StoredJobs
-from controllers.service.refusals import Forbidden, NotFound
-from controllers.service.submission import Submissions
+from controllers.api import streams
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import Forbidden, NotFound
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import OwnStorage, StoredJobs
+from controllers.api.submission.submit import Submissions
+from controllers.storage.run_folder import OwnFolders
+from gcore.api.tls import PLAIN
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.config import parse_spec
 from gcore.ledger import transactions
-from gcore.ledger.guarded import Ledger
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.transactions import Ledger
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.tls.connecting import PLAIN
 
 SPEC: dict[str, Any] = {
     "name": "secret",

@@ -16,24 +16,23 @@ from hypothesis import strategies as st
 from ready_seals import ready_seal
 from torch import Tensor
 
-from controllers.cli.samples_view import marked
-from controllers.holdings import Holdings
+from controllers.cli.view.data import marked
+from controllers.flow.group_buffer import Holdings
 from gcore.api.v1 import jobs_pb2, train_pb2
 from gcore.config.train import TrainSpec
-from gcore.flows.fit import misfit
+from gcore.flows.filters import misfit
 from gcore.ledger.balance import balance
-from gcore.ledger.records import OfferedGroup, SealedGroup
-from gcore.rollout.overlong import penalized
-from gcore.samples.records import kept_group
-from gcore.testing.fake_samples import group_of
+from gcore.ledger.records.chain import OfferedGroup, SealedGroup
+from gcore.observability.samples import kept_group
+from gcore.rollout.postprocess import penalized
+from gcore.testing.judges import group_of
 from gcore.train.advantages import advantages, value_targets
-from gcore.train.batch import Feeding, Inputs, score
-from gcore.train.counted import trained
-from gcore.train.cut_step import Place, Step, cut_step
-from gcore.train.feed_state import HeldGroup, HeldSample, Work, _lacking
+from gcore.train.batching import Feeding, Inputs, Place, Step, cut_step, score
 from gcore.train.loss import Losses, Targets
-from gcore.train.messages import FeedDamaged, _sample, read_payload, write_payload
-from gcore.train.tally import Tally
+from gcore.train.metrics import Tally
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work, _lacking
+from gcore.train.rank.messages import FeedDamaged, _sample, read_payload, write_payload
+from gcore.train.step import trained
 from gcore.types import Group, PromptRef, Range, Sample, Version, VersionSpan, misplaced
 
 VOCABULARY = 11

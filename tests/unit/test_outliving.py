@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.lengths import NONE, Siblings, SourceLengths
-from gcore.rollout.outliving import left
-from placement.speeds import tail_of
+from gcore.rollout.length_prediction import NONE, Siblings, SourceLengths, left
+from placement.lending import tail_of
 
 LONGEST = 6600
 lengths = st.integers(0, 9000)

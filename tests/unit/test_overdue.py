@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from job_views import running_job
 
-from controllers.overdue import WHOLE, overdue, sentence
-from controllers.telling import Telling
-from controllers.troubles import TroubleBook
-from controllers.turns import Waits, turn
-from controllers.waiting import LOCAL, PATIENCE_S, Wait
+from controllers.rules.view import Waits, turn
+from controllers.rules.waits import LOCAL, PATIENCE_S, WHOLE, Wait, overdue, sentence
+from controllers.telemetry.notices import Telling, TroubleBook
 from gcore.errors import StoreUnavailable
-from gcore.ledger.job import Trouble
-from gcore.metrics import Metrics
+from gcore.ledger.records.job import Trouble
+from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
 

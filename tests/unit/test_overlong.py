@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.flows.filters import has_signal
-from gcore.reward.registry import RewardError
-from gcore.rollout.overlong import PART, overlong, penalized
-from gcore.train.algorithms.advantages import group_advantages
-from gcore.train.algorithms.shaping import overlong_penalty
+from gcore.reward.api import RewardError
+from gcore.rollout.postprocess import PART, overlong, penalized
+from gcore.train.algorithms.advantages import group_advantages, overlong_penalty
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 rewards = st.floats(-1e3, 1e3, width=32)

@@ -14,9 +14,8 @@ from gcore.config.train import TrainSpec
 from gcore.errors import SpecError
 from gcore.plugins import PluginFault
 from gcore.testing.algorithm_contract import check_advantage, check_loss
-from gcore.testing.contract import ContractBroken
-from gcore.train.loss import Losses, Targets
-from gcore.train.own import own_advantage, own_loss
+from gcore.testing.contracts import ContractBroken
+from gcore.train.loss import Losses, Targets, own_advantage, own_loss
 
 ESTIMATORS = """
 import torch

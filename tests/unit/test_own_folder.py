@@ -14,7 +14,8 @@ import pytest
 from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from peer_folder import UID, checkpoint, serving
 
-from controllers.actions import (
+from controllers.job.executor import apply
+from controllers.rules.actions import (
     Archive,
     BringStart,
     Discard,
@@ -24,16 +25,14 @@ from controllers.actions import (
     Rollback,
     SayFolder,
 )
-from controllers.apply import apply
-from controllers.bringing import prove
-from controllers.own_files import OwnFolder
-from controllers.peer_files import PeerFiles
-from controllers.view import JobView, SavedCheckpoint
+from controllers.rules.view import JobView, SavedCheckpoint
+from controllers.storage.peer_files import PeerFiles
+from controllers.storage.replication import prove
+from controllers.storage.run_folder import OwnFolder
 from gcore.ledger import archive
-from gcore.ledger.guarded import Ledger, TxnOutcome
-from gcore.ledger.job import NodeRecord
-from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
-from gcore.ledger.records import Checkpoint, Checkpoints, Head, LogEntry
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, HeldCheckpoint, LogEntry, NodeFolder
+from gcore.ledger.records.job import NodeRecord
+from gcore.ledger.transactions import Ledger, TxnOutcome
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Token, Version
 
@@ -254,7 +253,7 @@ async def test_old_entries_are_written_down_from_the_store_with_what_peers_have_
     async with serving(tmp_path / "theirs") as address:
         seen = view({"node-1": address})
         assert await node.does(Archive((0,), ()), seen) is TxnOutcome.WON
-    assert set(archive.read(node.run_dir)) == {0, 7}
+    assert set(archive.archive_read(node.run_dir)) == {0, 7}
     assert (await node.said()).log == (0,)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from controllers.owning import responsible_for
-from gcore.ledger.records import Member
+from controllers.rules.memory import responsible_for
+from gcore.ledger.records.chain import Member
 from gcore.worker.records import WorkerRecord
 
 NODES = ("n0", "n1", "n2")

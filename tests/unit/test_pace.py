@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.pace import SETTLED, SLOW_IN_A_ROW, Pace
+from gcore.reward.pool import SETTLED, SLOW_IN_A_ROW, Pace
 
 
 def after(*seconds: float) -> tuple[Pace, list[str]]:

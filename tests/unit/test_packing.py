@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.balance import SampleSlot, balance, sample_cost
-from gcore.ledger.records import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.train.packing import Cutting, MicroPlan, Packing, even_cut, is_masked, length, plan_step
 from gcore.types import PromptRef, Version
 

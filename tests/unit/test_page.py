@@ -15,16 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.page import curves, timeline
-from controllers.page import kept as kept_runs
-from controllers.page.app import MOST_AT_ONCE, PageApp, after_of, page, policy_of
-from controllers.page.kept import MOST_RUNS, Kept
-from controllers.page.shown import reached_at
-from controllers.service.access import NOBODY_IS_TOLD_APART, Caller, Role, caller
-from controllers.service.refusals import NotFound
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, Role, caller
+from controllers.api.edge.errors import NotFound
+from controllers.web import content as curves
+from controllers.web import content as kept_runs
+from controllers.web import content as timeline
+from controllers.web.app import MOST_AT_ONCE, PageApp, after_of, page, policy_of
+from controllers.web.content import MOST_RUNS, Kept, reached_at
 from gcore.errors import GcoreError, StoreUnavailable
-from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import BookLine, Stretch, append
+from gcore.ledger.records.slot_accounting import BookLine, StepBook, Stretch, append
 from gcore.types import Version
 
 FINITE = st.floats(-1e6, 1e6)
@@ -242,7 +241,7 @@ def test_the_slots_of_all_nodes_have_a_row_each_with_what_they_did_when(tmp_path
     for number in range(1, 13):
         book(tmp_path, "node-a", number, 2)
         book(tmp_path, "node-b", number, 1)
-    found = timeline.read(tmp_path)
+    found = timeline.timeline_read(tmp_path)
     assert [(row.node, row.slot) for row in found.rows] == [
         ("node-a", "cpu:0"),
         ("node-a", "cpu:1"),
@@ -251,13 +250,13 @@ def test_the_slots_of_all_nodes_have_a_row_each_with_what_they_did_when(tmp_path
     assert [step for _, _, step in found.steps] == list(range(5, 13))
     assert found.rows[0].spans[:2] == [(110.0, 111.5, "busy rollout"), (111.5, 112.0, "")]
     assert found.more == 0
-    assert timeline.read(tmp_path / "none").rows == []
+    assert timeline.timeline_read(tmp_path / "none").rows == []
 
 
 def test_of_more_slots_than_there_is_room_for_it_is_told_how_many(tmp_path: Path) -> None:
     book(tmp_path, "node-a", 1, timeline.MOST_SLOTS - 1)
     book(tmp_path, "node-b", 1, 3)
-    found = timeline.read(tmp_path)
+    found = timeline.timeline_read(tmp_path)
     assert (len(found.rows), found.more) == (timeline.MOST_SLOTS, 2)
 
 
@@ -322,9 +321,9 @@ def test_of_many_nodes_fewer_steps_are_drawn(tmp_path: Path) -> None:
     for node in range(timeline.MOST_NODES):
         for number in range(1, 6):
             book(tmp_path, f"node-{node:02}", number, 1)
-    found = timeline.read(tmp_path)
+    found = timeline.timeline_read(tmp_path)
     assert len(found.rows) == timeline.MOST_NODES
     assert len(found.steps) == timeline.MOST_LINES // timeline.MOST_NODES
-    before = timeline.stamp(tmp_path)
+    before = timeline.timeline_stamp(tmp_path)
     book(tmp_path, "node-00", 6, 1)
-    assert timeline.stamp(tmp_path) != before
+    assert timeline.timeline_stamp(tmp_path) != before

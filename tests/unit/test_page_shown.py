@@ -10,14 +10,13 @@ import pytest
 from heard_cluster import heard
 from stored_job import StoredJob
 
-from controllers.page.shown import MOST_EVENTS, Shown
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.records import StoredJobs
-from controllers.service.refusals import NotFound
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import NotFound
+from controllers.api.store_reader import StoredJobs
+from controllers.web.content import MOST_EVENTS, Shown
 from gcore.config import parse_spec
-from gcore.ledger.claims import Claim, Shares
-from gcore.ledger.job import NodeRecord, Trouble
-from gcore.ledger.placing import Move, MoveKind, Moves, SplitPart
+from gcore.ledger.records.cluster import Claim, Shares
+from gcore.ledger.records.job import Move, MoveKind, Moves, NodeRecord, SplitPart, Trouble
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

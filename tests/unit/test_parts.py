@@ -10,31 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.flow import OnLimit
+from gcore.config.train import OnLimit
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.audited_chain import ChainFacts
-from gcore.ledger.audited_open import check_open
-from gcore.ledger.audited_outcomes import Walk
-from gcore.ledger.balance import balance
+from gcore.ledger.audit.audit import check_open
+from gcore.ledger.audit.chain import ChainFacts, Found, Walk
+from gcore.ledger.balance import balance, certain, digests_of, layout_of, next_part, parts_sha256, up_to
 from gcore.ledger.chain import Writer
-from gcore.ledger.findings import Found
-from gcore.ledger.parts import certain, digests_of, layout_of, next_part, parts_sha256, up_to
-from gcore.ledger.records import EndedRef, Head, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.rules import StreamRules
-from gcore.ledger.stream import (
+from gcore.ledger.records.chain import EndedRef, Head, Offer, OfferedGroup, Seal, SealState
+from gcore.ledger.selection import (
     AccountNow,
     NotYet,
     Offered,
     PartNow,
     SealNow,
     Short,
+    StreamRules,
     begun,
     choose,
     due,
     in_order,
     refuse_seal,
 )
-from gcore.prompts.cursor import shard_lengths
 from gcore.schema import Record
 from gcore.types import PromptRef, Version
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import balance
-from gcore.ledger.parts import digests_of, layout_of, parts_sha256
-from gcore.ledger.records import Seal, SealedGroup, SealState
-from gcore.train import feed_state
-from gcore.train.feed_state import (
+from gcore.ledger.balance import balance, digests_of, layout_of, parts_sha256
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.train.rank import feed as feed_state
+from gcore.train.rank.feed import (
     Already,
     Begin,
     BeginParts,
@@ -27,7 +26,7 @@ from gcore.train.feed_state import (
     WorldName,
     parts_left,
 )
-from gcore.train.messages import write_state
+from gcore.train.rank.messages import write_state
 from gcore.types import PromptRef, Token, Version
 
 ME = WorldName("job", "world", 3)

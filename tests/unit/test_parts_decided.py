@@ -7,20 +7,17 @@ from typing import Any
 
 from job_views import ME, PEER, RULES, running_job
 
-from controllers.actions import Accumulate, Apply, Feed, MakeSeal, Ready, Reseal, Rollback
-from controllers.coalescing import COALESCE_S, GROUPS_S, patience_s
-from controllers.decide import decide
-from controllers.forming import is_between_steps
-from controllers.leaving import undelivered
-from controllers.remembered import Remembered
-from controllers.view import JobView, RankView
-from controllers.waiting import waiting_for
+from controllers.rules.actions import Accumulate, Apply, Feed, MakeSeal, Ready, Reseal, Rollback
+from controllers.rules.decide import decide, undelivered
+from controllers.rules.step import COALESCE_S, GROUPS_S, patience_s
+from controllers.rules.view import JobView, RankView, Remembered
+from controllers.rules.waits import waiting_for
+from controllers.rules.world import is_between_steps
 from gcore.ledger import chain
-from gcore.ledger.balance import balance
-from gcore.ledger.guarded import Stored
-from gcore.ledger.parts import digests_of, parts_sha256
-from gcore.ledger.records import EndedRef, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.stream import PartNow, SealNow, held_by, in_order
+from gcore.ledger.balance import balance, digests_of, parts_sha256
+from gcore.ledger.records.chain import EndedRef, Offer, OfferedGroup, Seal, SealState
+from gcore.ledger.selection import PartNow, SealNow, held_by, in_order
+from gcore.ledger.transactions import Stored
 from gcore.types import PromptRef, Version
 
 STREAMED = replace(RULES, part=1)

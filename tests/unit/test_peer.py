@@ -11,19 +11,19 @@ import pytest
 from peer_bench import RealBench
 
 from controllers.changes import Changes
-from controllers.holdings import Holdings
-from controllers.peer import JobPeer
-from controllers.step import JobStep
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.peer import JobPeer
+from controllers.flow.step import JobStep
+from gcore.data.order import shard_lengths
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import JobPhase
-from gcore.ledger.records import Checkpoint, Head, Member
-from gcore.ledger.stream import StreamRules
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import Checkpoint, Head, Member
+from gcore.ledger.records.job import JobPhase
+from gcore.ledger.selection import StreamRules
 from gcore.store.types import Put
-from gcore.testing.fake_peer import Asked
-from gcore.together import all_or_none
+from gcore.system.concurrency import all_or_none
+from gcore.testing.flows import Asked
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 

@@ -13,14 +13,14 @@ import grpc
 import pytest
 from peer_folder import UID, checkpoint, serving
 
-from controllers.bringing import prove
-from controllers.peer_files import DRAFTS, NotFetched, PeerFiles, from_first
-from controllers.service import files
-from controllers.service.files import FilesService, listed, parts_of
+from controllers.api import peers as files
+from controllers.api.peers import FilesService, listed, parts_of
+from controllers.storage.peer_files import DRAFTS, NotFetched, PeerFiles, from_first
+from controllers.storage.replication import prove
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError, UsageError
-from gcore.weights.layout import CheckpointDamaged
+from gcore.models.layout import CheckpointDamaged
 
 
 def mine(folder: Path, **more: Any) -> PeerFiles:

@@ -13,39 +13,36 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.changes import Changes
-from controllers.collectives import Collectives
-from controllers.eval_marks import SHOWN_CHARACTERS, marked, reaches, recordable
-from controllers.faults import FaultBook
-from controllers.holdings import Holdings
-from controllers.material import material_of, rewards_of
-from controllers.ordering import EpochOrders
-from controllers.peer import JobPeer
-from controllers.step import JobBatch, JobStep
-from controllers.stopwatch import Stopwatch
-from controllers.view import JobView
+from controllers.flow.evaluation import SHOWN_CHARACTERS, marked, reaches, recordable
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.job_data import EpochOrders, material_of, rewards_of
+from controllers.flow.peer import JobPeer
+from controllers.flow.step import Collectives, JobBatch, JobStep
+from controllers.rules.view import JobView
+from controllers.telemetry.notices import FaultBook
+from controllers.telemetry.step_stats import Stopwatch
 from gcore.config import JobSpec, parse_spec
-from gcore.config.judges import JudgeSpec
-from gcore.config.sources import training_sources
-from gcore.config.spec import RewardSpec
+from gcore.config.data import training_sources
+from gcore.config.reward import JudgeSpec, RewardSpec
+from gcore.data.stream import open_prompts
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows import find_filters
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
 from gcore.ledger.evaluation import in_turn
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EvalPart, EvalSample, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment, Checkpoint, Checkpoints, Member
-from gcore.ledger.stream import StreamRules
-from gcore.prompts.opening import open_prompts
-from gcore.reward.generative.judge import Judge
-from gcore.reward.judged import Rewards
-from gcore.reward.registry import RewardError
-from gcore.reward.scoring import DirectScorer
+from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, Member
+from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.selection import StreamRules
+from gcore.ledger.transactions import Stored
+from gcore.reward.api import RewardError
+from gcore.reward.judges.judge import Judge
+from gcore.reward.pool import DirectScorer
+from gcore.reward.scorer import Rewards
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.fake_judge import FakeJudge, HeardOf
+from gcore.testing.judges import FakeJudge, HeardOf
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 HEAD = Version(0, 0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.train.phases import Phases
+from gcore.train.rank.launch import Phases
 
 PHASES = ["loading", "waiting", "update", "saving"]
 

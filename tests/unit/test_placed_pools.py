@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
-from gcore.ledger.job import Plan
-from placement.plan import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, first_plan, joined, moved, slots_lacking
+from gcore.ledger.records.job import Plan
+from placement.placer import first_plan, joined, moved
+from placement.slots import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, slots_lacking
 
 TREE: dict[str, Any] = {
     "name": "j",

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from gcore.ledger.books import EngineSums, StepBook
-from gcore.ledger.records import LogEntry
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.slot_accounting import EngineSums, StepBook
 from gcore.types import Version
 from placement.forecast import Batch, Forecast, Pools, shapes_of
 from placement.laws import Law, TrainLaw
-from placement.measured import EngineSpeed, Measured
-from placement.measuring import measured
+from placement.measurements import EngineSpeed, Measured, measured
 from placement.policies.base import Decision, Situation, SwitchCosts
 from placement.policies.dynamic import Dynamic, _said
-from placement.split import Bounds, Split, feasible
+from placement.slots import Bounds, Split, feasible
 
 LENGTHS = tuple(float(n) for n in range(20, 340, 5))
 BOUNDS = Bounds(8, 1, 1, (2,), True, False)

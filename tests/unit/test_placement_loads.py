@@ -8,17 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.job import Plan
-from gcore.ledger.placing import MoveKind
+from gcore.ledger.records.job import MoveKind, Plan
 from placement.assign import assigned, split_of
-from placement.lending import doubling, left_s
-from placement.loads import EngineLoad, Loads, as_foreseen, is_settled, lending, wanted
-from placement.measured import EngineSpeed, Measured
-from placement.move_words import in_words
-from placement.moves import Deciding, base_split, part_of
-from placement.plan import NodeSlots, Snapshot
-from placement.speeds import Rows, Speed, Speeds, speed_of, speeds_of, tail_of
-from placement.split import Split
+from placement.lending import (
+    EngineLoad,
+    Loads,
+    Rows,
+    Speed,
+    Speeds,
+    as_foreseen,
+    doubling,
+    is_settled,
+    left_s,
+    lending,
+    speed_of,
+    speeds_of,
+    tail_of,
+    wanted,
+)
+from placement.measurements import EngineSpeed, Measured
+from placement.moves import Deciding, base_split, in_words, part_of
+from placement.slots import NodeSlots, Snapshot, Split
 
 AT = Deciding(step=3, seq=7, by="a", time=100.0)
 SPLIT = Split("coexisting", 4, 1, 1)

@@ -9,25 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.job import Plan
-from gcore.ledger.placing import MOST_MOVE_BYTES, NEWEST_MOVES, Move, MoveKind, MoveOutcome, Moves, SplitPart
+from gcore.ledger.records.job import MOST_MOVE_BYTES, NEWEST_MOVES, Move, MoveKind, MoveOutcome, Moves, Plan, SplitPart
 from placement.assign import assigned, split_of
-from placement.move_words import in_words, numbers_in_words, outcome_in_words
 from placement.moves import (
     MOVE_PRIOR_S,
     WORLD_PRIOR_S,
+    Committed,
     Deciding,
     base_split,
     between_steps,
     costs,
+    in_words,
     is_told,
+    numbers_in_words,
+    outcome_in_words,
     part_of,
+    with_outcomes,
     with_unasked,
 )
-from placement.outcomes import Committed, with_outcomes
-from placement.plan import NodeSlots, Snapshot
 from placement.policies.base import Decision
-from placement.split import Split
+from placement.slots import NodeSlots, Snapshot, Split
 
 SNAPSHOT = Snapshot((NodeSlots("a", ("cpu:0", "cpu:1", "cpu:2")), NodeSlots("b", ("cpu:0", "cpu:1", "cpu:2"))))
 FIRST, SECOND = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1)

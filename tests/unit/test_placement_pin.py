@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from job_views import KEYS, running_job, stored
 
-from controllers.cli.placement_words import (
+from controllers.api.jobs import pin_of, placement_of, write_pin
+from controllers.cli.view.placement import (
     account,
     by_slot,
     history_table,
@@ -18,17 +19,14 @@ from controllers.cli.placement_words import (
     shown_tree,
     split_in_words,
 )
-from controllers.service.placed import pin_of, placement_of, write_pin
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError, StoreUnavailable
-from gcore.ledger.guarded import Transaction, TxnOutcome, TxnReport
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Leader, Move, MoveKind, MoveOutcome, Moves, Pin
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Leader, Move, MoveKind, MoveOutcome, Moves, Pin
+from gcore.ledger.transactions import Transaction, TxnOutcome, TxnReport
 from placement.assign import assigned
 from placement.moves import part_of
-from placement.plan import NodeSlots, Snapshot
-from placement.split import Split
+from placement.slots import NodeSlots, Snapshot, Split
 
 FIRST, SECOND = Split("coexisting", 2, 1, 1), Split("coexisting", 1, 2, 1)
 SPEC: dict[str, Any] = {

@@ -11,18 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.forecast import Batch, Forecast, Pools, drained, shapes_of
-from placement.laws import Law, TrainLaw, law_of, train_law
+from placement.laws import Law, Paces, TrainLaw, law_of, paced_since, since_jump, slope, train_law
 from placement.lending import lent
-from placement.measured import EngineSpeed, Measured
-from placement.paces import Paces, paced_since
+from placement.measurements import EngineSpeed, Measured
 from placement.policies.base import Policy, Situation, SwitchCosts
-from placement.policies.choices import choices
-from placement.policies.climbing import HillClimb, threshold, utilisation
+from placement.policies.corrections import Errors, choices
 from placement.policies.dynamic import Dynamic
-from placement.policies.errors import Errors
-from placement.policies.fixed import Colocated, Static, even, nearest, possible
-from placement.split import Bounds, Split, feasible
-from placement.trends import since_jump, slope
+from placement.policies.simple import (
+    Colocated,
+    HillClimb,
+    Static,
+    climbing_threshold,
+    even,
+    nearest,
+    possible,
+    utilisation,
+)
+from placement.slots import Bounds, Split, feasible
 
 COSTS = SwitchCosts(5.0, 10.0)
 
@@ -34,7 +39,7 @@ def policy_of(name: str, bounds: Bounds) -> Policy:
         "static": lambda: Static(first),
         "colocated": lambda: Colocated(first),
         "hill_climb": lambda: HillClimb(first),
-        "threshold": lambda: threshold(first),
+        "threshold": lambda: climbing_threshold(first),
         "dynamic": lambda: Dynamic(pools, first),
     }
     return makers[name]()
@@ -206,9 +211,9 @@ def test_the_utilisation_rules_move_one_unit_from_the_idle_pool_to_the_busy_one(
     assert utilisation(step) == pytest.approx({"rollout": 0.95, "reward": 0.1, "train": 0.6})
     situation = Situation(bounds, now, (step,), COSTS, None)
     assert HillClimb(now).plan(situation).split == Split("coexisting", 5, 1, 2)
-    assert threshold(now).plan(situation).split == Split("coexisting", 5, 1, 2)
+    assert climbing_threshold(now).plan(situation).split == Split("coexisting", 5, 1, 2)
     middling = Measured(0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 26.0, "reward": 9.0, "train": 12.0})
-    assert threshold(now).plan(Situation(bounds, now, (middling,), COSTS, None)).split == now
+    assert climbing_threshold(now).plan(Situation(bounds, now, (middling,), COSTS, None)).split == now
 
 
 @given(

@@ -11,23 +11,21 @@ import pytest
 from documents import ROOT
 from typer.testing import CliRunner
 
-from controllers.cli import simulate_verb
+from controllers.cli.commands import plan as simulate_verb
 from controllers.cli.main import app
 from gcore import plugins
 from gcore.errors import SpecError, UsageError
-from gcore.ledger import store_copy
-from gcore.ledger.books import EngineSums, StepBook
-from gcore.ledger.books_file import BookLine, Stretch, append
-from gcore.ledger.job import JobRecord
-from gcore.samples import folder as samples_folder
-from gcore.samples.records import KeptGroup, KeptSample, KeptText
+from gcore.ledger import archive as store_copy
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.records.slot_accounting import BookLine, EngineSums, StepBook, Stretch, append
+from gcore.observability import samples as samples_folder
+from gcore.observability.samples import KeptGroup, KeptSample, KeptText
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Listing
 from gcore.types import PromptRef, Version
-from placement.live import Start
-from placement.policies.base import Decision, Situation
-from placement.simulate.replay import ReplayedJob, read_run
-from placement.simulate.scenario import MOST_SLOTS, MOST_STEPS, read_scenario
+from placement.policies.base import Decision, Situation, Start
+from placement.simulator.replay import ReplayedJob, read_run
+from placement.simulator.scenario import MOST_SLOTS, MOST_STEPS, read_scenario
 
 SMALL = """
 name: small
@@ -424,7 +422,7 @@ def test_the_policy_that_the_page_on_placement_shows_is_one(tmp_path: Path, monk
     page = (ROOT / "docs" / "placement.md").read_text()
     code: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], code)
-    monkeypatch.setattr("placement.named.find_policy", lambda name: code["idle_first"])
+    monkeypatch.setattr("placement.policies.base.find_policy", lambda name: code["idle_first"])
     scenario = tmp_path / "small.yaml"
     scenario.write_text(PLAYED)
     words = ["simulate", str(scenario), "--policy", "idle_first", "--cost", "0", "-o", "json"]

@@ -17,19 +17,30 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gcore.errors import SpecError
-from placement.paces import Paces
+from placement.laws import Paces
+from placement.lending import tail_of
 from placement.policies.base import SwitchCosts
-from placement.policies.fixed import Static
-from placement.simulate.job import Produced, SimulatedJob
-from placement.simulate.kernel import ALONE_S, BY_RULE, BY_SCHEDULE, NEVER, play
-from placement.simulate.oracle import best_each_step, best_static, bound
-from placement.simulate.run import played
-from placement.simulate.scenario import Scenario, read_scenario
-from placement.simulate.table import compared, play_policy, policies, policy_of, start, switch_costs
-from placement.simulate.told import UNKNOWN, Lend, Told, told_of, truth_of
-from placement.simulate.within import Reached, best_schedule, reached, within_bound
-from placement.speeds import tail_of
-from placement.split import Split, feasible
+from placement.policies.simple import Static
+from placement.simulator.job import UNKNOWN, Lend, Produced, SimulatedJob, Told, told_of, truth_of
+from placement.simulator.kernel import ALONE_S, BY_RULE, BY_SCHEDULE, NEVER, play
+from placement.simulator.run import (
+    Reached,
+    best_each_step,
+    best_schedule,
+    best_static,
+    bound,
+    compared,
+    play_policy,
+    played,
+    policies,
+    policy_of,
+    reached,
+    start,
+    switch_costs,
+    within_bound,
+)
+from placement.simulator.scenario import Scenario, read_scenario
+from placement.slots import Split, feasible
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "benchmarks" / "scenarios").glob("*.yaml"))
 LAWS, MOST = np.array([[0.02, 0.001], [0.03, 0.002]]), np.array([4, 4])
@@ -321,9 +332,9 @@ def test_without_a_compiler_the_results_are_the_same() -> None:
 import os, sys
 if os.environ["NUMBA_DISABLE_JIT"] == "1":
     sys.modules["numba"] = None
-from placement.simulate import compiled
-from placement.simulate.job import SimulatedJob
-from placement.simulate.scenario import Scenario
+from placement.simulator import kernel as compiled
+from placement.simulator.job import SimulatedJob
+from placement.simulator.scenario import Scenario
 job = SimulatedJob(Scenario.model_validate_json(sys.argv[1]), 11)
 print(compiled.COMPILES)
 print([[float(x).hex() for x in row] for cost in (None, 0.0, 0.5) for row in job.table(cost)])

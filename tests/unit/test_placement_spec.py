@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controllers.service.capability import check_moving
+from controllers.api.submission.checks import check_moving
 from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.schema import NEWEST_VERSION, speak

@@ -13,16 +13,14 @@ from told_nodes import node as told
 
 from gcore.config import parse_spec
 from gcore.errors import SpecError
-from gcore.ledger.facts import ModelConfigs
-from gcore.ledger.placing import Pin
+from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.job import Pin
 from placement.assign import assigned, split_of
-from placement.beginning import begun
-from placement.live import Moving, Start, bounds_of, first_split, mended, obeying, placed
-from placement.mapping.told import work_of
-from placement.named import find_policy
-from placement.plan import NodeSlots, Snapshot, Wanted, joined
-from placement.policies.base import Decision, Situation, SwitchCosts
-from placement.split import Bounds, Split, feasible
+from placement.initial import begun
+from placement.mapping.search import work_of
+from placement.placer import Moving, bounds_of, first_split, joined, mended, obeying, placed
+from placement.policies.base import Decision, Situation, Start, SwitchCosts, find_policy
+from placement.slots import Bounds, NodeSlots, Snapshot, Split, Wanted, feasible
 
 JOB = Moving(("j",), None, 32, None, None)
 

@@ -12,7 +12,7 @@ from benchmarks.placement import simulator
 
 LOADED = """
 import sys
-import placement.simulate.table
+import placement.simulator.run
 print(*(name for name in sys.modules if name.startswith("placement.") and not hasattr(sys.modules[name], "__path__")))
 """
 

@@ -7,8 +7,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from controllers.cli.placement_words import account, history_table, move_tree
-from gcore.ledger.placing import Move, MoveKind, MoveOutcome, SplitPart
+from controllers.cli.view.placement import account, history_table, move_tree
+from gcore.ledger.records.job import Move, MoveKind, MoveOutcome, SplitPart
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
 

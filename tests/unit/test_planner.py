@@ -13,30 +13,24 @@ from job_views import ME, running_job, stored
 from told_nodes import QWEN
 from told_nodes import node as told
 
-from controllers import next_split
 from controllers.changes import Changes
-from controllers.forming import snapshot
-from controllers.moves_file import NAME, MovesFile, moves_in, read
-from controllers.planner import POLL_S, Planner
-from controllers.step_history import StepHistory
-from controllers.view import JobView
+from controllers.planning import planner as next_split
+from controllers.planning.history import NAME, MovesFile, StepHistory, moves_in, read
+from controllers.planning.planner import POLL_S, Planner
+from controllers.rules.view import JobView
+from controllers.rules.world import snapshot
 from gcore.config import parse_spec
-from gcore.ledger.books import EngineSums, NodeBooks, StepBook
-from gcore.ledger.facts import ModelConfigs
-from gcore.ledger.job import JobRecord, NodeRecord, Plan, RankPlace
-from gcore.ledger.placing import Leader, Move, MoveKind, Moves, Pin
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Seal, SealState
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry, Seal, SealState
+from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.job import JobRecord, Leader, Move, MoveKind, Moves, NodeRecord, Pin, Plan, RankPlace
+from gcore.ledger.records.slot_accounting import EngineSums, NodeBooks, StepBook
 from gcore.testing import FakeClock
 from gcore.types import Version
 from placement.assign import assigned, split_of
-from placement.loads import EngineLoad, Loads
-from placement.move_words import in_words
-from placement.moves import part_of, split_from
-from placement.plan import NodeSlots, Snapshot
+from placement.lending import EngineLoad, Loads, Speed, Speeds
+from placement.moves import in_words, part_of, split_from
 from placement.policies.base import Decision, Situation
-from placement.replicas import Sizes
-from placement.speeds import Speed, Speeds
-from placement.split import Split
+from placement.slots import NodeSlots, Sizes, Snapshot, Split
 
 NODES = {
     name: NodeRecord(name=name, incarnation=f"{name}.x", address="", slots=("cpu:0", "cpu:1", "cpu:2"), pid=1)
@@ -148,14 +142,14 @@ class Scripted:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def make(policy: Scripted, job: Job) -> Planner:
-        monkeypatch.setattr("controllers.next_split.find_policy", lambda name: lambda start: policy)
+        monkeypatch.setattr("controllers.planning.planner.find_policy", lambda name: lambda start: policy)
         return Planner(job, job.view.spec, FakeClock(), tmp_path)  # type: ignore[arg-type]
 
     async def nobody(self: Any, nodes: Any) -> Loads:
         return Loads((), {})
 
-    monkeypatch.setattr("controllers.polling.Polling.loads", nobody)
-    monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
+    monkeypatch.setattr("controllers.planning.lender.Polling.loads", nobody)
+    monkeypatch.setattr("controllers.planning.planner.BOOKS_S", 0.0)
     return make
 
 
@@ -407,8 +401,8 @@ async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_pl
     def find(name: str) -> Any:
         raise asyncio.CancelledError("in the making")
 
-    monkeypatch.setattr("controllers.next_split.find_policy", find)
-    monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
+    monkeypatch.setattr("controllers.planning.planner.find_policy", find)
+    monkeypatch.setattr("controllers.planning.planner.BOOKS_S", 0.0)
     job = Job()
     await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
     (said,) = job.troubles.said
@@ -429,8 +423,8 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
     def find(name: str) -> Any:
         return lambda start: rows.append(start.reward_rows) or policy
 
-    monkeypatch.setattr("controllers.next_split.find_policy", find)
-    monkeypatch.setattr("controllers.planner.BOOKS_S", 0.0)
+    monkeypatch.setattr("controllers.planning.planner.find_policy", find)
+    monkeypatch.setattr("controllers.planning.planner.BOOKS_S", 0.0)
     sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400, requests=8)
     pools = {"rollout": sums, "reward": sums}
     loads = dict.fromkeys(pools, (sums,))
@@ -491,7 +485,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Loads]:
         told.append(told[-1] if told else Loads((), {}))
         return told[-1]
 
-    monkeypatch.setattr("controllers.polling.Polling.loads", tell)
+    monkeypatch.setattr("controllers.planning.lender.Polling.loads", tell)
     return told
 
 
@@ -585,7 +579,7 @@ async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_mu
 ) -> None:
     """Else nobody ever learns what changes cost: a guess that is too high held for as long as the job ran."""
     speed = Speed(alone_s=0.05, saturating=8.0, tokens=30.0, residual=15.0, rows=8)
-    monkeypatch.setattr("controllers.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
     job = Job(lend=True)
     planner = made(Scripted(*[Decision(FIRST, "well")] * 9), job)
     planner.note(replace(job.mirror, plan=None), job.mirror)
@@ -613,7 +607,7 @@ async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_befo
     made: Any, asked: list[Loads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speed = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
-    monkeypatch.setattr("controllers.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
     job = Job(lend=True, dry_run=True)
     planner = made(Scripted(Decision(SECOND, "well")), job)
     planner.note(replace(job.mirror, plan=None), job.mirror)
@@ -634,7 +628,7 @@ async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_befo
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judges have so much to do that slots are lent to them, if they may be."""
     speed = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
-    monkeypatch.setattr("controllers.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
 
 
 def with_much_to_judge(job: Job) -> Loads:

@@ -9,11 +9,11 @@ import grpc
 import pytest
 from placed_views import place, placed
 
-from controllers.polling import STALE_S, WAKE_PRIOR_S, WAKES_AS, Polling, own_loads
-from controllers.view import EngineView
+from controllers.planning.lender import STALE_S, WAKE_PRIOR_S, WAKES_AS, Polling, own_loads
+from controllers.rules.view import EngineView
 from gcore.api.v1 import placement_pb2 as pb
 from gcore.api.v1 import placement_pb2_grpc
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.job import NodeRecord
 from gcore.testing import FakeClock
 from gcore.types import Version
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from gcore.data.dataset import Dataset
+from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
-from gcore.prepare import __main__ as command
-from gcore.prepare import folder as prepared_folder
-from gcore.prepare.arithmetic import PreparedExample, prepare
-from gcore.prompts.dataset import Dataset
-from gcore.prompts.render import PromptRenderer
+from gcore.quickstart import folder as prepared_folder
+from gcore.quickstart import main as command
+from gcore.quickstart.arithmetic import PreparedExample, prepare
 
 UPDATES = 3
 
@@ -112,7 +112,7 @@ def edit_manifest(folder: Path, **fields: int) -> None:
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
-from gcore.prepare import arithmetic, folder
+from gcore.quickstart import arithmetic, folder
 folder._replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 arithmetic.prepare(Path(sys.argv[1]), progress=False, warm_updates=1, must_fit=False)
 """
@@ -200,5 +200,5 @@ def test_the_command_says_in_one_sentence_what_is_wrong(tmp_path: Path, capsys: 
 
 
 def test_the_command_line_does_not_import_torch() -> None:
-    code = "import sys, gcore.prepare.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys\nimport gcore.quickstart.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
-from gcore.prepare import __main__ as command
-from gcore.prepare import arithmetic, arithmetic_judge, examples
-from gcore.prepare import folder as prepared_folder
-from gcore.prepare.arithmetic_judge import PreparedJudge, prepare
-from gcore.prepare.verdicts import CHARACTERS, Marks
-from gcore.prompts.render import PromptRenderer
+from gcore.quickstart import arithmetic
+from gcore.quickstart import arithmetic as arithmetic_judge
+from gcore.quickstart import folder as prepared_folder
+from gcore.quickstart import main as command
+from gcore.quickstart import main as examples
+from gcore.quickstart.arithmetic import VERDICTS_CHARACTERS, Marks, PreparedJudge, arithmetic_judge_prepare
 
 UPDATES = 3
 
 
 def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedJudge:
-    return prepare(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
+    return arithmetic_judge_prepare(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questio
     assert 0.95e6 < sum(p.numel() for p in model.parameters()) < 1.05e6
     tokenizer = AutoTokenizer.from_pretrained(judge.model)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    for text in ("47+8=55?", "9+9==?", "12+7=?", "19:N", CHARACTERS):
+    for text in ("47+8=55?", "9+9==?", "12+7=?", "19:N", VERDICTS_CHARACTERS):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
@@ -91,7 +92,7 @@ def test_a_judge_that_knows_too_little_is_not_left_behind(tmp_path: Path) -> Non
 def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: Marks
 ) -> None:
-    from gcore.prepare import teaching
+    from gcore.quickstart import pretraining as teaching
 
     monkeypatch.setattr(teaching._Look, "fits", lambda *_: True)
     monkeypatch.setattr(arithmetic_judge, "marked", lambda *_: marks)
@@ -103,7 +104,7 @@ def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
 def test_the_command_knows_every_example_and_says_what_there_is(
     judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(arithmetic_judge, "prepare", lambda to, *, seed: judge)
+    monkeypatch.setattr(arithmetic_judge, "arithmetic_judge_prepare", lambda to, *, seed: judge)
     assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "calculator"}
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out

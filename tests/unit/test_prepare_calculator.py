@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gcore.environments.calculator import calculator
-from gcore.environments.calls import Tags
 from gcore.errors import DataError
-from gcore.prepare import examples
-from gcore.prepare.calculator import prepare, share_that_ask
-from gcore.prepare.products import CHARACTERS, CLOSE, OPEN, Product, split_products
+from gcore.quickstart import main as examples
+from gcore.quickstart.calculator import CHARACTERS, CLOSE, OPEN, Product, prepare, share_that_ask, split_products
+from gcore.rollout.environments.tools import Tags, calculator
 
 UPDATES = 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from due_steps import steps_evaluated, steps_with_checkpoint
 
 from gcore.config.load import load_spec
-from gcore.prepare.sums import split_sums
+from gcore.quickstart.arithmetic import split_sums
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "grpo.yaml"
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gcore.prepare.lesson import to_jsonl
-from gcore.prepare.progress import BarReporter, TeachingProgress
-from gcore.prepare.sums import CHARACTERS, Sum, split_sums
-from gcore.prepare.tokens import Alphabet
+from gcore.quickstart.arithmetic import CHARACTERS, Sum, split_sums
+from gcore.quickstart.folder import BarReporter, TeachingProgress
+from gcore.quickstart.lessons import Alphabet, to_jsonl
 
 seeds = st.integers(min_value=0, max_value=2**63 - 1)
 

@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcore.config.load import load_spec
-from gcore.prepare import sums
-from gcore.prepare.sums import Sum, split_sums
-from gcore.prepare.verdicts import (
-    CHARACTERS,
+from gcore.quickstart import arithmetic as sums
+from gcore.quickstart.arithmetic import (
     MEASURED,
     RESPONSE_TOKENS,
+    VERDICTS_CHARACTERS,
     Answered,
+    Sum,
     judges_lesson,
     kinds_of,
     malformed,
     marked,
     measured,
     near_misses,
+    split_sums,
     tens,
 )
 
@@ -147,4 +148,4 @@ def test_a_policy_of_the_example_writes_no_longer_responses_than_the_judge_knows
 
 
 def test_the_policys_alphabet_is_the_datas_and_the_judges_has_four_characters_more() -> None:
-    assert CHARACTERS == sums.CHARACTERS + "?:YN"
+    assert VERDICTS_CHARACTERS == sums.CHARACTERS + "?:YN"

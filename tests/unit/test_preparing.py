@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 
-from controllers import preparing, storage
 from controllers.changes import Changes
+from controllers.flow.job_data import Material
 from controllers.identity import Identity
-from controllers.material import Material
-from controllers.preparing import Preparation
-from controllers.storage import StorageNotShared
+from controllers.job import preparation as preparing
+from controllers.job.preparation import Preparation
+from controllers.storage import run_folder as storage
+from controllers.storage.run_folder import StorageNotShared
 from gcore.config import JobSpec, parse_spec
+from gcore.data.dataset import DataChanged
+from gcore.data.order import Cursors
 from gcore.errors import DataError, LeaseLost, StoreUnavailable
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, StorageMark
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Head
-from gcore.prompts.cursor import Cursors
-from gcore.prompts.dataset import DataChanged
+from gcore.ledger.records.chain import Head
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, StorageMark
+from gcore.ledger.transactions import Stored
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

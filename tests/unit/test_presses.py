@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from controllers.cli.presses import FurtherPresses
+from controllers.cli.commands.run import FurtherPresses
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ import pytest
 from plug_in_package import installer
 
 from controllers.changes import Changes
-from controllers.faults import FaultBook
-from controllers.producing import Producing
-from controllers.retaking import NotHere
-from controllers.service.events import EventLog
+from controllers.job.runner import Producing
+from controllers.job.supervision import NotHere
+from controllers.telemetry.events import EventLog
+from controllers.telemetry.notices import FaultBook
+from gcore.data.dataset import DataChanged
 from gcore.errors import SpecError
 from gcore.flows import find_flow
-from gcore.ledger.job import FaultRecord, JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
-from gcore.prompts.dataset import DataChanged
+from gcore.ledger.records.job import FaultRecord, JobPhase, JobStatus
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.spec import RewardSpec
-from gcore.reward.program import Checks, checks_of, code, program_of
-from gcore.reward.registry import RewardError
+from gcore.config.reward import RewardSpec
+from gcore.reward.api import RewardError
+from gcore.reward.code import Checks, checks_of, code, program_of
 
 
 @pytest.mark.parametrize(

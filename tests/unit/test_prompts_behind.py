@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from gcore.data.renderer import PromptRenderer
+from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.tokenizer import ModelTokenizer
 
 ENDED = "<|im_end|>"
 CHATML = (

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from gcore.data.renderer import PromptRenderer
+from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.tokenizer import ModelTokenizer
 
 # Written for these tests, each in the manner of a family of models.
 HERMES = """\

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gcore.prompts.index as index_module
+from gcore.data import jsonl as index_module
+from gcore.data.dataset import DataChanged, Dataset
 from gcore.errors import DataError
-from gcore.prompts.dataset import DataChanged, Dataset
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 
@@ -333,7 +333,7 @@ def test_progress_is_told_in_bytes_up_to_the_end(tmp_path: Path, monkeypatch: py
 def test_processes_that_build_at_once_all_get_a_whole_index(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD * 20_000)
     program = (
-        "import sys; from pathlib import Path; from gcore.prompts.dataset import Dataset; "
+        "import sys; from pathlib import Path; from gcore.data.dataset import Dataset; "
         "d = Dataset.open(Path(sys.argv[1]), prompt_field='prompt'); print(len(d), d.entry(19_999)['answer'])"
     )
     running = [
@@ -358,9 +358,9 @@ def test_ten_million_prompts_take_less_than_200_megabytes(tmp_path: Path) -> Non
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from gcore.prompts.dataset import Dataset\n"
-        "from gcore.prompts.shards import entry_index\n"
-        "from gcore.prompts.cursor import shard_lengths\n"
+        "from gcore.data.dataset import Dataset\n"
+        "from gcore.data.order import entry_index\n"
+        "from gcore.data.order import shard_lengths\n"
         "from gcore.types import PromptRef\n"
         "d = Dataset.open(Path(sys.argv[1]), prompt_field='prompt', answer_fields=('answer',))\n"
         "shape = shard_lengths(len(d), 64)\n"

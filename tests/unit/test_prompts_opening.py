@@ -14,8 +14,8 @@ from prompt_sources import spec_tree
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gcore.config import JobSpec, load_spec
+from gcore.data.stream import JobPrompts, identify_data, open_prompts
 from gcore.errors import DataError, GcoreError
-from gcore.prompts.opening import JobPrompts, identify_data, open_prompts
 from gcore.types import PromptRef
 
 TEMPLATE = (

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from gcore.data.renderer import PromptRenderer
+from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
-from gcore.prompts.render import PromptRenderer
-from gcore.prompts.tokenizer import ModelTokenizer
 
 CHATML = (
     "{%- for message in messages %}\n"
@@ -282,6 +282,6 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_rendering_imports_neither_torch_nor_transformers() -> None:
-    program = "import sys, gcore.prompts.stream; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    program = "import sys\nimport gcore.data.stream; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.prompts.cursor import shard_lengths
-from gcore.prompts.shards import ShardOrder, entry_index, ref_of_entry
+from gcore.data.order import ShardOrder, entry_index, ref_of_entry, shard_lengths
 from gcore.types import PromptRef
 
 seeds = st.integers(0, 2**63 - 1)
@@ -93,7 +92,7 @@ def test_neighbours_are_scattered() -> None:
 def test_an_order_never_changes_between_versions_and_processes() -> None:
     # Jobs that run across an upgrade, and audits of old ones, rely on these numbers.
     program = (
-        "from gcore.prompts.shards import ShardOrder;"
+        "from gcore.data.order import ShardOrder;"
         "print([ShardOrder(42, 1, 3, 10).index(s) for s in range(10)], ShardOrder(0, 0, 0, 10**6).index(123456))"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()

@@ -11,12 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompt_sources import WORDS, open_source
 
+from gcore.data.order import KeyedPermutation, Mixture, Place, Share, entry_index, ref_of_entry
+from gcore.data.stream import EvalSource, PromptFiltered, PromptStream, check_lengths, cut, prompt_limit
 from gcore.errors import DataError
-from gcore.prompts.lengths import check_lengths
-from gcore.prompts.mixture import Mixture, Place, Share
-from gcore.prompts.shards import KeyedPermutation, entry_index, ref_of_entry
-from gcore.prompts.source import EvalSource, PromptFiltered
-from gcore.prompts.stream import PromptStream, cut, prompt_limit
 from gcore.types import PromptRef
 
 

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gcore.data import tables
+from gcore.data.dataset import DataChanged, Dataset
 from gcore.errors import DataError
-from gcore.prompts import tables
-from gcore.prompts.dataset import DataChanged, Dataset
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(7)]
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -190,7 +190,7 @@ def test_a_million_rows_in_one_row_group_are_read_at_random_with_little_memory(t
     program = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from gcore.prompts.dataset import Dataset\n"
+        "from gcore.data.dataset import Dataset\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "d = Dataset.open(sys.argv[1], prompt_field='prompt', answer_fields=('answer',), cache_dir=Path(sys.argv[2]))\n"
         "wrong = [i for i in range(0, len(d), 997) if d.entry(i * 7919 % len(d))['answer'] != i * 7919 % len(d)]\n"
@@ -536,8 +536,8 @@ def test_a_half_written_copy_of_a_process_that_was_killed_is_in_nobodys_way(tmp_
 MAKER = """
 import sys
 from pathlib import Path
-from gcore.prompts.copies import copy_of
-from gcore.prompts.formats import find_files
+from gcore.data.dataset import copy_of
+from gcore.data.dataset import find_files
 path, cache, sys.executable = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 copy_of(find_files(path, "auto", None), None, cache)
 """

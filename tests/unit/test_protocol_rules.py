@@ -16,21 +16,18 @@ import pytest
 from mutations import COMPARED, kind_of
 from stored_job import RULES, StoredJob
 
-from controllers.actions import Publish, PutOffer
-from controllers.decide import offering, publishing
-from controllers.holdings import REASON_BYTES, Holdings, as_reason
-from controllers.view import EngineView, JobView
+from controllers.flow.group_buffer import REASON_BYTES, Holdings, as_reason
+from controllers.rules.actions import Publish, PutOffer
+from controllers.rules.step import offering, publishing
+from controllers.rules.view import EngineView, JobView
 from gcore.config import parse_spec
-from gcore.config.environment import EnvironmentSpec
-from gcore.ledger import chain, collectives, share_transactions, sweeping, transactions
-from gcore.ledger.ancestry import is_acceptable, is_ancestor, resumable
-from gcore.ledger.claims import Claim, KnownShare, Quotas, Share, Shares
+from gcore.config.rollout import EnvironmentSpec
+from gcore.data.order import Cursors, ShardCursor, shard_lengths
+from gcore.ledger import chain, collectives, transactions
+from gcore.ledger import retention as sweeping
+from gcore.ledger import transactions as share_transactions
 from gcore.ledger.evaluation import ask, record_evaluation, record_part
-from gcore.ledger.guarded import Stored, Transaction, TxnOutcome
-from gcore.ledger.job import EvalAsked, EvalPart, Evaluation, JobPhase, JobRecord, JobStatus, Trouble
-from gcore.ledger.node_folder import NodeFolder
-from gcore.ledger.placing import Leader, Moves, Pin
-from gcore.ledger.records import (
+from gcore.ledger.records.chain import (
     Assignment,
     Checkpoint,
     EndedRef,
@@ -39,14 +36,28 @@ from gcore.ledger.records import (
     Lineage,
     LogEntry,
     Member,
+    NodeCopies,
+    NodeFolder,
     Offer,
     Seal,
     SealedGroup,
     SealState,
 )
-from gcore.ledger.rules import MOST_BYTES, seal_bytes
-from gcore.ledger.spending import NodeSpent, spend
-from gcore.ledger.stream import (
+from gcore.ledger.records.cluster import Claim, KnownShare, Quotas, Share, Shares
+from gcore.ledger.records.job import (
+    EvalAsked,
+    EvalPart,
+    Evaluation,
+    JobPhase,
+    JobRecord,
+    JobStatus,
+    Leader,
+    Moves,
+    Pin,
+    Trouble,
+)
+from gcore.ledger.selection import (
+    MOST_BYTES,
     MOST_OUTCOMES,
     Offered,
     SealNow,
@@ -54,15 +65,17 @@ from gcore.ledger.stream import (
     due,
     held_by,
     in_order,
+    is_acceptable,
+    is_ancestor,
     refuse_seal,
+    resumable,
+    seal_bytes,
     sealed_refs,
 )
-from gcore.ledger.transactions import OpenSlots
-from gcore.ledger.world_state import NodeCopies
-from gcore.prompts.cursor import Cursors, ShardCursor, shard_lengths
+from gcore.ledger.transactions import OpenSlots, Stored, Transaction, TxnOutcome
+from gcore.ledger.usage import NodeSpent, spend
 from gcore.store.keys import ROOT as STORE
-from gcore.store.limits import check_transaction
-from gcore.store.types import Delete, Put
+from gcore.store.types import Delete, Put, check_transaction
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.pulse import EnginePatience, Pulse, Verdict
+from controllers.inference.rules import EnginePatience, Pulse, Verdict
 
 PATIENCE = EnginePatience(silent_s=30.0, watchdog_s=120.0, request_s=100.0)
 

@@ -14,24 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_job import KEYS, UID, RecordedJob
 
-from controllers.accounting import account
-from controllers.actions import Account
-from controllers.rolling import all_seen
-from controllers.service.audits import audit_of_folder, audit_of_records
-from controllers.service.records import StoredJobs
+from controllers.api.run_reader import audit_of_folder, audit_of_records
+from controllers.api.store_reader import StoredJobs
+from controllers.job.rollback import account, all_seen
+from controllers.rules.actions import Account
 from gcore.config import parse_spec
-from gcore.ledger import archive, store_copy
-from gcore.ledger.audit import Audit
+from gcore.ledger import archive
+from gcore.ledger import archive as store_copy
+from gcore.ledger.archive import left_in
+from gcore.ledger.audit.chain import Audit
 from gcore.ledger.chain import Seen
-from gcore.ledger.guarded import Ledger, Stored, TxnOutcome
-from gcore.ledger.job import JobPhase, NodeRecord
-from gcore.ledger.node_folder import NodeFolder
-from gcore.ledger.records import EndedRef
-from gcore.ledger.remains import left_in
-from gcore.ledger.stream import in_order
+from gcore.ledger.records.chain import EndedRef, NodeFolder
+from gcore.ledger.records.job import JobPhase, NodeRecord
+from gcore.ledger.selection import in_order
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.observability.metrics_file import MetricsFile, Source, decode
 from gcore.store.types import WatchBatch, WatchEvent
-from gcore.tracking.file import MetricsFile
-from gcore.tracking.lines import Source, decode
 
 
 def audited(job: RecordedJob) -> Audit:
@@ -48,7 +46,7 @@ def told(job: RecordedJob) -> list[dict[str, Any]]:
     log = {seq: stored.record for seq, stored in mirror.log.items()}
     source = Source(mirror.job.record, mirror.status.record, log, {})
     file = MetricsFile(job.run_dir)
-    file.bring(source, 1.0, lambda: archive.read(job.run_dir))
+    file.bring(source, 1.0, lambda: archive.archive_read(job.run_dir))
     return [line for raw in file.path.read_bytes().splitlines() if (line := decode(raw)) is not None]
 
 
@@ -206,7 +204,7 @@ async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> N
 
 def seen_by(job: RecordedJob) -> Any:
     """A view in which the world is lost, for its first node is gone."""
-    from controllers.view import JobView
+    from controllers.rules.view import JobView
 
     nodes = {"node-1": NodeRecord(name="node-1", incarnation="node-1.b", address="h:1", slots=("cpu:0",), pid=1)}
     assert job.mirror.job is not None
@@ -226,7 +224,7 @@ async def test_while_a_node_of_version_1_is_there_no_number_is_left_out(
     assert await all_seen(elsewhere, tmp_path) == Seen(lineage=3, entry=12), (
         "where nodes share no folder, each says of its own"
     )
-    monkeypatch.setattr("controllers.rolling.spoken", lambda: 1)
+    monkeypatch.setattr("controllers.job.rollback.spoken", lambda: 1)
     assert await all_seen(view, tmp_path) == Seen(lineage=3, entry=0)
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.clearing import bytes_in
-from controllers.quota import GIB, MEASURE_S, MOST_NODES, Level, RunQuota, Standing, standing
+from controllers.storage.garbage import GIB, MEASURE_S, MOST_NODES, Level, RunQuota, Standing, bytes_in, standing
 from gcore.errors import StoreUnavailable
 from gcore.testing import FakeClock
 

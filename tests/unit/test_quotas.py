@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import BadFields
+from controllers.api.fleet import MOST_NAMESPACES, set_quota, told
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs
+from controllers.cli.commands.cluster import slots_given
 from controllers.cli.main import app
-from controllers.cli.quota_verb import slots_given
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.jobs import JobsService
-from controllers.service.quotas import MOST_NAMESPACES, set_quota, told
-from controllers.service.records import StoredJobs
-from controllers.service.refusals import BadFields
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import StoreUnavailable, UsageError
-from gcore.ledger.claims import Claim, Quotas, Share, Shares
+from gcore.ledger.records.cluster import Claim, Quotas, Share, Shares
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, TxnResult
@@ -160,7 +160,7 @@ def test_the_verb_shows_all_and_sets_one(monkeypatch: pytest.MonkeyPatch) -> Non
             asked.append((namespace, slots))
             return []
 
-    monkeypatch.setattr("controllers.cli.quota_verb.call", lambda what, *_: asyncio.run(what(Client())))
+    monkeypatch.setattr("controllers.cli.commands.cluster.call", lambda what, *_: asyncio.run(what(Client())))
     shown = CliRunner().invoke(app, ["quota", "-o", "json"])
     assert json.loads(shown.stdout) == [
         {"namespace": "a", "slots": 4, "used": 2, "jobs": 1},

@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from controllers.changes import Changes
-from controllers.engines import EngineBook
-from controllers.ranks import NotConnected, RankLinks
+from controllers.inference.pool import EngineBook
+from controllers.workers.ranks import NotConnected, RankLinks
 from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import EngineUnreachable
-from gcore.ledger.records import Seal, SealState
+from gcore.ledger.records.chain import Seal, SealState
 from gcore.testing import FakeClock
-from gcore.train.feed_state import WorldName
+from gcore.train.rank.feed import WorldName
 from gcore.types import Group, PromptRef, Sample, Token, Version
 
 SEAL = Seal(lineage=0, step=1, attempt=1, state=SealState.SEALED, world="w", world_size=2, mini_batches=1)
@@ -78,7 +78,7 @@ async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: p
         threads.append(threading.get_ident())
         return hashlib.sha256(data)
 
-    monkeypatch.setattr("controllers.ranks.hashlib", SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr("controllers.workers.ranks.hashlib", SimpleNamespace(sha256=sha256))
     links = RankLinks(FakeClock(), lambda: None)
     links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})  # nobody listens there
     group = Group(PromptRef(0, 0, 0), (1, 2), (Sample((3,), (-0.5,), "", "stop", ()),))

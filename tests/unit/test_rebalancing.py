@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.changes import Changes
-from controllers.engines import LOOK_S, EngineBook
-from controllers.rebalancing import FILLED, TIMES, Queue, taken_back
+from controllers.inference.pool import LOOK_S, EngineBook
+from controllers.inference.rules import FILLED, TIMES, Queue, taken_back
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from controllers.belongings import Belongings
 from controllers.changes import Changes
+from controllers.cluster.registration import Registration
+from controllers.daemon.life import Belongings
 from controllers.identity import Identity
-from controllers.registering import Registration
 from gcore.config import NodeConfig
-from gcore.ledger.claims import SickSlots
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.cluster import SickSlots
+from gcore.ledger.records.job import NodeRecord
 from gcore.schema import speak, spoken
 from gcore.store import keys
 from gcore.store.reference import StoreRef
 from gcore.store.session import Session
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.memory_store import Call, Fate, PerfectNetwork
+from gcore.testing.store import Call, Fate, PerfectNetwork
 
 
 class Losing(PerfectNetwork):

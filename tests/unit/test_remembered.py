@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.remembered import Remembered
+from controllers.rules.view import Remembered
 
 
 def test_the_same_records_are_worked_on_once() -> None:

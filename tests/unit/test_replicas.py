@@ -7,12 +7,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gcore.errors import SpecError
-from gcore.ledger.job import EnginePlace, Plan
+from gcore.ledger.records.job import EnginePlace, Plan
 from placement.assign import assigned, changes, roles, slots_of, split_of
-from placement.live import Moving, mended, placed
-from placement.plan import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, divided, first_plan, joined, moved
-from placement.replicas import Sizes, groups, spanned
-from placement.split import Bounds, Split, feasible
+from placement.placer import Moving, first_plan, joined, mended, moved, placed
+from placement.slots import (
+    Apart,
+    Bounds,
+    JudgeWanted,
+    NodeSlots,
+    Sizes,
+    Snapshot,
+    Split,
+    Wanted,
+    divided,
+    feasible,
+    groups,
+    spanned,
+)
 
 SIZES = st.sampled_from([Sizes(2, 1), Sizes(1, 2), Sizes(2, 2), Sizes(4, 2), Sizes(2, 4), Sizes(4, 4)])
 JUDGES = ("j", "k")

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gcore.config import parse_spec
-from gcore.free_memory import give_back_free_memory
+from gcore.system.memory import give_back_free_memory
 from gcore.testing import FakeClock
-from gcore.train import resting as resting_module
-from gcore.train.feed_state import FeedState, WorldName
+from gcore.train import offload as resting_module
 from gcore.train.models import Models
-from gcore.train.rest_rules import PARTS, CannotRest, refuse_release, refuse_restore, unknown
-from gcore.train.resting import AsideLost, Resting, tensors_of
+from gcore.train.offload import AsideLost, Resting, tensors_of
+from gcore.train.rank.feed import FeedState, WorldName
+from gcore.train.rank.launch import PARTS, CannotRest, refuse_release, refuse_restore, unknown
 from gcore.types import Token
 
 SPEC = parse_spec(

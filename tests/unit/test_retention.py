@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger import chain
-from gcore.ledger.ancestry import is_ancestor, resumable
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import Checkpoint, Head, Lineage
+from gcore.ledger.records.chain import Checkpoint, Head, Lineage
 from gcore.ledger.retention import Retention, Why, why_kept
+from gcore.ledger.selection import is_ancestor, resumable
 from gcore.types import Version
 
 

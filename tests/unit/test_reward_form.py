@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gcore.config.spec import RewardSpec
-from gcore.reward.form import length, regex
-from gcore.reward.mathematics import math as mathematics
-from gcore.reward.registry import Response, RewardError
+from gcore.config.reward import RewardSpec
+from gcore.reward.api import Response, RewardError
+from gcore.reward.rules import length, regex
+from gcore.reward.rules import math as mathematics
 
 
 def options(name: str, **given: Any) -> RewardSpec:

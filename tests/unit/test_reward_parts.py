@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from controllers.holdings import Holdings
-from controllers.reward_parts import MOST, group_parts, named_parts, part_stats
-from gcore.ledger.records import SealedGroup
-from gcore.metrics import Metrics
+from controllers.flow.group_buffer import Holdings
+from controllers.telemetry.step_stats import MOST, group_parts, named_parts, part_stats
+from gcore.ledger.records.chain import SealedGroup
+from gcore.observability.metrics import Metrics
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 Parts = tuple[tuple[str, float], ...]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from plug_in_package import Install, installer
 
-from gcore.config.spec import RewardSpec
+from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
-from gcore.reward.lines import answer_line, answer_of
-from gcore.reward.registry import CheckedReward, RewardError, RewardResult, find_reward
+from gcore.reward.api import CheckedReward, RewardError, RewardResult, find_reward
+from gcore.reward.pool import answer_of
+from gcore.reward.worker import answer_line
 
 SPEC = RewardSpec()
 
@@ -49,7 +50,7 @@ def test_a_reward_of_another_package_is_found(install: Install) -> None:
     install(
         "pack_letters",
         "letters = pack_letters:score",
-        "from gcore.reward.registry import RewardResult\n"
+        "from gcore.reward.api import RewardResult\n"
         "def score(response, fields, spec):\n    return RewardResult(len(response), (('letters', len(response)),))\n",
     )
     assert find_reward("letters")("abcd", {}, SPEC) == RewardResult(4.0, (("letters", 4.0),))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.spec import RewardSpec
-from gcore.reward.registry import RewardError
+from gcore.config.reward import RewardSpec
+from gcore.reward.api import RewardError
 from gcore.reward.rules import exact, last_number, numeric
 
 SPEC = RewardSpec()

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from controllers.service.access import NOBODY_IS_TOLD_APART, Caller, Role, acting_for
-from controllers.service.refusals import Exhausted
-from controllers.service.room import StreamRoom
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, Role, acting_for
+from controllers.api.edge.errors import Exhausted
+from controllers.api.edge.server import StreamRoom
 
 ANN, BOB = (Caller(name, Role.VIEWER, frozenset({"a"})) for name in ("ann", "bob"))
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.routing import Load, route
+from controllers.inference.rules import Load, route
 
 loads = st.lists(
     st.builds(Load, instance=st.sampled_from("abcdef"), owed=st.integers(0, 64), serving=st.booleans()),

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from gcore.train.insisting import Insisting
-from gcore.train.receipts import ReceiptBook
-from gcore.train.run_folder import RunFolder
-from gcore.train.writing import CheckpointWriter
+from gcore.models.layout import MANIFEST_FILE
+from gcore.train.checkpoint.run_files import CheckpointWriter, Insisting, ReceiptBook, RunFolder
 from gcore.types import Version
-from gcore.weights.layout import MANIFEST_FILE
 
 WORK: Any = SimpleNamespace(
     layout=SimpleNamespace(of_rank=lambda rank: ()), rank=0, seal=SimpleNamespace(token="0-1-1", groups=())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from controllers.children import ENGINE_COMMANDS, RANK_COMMAND
-from controllers.keeper import daemon_command
+from controllers.daemon.keeper import daemon_command
+from controllers.workers.launch_documents import ENGINE_COMMANDS, RANK_COMMAND
 
 SHADOWS = ("timeit.py", "queue.py", "random.py", "types.py", "secrets.py")
 

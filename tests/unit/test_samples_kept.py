@@ -12,19 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.holdings import Holdings
-from controllers.keeping import SampleKeeper
-from gcore.config.reading import SamplesSpec
-from gcore.ledger.guarded import Stored
+from controllers.flow.group_buffer import Holdings
+from controllers.telemetry.run_recorder import SampleKeeper
+from gcore.config.spec import SamplesSpec
+from gcore.data.order import Cursors
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
-from gcore.prompts.cursor import Cursors
-from gcore.samples import folder
-from gcore.samples.choice import chosen
-from gcore.samples.records import KeptAdvantage, KeptText, kept_group
+from gcore.ledger.records.chain import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.transactions import Stored
+from gcore.observability import samples as folder
+from gcore.observability.samples import KeptAdvantage, KeptText, chosen, kept_group
 from gcore.store.keys import JobKeys
-from gcore.train.cut_step import Place
-from gcore.train.shown import show_advantages
+from gcore.train.batching import Place
+from gcore.train.step import show_advantages
 from gcore.types import Group, Prompt, PromptRef, Sample, Version, VersionSpan
 
 ME = "node-0.abc"

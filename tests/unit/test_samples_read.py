@@ -15,24 +15,33 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from controllers.cli.answers import Output, as_json
-from controllers.cli.samples_verb import samples
-from controllers.cli.samples_view import groups_tree, readable, show_groups
-from controllers.service.refusals import BadFields
-from controllers.service.samples import find_samples, samples_of_folder
+from controllers.api.edge.errors import BadFields
+from controllers.api.run_reader import find_samples, samples_of_folder
+from controllers.cli.commands.streams import samples
+from controllers.cli.output import Output, as_json
+from controllers.cli.view.data import groups_tree, readable, show_groups
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.config.reading import SamplesSpec
+from gcore.config.spec import SamplesSpec
+from gcore.data.order import Cursors
 from gcore.errors import GcoreError, Unreachable
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Head, Lineage
-from gcore.prompts.cursor import Cursors
-from gcore.samples import folder
-from gcore.samples.records import KeptAdvantage, KeptGroup, KeptSample, KeptText
-from gcore.samples.selection import NoSamples, find_version, responses_of, select, standing
+from gcore.ledger.records.chain import Head, Lineage
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.transactions import Stored
+from gcore.observability import samples as folder
+from gcore.observability.samples import (
+    KeptAdvantage,
+    KeptGroup,
+    KeptSample,
+    KeptText,
+    NoSamples,
+    find_version,
+    responses_of,
+    select,
+    standing,
+)
 from gcore.store.keys import JobKeys
-from gcore.testing.fake_jobs import FakeJobs, Script
+from gcore.testing.jobs import FakeJobs, Script
 from gcore.types import PromptRef, Version
 
 

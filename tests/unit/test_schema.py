@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-import gcore.schema as schema
+from gcore import schema
 from gcore.errors import UsageError
-from gcore.ledger.records import EndedRef, Head, LogEntry, Member, Seal
-from gcore.ledger.store_copy import StoreCopy
+from gcore.ledger.archive import StoreCopy
+from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Member, Seal
 from gcore.schema import NEWEST_VERSION, PIN, Part, Record, UnreadableRecord
 from gcore.types import PromptRef
 
 FOLDER = Path(__file__).parent / "records_of_version_1"
 FIELDS: dict[str, list[str]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))
 GOLDEN = sorted(path for path in FOLDER.glob("*.json") if path.name != "fields.json")
-MODULES = sorted({name.rpartition(".")[0] for name in FIELDS} | {"gcore.ledger.world_state", "gcore.ledger.spending"})
+MODULES = sorted({name.rpartition(".")[0] for name in FIELDS} | {"gcore.ledger.records.chain", "gcore.ledger.usage"})
 
 
 def kind_of(name: str) -> type[Part]:
@@ -180,7 +180,7 @@ def test_a_process_can_be_pinned_to_the_version_before(value: str | None, versio
 PINNED = """
 import json, sys
 from pathlib import Path
-from gcore.ledger.records import EndedRef, Head, LogEntry, Member
+from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Member
 from gcore.schema import UnreadableRecord
 import importlib
 
@@ -227,7 +227,7 @@ def test_a_record_of_this_version_is_read_without_a_detour(kind: type[Record], m
 
 def test_a_pinned_process_leaves_out_what_came_later_though_it_is_the_version_it_speaks() -> None:
     program = (
-        "from gcore.ledger import chain; from gcore.ledger.chain import Writer; from gcore.ledger.records import Head\n"
+        "from gcore.ledger import chain; from gcore.ledger.chain import Writer; from gcore.ledger.records.chain import Head\n"
         "head = chain.base(2, 'w', Writer('a', 'n')).head\n"
         "assert head.digest; print(head.encode().decode())\n"
         "assert Head.decode(head.encode()).digest == ''"

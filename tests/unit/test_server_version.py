@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from controllers.wire import Daemon
-from gcore.clock import SystemClock
+from controllers.daemon.daemon import Daemon
 from gcore.config.node import NodeConfig
 from gcore.store.client import EtcdStore
-from gcore.store.launcher import LocalEtcd
+from gcore.store.etcd import LocalEtcd, doubt, is_unsafe
 from gcore.store.reference import StoreRef
-from gcore.store.server_version import doubt, is_unsafe
+from gcore.system.clock import SystemClock
 from gcore.testing.clock import FakeClock
 
 

@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore.engines.launch import SglangLaunch, launch_from_document
+from gcore.engines.sglang.adapter import last_words
+from gcore.engines.sglang.command import (
+    CPU_CACHE_TOKENS,
+    DROPPED,
+    FOLDER,
+    GUARDS,
+    OURS,
+    VARIABLE,
+    find_python,
+    has_sglang,
+    server_command,
+    server_environment,
+)
 from gcore.errors import UsageError
-from gcore.rollout.sglang.command import CPU_CACHE_TOKENS, DROPPED, GUARDS, OURS, server_command, server_environment
-from gcore.rollout.sglang.environment import FOLDER, VARIABLE, find_python, has_sglang
-from gcore.rollout.sglang.launch import SglangLaunch, from_document
-from gcore.rollout.sglang.server import last_words
 
 
 def launch(**more: Any) -> SglangLaunch:
@@ -132,7 +142,7 @@ def test_the_python_is_the_one_that_is_named_then_the_variables_then_the_folders
 ) -> None:
     one, two, here = (make_environment(tmp_path / name) for name in ("one", "two", f"work/{FOLDER}"))
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr("gcore.rollout.sglang.environment.__file__", str(tmp_path / "a" / "b" / "c" / "d" / "e.py"))
+    monkeypatch.setattr("gcore.engines.sglang.command.__file__", str(tmp_path / "a" / "b" / "c" / "d" / "e.py"))
     assert find_python(one, environ={VARIABLE: str(two)}) == one
     assert find_python(environ={VARIABLE: str(two)}) == two
     assert find_python(environ={VARIABLE: str(tmp_path / "two")}) == two  # its folder will do
@@ -159,7 +169,7 @@ def test_a_python_without_sglang_is_named_with_what_to_do(tmp_path: Path, name: 
 
 def test_a_document_that_does_not_fit_names_the_field() -> None:
     with pytest.raises(UsageError, match=r"batch_slots: .*not 0"):
-        from_document({"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
+        launch_from_document({"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
 
 
 @pytest.mark.parametrize(

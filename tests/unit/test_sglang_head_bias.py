@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gcore.rollout.sglang.command import server_command
-from gcore.rollout.sglang.head_bias import FILE, NAME, prepared, zero
-from gcore.rollout.sglang.launch import SglangLaunch
+from gcore.engines.launch import SglangLaunch
+from gcore.engines.sglang.command import FILE, NAME, prepared, server_command, zero
 
 
 def model(folder: Path, architecture: str = "Qwen3ForSequenceClassification", *, bias: bool = False) -> Path:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from job_views import KEYS, stored
 
-from controllers.service.shards import shards_of
+from controllers.api.jobs import shards_of
 from gcore.config import parse_spec
+from gcore.data.order import Cursors, ShardCursor
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Assignment
-from gcore.prompts.cursor import Cursors, ShardCursor
+from gcore.ledger.records.chain import Assignment
+from gcore.ledger.records.job import JobRecord
 
 SPEC = parse_spec(
     {

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from job_views import KEYS, running_job
 
-from controllers import apply, rolling, starting
-from controllers.actions import GiveBack, Replan
-from controllers.view import JobView
-from gcore.ledger import share_transactions
-from gcore.ledger.claims import Claim, KnownShare, Quotas, Share, Shares, by_node, slots_of
-from gcore.ledger.guarded import Stored, Transaction, TxnKind
-from gcore.ledger.job import Plan
+from controllers.job import effects as starting
+from controllers.job import executor as apply
+from controllers.job import rollback as rolling
+from controllers.rules.actions import GiveBack, Replan
+from controllers.rules.view import JobView
+from gcore.ledger import transactions as share_transactions
+from gcore.ledger.records.cluster import Claim, KnownShare, Quotas, Share, Shares, by_node, slots_of
+from gcore.ledger.records.job import Plan
+from gcore.ledger.transactions import Stored, Transaction, TxnKind
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.claims import Claim, Queued, Share, Shares, by_node, slots_of
+from gcore.ledger.records.cluster import Claim, Queued, Share, Shares, by_node, slots_of
 from placement.shares import Cluster, queue, shared_out
 
 

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
-from controllers.sharing import Sharing, change_claim
+from controllers.cluster.mirror import ClusterMirror
+from controllers.cluster.shares import Sharing, change_claim
 from gcore.errors import StoreUnavailable
-from gcore.ledger.claims import Claim, Drained, Quotas, Shares, SickSlots, slots_of
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.cluster import Claim, Drained, Quotas, Shares, SickSlots, slots_of
+from gcore.ledger.records.job import NodeRecord
 from gcore.schema import NEWEST_VERSION, speak
 from gcore.store import keys
 from gcore.store.keys import JobKeys

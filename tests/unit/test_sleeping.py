@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from job_views import ME, PEER
 from placed_views import SERVED, name_of, place, placed
 
-from controllers.actions import Intent, Publish, Sleep, Wake
 from controllers.changes import Changes
-from controllers.decide import publishing
-from controllers.engines import EngineBook
-from controllers.sleeping import put_to_sleep, resting
-from controllers.staffing import Launches, StartEngine, staffing
-from controllers.view import EngineView, JobView
-from controllers.waiting import waiting_for
+from controllers.inference.pool import EngineBook
+from controllers.rules.actions import Intent, Publish, Sleep, Wake
+from controllers.rules.memory import put_to_sleep, resting
+from controllers.rules.step import publishing
+from controllers.rules.view import EngineView, JobView
+from controllers.rules.waits import waiting_for
+from controllers.rules.workers import Launches, StartEngine, staffing
 from gcore.errors import EngineError
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock

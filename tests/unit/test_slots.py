@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.slots import bound_cores, cores_bound_by, is_cpu, is_cuda, slot_problem, slots_problem, threads_of
+from gcore.system.slots import bound_cores, cores_bound_by, is_cpu, is_cuda, slot_problem, slots_problem, threads_of
 
 
 @pytest.mark.parametrize(

@@ -11,39 +11,33 @@ import pytest
 from job_views import SPEC, running_job, stored
 from placed_views import engine, place, placed
 
-from controllers.actions import Sleep, Wake
-from controllers.booked import SlotBooks
-from controllers.booking_places import Places, left_by_ranks
-from controllers.children import emulated_engine, emulated_host, engine_child
-from controllers.cli.placement_words import by_slot
-from controllers.forming import short_of_slots
-from controllers.owning import responsible_for
-from controllers.service.capability import check_engine
-from controllers.service.spanning import check_heads, check_spans
-from controllers.sleeping import resting
-from controllers.staffing import Launches, StartEngine, StopWorker, staffing
-from controllers.view import EngineView, JobView
+from controllers.accounting.attribution import Places, left_by_ranks
+from controllers.accounting.step_account import SlotBooks
+from controllers.api.submission.checks import check_engine, check_heads, check_spans
+from controllers.cli.view.placement import by_slot
+from controllers.rules.actions import Sleep, Wake
+from controllers.rules.memory import responsible_for, resting
+from controllers.rules.view import EngineView, JobView
+from controllers.rules.workers import Launches, StartEngine, StopWorker, staffing
+from controllers.rules.world import short_of_slots
+from controllers.workers.launch_documents import emulated_engine, emulated_host, engine_child
 from gcore.config import JobSpec, NodeConfig, parse_spec
+from gcore.engines.launch import launch_from_document
+from gcore.engines.sglang.command import server_command
 from gcore.errors import SpecError
-from gcore.ledger.facts import ModelConfigs
-from gcore.ledger.job import EnginePlace, NodeRecord, Plan
-from gcore.ledger.records import Member
-from gcore.rollout.metered import Sums
-from gcore.rollout.readings import EngineReading
-from gcore.rollout.sglang.command import server_command
-from gcore.rollout.sglang.launch import from_document
+from gcore.ledger.records.chain import Member
+from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan
+from gcore.rollout.engine_time import EngineReading, Sums
 from gcore.schema import NEWEST_VERSION, speak
 from gcore.store.reference import StoreRef
 from gcore.types import Version
-from placement.assign import Slot, assigned, split_of
-from placement.beginning import begun
-from placement.loads import EngineLoad, Loads, lending, wanted
-from placement.measured import EngineSpeed, Measured
+from placement.assign import assigned, split_of
+from placement.initial import begun
+from placement.lending import EngineLoad, Loads, Rows, lending, speeds_of, wanted
+from placement.measurements import EngineSpeed, Measured
 from placement.moves import Deciding
-from placement.plan import NodeSlots, Snapshot
-from placement.replicas import Sizes
-from placement.speeds import Rows, speeds_of
-from placement.split import Split
+from placement.slots import NodeSlots, Sizes, Slot, Snapshot, Split
 
 WIDE = {"engine": "sglang", "slots_per_engine": 2}
 NODE = NodeConfig(
@@ -150,12 +144,12 @@ def test_emulated_slots_have_every_engine() -> None:
 def test_sglang_is_started_over_all_the_gpus_of_its_place_in_their_order() -> None:
     child = engine_child(spec(WIDE), EnginePlace(node="n", slot="cuda:4", further=("cuda:5",)), NODE)
     assert child.env["CUDA_VISIBLE_DEVICES"] == "4,5"
-    words = server_command(from_document(child.document), 1)
+    words = server_command(launch_from_document(child.document), 1)
     said = dict(pairwise(words))
     assert (said["--tp-size"], said["--base-gpu-id"], said["--device"]) == ("2", "0", "cuda")
     alone = engine_child(spec({"engine": "sglang"}), EnginePlace(node="n", slot="cuda:5"), NODE)
     assert alone.env["CUDA_VISIBLE_DEVICES"] == "5"
-    assert "--tp-size 1" in " ".join(server_command(from_document(alone.document), 1))
+    assert "--tp-size 1" in " ".join(server_command(launch_from_document(alone.document), 1))
     cores = engine_child(spec(WIDE), EnginePlace(node="n", slot="cpu:0", further=("cpu:1",)), NODE)
     assert (cores.document["threads"], cores.env["CUDA_VISIBLE_DEVICES"]) == (2, ""), "on cores it has as many threads"
 

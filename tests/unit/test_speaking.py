@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
-from controllers.speaking import speak_newer
+from controllers.cluster.mirror import ClusterMirror
+from controllers.cluster.registration import speak_newer
 from gcore.errors import StoreUnavailable
-from gcore.ledger.job import NodeRecord
+from gcore.ledger.records.job import NodeRecord
 from gcore.schema import NEWEST_VERSION, speak, spoken
 from gcore.store import keys
 from gcore.store.types import Compare, Delete, Put, TxnResult

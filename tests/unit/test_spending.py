@@ -10,17 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.external_judges import ExternalJudges
-from controllers.judge_counts import JudgeCounts
-from controllers.spending import WRITE_S, Spending
+from controllers.inference.judges import WRITE_S, ExternalJudges, JudgeCounts, Spending
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import DataError
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import Trouble
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Member
-from gcore.ledger.spending import SPARE_NODES, JudgeUse, NodeSpent
-from gcore.metrics import Metrics
+from gcore.ledger.records.chain import Member
+from gcore.ledger.records.job import Trouble
+from gcore.ledger.transactions import Stored
+from gcore.ledger.usage import SPARE_NODES, JudgeUse, NodeSpent
+from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put, WatchBatch, WatchEvent
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore, PerfectNetwork

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.config.judges import MOST_JUDGES, ExternalJudge
-from gcore.ledger import bounds
-from gcore.ledger.guarded import Stored
-from gcore.ledger.spending import (
+from gcore.config.reward import MOST_JUDGES, ExternalJudge
+from gcore.ledger import retention as bounds
+from gcore.ledger.transactions import Stored
+from gcore.ledger.usage import (
     MOST_ADDED_UP,
     MOST_COUNTED,
     NOTHING,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 
-from controllers import spreading
-from controllers.actions import (
+from controllers.rules import replication as spreading
+from controllers.rules.actions import (
     Archive,
     BringStart,
     Commit,
@@ -24,17 +24,16 @@ from controllers.actions import (
     Rollback,
     SayFolder,
 )
-from controllers.decide import decide, publishing, training
-from controllers.ending import recovering
-from controllers.housekeeping import PRUNE_AT, checkpointing, pruning
-from controllers.lost import lost_world
-from controllers.staffing import Launches, StartRank, staffing
-from controllers.view import EngineView, JobView, RankView, SavedCheckpoint
-from controllers.waiting import waiting_for
+from controllers.rules.decide import decide
+from controllers.rules.retention import PRUNE_AT, checkpointing, pruning
+from controllers.rules.step import publishing, training
+from controllers.rules.view import EngineView, JobView, RankView, SavedCheckpoint
+from controllers.rules.waits import waiting_for
+from controllers.rules.workers import Launches, StartRank, staffing
+from controllers.rules.world import lost_world, recovering
 from gcore.ledger import chain
-from gcore.ledger.job import EnginePlace, NodeRecord, RankClaim
-from gcore.ledger.node_folder import HeldCheckpoint, NodeFolder
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry, Member
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, HeldCheckpoint, LogEntry, Member, NodeFolder
+from gcore.ledger.records.job import EnginePlace, NodeRecord, RankClaim
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 

@@ -9,28 +9,26 @@ from typing import Any
 
 import pytest
 
-from controllers.lost import lost_world
-from controllers.staff import MAX_LAUNCHES, Staff
-from controllers.staffing import Launch, Launches, StartEngine, StartRank, StopWorker, backoff, staffing
-from controllers.view import EngineView, JobView
-from controllers.world_start import world_start
+from controllers.rules.view import EngineView, JobView, world_start
+from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, StopWorker, backoff, staffing
+from controllers.rules.world import lost_world
+from controllers.workers.launcher import MAX_LAUNCHES, Staff
 from gcore.config import NodeConfig, parse_spec
-from gcore.emulated.launch import HostLaunch
+from gcore.data.order import Cursors, shard_lengths
+from gcore.engines.emulated.launch import HostLaunch
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import EnginePlace, JobRecord, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Checkpoint, Checkpoints, Tally
-from gcore.ledger.stream import StreamRules
-from gcore.ledger.world_state import WorldState
-from gcore.prompts.cursor import Cursors, shard_lengths
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, Tally, WorldState
+from gcore.ledger.records.job import EnginePlace, JobRecord, NodeRecord, Plan, RankClaim, RankPlace
+from gcore.ledger.selection import StreamRules
+from gcore.ledger.transactions import Stored
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
+from gcore.system.process import ProcessId, identify
 from gcore.testing import FakeClock
-from gcore.train.launch import Start
-from gcore.worker.launch import supervisor_log
-from gcore.worker.process import ProcessId, identify
+from gcore.train.rank.launch import Start
+from gcore.worker.main import supervisor_log
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
 KEYS = JobKeys("u")
@@ -217,7 +215,7 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
         started.append(launch)
         return ProcessId(2**30, 1)
 
-    monkeypatch.setattr("controllers.staff.start_worker", start)
+    monkeypatch.setattr("controllers.workers.launcher.start_worker", start)
     config = NodeConfig(
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
@@ -234,7 +232,7 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
 def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controllers.staff.start_worker", lambda *_: ProcessId(2**30, 1))
+    monkeypatch.setattr("controllers.workers.launcher.start_worker", lambda *_: ProcessId(2**30, 1))
     config = NodeConfig(
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
@@ -259,7 +257,7 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
         launched.append(launch)
         return ProcessId(2**30, 1)
 
-    monkeypatch.setattr("controllers.staff.start_worker", start)
+    monkeypatch.setattr("controllers.workers.launcher.start_worker", start)
     config = NodeConfig(
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
@@ -323,7 +321,7 @@ def test_the_engines_of_emulated_slots_are_started_as_one_process(
         assert me is not None
         return me
 
-    monkeypatch.setattr("controllers.staff.start_host", start)
+    monkeypatch.setattr("controllers.workers.launcher.start_host", start)
     places = tuple(EnginePlace(node="node-0", slot=f"emulated:{i}") for i in range(3))
     bare = view()
     plan = Plan(generation=1, world="w", ranks=(), engines=places)

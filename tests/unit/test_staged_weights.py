@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from job_views import running_job
 
-from controllers import tidying
 from controllers.changes import Changes
-from controllers.staged import StagedWeights, staged_versions
-from controllers.tidying import FIRST
-from gcore.clock import SystemClock
-from gcore.ledger.guarded import TxnOutcome
-from gcore.ledger.sweeping import Swept
+from controllers.job import effects as tidying
+from controllers.storage.run_folder import StagedWeights, staged_versions
+from gcore.ledger.retention import Swept
+from gcore.ledger.transactions import TxnOutcome
+from gcore.models.layout import FIRST
+from gcore.system.clock import SystemClock
 from gcore.types import Version
 
 NEXT = Version(0, 1)

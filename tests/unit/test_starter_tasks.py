@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.prepare.starter import write_data
-from gcore.prepare.starter_tasks import CHARACTERS, TASKS, StarterTask, one_pass, split_task
-from gcore.prepare.tokens import CONTEXT, Alphabet
+from gcore.quickstart.lessons import CONTEXT, Alphabet
+from gcore.quickstart.starter import CHARACTERS, TASKS, StarterTask, one_pass, split_task, write_data
 
 numbers = st.integers(min_value=0, max_value=2**64 - 1)
 tasks = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)

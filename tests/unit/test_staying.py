@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.placement_words import account, told_tree
-from controllers.moves_file import NAME, MovesFile, moves_in, stays_in
-from controllers.staying import TELL_S, Staying
-from gcore.ledger.placing import MOST_STAY_BYTES, NEWEST_STAYS, Foretold, Move, MoveKind, Moves, Stay
+from controllers.cli.view.placement import account, told_tree
+from controllers.planning.history import NAME, MovesFile, moves_in, stays_in
+from controllers.planning.planner import TELL_S, Staying
+from gcore.ledger.records.job import MOST_STAY_BYTES, NEWEST_STAYS, Foretold, Move, MoveKind, Moves, Stay
 from gcore.testing import FakeClock
-from placement.live import Start, dynamic
-from placement.measured import Measured
-from placement.moves import Deciding, part_of
-from placement.policies.base import Situation, SwitchCosts
-from placement.policies.weighing import Weighed
-from placement.split import Bounds, Split
-from placement.stays import stayed, with_stay, with_taken
+from placement.measurements import Measured
+from placement.moves import Deciding, part_of, stayed, with_stay, with_taken
+from placement.policies.base import Situation, Start, SwitchCosts
+from placement.policies.dynamic import Weighed, dynamic
+from placement.slots import Bounds, Split
 
 HERE, BETTER, WORSE = Split("coexisting", 4, 1, 1), Split("coexisting", 3, 2, 1), Split("coexisting", 2, 3, 1)
 

@@ -10,17 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_views import running_job, stored
 
-from controllers.step_history import MOST_STEPS, StepHistory, splits_of
-from gcore.ledger.books import EngineSums, NodeBooks, StepBook
-from gcore.ledger.job import Plan
+from controllers.planning.history import MOST_STEPS, StepHistory, splits_of
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.placing import Move, MoveKind, Moves
-from gcore.ledger.records import LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.records.job import Move, MoveKind, Moves, Plan
+from gcore.ledger.records.slot_accounting import EngineSums, NodeBooks, StepBook
 from gcore.types import PromptRef, Version
 from placement.assign import assigned
 from placement.moves import part_of
-from placement.plan import NodeSlots, Snapshot
-from placement.split import Split
+from placement.slots import NodeSlots, Snapshot, Split
 
 FIRST, SECOND, THIRD = (Split("coexisting", n, 7 - n, 1) for n in (6, 3, 4))
 LARGER = Split("coexisting", 4, 2, 2)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from job_views import KEYS
 from job_views import stored as at
 
-from controllers.service.refusals import BadFields
-from controllers.service.step_metrics import Place, all_of, message, place_of, stored, unheard
+from controllers.api.edge.errors import BadFields
+from controllers.api.streams import Place, all_of, message, place_of, stored, unheard
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger import archive
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, LogEntry
+from gcore.ledger.records.chain import EndedRef, LogEntry
 from gcore.types import PromptRef
 
 

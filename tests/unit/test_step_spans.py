@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_collector import Collector
 
-from gcore import otel
 from gcore.errors import UsageError
-from gcore.ledger.books import StepBook
-from gcore.ledger.books_file import BookLine, Stretch
-from gcore.otel import StepTraces
-from gcore.step_spans import span_of, trace_id
+from gcore.ledger.records.slot_accounting import BookLine, StepBook, Stretch
+from gcore.observability import tracing as otel
+from gcore.observability.tracing import StepTraces, span_of, trace_id
 from gcore.types import Version
 
 

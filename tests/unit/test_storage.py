@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from controllers import storage
+from controllers.api.store_reader import StoredJobs
+from controllers.api.submission.submit import Submissions
 from controllers.identity import Identity
-from controllers.service.records import StoredJobs
-from controllers.service.submission import Submissions
-from controllers.storage import FOLDER, StorageNotShared, StorageProof, run_folder, seen_here
+from controllers.storage import run_folder as storage
+from controllers.storage.run_folder import FOLDER, StorageNotShared, StorageProof, run_folder, seen_here
 from gcore.errors import UsageError
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import JobRecord
 from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.transactions import Stored
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 

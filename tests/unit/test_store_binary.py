@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gcore.store import binary
-from gcore.store.binary import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd, reads_data_of, wheels_etcd
+from gcore.store import etcd as binary
+from gcore.store.etcd import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd, reads_data_of, wheels_etcd
 
 
 def script(path: Path, text: str) -> Path:

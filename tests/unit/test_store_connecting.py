@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gcore.errors import UsageError
-from gcore.store import connecting
+from gcore.store import reference as connecting
 from gcore.store.reference import StoreRef, UserRef
 from gcore.testing import FakeClock
 

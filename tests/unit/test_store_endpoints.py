@@ -8,8 +8,16 @@ import grpc
 import pytest
 
 from gcore.errors import StoreUnavailable, UsageError
-from gcore.store.calls import TELL_AGAIN_S, Caller, Meaning, meaning_of
-from gcore.store.endpoints import ConnectionPool, Endpoint, StoreTls, StoreUser
+from gcore.store.connection import (
+    TELL_AGAIN_S,
+    Caller,
+    ConnectionPool,
+    Endpoint,
+    Meaning,
+    StoreTls,
+    StoreUser,
+    meaning_of,
+)
 from gcore.testing import FakeClock
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.store.heard import Heard
+from gcore.store.client import Heard
 
 
 def header(cluster: int, revision: int) -> Any:

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.store.limits import request_bytes
-from gcore.store.types import Compare, Delete, Put
-from gcore.store.wire import range_begin, range_end, transaction
+from gcore.store.client import range_begin, range_end, transaction
+from gcore.store.types import Compare, Delete, Put, request_bytes
 
 TEXTS = st.text(min_size=1, max_size=20)
 NUMBERS = st.integers(0, 2**63 - 1)

@@ -7,8 +7,8 @@ from typing import Any
 
 from stored_job import StoredJob
 
-from controllers.service.records import StoredJobs, Unreadable
-from gcore.ledger.job import NodeRecord
+from controllers.api.store_reader import StoredJobs, Unreadable
+from gcore.ledger.records.job import NodeRecord
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore

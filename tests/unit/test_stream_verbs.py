@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from controllers.cli import stream_verbs
+from controllers.cli.commands import streams as stream_verbs
 from controllers.cli.main import app
 from gcore.api.v1 import jobs_pb2 as pb
 

@@ -9,17 +9,25 @@ import pytest
 from plug_in_package import installer
 from stored_job import StoredJob
 
-from controllers.service.capability import check_ranks, check_streamed, most_slots
-from controllers.service.checking import MIN_FREE_BYTES, MOST_FOR_EVER, check_kept, check_submission
-from controllers.service.records import StoredJobs
-from controllers.service.submission import Submissions, check_unchanged
+from controllers.api.store_reader import StoredJobs
+from controllers.api.submission.checks import (
+    MIN_FREE_BYTES,
+    MOST_FOR_EVER,
+    check_kept,
+    check_ranks,
+    check_streamed,
+    check_submission,
+)
+from controllers.api.submission.submit import Submissions
+from controllers.daemon.daemon import most_slots
+from controllers.job.preparation import check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
-from gcore.config.cluster import FILE_NAME, LocalCluster
+from gcore.config.local_cluster import FILE_NAME, LocalCluster
+from gcore.data.dataset import DataChanged
+from gcore.data.stream import DataIdentity, identify_data
 from gcore.errors import GcoreError, SpecError, UsageError
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.plugins import PluginFault
-from gcore.prompts.dataset import DataChanged
-from gcore.prompts.opening import DataIdentity, identify_data
 from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -112,7 +120,7 @@ def test_a_disk_with_too_little_room_is_told_with_how_much_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = SimpleNamespace(free=MIN_FREE_BYTES - 1)
-    monkeypatch.setattr("controllers.service.checking.shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr("controllers.api.submission.checks.shutil.disk_usage", lambda path: free)
     spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
     spec |= {"rollout": {"max_new_tokens": 4}}
     with pytest.raises(GcoreError, match="only 63 MiB are free on the disk, and a job is not begun with less than 64"):
@@ -261,7 +269,7 @@ def test_steps_that_come_in_parts_need_nodes_that_can_read_them(monkeypatch: pyt
     }
     streamed = parse_spec(tree)
     check_streamed(streamed)
-    monkeypatch.setattr("controllers.service.capability.spoken", lambda: 1)
+    monkeypatch.setattr("controllers.api.submission.checks.spoken", lambda: 1)
     with pytest.raises(SpecError, match="some are older"):
         check_streamed(streamed)
     check_streamed(parse_spec(tree | {"train": {}}))

@@ -11,20 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_job import KEYS, SPEC, RecordedJob, a_job_under_way, hands_of
 
-from controllers.actions import ForgetEvaluations, Intent, Sweep
-from controllers.apply import apply
-from controllers.faults import MOST_OF_JOB, FaultBook
-from controllers.sweeping import FORGET_AT, forgetting, sweeping
-from controllers.view import JobView
-from controllers.waiting import LOCAL
+from controllers.job.executor import apply
+from controllers.rules.actions import ForgetEvaluations, Intent, Sweep
+from controllers.rules.retention import FORGET_AT, forgetting, sweeping
+from controllers.rules.view import JobView
+from controllers.rules.waits import LOCAL
+from controllers.telemetry.notices import MOST_OF_JOB, FaultBook
 from gcore.config import stored_spec
 from gcore.ledger import archive
-from gcore.ledger.bounds import NODE_TOPICS
 from gcore.ledger.evaluation import best_of
-from gcore.ledger.guarded import Stored, TxnOutcome
-from gcore.ledger.job import MOST_SAID, EvalPart, Evaluation, NodeRecord, RankClaim, Trouble
-from gcore.ledger.records import Checkpoint, Head
-from gcore.ledger.sweeping import NEWEST_EVALUATIONS, NEWEST_TROUBLES, Swept, superfluous_evaluations, sweep
+from gcore.ledger.records.chain import Checkpoint, Head
+from gcore.ledger.records.job import MOST_SAID, EvalPart, Evaluation, NodeRecord, RankClaim, Trouble
+from gcore.ledger.retention import (
+    NEWEST_EVALUATIONS,
+    NEWEST_TROUBLES,
+    NODE_TOPICS,
+    Swept,
+    superfluous_evaluations,
+    sweep,
+)
+from gcore.ledger.transactions import Stored, TxnOutcome
 from gcore.store.types import Put
 from gcore.types import Version
 

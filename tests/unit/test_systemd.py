@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.notifying import Notifying
-from gcore.systemd import ServiceManager, forget
+from controllers.daemon.daemon import Notifying
+from gcore.system.daemon import ServiceManager, forget
 from gcore.testing import FakeClock
 
 

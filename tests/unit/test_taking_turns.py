@@ -12,19 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 
-from controllers.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake
-from controllers.decide import training
-from controllers.remembered import Remembered
-from controllers.service.capability import check_moving
-from controllers.sleeping import put_to_sleep, resting
-from controllers.taking_turns import AWAY_S, PATIENCE_S, in_the_way, takes_turns, turning
-from controllers.view import EngineView, JobView
-from controllers.waiting import waiting_for
+from controllers.api.submission.checks import check_moving
+from controllers.rules.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake
+from controllers.rules.memory import AWAY_S, PATIENCE_S, in_the_way, put_to_sleep, resting, takes_turns, turning
+from controllers.rules.step import training
+from controllers.rules.view import EngineView, JobView, Remembered
+from controllers.rules.waits import waiting_for
 from gcore.config import parse_spec
 from gcore.errors import SpecError
-from gcore.ledger.job import EnginePlace, RankClaim
+from gcore.ledger.records.job import EnginePlace, RankClaim
 from gcore.schema import NEWEST_VERSION, speak
-from gcore.train.rest_rules import PARTS
+from gcore.train.rank.launch import PARTS
 from gcore.worker.records import WorkerRecord
 
 IN_TURNS = SPEC.model_copy(update={"placement": SPEC.placement.model_copy(update={"memory": "in_turns"})})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.chain import Writer
-from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SinceStep, SourceTally, Tally
-from gcore.ledger.tally import NOTHING, added, barren_epoch, since, why_barren
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import EndedRef, Head, LogEntry, SealedGroup, SinceStep, SourceTally, Tally
+from gcore.ledger.statistics import NOTHING, added, barren_epoch, since, why_barren
 from gcore.types import PromptRef, Version
 
 WRITER = Writer("a", "n")

@@ -11,11 +11,9 @@ from pathlib import Path
 import issued
 import pytest
 
+from gcore.api.authority import renew_in
+from gcore.api.tls import PLAIN, Connector, TlsMaterial, Watched, key_of_engine, serving_context
 from gcore.errors import UsageError
-from gcore.tls.connecting import PLAIN, Connector, key_of_engine
-from gcore.tls.folder import renew_in
-from gcore.tls.material import TlsMaterial, Watched
-from gcore.tls.serving_http import serving_context
 
 
 @pytest.fixture

@@ -9,16 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.service.access import NOBODY_IS_TOLD_APART, Caller, Role, acting_for
-from controllers.service.refusals import Unauthenticated
-from controllers.service.token_book import FIRST_ADMIN, TokenBook, read_token
-from controllers.service.tokens import AccessService
+from controllers.api.edge.access import (
+    FIRST_ADMIN,
+    NOBODY_IS_TOLD_APART,
+    AccessService,
+    Caller,
+    Role,
+    TokenBook,
+    acting_for,
+    read_token,
+)
+from controllers.api.edge.errors import Unauthenticated
+from gcore.api.tokens import DEFAULT_S, KEPT_S, Token, TokenRecord, new_token, token_in
 from gcore.api.v1 import access_pb2 as pb
 from gcore.errors import StoreUnavailable, UsageError
 from gcore.store import keys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.tokens import DEFAULT_S, KEPT_S, Token, TokenRecord, new_token, token_in
 
 ADMIN = Caller("root", Role.ADMIN)
 

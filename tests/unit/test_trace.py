@@ -14,19 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from controllers.cli import top as top_verb
-from controllers.cli import trace as trace_verb
-from controllers.cli.placement_verbs import all_moves
-from controllers.cli.top_view import HOLDS, Top, rows, shown, tree
-from controllers.cli.trace_events import trace_of
-from controllers.moves_file import MovesFile
+from controllers.accounting.states import CAUSES
+from controllers.cli.commands import placement as top_verb
+from controllers.cli.commands import placement as trace_verb
+from controllers.cli.commands.placement import all_moves
+from controllers.cli.view.placement import HOLDS, Top, rows, shown, trace_of, tree
+from controllers.planning.history import MovesFile
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError, Unreachable
-from gcore.ledger.books import EngineSums, StepBook
-from gcore.ledger.books_file import BookLine, Stretch, append, line_of, lines_of, newest, parse, step_lines
-from gcore.ledger.placing import Move, MoveKind, Moves, SplitPart
+from gcore.ledger.records.job import Move, MoveKind, Moves, SplitPart
+from gcore.ledger.records.slot_accounting import (
+    BookLine,
+    EngineSums,
+    StepBook,
+    Stretch,
+    append,
+    line_of,
+    lines_of,
+    newest,
+    parse,
+    step_lines,
+)
 from gcore.types import Version
-from placement.books import CAUSES
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
 

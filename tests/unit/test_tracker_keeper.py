@@ -13,21 +13,20 @@ from typing import Any
 import pytest
 
 from controllers.changes import Changes
-from controllers.cli.leftovers import kind_of
-from controllers.recording import Recorder
-from controllers.service.events import EventLog
-from controllers.trackers import Patience, TrackerKeeper
-from controllers.turns import turn
-from gcore.clock import SystemClock
-from gcore.config.reading import TrackerSpec
-from gcore.ledger.guarded import Stored
-from gcore.ledger.job import JobPhase, JobRecord, JobStatus, Trouble
+from controllers.cli.local import kind_of
+from controllers.rules.view import turn
+from controllers.telemetry.events import EventLog
+from controllers.telemetry.run_recorder import Recorder
+from controllers.telemetry.trackers import Patience, TrackerKeeper
+from gcore.config.spec import TrackerSpec
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import Member
+from gcore.ledger.records.chain import Member
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Trouble
+from gcore.ledger.transactions import Stored
+from gcore.observability.metrics_file import FILE, encode
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
-from gcore.tracking.file import FILE
-from gcore.tracking.lines import encode
+from gcore.system.clock import SystemClock
 
 ME = "node-0.abc"
 PLUGIN = '''
@@ -144,8 +143,8 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.trackers.FIRST_RETRY_S", 0.1)
-    monkeypatch.setattr("controllers.trackers.LONGEST_RETRY_S", 0.2)
+    monkeypatch.setattr("controllers.telemetry.trackers.FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr("controllers.telemetry.trackers.LONGEST_RETRY_S", 0.2)
 
 
 async def test_a_tracker_of_ones_own_is_told_each_step_and_the_end(run_dir: Path) -> None:
@@ -218,8 +217,8 @@ async def test_a_machine_that_cannot_start_one_more_process_is_told_of_and_tried
 
 @pytest.mark.usefixtures("quick")
 async def test_what_a_package_prints_does_not_fill_the_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.trackers.MOST_OUTPUT", 2_000_000)
-    monkeypatch.setattr("controllers.trackers.KEPT_OUTPUT", 1000)
+    monkeypatch.setattr("controllers.telemetry.trackers.MOST_OUTPUT", 2_000_000)
+    monkeypatch.setattr("controllers.telemetry.trackers.KEPT_OUTPUT", 1000)
     job = Job(run_dir)
     job.how("prints")
     keeping = asyncio.create_task(job.keeper().run())
@@ -262,7 +261,7 @@ async def test_who_is_no_longer_first_lets_go_and_the_next_goes_on(run_dir: Path
 
 @pytest.mark.parametrize("how", ["", "hangs"])
 async def test_whoever_is_stopped_leaves_no_process(run_dir: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controllers.trackers.LET_GO_S", 1.0)
+    monkeypatch.setattr("controllers.telemetry.trackers.LET_GO_S", 1.0)
     job = Job(run_dir)
     keeping = asyncio.create_task(job.keeper().run())
     job.step()
@@ -302,7 +301,7 @@ def test_trouble_is_a_warning_event() -> None:
 async def test_a_folder_that_takes_no_lines_is_told_once_and_tried_again(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controllers.recording.RETRY_S", 0.05)
+    monkeypatch.setattr("controllers.telemetry.run_recorder.RETRY_S", 0.05)
     job, changes = Job(run_dir), Changes()
     (run_dir / FILE).mkdir()
     job.phase = JobPhase.SUCCEEDED

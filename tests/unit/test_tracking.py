@@ -15,14 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.config.load import parse_spec
-from gcore.config.reading import TrackerSpec
+from gcore.config.spec import TrackerSpec
 from gcore.errors import SpecError
-from gcore.tracking import registry
-from gcore.tracking.api import Point, TrackedRun, TrackerKind, flattened
-from gcore.tracking.feeding import Cursor, Feeder, load_cursor
-from gcore.tracking.file import FILE
-from gcore.tracking.lines import encode
-from gcore.tracking.process import Document, tracker_folder
+from gcore.observability import tracking as registry
+from gcore.observability.metrics_file import FILE, encode
+from gcore.observability.tracking import (
+    Cursor,
+    Document,
+    Feeder,
+    Point,
+    TrackedRun,
+    TrackerKind,
+    flattened,
+    load_cursor,
+    tracker_folder,
+)
 
 STEPS = [
     {"kind": "start", "seq": 0, "lineage": 0, "step": 0, "time": 1.0},
@@ -134,7 +141,7 @@ def test_however_often_a_tracker_breaks_every_line_reaches_it_in_order(
     write(run_dir)
     told: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gcore.tracking.feeding.BATCH", batch)
+        patch.setattr("gcore.observability.tracking.BATCH", batch)
         for at in [*breaks, None]:
             tracker = Remembering(at)
             with contextlib.suppress(ConnectionError):
@@ -230,7 +237,7 @@ def test_tensorboard_shows_a_step_once_that_two_processes_wrote(tmp_path: Path) 
     first.feed()
     write(tmp_path, STEPS[:4])
     with pytest.MonkeyPatch.context() as patch:  # it dies after it wrote, before it noted that it had
-        patch.setattr("gcore.tracking.feeding.whole_file", lambda path, data: None)
+        patch.setattr("gcore.observability.tracking.whole_file", lambda path, data: None)
         first.feed()
     write(tmp_path)
     cursor = load_cursor(tmp_path / "cursor.json")

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from gcore.atomic import DiskFull, sweep, whole_folder
 from gcore.errors import UsageError
-from gcore.types import Version
-from gcore.weights.layout import (
+from gcore.models.layout import (
     MANIFEST_FILE,
     CheckpointDamaged,
     Manifest,
+    TensorsFile,
+    TensorShape,
     checkpoint_folder,
     copy_model,
     file_entry,
@@ -23,7 +23,8 @@ from gcore.weights.layout import (
     sweep_unfinished,
     verify_checkpoint,
 )
-from gcore.weights.tensors_file import TensorsFile, TensorShape
+from gcore.system.files import DiskFull, sweep, whole_folder
+from gcore.types import Version
 
 SHAPE = {"a": TensorShape("F32", (3, 2)), "empty": TensorShape("F32", (0,)), "b": TensorShape("F32", ())}
 VALUES = {

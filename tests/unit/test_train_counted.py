@@ -16,13 +16,12 @@ from torch import Tensor
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import SealedGroup
+from gcore.ledger.records.chain import SealedGroup
 from gcore.train.advantages import advantages
-from gcore.train.batch import Feeding
-from gcore.train.counted import Count, Trained, trained
-from gcore.train.cut_step import Place, Step, cut_step
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
+from gcore.train.batching import Feeding, Place, Step, cut_step
 from gcore.train.loss import Losses
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.step import Count, Trained, trained
 from gcore.types import PromptRef, Version
 
 LENGTHS = ((4, 0, 3), (1, 6), (2, 2))

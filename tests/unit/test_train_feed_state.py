@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.balance import balance
-from gcore.ledger.records import Seal, SealedGroup, SealState
-from gcore.train import feed_state
-from gcore.train.feed_state import Already, Begin, Fed, FeedState, HeldGroup, HeldSample, Refused, WorldName
+from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.train.rank import feed as feed_state
+from gcore.train.rank.feed import Already, Begin, Fed, FeedState, HeldGroup, HeldSample, Refused, WorldName
 from gcore.types import PromptRef, Token, Version
 
 ME = WorldName("job", "world", 3)

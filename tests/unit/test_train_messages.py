@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.api.v1 import train_pb2 as pb
-from gcore.train.messages import FeedDamaged, read_payload, sample_digest, write_payload
+from gcore.train.rank.messages import FeedDamaged, read_payload, sample_digest, write_payload
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 floats = st.floats(-50, 50, width=32)

@@ -16,22 +16,27 @@ from ready_seals import ready_seal
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gcore.config.spec import TrainSpec
+from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import balance
-from gcore.ledger.records import SealedGroup
-from gcore.testing.rank_launch import rank_launch
+from gcore.ledger.records.chain import SealedGroup
+from gcore.testing.models import rank_launch
 from gcore.train import models
-from gcore.train.attention import PACKED, PackedAttention
-from gcore.train.batch import Feeding, make_batch, make_dummy, score
-from gcore.train.feed_state import HeldGroup, HeldSample, Work
-from gcore.train.logprobs import token_logprobs
-from gcore.train.memory import OutOfMemory, explained
-from gcore.train.module import checkpoint_activations, evaluate, logits_of, parameter_groups, vocabulary_of
+from gcore.train.backends.packed_attention import PACKED, PackedAttention
+from gcore.train.batching import Feeding, make_batch, make_dummy, score, token_logprobs
+from gcore.train.hf_models import (
+    OutOfMemory,
+    checkpoint_activations,
+    evaluate,
+    explained,
+    logits_of,
+    parameter_groups,
+    vocabulary_of,
+)
+from gcore.train.metrics import Tally
+from gcore.train.models import Fit, Reference, fit, why_not
 from gcore.train.packing import Cutting, MicroPlan, Rectangle, plan_step
-from gcore.train.prove import Fit, fit, why_not
-from gcore.train.reference import Reference
-from gcore.train.tally import Tally
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
 from gcore.types import PromptRef, Version
 
 VOCABULARY = 96
@@ -258,7 +263,7 @@ def test_a_token_that_the_model_does_not_know_is_one_clear_error(token: int, whe
 def test_log_probabilities_entropies_and_their_gradient(
     monkeypatch: pytest.MonkeyPatch, pieces: int, temperature: float | None
 ) -> None:
-    monkeypatch.setattr("gcore.train.logprobs.PIECE", pieces * 6)
+    monkeypatch.setattr("gcore.train.batching.PIECE", pieces * 6)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(20, 6, generator=generator, dtype=torch.float64) * 3).requires_grad_()
     targets = torch.randint(0, 6, (20,), generator=generator)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.registry import RewardError
-from gcore.rollout.truncated import PART, Policy, dropped, is_truncated, treated
+from gcore.reward.api import RewardError
+from gcore.rollout.postprocess import TRUNCATED_PART, Policy, dropped, is_truncated, treated
 from gcore.types import Outcome, Sample, Version, VersionSpan
 
 POLICIES: tuple[Policy, ...] = ("keep", "mask", "penalise", "drop_group")
@@ -71,7 +71,7 @@ def test_penalise_takes_the_penalty_off_and_says_so_in_a_part(group: list[Sample
         after = treated(before, "penalise", penalty)
         assert not after.masked
         assert math.isclose(math.fsum(value for _, value in after.reward_parts), after.reward, abs_tol=1e-9)
-        assert dict(after.reward_parts).get(PART) == (-penalty if is_truncated(before) else None)
+        assert dict(after.reward_parts).get(TRUNCATED_PART) == (-penalty if is_truncated(before) else None)
 
 
 @given(groups)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-BEFORE = "import sys; from gcore.uncompiled import leave_compiler_out; leave_compiler_out(); "
+BEFORE = "import sys; from gcore.system.torch_imports import leave_compiler_out; leave_compiler_out(); "
 TINY = (
     "import torch; from transformers import Qwen3Config, Qwen3ForCausalLM; "
     "model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, "
@@ -29,7 +29,7 @@ def run(program: str) -> str:
 
 @pytest.mark.parametrize(
     "program",
-    ["import gcore.rollout.engine.serve; ", "import gcore.train.models, gcore.train.step; ", TINY],
+    ["import gcore.engines.torch.main; ", "import gcore.train.models, gcore.train.step; ", TINY],
     ids=["an engine", "a rank", "a model and an optimizer's step"],
 )
 def test_no_worker_loads_the_compiler_at_its_start(program: str) -> None:

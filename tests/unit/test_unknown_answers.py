@@ -6,10 +6,10 @@ import pytest
 from stored_job import StoredJob
 
 from gcore.ledger import transactions
-from gcore.ledger.guarded import TxnOutcome
+from gcore.ledger.transactions import TxnOutcome
 from gcore.store.types import Delete, KeyValue
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.memory_store import Call, Fate
+from gcore.testing.store import Call, Fate
 
 
 class Line:

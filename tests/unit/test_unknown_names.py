@@ -10,23 +10,22 @@ import pytest
 from job_views import stored
 from listed_jobs import create
 
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import NamespaceNotFound
+from controllers.api.jobs import JobsService
+from controllers.api.store_reader import StoredJobs, check_namespace
 from controllers.changes import Changes
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.jobs import JobsService
-from controllers.service.namespaces import check_namespace
-from controllers.service.records import StoredJobs
-from controllers.service.refusals import NamespaceNotFound
+from gcore.api.tokens import TokenRecord
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.ledger.claims import Quotas
-from gcore.ledger.job import JobPhase, JobStatus
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import LogEntry
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.cluster import Quotas
+from gcore.ledger.records.job import JobPhase, JobStatus
 from gcore.ledger.usage import NodeUsage, PoolSeconds
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.tokens import TokenRecord
 
 EVE = Caller("eve", Role.VIEWER, frozenset({"research"}))
 USAGE = NodeUsage(day=1, uid="u", job="sums", namespace="used", pools={"train": PoolSeconds(slot_s=1)})

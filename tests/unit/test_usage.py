@@ -9,20 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.service.access import Caller, Role, acting_for
-from controllers.service.nodes import Nodes, asked_usage, usage_reply
-from controllers.service.records import StoredJobs
-from controllers.service.refusals import BadFields
-from controllers.used_days import AT_ONCE, forget_old, used_on
-from controllers.using import EVERY_S, UsageBook
+from controllers.accounting.usage import AT_ONCE, EVERY_S, UsageBook, forget_old, used_on
+from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.errors import BadFields
+from controllers.api.fleet import Nodes, asked_usage, usage_reply
+from controllers.api.store_reader import StoredJobs
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.ledger.books import StepBook
-from gcore.ledger.job import JobRecord
+from gcore.ledger.records.job import JobRecord
+from gcore.ledger.records.slot_accounting import StepBook
 from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, PoolSeconds, UsageSums, day_of, pools_of
 from gcore.store import keys
 from gcore.store.types import Listing, Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.memory_store import Call, Fate, PerfectNetwork
+from gcore.testing.store import Call, Fate, PerfectNetwork
 from gcore.types import Version
 
 JOB = JobRecord(uid="u", name="sums", spec={}, run_dir="/r", created=0.0, prompts=1)

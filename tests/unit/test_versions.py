@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 from job_views import RULES, SPEC, running_job
 
 from controllers.changes import Changes
-from controllers.cluster import ClusterMirror
+from controllers.cluster.mirror import ClusterMirror
+from controllers.cluster.rules import version_for, version_told
 from controllers.identity import Identity
-from controllers.overdue import overdue, sentence
-from controllers.standing import JobStanding
-from controllers.turns import Waits
-from controllers.versions import version_for, version_told
-from controllers.waiting import PATIENCE_S, waiting_for
+from controllers.job.runner import JobStanding
+from controllers.rules.view import Waits
+from controllers.rules.waits import PATIENCE_S, overdue, sentence, waiting_for
+from gcore.api.rpc import RPC_SCHEMA_KEY, UNSERVED, VersionedStub, VersionGate, carried, refusal, told
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
-from gcore.clock import SystemClock
 from gcore.errors import UsageError
-from gcore.ledger.job import NodeRecord
-from gcore.rpc_schema import KEY, UNSERVED, VersionedStub, VersionGate, carried, refusal
-from gcore.rpc_status import told
+from gcore.ledger.records.job import NodeRecord
 from gcore.schema import NEWEST_VERSION, READABLE
+from gcore.system.clock import SystemClock
 
 OLDER = NEWEST_VERSION - 1
 FAR = (NEWEST_VERSION + 1, NEWEST_VERSION + 2)
@@ -126,7 +124,7 @@ class Answering(jobs_pb2_grpc.JobsServicer):
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.Job:
         """Unary."""
-        said = [value for key, value in context.invocation_metadata() if key == KEY]
+        said = [value for key, value in context.invocation_metadata() if key == RPC_SCHEMA_KEY]
         return pb.Job(uid="u", reason=",".join(said))
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.JobEvent]:
@@ -217,4 +215,4 @@ def test_a_refusal_names_both_versions_and_who_is_to_change(said: str, words: st
 
 
 def test_what_a_call_carries_can_be_read_in_a_log() -> None:
-    assert carried() == ((KEY, f"{OLDER},{NEWEST_VERSION}"),)
+    assert carried() == ((RPC_SCHEMA_KEY, f"{OLDER},{NEWEST_VERSION}"),)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from controllers.cli import picture, view_plain
-from controllers.cli.view_live import render
-from controllers.cli.view_points import BestPoint, JobSnapshot, Wait
-from controllers.cli.view_state import ViewState
-from controllers.cli.view_text import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
+from controllers.cli import picture
+from controllers.cli.output import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
+from controllers.cli.view import screens as view_plain
+from controllers.cli.view.live import render
+from controllers.cli.view.state import BestPoint, JobSnapshot, ViewState, Wait
 from gcore.errors import UsageError
-from gcore.events import JobEvent
+from gcore.observability.events import JobEvent
 
 STATS = {
     "reward": 0.62, "response_length": 3.14, "tokens_per_second": 812.4, "seconds": 1.0,

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.view_points import JobSnapshot, NodeView, Wait
-from controllers.cli.view_state import ViewState
-from gcore.events import JobEvent
+from controllers.cli.view.state import JobSnapshot, NodeView, ViewState, Wait
+from gcore.observability.events import JobEvent
 
 NODES = st.sampled_from(["node-0", "node-1", "node-2"])
 ANYTHING = st.recursive(

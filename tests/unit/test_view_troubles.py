@@ -16,17 +16,15 @@ import pytest
 from rich.console import Console
 from three_nodes import free_ports
 
-from controllers.cli.record import FILE_NAME, EventFile
-from controllers.cli.screens import PlainScreen
-from controllers.cli.view_plain import trouble_lines
-from controllers.cli.view_points import Wait
-from controllers.cli.view_state import ViewState
-from controllers.keeper import Keeper
-from controllers.service.jobs import JobsService
+from controllers.api.jobs import JobsService
+from controllers.cli.commands.run import FILE_NAME, EventFile
+from controllers.cli.view.screens import PlainScreen, trouble_lines
+from controllers.cli.view.state import ViewState, Wait
+from controllers.daemon.keeper import Keeper
 from gcore.config import NodeConfig
-from gcore.config.cluster import EtcdProcess, LocalCluster
+from gcore.config.local_cluster import EtcdProcess, LocalCluster
 from gcore.errors import StoreUnavailable
-from gcore.events import JobEvent
+from gcore.observability.events import JobEvent
 from gcore.store.reference import StoreRef
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 

@@ -16,22 +16,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.certificate_gauge import own_ends, watch_certificates
-from controllers.job_gauges import jobs_shown
-from controllers.placement_gauges import expected_s, figures_of, newest_by_kind
-from controllers.service.counted_calls import CountedCalls
-from controllers.store_gauges import ASK_EVERY_S, JobSize, watch_members
-from gcore.clock import SystemClock
-from gcore.ledger.claims import Claim, Share, Shares
-from gcore.ledger.guarded import Stored
-from gcore.ledger.placing import Move, MoveKind, MoveOutcome, Moves, SplitPart, Stay
-from gcore.metrics import Metrics
-from gcore.metrics.slots import MoveFigures
+from controllers.api.edge.server import CountedCalls
+from controllers.daemon.daemon import own_ends, watch_certificates
+from controllers.daemon.life import jobs_shown
+from controllers.telemetry.gauges import ASK_EVERY_S, JobSize, expected_s, figures_of, newest_by_kind, watch_members
+from gcore.api.authority import issue, new_authority
+from gcore.api.tls import Pem
+from gcore.ledger.records.cluster import Claim, Share, Shares
+from gcore.ledger.records.job import Move, MoveKind, MoveOutcome, Moves, SplitPart, Stay
+from gcore.ledger.transactions import Stored
+from gcore.observability.metrics import Metrics, MoveFigures
 from gcore.store.reference import StoreRef, TlsFiles
-from gcore.store.standing import StoreStanding
-from gcore.store.types import KeyValue, WatchBatch, WatchEvent
-from gcore.tls.authority import issue, new_authority
-from gcore.tls.material import Pem
+from gcore.store.types import KeyValue, StoreStanding, WatchBatch, WatchEvent
+from gcore.system.clock import SystemClock
 
 SPLIT = SplitPart(mode="coexisting", rollout=3, reward=1, train=1)
 

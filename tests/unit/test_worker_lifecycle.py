@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcore.store.reference import StoreRef
-from gcore.worker import events as e
-from gcore.worker.lifecycle import FAILED, LINE_GRACE_S, SHOW_LIMIT_S, STOPPED, Child, Life, decide, wake_at
+from gcore.worker import lifecycle as e
+from gcore.worker.lifecycle import FAILED, LIFECYCLE_STOPPED, LINE_GRACE_S, SHOW_LIMIT_S, Child, Life, decide, wake_at
 from gcore.worker.records import LaunchSpec
 
 ENGINE = LaunchSpec(
@@ -174,21 +174,21 @@ def test_a_stop_lets_the_child_drain() -> None:
     assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.TellStop()]
     assert (story.life.state, story.life.reason) == ("stopping", "asked to by SIGTERM")
     assert story.passes(9) == []
-    assert story.meets(e.LineClosed(), e.ChildEnded("ended by itself with exit code 0")) == [e.Leave(STOPPED)]
+    assert story.meets(e.LineClosed(), e.ChildEnded("ended by itself with exit code 0")) == [e.Leave(LIFECYCLE_STOPPED)]
 
 
 def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
     story = serving()
     story.meets(e.StopAsked("asked to by SIGTERM"))
     assert story.passes(10) == [e.KillChild()]
-    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(STOPPED)]
+    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(LIFECYCLE_STOPPED)]
 
 
 def test_who_does_not_serve_yet_has_nothing_to_drain_and_is_killed_at_once() -> None:
     story = Story()
     story.meets(e.Registered(), e.ChildStarted(7))
     assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.TellStop(), e.KillChild()]
-    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(STOPPED)]
+    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(LIFECYCLE_STOPPED)]
 
 
 def test_who_asks_twice_does_not_want_to_wait() -> None:
@@ -198,7 +198,7 @@ def test_who_asks_twice_does_not_want_to_wait() -> None:
 
 
 def test_a_stop_before_the_child_was_started_leaves_at_once() -> None:
-    assert Story().meets(e.StopAsked("asked to by SIGTERM")) == [e.Leave(STOPPED)]
+    assert Story().meets(e.StopAsked("asked to by SIGTERM")) == [e.Leave(LIFECYCLE_STOPPED)]
 
 
 def test_a_hang_while_stopping_changes_nothing() -> None:
@@ -312,7 +312,7 @@ def test_in_any_story_the_supervisor_leaves_no_child_behind_and_always_ends(
         for instruction in new:
             if isinstance(instruction, e.Leave):
                 assert story.life.child is not Child.RUNNING
-                assert instruction.code == (STOPPED if story.life.state == "stopping" else FAILED)
+                assert instruction.code == (LIFECYCLE_STOPPED if story.life.state == "stopping" else FAILED)
             if isinstance(instruction, e.KillChild | e.TellStop | e.TellRendezvous):
                 assert running
         if state in ("failed", "stopping"):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gcore.worker import process
-from gcore.worker.process import CannotStart, ProcessId, identify, is_running, send_signal, spawn_detached, terminate
+from gcore.system import process
+from gcore.system.process import CannotStart, ProcessId, identify, is_running, send_signal, spawn_detached, terminate
 
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from gcore.ledger.job import RankClaim
+from gcore.ledger.records.job import RankClaim
 from gcore.store import keys
 from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
-from gcore.worker.events import Event, Refused, Registered, Shown, StoreSeen
+from gcore.worker.lifecycle import Event, Refused, Registered, Shown, StoreSeen
 from gcore.worker.records import LaunchSpec, WorkerRecord
-from gcore.worker.registrar import Registrar
+from gcore.worker.supervisor import Registrar
 
 TTL = 9
 RANK_KEY = keys.JobKeys("j").world_rank("w", 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.worker.watchdog import STOPPED, Alive, Hung, Watchdog
+from gcore.worker.lifecycle import STOPPED, Alive, Hung, Watchdog
 
 FRESH = Watchdog(limit_s=10, loading_limit_s=100, phase="loading", since=0)
 

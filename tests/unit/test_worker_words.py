@@ -16,17 +16,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gcore.errors import UsageError
-from gcore.logs import told_of
 from gcore.store.reference import StoreRef
-from gcore.worker import death
-from gcore.worker.child import CONTROL_FD
-from gcore.worker.events import ChildFailed, ChildListens, ChildProgressed, ChildServes, Event
-from gcore.worker.launch import READ_WITHIN_S, start_worker, sweep_launches, worker_command
-from gcore.worker.main import read_launch
-from gcore.worker.parent import child_environment, understand
-from gcore.worker.process import CannotStart, ProcessId, terminate
+from gcore.system import process as death
+from gcore.system.daemon import told_of
+from gcore.system.process import SIZED, CannotStart, ProcessId, terminate, thread_environment
+from gcore.worker.control import CONTROL_FD, child_environment, understand
+from gcore.worker.lifecycle import ChildFailed, ChildListens, ChildProgressed, ChildServes, Event
+from gcore.worker.main import READ_WITHIN_S, read_launch, start_worker, sweep_launches, worker_command
 from gcore.worker.records import LaunchSpec, WorkerRecord
-from gcore.worker.threads import SIZED, thread_environment
 
 ENGINE: dict[str, Any] = {
     "instance": "w1",

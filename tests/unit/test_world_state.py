@@ -9,16 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gcore.data.order import shard_lengths
 from gcore.ledger import chain, transactions
 from gcore.ledger.chain import Writer
-from gcore.ledger.guarded import Stored, Transaction
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records import EndedRef, Head, LogEntry, SealedGroup, SealState
-from gcore.ledger.stream import SealNow
-from gcore.ledger.tally import NOTHING
-from gcore.ledger.world_state import HeldState, NodeCopies, StateName, WorldState, names_of_head, whole_state
-from gcore.prompts.cursor import shard_lengths
+from gcore.ledger.records.chain import (
+    EndedRef,
+    Head,
+    HeldState,
+    LogEntry,
+    NodeCopies,
+    SealedGroup,
+    SealState,
+    StateName,
+    WorldState,
+    names_of_head,
+    whole_state,
+)
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
+from gcore.ledger.selection import SealNow
+from gcore.ledger.statistics import NOTHING
+from gcore.ledger.transactions import Stored, Transaction
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster

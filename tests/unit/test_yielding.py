@@ -8,20 +8,17 @@ from typing import Any
 import pytest
 from job_views import ME, running_job, sealed_job, stored
 
-from controllers.actions import GiveBack, Intent, MakeSeal, Replan, Rollback, SetPhase, StartJob
-from controllers.decide import decide
-from controllers.ending import fruitless_rollbacks
-from controllers.forming import snapshot
-from controllers.overdue import overdue
-from controllers.staffing import Launches, StartEngine, StopWorker, staffing
-from controllers.turns import Waits
-from controllers.view import CheckpointWriting, JobView, RankView, SavedCheckpoint
-from controllers.waiting import waiting_for
-from controllers.yielding import GAVE_BACK, HAS_AGAIN, LEFT, is_suspended, wants_checkpoint, without
-from gcore.ledger.claims import Claim, KnownShare, Queued, Share, Shares, by_node
-from gcore.ledger.job import EnginePlace, JobPhase, JobStatus, NodeRecord
-from gcore.ledger.records import Checkpoint, Checkpoints, LogEntry
-from gcore.ledger.stream import SealNow
+from controllers.rules.actions import GiveBack, Intent, MakeSeal, Replan, Rollback, SetPhase, StartJob
+from controllers.rules.decide import decide
+from controllers.rules.placement import is_suspended, wants_checkpoint, without
+from controllers.rules.view import CheckpointWriting, JobView, RankView, SavedCheckpoint, Waits
+from controllers.rules.waits import overdue, waiting_for
+from controllers.rules.workers import Launches, StartEngine, StopWorker, staffing
+from controllers.rules.world import GAVE_BACK, HAS_AGAIN, LEFT, fruitless_rollbacks, snapshot
+from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry
+from gcore.ledger.records.cluster import Claim, KnownShare, Queued, Share, Shares, by_node
+from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, NodeRecord
+from gcore.ledger.selection import SealNow
 from gcore.types import Token, Version
 from gcore.worker.records import WorkerRecord
 
@@ -127,7 +124,7 @@ def test_the_next_step_has_a_checkpoint_if_slots_are_given_back_after_it(
     view = job(granted, step=2, saved=1)
     monkeypatch.setattr(JobView, "chosen", SealNow((), ()))
     monkeypatch.setattr(
-        "controllers.decide.refuse_seal", lambda *_: None
+        "controllers.rules.step.refuse_seal", lambda *_: None
     )  # whether a batch may be sealed is tested elsewhere
     (action,) = intents(view, MakeSeal)
     assert action.checkpoint is asked
@@ -137,7 +134,7 @@ def test_nothing_is_sealed_while_heads_checkpoint_is_on_its_way(monkeypatch: pyt
     view = job(NONE, step=2, saved=1)
     monkeypatch.setattr(JobView, "chosen", SealNow((), ()))
     monkeypatch.setattr(
-        "controllers.decide.refuse_seal", lambda *_: None
+        "controllers.rules.step.refuse_seal", lambda *_: None
     )  # whether a batch may be sealed is tested elsewhere
     writing = CheckpointWriting(Version(0, 2), 10, 5, "", over=False)
     for more, sealed in ((writing, 0), (replace(writing, over=True), 1), (replace(writing, version=Version(0, 1)), 1)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gcore.testing.algorithm_contract import check_advantage
-from gcore.testing.contract import check_filter, check_flow, check_reward
-from gcore.testing.fake_peer import Asked
+from gcore.testing.contracts import check_filter, check_flow, check_reward
+from gcore.testing.flows import Asked
 
 ENTRIES = [{"prompt": f"{number}+5=", "answer": str(number + 5)} for number in range(10, 20)]
 

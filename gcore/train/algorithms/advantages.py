@@ -8,13 +8,18 @@ tolerance, not by `== 0`; they get advantages of zero. Dropping such groups is t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 GroupKind = Literal["grpo", "dr_grpo", "rloo"]
+
+
 CONSTANT_REWARD_STD = 1e-6
+
+
 STD_EPSILON = 1e-6
 
 
@@ -68,3 +73,140 @@ def _rewards(rewards: Tensor, beside: Tensor) -> Tensor:
     if not bool(torch.isfinite(rewards).all()):
         raise ValueError("a reward is not finite")
     return rewards.to(torch.float64)
+
+
+# -------------------- returns
+# From rewards at tokens to what was still to come: discounted returns, and generalised advantage estimation.
+#
+# Rows are sequences, columns tokens, [batch, tokens]. A token whose mask is 0 (padding, or an observation in the middle of a
+# sequence with several turns) is not there: what comes behind it is handed through unchanged, without discount, to what
+# stands before it. All in float64.
+
+
+def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
+    """[batch, tokens]: each sequence's reward (`rewards` [batch]) at its last token that counts, 0 elsewhere.
+
+    Raises ValueError for a sequence of which no token counts: its reward would be lost in silence.
+    """
+    counted = mask != 0
+    if not bool(counted.any(dim=1).all()):
+        raise ValueError("a sequence has no token that counts, so its reward has no place")
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(counted, columns, -1).amax(dim=1, keepdim=True)
+    return torch.where(columns == last, rewards.to(torch.float64)[:, None], 0.0)
+
+
+def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Return to go: G = R + gamma · G', token by token (REINFORCE: Williams, 1992).
+
+    `rewards` and `mask` [batch, tokens]; returns [batch, tokens] float64, 0 where `mask` is 0. With `gamma` 1 and the reward
+    at the last token, every token has the reward.
+    """
+    values, counted = rewards.to(torch.float64), mask != 0
+    running = torch.zeros(values.shape[0], dtype=torch.float64, device=values.device)
+    out = torch.zeros_like(values)
+    for t in range(values.shape[1] - 1, -1, -1):
+        here = counted[:, t]
+        running = torch.where(here, values[:, t] + gamma * running, running)
+        out[:, t] = torch.where(here, running, 0.0)
+    return out
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438): δ = R + γ V' - V, A = δ + γ λ A'.
+
+    `rewards`, `values` and `mask` [batch, tokens]; behind the last token that counts V' and A' are 0. Returns (advantages,
+    returns), each [batch, tokens] float64 and 0 where `mask` is 0; returns = A + V, taken before anything is whitened, are
+    what the critic is fitted to. No gradient goes through.
+    """
+    reward, value = rewards.detach().to(torch.float64), values.detach().to(torch.float64)
+    counted = mask != 0
+    advantages = torch.zeros_like(reward)
+    ahead = torch.zeros(reward.shape[0], dtype=torch.float64, device=reward.device)
+    running = torch.zeros_like(ahead)
+    for t in range(reward.shape[1] - 1, -1, -1):
+        here = counted[:, t]
+        delta = reward[:, t] + gamma * ahead - value[:, t]
+        running = torch.where(here, delta + gamma * lam * running, running)
+        ahead = torch.where(here, value[:, t], ahead)
+        advantages[:, t] = torch.where(here, running, 0.0)
+    return advantages, torch.where(counted, advantages + value, 0.0)
+
+
+# -------------------- whitening
+# Mean zero and variance one over all trained tokens of a step, however they are spread over ranks and micro-batches.
+#
+# Each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes after returns
+# are taken from advantages, never before. The variance is the unbiased one.
+
+EPSILON = 1e-8
+"""Added to the variance, as public implementations of REINFORCE++ and GAE do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def __add__(self, other: Moments) -> Moments:
+        """Of both together, without the cancellation of a sum of squares (Chan, Golub and LeVeque, 1979)."""
+        count = self.count + other.count
+        if count == 0:
+            return self
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count
+        squares = self.squares + other.squares + apart * apart * self.count * other.count / count
+        return Moments(count, mean, squares)
+
+    @property
+    def variance(self) -> float:
+        """Unbiased; 0 of fewer than two tokens."""
+        return self.squares / (self.count - 1) if self.count > 1 else 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Moments:
+        """Of `values` [batch, tokens] where `mask`, of the same shape, is not 0."""
+        kept = values.detach()[mask != 0].to(torch.float64)
+        if kept.numel() == 0:
+            return cls()
+        mean = kept.mean()
+        return cls(kept.numel(), float(mean), float((kept - mean).square().sum()))
+
+
+def whitened(values: Tensor, mask: Tensor, whole: Moments) -> Tensor:
+    """(value - mean) / sqrt(variance + 1e-8) by the moments of the whole step; 0 where `mask` is 0 (arXiv 2501.03262).
+
+    `values` and `mask` [batch, tokens]; returns [batch, tokens] float64. Values that are all the same become 0.
+    """
+    scale = (whole.variance + EPSILON) ** -0.5
+    return torch.where(mask != 0, (values.to(torch.float64) - whole.mean) * scale, 0.0)
+
+
+# -------------------- shaping
+# What is taken off a reward before advantages are made of it: for length, and for leaving the reference.
+
+
+def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float) -> Tensor:
+    """DAPO's soft punishment of length (arXiv 2503.14476): min(-(len - (longest - cache)) / cache · factor, 0).
+
+    `lengths` [n] in tokens; `longest` and `cache` in tokens: it begins at `longest - cache` and is `-factor` at `longest`.
+    Returns [n] float64, to be added to the rewards. Raises ValueError unless 0 < cache <= longest and factor >= 0.
+    """
+    if not 0 < cache <= longest:
+        raise ValueError(f"a cache of {cache} tokens does not fit into {longest}")
+    if factor < 0:
+        raise ValueError(f"the factor is {factor}; a penalty is not negative")
+    over = lengths.to(torch.float64) - (longest - cache)
+    return (-over / cache * factor).clamp(max=0.0)
+
+
+def less_kl(token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
+    """KL inside the reward (arXiv 1909.08593): R - coef·kl at every token that counts; [batch, tokens] each, returns float64.
+
+    `kl` is k1 (`kl.kl_estimate`), the unbiased one, for no gradient is taken of a reward. KL as a loss is another thing:
+    it is added to the token losses, as k3 or k2.
+    """
+    return torch.where(mask != 0, token_rewards.to(torch.float64) - coef * kl.detach().to(torch.float64), 0.0)

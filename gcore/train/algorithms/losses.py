@@ -7,6 +7,8 @@ held within ±20: beyond it the exponential overflows float32, and what is so fa
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -151,3 +153,150 @@ def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
 
 def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+
+
+# -------------------- aggregate
+# How token losses become one number, the same for every split over ranks and micro-batches.
+#
+# The loss of an update is a sum over all its sequences divided by a count of all its sequences or tokens. The sum is taken
+# where the sequences are, micro-batch by micro-batch (`loss_sum`); the count is the whole update's and known beforehand
+# (`denominator`). So
+#
+#     loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
+#
+# and no mean is ever taken over a part. A sequence stands whole in one row; rows of zeros (padding, dummies) add nothing.
+
+Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+"""Every token weighs the same (DAPO, arXiv 2503.14476); every sequence (GRPO, GSPO); every sequence by its tokens' sum;
+that sum over a constant (Dr.GRPO, arXiv 2503.20783)."""
+
+
+def loss_sum(token_loss: Tensor, mask: Tensor, mode: Mode, horizon: float | None = None) -> Tensor:
+    """What this part contributes to the loss, still to be divided by `denominator`.
+
+    `token_loss` and `mask` [batch, tokens]; mask of any type, trained where it is not 0. Returns a scalar: the sum over
+    sequences of the sum over tokens (all modes but two), of the mean over tokens ("seq-mean-token-mean"), or of the sum
+    over tokens divided by the constant `horizon` in tokens ("seq-mean-token-sum-norm", Dr.GRPO's). Raises ValueError for
+    shapes that do not fit and for a missing horizon.
+    """
+    if token_loss.shape != mask.shape or token_loss.ndim != 2:
+        raise ValueError(f"token losses {tuple(token_loss.shape)} and mask {tuple(mask.shape)} must both be [b, t]")
+    trained = mask != 0
+    kept = torch.where(trained, token_loss, torch.zeros_like(token_loss))
+    if mode == "seq-mean-token-mean":
+        return (kept.sum(dim=1) / trained.sum(dim=1).clamp(min=1)).sum()
+    if mode == "seq-mean-token-sum-norm":
+        return kept.sum() / _horizon(horizon)
+    return kept.sum()
+
+
+def denominator(mode: Mode, *, tokens: int, sequences: int, horizon: float | None = None) -> float:
+    """What the sum over all parts is divided by: the update's trained tokens, or its sequences.
+
+    `tokens` and `sequences` count the whole update, over all ranks and micro-batches; a sequence counts if at least one
+    of its tokens is trained. `horizon` is only checked: it divides in `loss_sum` already. Raises ValueError if there is
+    nothing to divide by.
+    """
+    if mode == "seq-mean-token-sum-norm":
+        _horizon(horizon)
+    count = tokens if mode == "token-mean" else sequences
+    if count < 1:
+        raise ValueError(f"an update over {tokens} tokens in {sequences} sequences has no {mode} loss")
+    return float(count)
+
+
+def _horizon(horizon: float | None) -> float:
+    if horizon is None or horizon <= 0:
+        raise ValueError(f"seq-mean-token-sum-norm needs a horizon above 0, not {horizon}")
+    return float(horizon)
+
+
+# -------------------- corrections
+# Weights for the difference between what the engine sampled from and what the trainer computes.
+#
+# Engine and trainer give slightly different log-probabilities for the same tokens and weights (kernels, precision,
+# truncated sampling), and samples that were made ahead of training come from older weights. What is done about it is
+# the spec's choice:
+#
+# - TIS, truncated importance sampling, multiplies each token's loss by the capped ratio of the two;
+# - IcePop does so within a band, and drops the loss of a token outside;
+# - MIS leaves such tokens out altogether, of the count too;
+# - decoupled PPO clips around a proximal policy and weighs by its ratio to the behaviour policy.
+#
+# None of them touches the PPO ratio, which stays within the trainer. All weights are detached.
+
+
+def ratio_weight(logp: Tensor, behave_logp: Tensor) -> Tensor:
+    """exp(logp - behave_logp), detached, of one shape such as [batch, tokens], the log-ratio held within ±20.
+
+    As the weight of decoupled PPO (arXiv 2505.24298): π_prox / π_behave, times the PPO loss whose ratio is π / π_prox.
+    """
+    return (logp - behave_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def tis_weight(old_logp: Tensor, rollout_logp: Tensor, cap: float) -> Tensor:
+    """min(exp(old_logp - rollout_logp), cap), detached: truncated importance sampling (Yao et al., 2025).
+
+    `old_logp` is the trainer's π_old, `rollout_logp` the engine's, of one shape, such as [batch, tokens]; returns that shape. To be multiplied
+    into the token losses. Raises ValueError for a cap that is not above 0.
+    """
+    if cap <= 0:
+        raise ValueError(f"the cap of the importance weight is {cap}; it must be above 0")
+    return ratio_weight(old_logp, rollout_logp).clamp(max=cap)
+
+
+def icepop_weight(old_logp: Tensor, rollout_logp: Tensor, *, low: float, high: float) -> Tensor:
+    """exp(old_logp - rollout_logp) where it is within [low, high], else 0, detached: IcePop (arXiv 2510.18855).
+
+    Shapes as in `tis_weight`; the tokens outside still count in the denominator. Raises ValueError unless 0 <= low < high.
+    """
+    weight = ratio_weight(old_logp, rollout_logp)
+    return torch.where(_inside(weight, low, high), weight, 0.0)
+
+
+def mis_mask(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """`mask` without the tokens whose ratio exp(old_logp - rollout_logp) is outside [low, high]; all [batch, tokens].
+
+    Masked importance sampling as public implementations of 2025 have it. The tokens outside are not counted: denominators are those of what it returns. Raises ValueError unless 0 <= low < high.
+    """
+    return torch.where(_inside(ratio_weight(old_logp, rollout_logp), low, high), mask, torch.zeros_like(mask))
+
+
+def _inside(weight: Tensor, low: float, high: float) -> Tensor:
+    if not 0 <= low < high:
+        raise ValueError(f"the band of the importance weight is [{low}, {high}]; it must be 0 <= low < high")
+    return (weight >= low) & (weight <= high)
+
+
+# -------------------- kl
+# Estimators of the KL divergence from the reference, token by token, from samples of the policy.
+#
+# With d = logp - ref_logp. k1 is unbiased and may be negative; k2 and k3 never are. As a loss their gradients differ, which
+# matters more than their values (arXiv 2506.09477): that of k1 has mean zero and teaches nothing, that of k2 is the KL's own,
+# that of k3 is not. "k3+" therefore shows k3's value and has k2's gradient. As a term of the reward no gradient is taken, and k1 is the
+# unbiased choice.
+
+MAX_EXPONENT = 20.0
+
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", "k3+"]) -> Tensor:
+    """k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" with the value of k3 and the gradient of k2.
+
+    Both inputs of one shape, such as [batch, tokens]; returns that shape, nats, in the type of `logp`. The gradient goes through `logp` only. The
+    exponent is held below 20, so that a token the policy all but excludes does not overflow.
+    """
+    d = logp - ref_logp.detach()
+    match kind:
+        case "k1":
+            return d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            return _k3(d)
+        case "k3+":
+            k2 = d * d / 2
+            return _k3(d).detach() + (k2 - k2.detach())  # the bracket is exactly 0 and has k2's gradient
+
+
+def _k3(d: Tensor) -> Tensor:
+    return torch.expm1((-d).clamp(max=MAX_EXPONENT)) + d

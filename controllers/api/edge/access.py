@@ -1,0 +1,445 @@
+"""Who calls, and what they may: the role table of every RPC, and the caller of the call that is being served.
+
+There are three roles of people, each with all that the one before may: a *viewer* reads, a *submitter* begins, changes and ends
+jobs, an *admin* does both in every namespace, and what concerns the cluster. Viewers and submitters have the namespaces that
+their token names: what another namespace has is not there for them, as if it did not exist. A *node* is another daemon; loads of engines
+and train ranks are served to nodes only, and no token makes a node.
+
+The table names each RPC of each service with the least role and whether it changes anything (what does is written to the audit
+log). An RPC without a row is refused to everybody. Which caller it is follows from the call's token or client certificate
+(`controllers.service.gate`); where nothing is configured to tell callers apart, which is allowed on loopback only, everybody is
+an admin without a name.
+
+Does not look at jobs: services ask `may_see` with the namespace of what they are about to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from controllers.api.edge.errors import Context, NotFound, Unauthenticated, bad_field, edge
+from gcore.api.tls import EVERY, CertName, check_user, name_in
+from gcore.api.tokens import DEFAULT_S, KEPT_S, LONGEST_S, MOST_TOKENS, Token, TokenRecord, new_token, token_in
+from gcore.api.v1 import access_pb2 as pb
+from gcore.api.v1 import access_pb2_grpc
+from gcore.errors import GcoreError, StoreUnavailable, UsageError
+from gcore.schema import UnreadableRecord
+from gcore.store import keys
+from gcore.store.keys import DEFAULT_NAMESPACE
+from gcore.store.types import Compare, Delete, Put, Store, WatchBatch
+from gcore.system.clock import Clock
+
+
+class Role(IntEnum):
+    """The greater has all that the smaller may."""
+
+    VIEWER = 1
+    SUBMITTER = 2
+    ADMIN = 3
+    NODE = 4
+
+    @property
+    def word(self) -> str:
+        """As people write it."""
+        return self.name.lower()
+
+
+USER_ROLES: Mapping[str, Role] = MappingProxyType(
+    {role.word: role for role in (Role.VIEWER, Role.SUBMITTER, Role.ADMIN)}
+)
+"""What a token or a person's certificate may say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose call it is. `namespaces` None: all. `name` empty: nobody is told apart."""
+
+    name: str
+    role: Role
+    namespaces: frozenset[str] | None = None
+
+    def may_see(self, namespace: str) -> bool:
+        """Whether what is in `namespace` is there for this caller."""
+        return self.namespaces is None or namespace in self.namespaces
+
+    @property
+    def home(self) -> str:
+        """The namespace in which the caller's jobs are, and names are looked up, if none is named."""
+        if self.may_see(DEFAULT_NAMESPACE):
+            return DEFAULT_NAMESPACE
+        return min(self.namespaces or (DEFAULT_NAMESPACE,))
+
+
+NOBODY_IS_TOLD_APART = Caller("", Role.ADMIN)
+
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY_IS_TOLD_APART)
+
+
+def caller() -> Caller:
+    """Whose call is being served in this task."""
+    return _caller.get()
+
+
+def may_see(namespace: str) -> bool:
+    """Whether what is in `namespace` is there for whoever calls."""
+    return caller().may_see(namespace)
+
+
+def serve_for(one: Caller) -> None:
+    """What this task does from now on, it does for this caller."""
+    _caller.set(one)
+
+
+@contextlib.contextmanager
+def acting_for(one: Caller) -> Iterator[None]:
+    """The same within a block."""
+    token = _caller.set(one)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the table says of an RPC."""
+
+    least: Role
+    changes: bool = False
+    """Whether it changes anything: then it is written to the audit log each time."""
+
+
+def _reads(least: Role = Role.VIEWER) -> Row:
+    return Row(least)
+
+
+def _changes(least: Role = Role.SUBMITTER) -> Row:
+    return Row(least, changes=True)
+
+
+TABLE: Mapping[str, Row] = MappingProxyType(
+    {
+        "/gcore.api.v1.Jobs/CreateJob": _changes(),
+        "/gcore.api.v1.Jobs/GetJob": _reads(),
+        "/gcore.api.v1.Jobs/ListJobs": _reads(),
+        "/gcore.api.v1.Jobs/WatchJob": _reads(),
+        "/gcore.api.v1.Jobs/StreamLogs": _reads(),
+        "/gcore.api.v1.Jobs/StreamMetrics": _reads(),
+        "/gcore.api.v1.Jobs/UpdateJob": _changes(),
+        "/gcore.api.v1.Jobs/PauseJob": _changes(),
+        "/gcore.api.v1.Jobs/ResumeJob": _changes(),
+        "/gcore.api.v1.Jobs/CancelJob": _changes(),
+        "/gcore.api.v1.Jobs/DeleteJob": _changes(),
+        "/gcore.api.v1.Jobs/RunEval": _changes(),
+        "/gcore.api.v1.Jobs/ListShards": _reads(),
+        "/gcore.api.v1.Jobs/AuditJob": _reads(),
+        "/gcore.api.v1.Jobs/GetSamples": _reads(),
+        "/gcore.api.v1.Jobs/GetBooks": _reads(),
+        "/gcore.api.v1.Jobs/ListCheckpoints": _reads(),
+        "/gcore.api.v1.Jobs/GetPlacement": _reads(),
+        "/gcore.api.v1.Jobs/PinPlacement": _changes(),
+        "/gcore.api.v1.Jobs/ListNodes": _reads(),
+        "/gcore.api.v1.Jobs/DrainNode": _changes(Role.ADMIN),
+        "/gcore.api.v1.Jobs/GetUsage": _reads(),
+        "/gcore.api.v1.Jobs/GetQuotas": _reads(),
+        "/gcore.api.v1.Jobs/SetQuota": _changes(Role.ADMIN),
+        "/gcore.api.v1.Placement/Loads": _reads(Role.NODE),
+        "/gcore.api.v1.Files/List": _reads(Role.SUBMITTER),
+        "/gcore.api.v1.Files/Read": _reads(Role.SUBMITTER),
+        "/gcore.api.v1.TrainRank/Feed": _changes(Role.NODE),
+        "/gcore.api.v1.TrainRank/Apply": _changes(Role.NODE),
+        "/gcore.api.v1.TrainRank/Accumulate": _changes(Role.NODE),
+        "/gcore.api.v1.TrainRank/Release": _changes(Role.NODE),
+        "/gcore.api.v1.TrainRank/Restore": _changes(Role.NODE),
+        "/gcore.api.v1.TrainRank/Watch": _reads(Role.NODE),
+        "/gcore.api.v1.Access/WhoAmI": _reads(),
+        "/gcore.api.v1.Access/CreateToken": _changes(Role.ADMIN),
+        "/gcore.api.v1.Access/ListTokens": _reads(Role.ADMIN),
+        "/gcore.api.v1.Access/RevokeToken": _changes(Role.ADMIN),
+    }
+)
+
+
+TOOLS: Mapping[str, Row] = MappingProxyType(
+    {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _reads()}
+)
+"""What is no service of gcore's, and is there only where the node's configuration lets it be."""
+
+
+OPEN = "/grpc.health.v1.Health/"
+"""Answers everybody."""
+
+
+def refusal(one: Caller, method: str) -> str | None:
+    """Why `one` may not call an RPC, or None."""
+    row = TABLE.get(method) or TOOLS.get(method)
+    if row is None:
+        return f"{method[:200]} is served to nobody: it is not in the role table"
+    if one != NOBODY_IS_TOLD_APART and one.role < row.least:
+        verb = method.rpartition("/")[2]
+        return f"{verb} needs the role {row.least.word}, and {one.name or 'the caller'} is a {one.role.word}"
+    return None
+
+
+# -------------------- token_book
+# The tokens there are, as last heard from the store, and whose a call is by what it shows.
+#
+# A token that was taken back counts no more as soon as that is heard; while the store is away nothing is heard, and nothing of a
+# job is told either. One from the file that the node's configuration names is an admin's always: with it the first others are made. Whoever shows a token
+# is who the token says, whatever certificate comes with it. Writes nothing.
+
+log = logging.getLogger(__name__)
+
+
+FIRST_ADMIN = "first-admin"
+"""Who shows the token of the configuration's file."""
+
+
+HOW = "Show a token (`gcore token create` makes one; GCORE_TOKEN or the context names it) or a client certificate"
+
+
+class NoCredentials(Unauthenticated):
+    """Neither a token nor a certificate."""
+
+    reason = "NO_CREDENTIALS"
+
+
+class BadToken(Unauthenticated):
+    """No token, or none of this cluster, or one that was taken back."""
+
+    reason = "BAD_TOKEN"
+
+
+class TokenExpired(Unauthenticated):
+    """It was good once."""
+
+    reason = "TOKEN_EXPIRED"
+
+
+class BadCertificate(Unauthenticated):
+    """The cluster's authority signed it, and says not for whom of gcore."""
+
+    reason = "BAD_CERTIFICATE"
+
+
+class TokenBook:
+    """`required` False: nobody is told apart, whatever a call shows. Any thread may ask."""
+
+    def __init__(self, clock: Clock, *, required: bool = False, admin_file: Path | None = None) -> None:
+        """Raises UsageError for an admin's file that has no token."""
+        self._clock = clock
+        self.required = required
+        self._first = None if admin_file is None else read_token(admin_file)
+        self._known: dict[str, TokenRecord] = {}
+        self._heard = False
+
+    async def watch(self, store: Store) -> None:
+        """Hear of tokens, for ever."""
+        async for batch in store.watch(keys.TOKENS):
+            self.note(batch)
+
+    def note(self, batch: WatchBatch) -> None:
+        """What was heard."""
+        known = {} if batch.reset else dict(self._known)
+        for event in batch.events:
+            token_id = event.kv.key.removeprefix(keys.TOKENS)
+            known.pop(token_id, None)
+            if event.kind == "put":
+                try:
+                    known[token_id] = TokenRecord.decode(event.kv.value, event.kv.key)
+                except UnreadableRecord as error:
+                    log.error("passed over: %s", error)
+        self._known, self._heard = known, True
+
+    def caller(self, authorization: str | None, uris: Iterable[str] | None) -> Caller:
+        """Whose a call is that shows this header and a certificate with these names (None: no certificate).
+
+        Raises Unauthenticated; StoreUnavailable while it is not known which tokens there are.
+        """
+        if not self.required:
+            return NOBODY_IS_TOLD_APART
+        if authorization is not None:
+            scheme, _, text = authorization.partition(" ")
+            if scheme.lower() != "bearer":
+                raise BadToken("the header `authorization` is no Bearer token", fix=HOW)
+            return self.by_token(text.strip())
+        if uris is not None:
+            return by_certificate(uris)
+        raise NoCredentials("the call does not say whose it is", fix=HOW)
+
+    def by_token(self, text: str) -> Caller:
+        """Whose the token is. Raises Unauthenticated, StoreUnavailable."""
+        token = token_in(text)
+        if token is None:
+            raise BadToken("what was shown is no token", fix="A token begins with gcore_; copy all of it")
+        if self._first is not None and token.id == self._first.id and token.is_of(self._first.sha256):
+            return Caller(FIRST_ADMIN, Role.ADMIN)
+        if not self._heard:
+            raise StoreUnavailable(
+                "which tokens there are was not heard from the store yet", fix="Ask again in a moment"
+            )
+        record = self._known.get(token.id)
+        if record is None or not token.is_of(record.sha256):
+            raise BadToken("the token is not one of this cluster, or was revoked", fix=HOW)
+        if self._clock.wall() >= record.expires:
+            raise TokenExpired(f"the token {record.id} of {record.name} has expired", fix="Have an admin make another")
+        try:
+            return _user(record.whose)
+        except UsageError as error:
+            raise BadToken(f"the token's record says nothing that holds ({error})", fix=HOW) from error
+
+
+def by_certificate(uris: Iterable[str]) -> Caller:
+    """Whose a certificate is that the cluster's authority signed. Raises Unauthenticated."""
+    whose = name_in(uris)
+    if whose is None:
+        raise BadCertificate(
+            "the certificate does not say for whom of gcore it is", fix="`gcore certs issue NAME --for user` makes one"
+        )
+    return Caller(whose.name, Role.NODE) if whose.kind == "node" else _user(whose)
+
+
+def _user(whose: CertName) -> Caller:
+    role = USER_ROLES[whose.role]
+    every = role is Role.ADMIN or EVERY in whose.namespaces
+    return Caller(whose.name, role, None if every else whose.namespaces)
+
+
+def read_token(file: Path) -> Token:
+    """The token in a file of its own. Raises UsageError."""
+    fix = f"`gcore token first-admin --to {file}` makes one"
+    try:
+        if file.stat().st_mode & 0o077:
+            raise UsageError("others may read the token", where=str(file), fix=f"chmod 600 {file}")
+        token = token_in(file.read_text(encoding="utf-8").strip())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"the token cannot be read ({why})", where=str(file), fix=fix) from error
+    if token is None:
+        raise UsageError("there is no token in it", where=str(file), fix=fix)
+    return token
+
+
+# -------------------- tokens
+# Serves whose a call is, and the tokens of users: made, listed, taken back; by an admin alone. The secret is told once.
+
+
+class TokenNotFound(NotFound):
+    """There is no token of that id."""
+
+    reason = "TOKEN_NOT_FOUND"
+
+
+class AccessService(access_pb2_grpc.AccessServicer):
+    """Implements gcore.api.v1.Access."""
+
+    def __init__(self, store: Store, clock: Clock, trouble: Any = str) -> None:
+        """`trouble`: why the store cannot be brought back, if that is known here."""
+        self._store = store
+        self._clock = clock
+        self.trouble = trouble
+
+    @edge
+    async def WhoAmI(self, request: pb.WhoAmIRequest, context: Context) -> pb.WhoAmIReply:
+        """Whom this call is taken for."""
+        me = caller()
+        return pb.WhoAmIReply(name=me.name, role=me.role.word, namespaces=_spaces(me), namespace=me.home)
+
+    @edge
+    async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenReply:
+        """Make a token."""
+        lifetime_s = request.lifetime_s or DEFAULT_S
+        if not 0 < lifetime_s <= LONGEST_S:
+            raise bad_field("lifetime_s", f"{request.lifetime_s} is no lifetime", "Name seconds, ten years at most")
+        try:
+            check_user(request.name, request.role, request.namespaces, "the token")
+        except UsageError as error:
+            raise bad_field(_field_of(error), error.what, error.fix) from error
+        await self._sweep()
+        token, now = new_token(), self._clock.wall()
+        record = TokenRecord(
+            id=token.id,
+            name=request.name,
+            role=request.role,
+            namespaces=tuple(sorted(set(request.namespaces))),
+            sha256=token.sha256,
+            created=now,
+            expires=now + lifetime_s,
+            created_by=caller().name,
+        )
+        key = keys.token(token.id)
+        won = await self._store.transact([Compare(key, 0)], [Put(key, record.encode())])
+        if not won.won:
+            raise GcoreError("another token has this id, by a chance that never comes", fix="Ask again")
+        return pb.CreateTokenReply(token=_told(record), secret=token.text)
+
+    @edge
+    async def ListTokens(self, request: pb.ListTokensRequest, context: Context) -> pb.ListTokensReply:
+        """All there are."""
+        records = sorted(await self._records(), key=lambda one: (one.name, one.id))
+        return pb.ListTokensReply(tokens=[_told(record) for record in records])
+
+    @edge
+    async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenReply:
+        """Take a token back."""
+        key = keys.token(request.id)
+        known = await self._store.get(key) if request.id and len(request.id) < 64 else None
+        if known is None:
+            raise TokenNotFound(f"there is no token {request.id[:40]!r}", fix="`gcore token list` shows their ids")
+        await self._store.transact([], [Delete(key)])
+        try:
+            return pb.RevokeTokenReply(token=_told(TokenRecord.decode(known.value, key)))
+        except UnreadableRecord:
+            return pb.RevokeTokenReply(token=pb.TokenInfo(id=request.id))
+
+    async def _records(self) -> list[TokenRecord]:
+        found = []
+        for kv in (await self._store.list(keys.TOKENS)).kvs:
+            try:
+                found.append(TokenRecord.decode(kv.value, kv.key))
+            except UnreadableRecord:
+                found.append(
+                    TokenRecord(
+                        id=kv.key.removeprefix(keys.TOKENS), name="?", role="?", sha256="", created=0, expires=0
+                    )
+                )
+        return found
+
+    async def _sweep(self) -> None:
+        """Those that expired long ago go when others are made; there are never more than so many."""
+        records, now = await self._records(), self._clock.wall()
+        gone = [one for one in records if one.role != "?" and one.expires + KEPT_S < now]
+        for one in gone[:64]:
+            await self._store.transact([], [Delete(keys.token(one.id))])
+        if len(records) - len(gone) >= MOST_TOKENS:
+            raise GcoreError(f"there are {MOST_TOKENS} tokens already", fix="Revoke those that nobody uses")
+
+
+def _spaces(one: Caller) -> list[str]:
+    return [EVERY] if one.namespaces is None else sorted(one.namespaces)
+
+
+def _field_of(error: UsageError) -> str:
+    return "role" if "role" in error.what else "namespaces" if "namespace" in error.what else "name"
+
+
+def _told(record: TokenRecord) -> pb.TokenInfo:
+    every = record.role == "admin"
+    return pb.TokenInfo(
+        id=record.id,
+        name=record.name,
+        role=record.role,
+        namespaces=[EVERY] if every else record.namespaces,
+        created=record.created,
+        expires=record.expires,
+        created_by=record.created_by,
+    )

@@ -1,0 +1,343 @@
+"""Stands before every service of a daemon: finds out whose a call is, lets pass what the role table allows, and notes who did what.
+
+Health answers everybody. Everything else needs a token or a client certificate where the node's configuration tells callers
+apart; the rest is refused before any service sees it. A stream ends when the token that it was begun with has: whether it
+counts is asked with each message. What a service does within the call it does for its caller (`controllers.service.access.caller`).
+
+Whose a call is stands in what it begins with, and so it is asked before its request has come: a stranger holds no place by sending
+none. Who is known has a place among their own (`controllers.service.room`), and a while for the request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from controllers.api.edge import access
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, TABLE, Caller, TokenBook, serve_for
+from controllers.api.edge.errors import Context, Forbidden, Unauthenticated, ended_with, refusal_of, refuse
+from controllers.api.edge.server import CallRoom
+from gcore.api.rpc import REQUEST_WITHIN_S, Handler, answer_of, early, request_of
+from gcore.api.tls import AUTHORIZATION, SCHEME
+from gcore.errors import GcoreError
+from gcore.system.clock import Clock
+
+# -------------------- call_journal
+# Who did what: one line of JSON for each call that changes something, and for each that was refused, in a file of this daemon.
+#
+# `{"time", "caller", "role", "peer", "verb", "job", "outcome", "reason"}`; `peer` is where the call came from, `outcome` a status of gRPC or HTTP.
+# Never what a call showed, nor what it carried. The file is turned over at a size, and a few old ones stay: it never grows beyond
+# that. Calls of which nobody knows whose they are stand in a file beside it (`refused-...`), so that whoever knocks often drives no
+# line of the others out. Lines are written by a thread, behind the calls; where the disk takes none, the newest thousands wait, then the oldest of these are
+# dropped, and the log says so. Only the daemon's owner can read it.
+
+log = logging.getLogger(__name__)
+
+
+MOST_WAITING = 4096
+
+
+MOST_OF_A_FIELD = 200
+
+
+END_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is told of a call."""
+
+    caller: str
+    role: str
+    peer: str
+    verb: str
+    job: str
+    outcome: str
+    reason: str = ""
+
+
+class CallJournal:
+    """`file` None: nothing is kept. `most_bytes` of a file, `kept` old ones."""
+
+    def __init__(self, file: Path | None, clock: Clock, *, most_bytes: int = 16 << 20, kept: int = 4) -> None:
+        self._file = file
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._kept = kept
+        self._lines: queue.Queue[tuple[Path, bytes] | None] = queue.Queue(MOST_WAITING)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        if file is not None:
+            self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+            self._thread.start()
+
+    def note(self, entry: Entry) -> None:
+        """A call has ended. Never waits; any thread."""
+        if self._file is None:
+            return
+        tree = {"time": round(self._clock.wall(), 3)} | {
+            name: getattr(entry, name)[:MOST_OF_A_FIELD] for name in Entry.__slots__ if getattr(entry, name)
+        }
+        line = json.dumps(tree).encode() + b"\n"
+        file = self._file
+        if not entry.role:
+            file = file.with_name(f"refused-{file.name}")
+            if self._lines.qsize() > MOST_WAITING // 2:
+                return
+        while True:
+            try:
+                self._lines.put_nowait((file, line))
+                return
+            except queue.Full:
+                self._drop_oldest()
+
+    def close(self) -> None:
+        """What is left is written, if the disk takes it soon."""
+        if self._thread is not None:
+            try:
+                self._lines.put_nowait(None)
+            except queue.Full:
+                self._drop_oldest()
+                self._lines.put(None)
+            self._thread.join(END_S)
+
+    def _drop_oldest(self) -> None:
+        try:
+            self._lines.get_nowait()
+        except queue.Empty:
+            return
+        self._dropped += 1
+        if self._dropped & (self._dropped - 1) == 0:
+            log.error("%s takes nothing: %d lines of who did what are lost so far", self._file, self._dropped)
+
+    def _write_all(self) -> None:
+        while (next_one := self._lines.get()) is not None:
+            path, line = next_one
+            try:
+                self._turn_over(path, len(line))
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
+                    file.write(line)
+            except OSError as error:
+                self._dropped += 1
+                if self._dropped & (self._dropped - 1) == 0:
+                    log.error(
+                        "who did what cannot be written to %s (%s): %d lines are lost so far",
+                        self._file,
+                        error,
+                        self._dropped,
+                    )
+
+    def _turn_over(self, file: Path, more: int) -> None:
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return
+        if size + more <= self._most_bytes:
+            return
+        names = [file, *(file.with_name(f"{file.name}.{number}") for number in range(1, self._kept + 1))]
+        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+            if newer.exists():
+                newer.replace(older)
+        if self._kept == 0:
+            file.unlink()
+
+
+STRANGERS_WITHIN_S = 5.0
+"""From the beginning of a stranger's call to its request."""
+
+
+_NAMES = "peer_uri"
+
+
+_TRANSPORT = "transport_security_type"
+
+
+_WATCH = access.OPEN + "Watch"
+
+
+class AccessGate(grpc.aio.ServerInterceptor):
+    """Comes before what looks at requests, and behind what counts calls. `within_s`: a request that comes later is refused."""
+
+    def __init__(
+        self, book: TokenBook, journal: CallJournal, room: CallRoom, *, within_s: float = REQUEST_WITHIN_S
+    ) -> None:
+        self._book = book
+        self._journal = journal
+        self._room = room
+        self._within_s = within_s
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if method.startswith(access.OPEN):
+            within_s = min(self._within_s, STRANGERS_WITHIN_S)
+            call: _Begun = _Strangers(handler, self._room, within_s, watches=method == _WATCH)
+        else:
+            metadata = handler_call_details.invocation_metadata or ()
+            shown = [str(value) for key, value in metadata if key == AUTHORIZATION]
+            one = shown[0] if len(shown) == 1 else "twice" if shown else None
+            call = _Call(handler, self._room, self._within_s, self._book, self._journal, method, one)
+        return early(handler, call.streamed if handler.response_streaming else call.answered)
+
+
+class _Begun:
+    """A call that has begun."""
+
+    def __init__(self, handler: Handler, room: CallRoom, within_s: float) -> None:
+        self._handler = handler
+        self._inner = answer_of(handler)
+        self._room = room
+        self._within_s = within_s
+        self._request: Any = None
+        """Once it has come."""
+
+    async def answered(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        """For a call with one answer."""
+        done, answer = False, None
+        try:
+            await self._admit(requests, context)
+            answer = await self._inner(self._request, context)
+            done = True
+            return answer
+        finally:
+            self._over(context, answer, done=done)
+
+    async def streamed(self, requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
+        """For a call with many."""
+        done = left = False
+        try:
+            await self._admit(requests, context)
+            async with aclosing(self._inner(self._request, context)) as answers:
+                async for one in answers:
+                    # Before it is sent: between two messages of a quiet stream a token may have been taken back long ago.
+                    await self._still(context)
+                    yield one
+            done = True
+        except GeneratorExit:
+            left = True
+            raise
+        finally:
+            self._over(context, None, done=done, left=left)
+
+    async def _admit(self, requests: AsyncIterator[Any], context: Context) -> None:
+        """Until its request has come, or it was refused."""
+        try:
+            await self._enter(requests, context)
+        except GcoreError as error:
+            await refuse(context, refusal_of(error))
+
+    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+        """The same. Raises GcoreError."""
+        raise NotImplementedError
+
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
+        self._request = await request_of(self._handler, requests, self._within_s)
+
+    async def _still(self, context: Context) -> None:
+        """Whether it may go on."""
+
+    def _over(self, context: Context, answer: Any, *, done: bool, left: bool = False) -> None:
+        """It has ended."""
+
+
+class _Strangers(_Begun):
+    """What everybody may."""
+
+    def __init__(self, handler: Handler, room: CallRoom, within_s: float, *, watches: bool) -> None:
+        super().__init__(handler, room, within_s)
+        self._watches = watches
+
+    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+        self._room.enter_stranger(context, watches=self._watches)
+        await self._read(requests)
+
+
+class _Call(_Begun):
+    """What needs a role."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        room: CallRoom,
+        within_s: float,
+        book: TokenBook,
+        journal: CallJournal,
+        method: str,
+        shown: str | None,
+    ) -> None:
+        super().__init__(handler, room, within_s)
+        self._book = book
+        self._journal = journal
+        self._method = method
+        self._shown = shown
+        self._caller: Caller | None = None
+
+    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+        one = self._caller = self._book.caller(self._shown, names_shown(context))
+        self._room.enter(one, context)
+        # Before it is looked whether they may: what a known caller wanted in vain is noted.
+        await self._read(requests)
+        why = access.refusal(one, self._method)
+        if why is not None:
+            raise Forbidden(why, fix="Ask an admin for a token with that role")
+        serve_for(one)
+
+    async def _still(self, context: Context) -> None:
+        try:
+            self._book.caller(self._shown, names_shown(context))
+        except Unauthenticated as error:
+            await refuse(context, refusal_of(error))
+
+    def _over(self, context: Context, answer: Any, *, done: bool, left: bool = False) -> None:
+        row = TABLE.get(self._method)
+        outcome = ended_with(context, done=done, left=left)
+        refused = outcome in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+        if not refused and (row is None or not row.changes):
+            return
+        one = self._caller or Caller("", NOBODY_IS_TOLD_APART.role)
+        known = self._caller is not None
+        self._journal.note(
+            Entry(
+                caller=one.name if known else "",
+                role=one.role.word if known else "",
+                peer=context.peer() or "",
+                verb=self._method.rpartition("/")[2],
+                job=_about(self._request, answer),
+                outcome=outcome,
+                reason=str(context.details() or "") if outcome != "OK" else "",
+            )
+        )
+
+
+def _about(request: Any, answer: Any) -> str:
+    """The job, node, token or namespace that a call is about: as it says, or, of one that it made, as it was told."""
+    told = (getattr(request, name, "") for name in ("job", "node", "id", "name", "namespace"))
+    made = (getattr(answer, name, "") for name in ("uid", "name"))
+    return next((one for one in (*told, *made) if isinstance(one, str) and one), "")
+
+
+def names_shown(context: Any) -> list[str] | None:
+    """The URIs of gcore in the certificate of whoever calls; None: no certificate was shown."""
+    shown = context.auth_context()
+    if "x509_pem_cert" not in shown:
+        return None
+    texts = [value.decode(errors="replace") for value in shown.get(_NAMES, ())]
+    return [text for text in texts if text.startswith(f"{SCHEME}://")]

@@ -1,0 +1,355 @@
+"""How much a daemon serves at once: calls, and of these streams.
+
+What one stream holds is small however slowly its client reads: a daemon sends no more than the client takes (HTTP/2's flow control), and
+takes what it sends from what it has anyway. So the number is what is bounded; who comes when there are too many is told so. Where people
+are told apart nobody has more than half of the places, so that one whose program forgets its streams shuts nobody else out.
+
+Daemons, which ask for whoever asked them, count among streams as one, and among calls by themselves: what people do takes no
+place of theirs. Strangers, to whom health alone is answered, have a few places apart; there machines are told apart in place of people.
+
+A call has its place until it is over, not until it was answered: whoever takes no answer holds what stands behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc
+
+from controllers.api.edge.access import Caller, Role, caller
+from controllers.api.edge.errors import Context, Exhausted, TooManyCalls, ended_with, refuse
+from gcore.api.rpc import Handler, Refusal, answer_of, like
+from gcore.api.v1 import jobs_pb2
+from gcore.config.node import ApiConfig
+from gcore.observability.metrics import Metrics
+from gcore.system.clock import Clock
+
+STRANGERS = 128
+"""Calls of strangers at once."""
+
+
+WATCHERS = 16
+"""Strangers that watch health, each a stream without an end."""
+
+
+class Places:
+    """`most` places for `what`, of which nobody with a name has more than half."""
+
+    def __init__(self, most: int, what: str, kind: type[Exhausted], fix: str) -> None:
+        self._most = most
+        self._most_of_one = -(-most // 2)
+        self._what = what
+        self._kind = kind
+        self._fix = fix
+        self._by_name: Counter[str] = Counter()
+        self.taken = 0
+
+    def take(self, name: str) -> None:
+        """One more of `name`'s; without a name, of anybody's. Raises Exhausted."""
+        if self.taken >= self._most:
+            raise self._kind(f"{self.taken} {self._what} are served here already", fix=self._fix)
+        if name and self._by_name[name] >= self._most_of_one:
+            raise self._kind(
+                f"{self._by_name[name]} {self._what} of {name} are served here already, which is half of all there may be",
+                fix="End some of them, or ask another controller",
+            )
+        self.taken += 1
+        self._by_name[name] += 1
+
+    def give(self, name: str) -> None:
+        """One of `name`'s is free again."""
+        self.taken -= 1
+        self._by_name[name] -= 1
+        if not self._by_name[name]:
+            del self._by_name[name]
+
+
+class StreamRoom:
+    """Places for `most` streams."""
+
+    def __init__(self, most: int) -> None:
+        fix = "Ask another controller, or raise api.streams in the node's configuration"
+        self._places = Places(most, "streams", Exhausted, fix)
+
+    @property
+    def taken(self) -> int:
+        """Streams that there are."""
+        return self._places.taken
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """For one stream. Raises Exhausted."""
+        name = _named(caller())
+        self._places.take(name)
+        try:
+            yield
+        finally:
+            self._places.give(name)
+
+
+class CallRoom:
+    """Places for `most` calls of people, and for as many of daemons. `context`: of the call, which tells when it is over."""
+
+    def __init__(self, most: int) -> None:
+        fix = "Ask another controller, or raise api.calls in the node's configuration"
+        self._people = Places(most, "calls", TooManyCalls, fix)
+        self._nodes = Places(most, "calls of nodes", TooManyCalls, fix)
+        self._strangers = Places(STRANGERS, "calls without a token", TooManyCalls, "Ask another controller")
+        self._watchers = Places(WATCHERS, "watchers of health", TooManyCalls, "Ask for it with Check")
+
+    @property
+    def taken(self) -> int:
+        """Calls that there are."""
+        return sum(one.taken for one in (self._people, self._nodes, self._strangers, self._watchers))
+
+    def enter(self, one: Caller, context: Any) -> None:
+        """A call of somebody who is known. Raises TooManyCalls."""
+        _enter(self._nodes if one.role is Role.NODE else self._people, _named(one), context)
+
+    def enter_stranger(self, context: Any, *, watches: bool) -> None:
+        """A call of whoever it may be. Raises TooManyCalls."""
+        machine = str(context.peer() or "").rpartition(":")[0]
+        _enter(self._watchers if watches else self._strangers, machine, context)
+
+
+def most_at_once(most: int) -> int:
+    """Calls that a server takes whose `CallRoom` has `most` places: those, and some that are being refused."""
+    return 2 * most + 2 * (STRANGERS + WATCHERS)
+
+
+def _named(one: Caller) -> str:
+    return "" if one.role is Role.NODE else one.name
+
+
+def _enter(places: Places, name: str, context: Any) -> None:
+    places.take(name)
+    context.add_done_callback(lambda _: places.give(name))
+
+
+# -------------------- counted_calls
+# Counts what is asked of this process over gRPC: by method and status, how long unary calls took, which streams are open.
+#
+# Methods that nobody serves are counted together: their names are the caller's. Refuses nothing and changes nothing.
+
+UNKNOWN = "unknown"
+
+
+class CountedCalls(grpc.aio.ServerInterceptor):
+    """Stands first, so that what others refuse is counted too."""
+
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
+        self._metrics = metrics
+        self._clock = clock
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            self._metrics.calls.labels(UNKNOWN, grpc.StatusCode.UNIMPLEMENTED.name).inc()
+            return None
+        method = handler_call_details.method.rpartition("/")[2]
+        if handler.response_streaming:
+            return like(handler, self._stream(method, handler))
+        return like(handler, self._unary(method, handler))
+
+    def _unary(self, method: str, handler: Handler) -> Callable[[Any, Any], Awaitable[Any]]:
+        behind = answer_of(handler)
+
+        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            begun, done = self._clock.monotonic(), False
+            try:
+                answer = await behind(request, context)
+                done = True
+                return answer
+            finally:
+                self._metrics.calls.labels(method, ended_with(context, done=done)).inc()
+                self._metrics.call_seconds.labels(method).observe(max(self._clock.monotonic() - begun, 0.0))
+
+        return counted
+
+    def _stream(self, method: str, handler: Handler) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
+        behind = answer_of(handler)
+
+        async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
+            done = left = False
+            self._metrics.open_streams.labels(method).inc()
+            try:
+                async with aclosing(behind(request, context)) as answers:
+                    async for one in answers:
+                        yield one
+                done = True
+            except GeneratorExit:
+                left = True
+                raise
+            finally:
+                self._metrics.open_streams.labels(method).dec()
+                self._metrics.calls.labels(method, ended_with(context, done=done, left=left)).inc()
+
+        return counted
+
+
+# -------------------- decoding
+# Bytes that are no message of the kind that is expected: refused as a wrong request. gRPC itself takes them for a defect of the
+# server, and fills its log with tracebacks.
+
+SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
+
+
+class Garbled:
+    """In place of a message that could not be read."""
+
+
+class Decoding(grpc.aio.ServerInterceptor):
+    """Stands last, next to the services. Requests that are streams are left to gRPC: none of people's has any."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        decode = _decoder(handler.request_deserializer)
+        checked = _stream if handler.response_streaming else _unary
+        return like(handler, checked(answer_of(handler)), decode)
+
+
+def _decoder(inner: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        try:
+            return inner(data)
+        except (DecodeError, ValueError, RecursionError):
+            return Garbled()
+
+    return decode
+
+
+def _unary(inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def checked(request: Any, context: Context) -> Any:
+        await _check(request, context)
+        return await inner(request, context)
+
+    return checked
+
+
+def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
+    async def checked(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+        await _check(request, context)
+        async with aclosing(inner(request, context)) as answers:
+            async for one in answers:
+                yield one
+
+    return checked
+
+
+async def _check(request: Any, context: Context) -> None:
+    if isinstance(request, Garbled):
+        await refuse(context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, SENTENCE, "BAD_REQUEST"))
+
+
+# -------------------- health
+# The daemon's health, for whoever asks (`grpc.health.v1`): whether it can work.
+#
+# Nobody who asks is known, so nothing here waits for anybody: a watcher that takes nothing holds up its own stream alone. (The one that comes with
+# gRPC writes to its watchers under a lock, and who is to change what it says waits for the slowest.)
+
+Status: Any = pb.HealthCheckResponse
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Of the whole daemon, which is called by no name; no part of it has a health of its own."""
+
+    WHOLE: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, *, serving: bool) -> None:
+        """What is answered from now on."""
+        if serving != self._serving:
+            self._serving = serving
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """How it is now."""
+        if request.service != self.WHOLE:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the daemon's health has no name: leave service empty")
+        return self._answer()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
+        """How it is now, and then each time that it is another; of what comes while nobody reads, the last."""
+        if request.service != self.WHOLE:
+            yield Status(status=Status.SERVICE_UNKNOWN)
+            await asyncio.Event().wait()
+        while True:
+            changed, told = self._changed, self._serving
+            yield self._answer()
+            while told == self._serving:
+                await changed.wait()
+                changed = self._changed
+
+    def _answer(self) -> Any:
+        return Status(status=Status.SERVING if self._serving else Status.NOT_SERVING)
+
+
+# -------------------- serving
+# The gRPC server of a daemon: how large messages may be, how much is served at once, whether it tells tools what it serves.
+#
+# What is beyond a bound ends as RESOURCE_EXHAUSTED, and costs the daemon nothing else. How many calls are served is bounded behind the gate
+# (`controllers.service.room`), where it is known whose they are; the server itself takes more than that, so that people who have filled their places
+# leave some for health, for nodes, and for being refused. A deadline that a caller set ends what is done for it.
+# A connection whose other end is gone is noticed by pings, so that its streams end.
+
+MOST_REQUEST = 4 << 20
+"""Bytes of a request: a spec with its templates is the largest."""
+
+
+MOST_ANSWER = 64 << 20
+"""Bytes of an answer; what a client takes (`gcore.client.patience.MAX_ANSWER_BYTES`)."""
+
+
+MOST_METADATA = 16 << 10
+
+
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MOST_REQUEST),
+    ("grpc.max_send_message_length", MOST_ANSWER),
+    ("grpc.max_metadata_size", MOST_METADATA),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # Clients may ask whether it is there, but not without end.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
+
+def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfig) -> grpc.aio.Server:
+    """Without services yet."""
+    most = most_at_once(api.calls)
+    return grpc.aio.server(interceptors=[*interceptors, Decoding()], options=OPTIONS, maximum_concurrent_rpcs=most)
+
+
+def reflect(server: grpc.aio.Server, api: ApiConfig) -> None:
+    """Tell tools what is served, where that is wanted. What they are told is no secret: it stands in docs/api.md."""
+    if not api.reflection:
+        return
+    from grpc_reflection.v1alpha import reflection
+
+    name = jobs_pb2.DESCRIPTOR.services_by_name["Jobs"].full_name
+    reflection.enable_server_reflection((name, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)

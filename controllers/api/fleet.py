@@ -1,0 +1,250 @@
+"""The verbs of the Jobs service about the cluster as a whole: its nodes, and what was used of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from controllers.accounting.usage import used_on
+from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.errors import BadFields, Context, NamespaceNotFound, NodeNotFound, bad_field, edge
+from controllers.api.job_messages import JobsDesk, node_uses
+from controllers.api.store_reader import ClusterListing, check_namespace
+from gcore.api.rpc import Violation
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config.base import MOST_SLOTS, NAMESPACE
+from gcore.errors import StoreUnavailable, did_you_mean
+from gcore.ledger import transactions as share_transactions
+from gcore.ledger.records.cluster import Claim, Drained, Share, Shares, SickSlots, slots_of
+from gcore.ledger.records.cluster import Quotas as QuotasRecord
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.ledger.usage import DAY_S, DIMENSIONS, NodeUsage, UsageSums
+from gcore.schema import UnreadableRecord
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Delete, Put, Store
+
+LONGEST_NODE = 64
+
+
+LAST = 10.0**11
+"""No time of a request is later, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedUsage:
+    """What of all that was used is asked for: days since the epoch, both included, by which dimensions, and of which namespace; empty: of
+    all that the caller may see."""
+
+    first_day: int
+    last_day: int
+    by: tuple[str, ...]
+    namespace: str
+
+    def has(self, usage: NodeUsage) -> bool:
+        """Whether a record is of it."""
+        is_then = self.first_day <= usage.day <= self.last_day
+        return is_then and may_see(usage.namespace) and self.namespace in ("", usage.namespace)
+
+
+def asked_usage(request: pb.GetUsageRequest, now: float) -> AskedUsage:
+    """Raises BadFields."""
+    wrong = []
+    for name in ("since", "until"):
+        if not 0 <= getattr(request, name) <= LAST:  # NaN is not, either
+            wrong.append(Violation(name, "is no time in seconds since the epoch"))
+    unknown = [one for one in request.by if one not in DIMENSIONS]
+    if unknown:
+        near = did_you_mean(unknown[0], DIMENSIONS)
+        wrong.append(Violation("by", f"{unknown[0][:40]!r} is none of {', '.join(DIMENSIONS)}{near}"))
+    if not wrong and request.until and request.until < request.since:
+        wrong.append(Violation("until", "is before since"))
+    if wrong:
+        raise BadFields(wrong)
+    first, last = int(request.since // DAY_S), int((request.until or now) // DAY_S)
+    return AskedUsage(first, last, tuple(request.by) or ("namespace",), request.namespace)
+
+
+def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
+    """As the API tells it."""
+    reply = pb.GetUsageReply()
+    for named, seconds in sums.ranked():
+        reply.usages.add(by=named, slot_seconds=seconds.slot_s, busy_seconds=seconds.busy_s)
+    return reply
+
+
+class Nodes(JobsDesk):
+    """Lists what is registered, and sums up what was used."""
+
+    @functools.cached_property
+    def _one_sum(self) -> asyncio.Lock:
+        """However many ask, one sum is made at a time."""
+        return asyncio.Lock()
+
+    @edge
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageReply:
+        """Slot-seconds, whole UTC days from that of `since` to that of `until`."""
+        asked = asked_usage(request, self._clock.wall())
+        sums = UsageSums(asked.by)
+        async with aclosing(self._used(asked.first_day, asked.last_day)) as pages:
+            async for usages in pages:
+                for usage in filter(asked.has, usages):
+                    sums.add(usage)
+        reply = usage_reply(sums)
+        if request.namespace and not reply.usages:
+            await self._check_namespace(request.namespace)
+        return reply
+
+    async def _used(self, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
+        async with self._one_sum, aclosing(used_on(self._jobs.store, first_day, last_day)) as pages:
+            async for usages in pages:
+                yield usages
+
+    async def _check_namespace(self, namespace: str) -> None:
+        """Of which nothing was used on the days that were asked for; whether it ever was is looked up where nothing else is known of it."""
+        try:
+            await check_namespace(self._jobs.store, namespace)
+        except NamespaceNotFound:
+            if caller().namespaces is not None:
+                raise
+            async with aclosing(self._used(0, keys.LAST_DAY)) as pages:
+                used = {one.namespace async for usages in pages for one in usages}
+            await check_namespace(self._jobs.store, namespace, used)
+
+    async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
+        """Those that are there, with what their slots are for."""
+        (drained, sick), shares = await self._jobs.pool(), await self._jobs.shares()
+        uses = node_uses(shares or Shares(), namespaces, may_see)
+        found = []
+        for n in listing.nodes:
+            node = pb.Node(name=n.name, incarnation=n.incarnation, address=n.address, pid=n.pid, slots=n.slots)
+            node.draining = n.name in drained
+            node.sick.extend(f"{slot}: {why}" for slot, why in sick.get(n.name, SickSlots()).slots.items())
+            for slot, uid in sorted(uses.get(n.name, {}).items()):
+                node.uses.add(slot=slot, job_uid=uid)
+            found.append(node)
+        return found
+
+    @edge
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.Node:
+        """Have every job leave a node, or use it again. It is remembered without the node's daemon."""
+        name = request.node
+        if not name or len(name) > LONGEST_NODE:
+            raise bad_field("node", "no node is named" if not name else "is longer than a node's name can be")
+        listing, key = await self._jobs.cluster(), keys.drained(name)
+        known = await self._jobs.store.get(key)
+        if name not in {node.name for node in listing.nodes} and known is None:
+            raise NodeNotFound(f"there is no node {name!r}", fix="`gcore nodes` shows those there are")
+        if request.undo and known is not None:
+            await self._jobs.store.transact((), (Delete(key),))
+        elif not request.undo and known is None:
+            mark = Drained(by=caller().name, since=self._clock.wall())
+            await self._jobs.store.transact((Compare(key, 0),), (Put(key, mark.encode()),))
+        namespaces = {uid: claim.namespace for uid, claim in (await self._jobs.claims()).items()}
+        there = {node.name: node for node in await self._nodes(await self._jobs.cluster(), namespaces)}
+        return there.get(name, pb.Node(name=name, draining=not request.undo))
+
+    @edge
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
+        """The daemons and workers that are there."""
+        listing, claims = await self._jobs.cluster(), await self._jobs.claims()
+        namespaces = {uid: claim.namespace for uid, claim in claims.items()}
+        return pb.ListNodesReply(
+            nodes=await self._nodes(listing, namespaces),
+            workers=[
+                pb.WorkerInfo(
+                    instance=w.instance,
+                    node=w.node,
+                    role=w.role,
+                    job_uid=w.job_uid if may_see(namespaces.get(w.job_uid, "")) else "",
+                    state=w.state,
+                    address=w.address,
+                    pid=w.pid,
+                    slot=" ".join(w.slots),
+                )
+                for w in listing.workers
+            ],
+        )
+
+
+# -------------------- quotas
+# The verbs of the Jobs service about quotas: the most slots that the jobs of a namespace may have together.
+#
+# A quota is a record of its own, which the daemons share the slots out by (`placement.shares`). Lowered, it takes slots back as any
+# other claim does: at the jobs' next commits. Nothing here moves a slot.
+
+MOST_NAMESPACES = 1_000
+"""With a quota: they stand in one record."""
+
+
+class QuotaVerbs(JobsDesk):
+    """Tells and sets them."""
+
+    @edge
+    async def GetQuotas(self, request: pb.GetQuotasRequest, context: Context) -> pb.Quotas:
+        """Those of the namespaces that the caller may see."""
+        return await told(self._jobs.store)
+
+    @edge
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.Quotas:
+        """One namespace's."""
+        if re.fullmatch(NAMESPACE, request.namespace) is None:
+            raise bad_field(
+                "namespace", f"{request.namespace[:80]!r} is no namespace", "Use lower-case letters, digits and '-'"
+            )
+        if request.slots > MOST_SLOTS:
+            raise bad_field("slots", f"{request.slots} is more than {MOST_SLOTS}", "Take the quota away for no limit")
+        await set_quota(self._jobs.store, request.namespace, request.slots if request.HasField("slots") else None)
+        return await told(self._jobs.store)
+
+
+async def set_quota(store: Store, namespace: str, slots: int | None) -> None:
+    """Set it, however often somebody else changes another meanwhile. Raises StoreUnavailable, BadFields."""
+    while True:
+        kv = await store.get(keys.QUOTAS)
+        try:
+            before = QuotasRecord() if kv is None else QuotasRecord.decode(kv.value, kv.key)
+        except UnreadableRecord:
+            before = QuotasRecord()  # as the daemons take it; it is written anew
+        others = {name: count for name, count in before.slots.items() if name != namespace}
+        after = QuotasRecord(slots=others if slots is None else dict(sorted({**others, namespace: slots}.items())))
+        if len(after.slots) > MOST_NAMESPACES:
+            raise bad_field("namespace", f"{MOST_NAMESPACES} namespaces have a quota", "Take another's away first")
+        known = None if kv is None else Stored(before, kv.mod_revision)
+        nobodys = JobKeys("")
+        report = await Ledger(store, nobodys).run(share_transactions.set_quotas(nobodys, known, after))
+        if report.outcome is TxnOutcome.WON:
+            return
+        if report.outcome is TxnOutcome.UNKNOWN:
+            raise StoreUnavailable(f"whether the quota was set is not known ({report.why})", fix="Set it again")
+
+
+async def told(store: Store) -> pb.Quotas:
+    """All that the caller may see. What this version cannot read counts as if it were not there."""
+    quota = await store.get(keys.QUOTAS)
+    shares = await store.get(keys.SHARES)
+    limits, jobs, used = dict[str, int](), Counter[str](), Counter[str]()
+    held = dict[str, Share]()
+    with contextlib.suppress(UnreadableRecord):
+        limits = {} if quota is None else dict(QuotasRecord.decode(quota.value, quota.key).slots)
+    with contextlib.suppress(UnreadableRecord):
+        held = {} if shares is None else Shares.decode(shares.value, shares.key).jobs
+    for kv in (await store.list(keys.ACTIVE)).kvs:
+        try:
+            namespace = Claim.read(kv.value, kv.key).namespace
+        except UnreadableRecord:
+            namespace = Claim().namespace
+        jobs[namespace] += 1
+        uid = kv.key.removeprefix(keys.ACTIVE)
+        if uid in held:
+            used[namespace] += len(slots_of(held[uid].held))
+    names = sorted(name for name in limits.keys() | jobs.keys() if may_see(name))
+    return pb.Quotas(
+        quotas=[pb.Quota(namespace=name, slots=limits.get(name), used=used[name], jobs=jobs[name]) for name in names]
+    )

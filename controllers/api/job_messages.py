@@ -1,0 +1,555 @@
+"""Which jobs there are, the newest first, in pages. Reads a few keys of the jobs on a page, and nothing of all others.
+
+Every job has one request key, written with it and never again, so the revisions at which request keys came to be are the order in
+which jobs were created. A page token says behind which of them the next page begins, and is bound to the request that it was given
+for: another filter, or another caller's namespaces, is refused. A page may have fewer jobs than were asked for, even none, where
+many had to be passed over, or where their specs are large; only an empty token says that there are no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.errors import BadFields, JobNotFound, bad_field
+from controllers.api.edge.server import StreamRoom
+from controllers.api.store_reader import StoredJobs, Unreadable, check_namespace
+from controllers.identity import node_of
+from controllers.rules.waits import waiting_for
+from gcore.api.rpc import Violation
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.config.base import MOST_SLOTS
+from gcore.config.load import stored_spec
+from gcore.config.node import ApiConfig
+from gcore.config.spec import HIGHEST_PRIORITY
+from gcore.errors import SpecError, did_you_mean
+from gcore.ledger import archive as store_copy
+from gcore.ledger.evaluation import best_of
+from gcore.ledger.mirror import DAMAGED, JobMirror
+from gcore.ledger.records.chain import SourceTally
+from gcore.ledger.records.cluster import NOTHING, Claim, Queued, Shares, slots_of
+from gcore.ledger.records.job import Evaluation, JobPhase
+from gcore.ledger.selection import planned_steps, resumable, rules_of
+from gcore.schema import UnreadableRecord
+from gcore.system.clock import Clock
+
+if TYPE_CHECKING:
+    from controllers.api.submission.submit import Submissions
+    from controllers.job.runner import JobRunner
+
+# -------------------- claiming
+# What people change of a job's claim to slots, and how a job stands that has none: queued, paused, about to end.
+#
+# A claim is a record of its own, which the daemons share the slots out by (`placement.shares`): nothing here moves a slot. What a job's own
+# records say of it (PENDING, RUNNING) says nothing of slots; both together are what the API tells.
+
+MOST_TOLD = 2**31 - 1
+"""What the API has room for."""
+
+
+UPDATABLE = ("priority", "slots_min", "slots_max")
+
+
+SECTION = "scheduling."
+"""Fields may be named as in the spec, too."""
+
+
+Change = Callable[[Claim], Claim]
+
+
+NO_QUEUE: Mapping[str, Queued] = MappingProxyType({})
+
+
+_GOES_ON = (pb.JOB_STATE_PENDING, pb.JOB_STATE_RUNNING)
+
+
+def paused(*, yes: bool) -> Change:
+    """The job has no slots until it is resumed, or may have some again."""
+    return lambda claim: claim.model_copy(update={"paused": yes})
+
+
+def ending(reason: str) -> Change:
+    """The job ends as soon as it has given its slots back."""
+    return lambda claim: claim if claim.ends else claim.model_copy(update={"ends": reason})
+
+
+def updated(request: pb.UpdateJobRequest) -> Change:
+    """What the mask names is as the request says. Raises BadFields."""
+    paths = [path.removeprefix(SECTION) for path in request.update_mask.paths]
+    if not paths:
+        raise bad_field("update_mask", "names nothing that is to change", f"Name some of {', '.join(UPDATABLE)}")
+    wrong = [
+        Violation("update_mask", f"{path[:60]!r} cannot be changed while a job runs{did_you_mean(path, UPDATABLE)}")
+        for path in dict.fromkeys(paths)
+        if path not in UPDATABLE
+    ]
+    if "priority" in paths and not -HIGHEST_PRIORITY <= request.priority <= HIGHEST_PRIORITY:
+        wrong.append(
+            Violation("priority", f"{request.priority} is not within -{HIGHEST_PRIORITY} and {HIGHEST_PRIORITY}")
+        )
+    if "slots_min" in paths and not 1 <= request.slots_min <= MOST_SLOTS:
+        wrong.append(Violation("slots_min", f"{request.slots_min} is no number of slots"))
+    if "slots_max" in paths and not 0 <= request.slots_max <= MOST_SLOTS:
+        wrong.append(Violation("slots_max", f"{request.slots_max} is no number of slots; 0: all there are"))
+    if wrong:
+        raise BadFields(wrong)
+
+    def change(claim: Claim) -> Claim:
+        new: dict[str, int | None] = {}
+        if "priority" in paths:
+            new["priority"] = request.priority
+        if "slots_min" in paths:
+            new["least"] = _in_units(request.slots_min, claim.unit)
+        if "slots_max" in paths:
+            new["most"] = request.slots_max or None
+        made = claim.model_copy(update=new)
+        if made.most is not None and made.most < made.least:
+            raise bad_field(
+                "slots_max" if "slots_max" in paths else "slots_min",
+                f"the job would take {made.most} slots at most and not run on fewer than {made.least}",
+                "Lower slots_min, or raise slots_max",
+            )
+        return made
+
+    return change
+
+
+def _in_units(slots: int, unit: int) -> int:
+    """Slots of whole engines."""
+    return -(-slots // unit) * unit
+
+
+def with_claim(
+    message: pb.Job, claim: Claim | None, shares: Shares | None, queue: Mapping[str, Queued] = NO_QUEUE
+) -> pb.Job:
+    """The job, with what it claims and has. `claim` None: it has ended, and claims nothing. `shares` None: nobody shares slots out, as
+    long as a daemon of an earlier version is there."""
+    if claim is None:
+        return message
+    # A claim of an earlier version may say any number, and one that has no room in the message would hide every job of a list.
+    least, most = min(claim.least, MOST_TOLD), min(claim.most or 0, MOST_TOLD)
+    message.priority, message.slots_min, message.slots_max = claim.priority, least, most
+    if shares is None:
+        return message
+    share = shares.jobs.get(message.uid, NOTHING)
+    granted, held = len(slots_of(share.granted)), len(slots_of(share.held))
+    message.slots = granted
+    if message.state not in _GOES_ON:
+        return message
+    waits = queue.get(message.uid) if not granted else None
+    message.queue_position = waits.position if waits is not None else 0
+    why = waits.reason if waits is not None else ""
+    message.state, message.reason = standing(message.state, message.reason, claim, why, granted, held)
+    return message
+
+
+def waits_for_slots(claim: Claim | None, shares: Shares | None, uid: str) -> bool:
+    """Whether a job is one of those that wait for slots: only then it is worth while to work out where it stands among them."""
+    if claim is None or shares is None or not claim.wants:
+        return False
+    return not slots_of(shares.jobs.get(uid, NOTHING).granted)
+
+
+def standing(
+    state: pb.JobState, reason: str, claim: Claim, why: str, granted: int, held: int
+) -> tuple[pb.JobState, str]:
+    """How a job that has not ended stands, and why."""
+    leaves = f"; {held} slots are being given back" if held else ""
+    if claim.ends:
+        return state, f"it ends at its next commit ({claim.ends}){leaves}"
+    if claim.paused:
+        return (state if held else pb.JOB_STATE_PAUSED), (f"it pauses at its next commit{leaves}" if held else "paused")
+    if not granted and not held:
+        return pb.JOB_STATE_QUEUED, why or f"it waits for {claim.least} {'slot' if claim.least == 1 else 'slots'}"
+    if not granted:
+        return state, f"its slots go to other jobs at its next commit{leaves}"
+    return state, reason
+
+
+def node_uses(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[str], bool]) -> dict[str, dict[str, str]]:
+    """By node and slot: the job that has it, or nothing where that is not the caller's business."""
+    found: dict[str, dict[str, str]] = {}
+    for uid, share in shares.jobs.items():
+        shown = uid if sees(namespaces.get(uid, "")) else ""
+        for node, slot in slots_of(share.held):
+            found.setdefault(node, {})[slot] = shown
+    return found
+
+
+# -------------------- sources
+# A job's sources as the API reports them, from head's tally and the newest evaluation; and its best checkpoint. Pure.
+
+
+def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
+    """Every source of which anything is known, by name."""
+    tallies = mirror.head.record.tally.sources if mirror.head is not None else {}
+    evaluation = newest_evaluation(mirror)
+    scores = evaluation.by_source if evaluation is not None else {}
+    shown_only = mirror.job is not None and mirror.job.record.spec.get("train", {}).get("loss") == "sft"
+    reports = []
+    for name in sorted(tallies.keys() | scores.keys()):
+        tally = tallies.get(name, SourceTally())
+        report = pb.SourceReport(name=name, trained=tally.kept, filtered=tally.filtered, failed=tally.failed)
+        if tally.kept and not shown_only:  # demonstrations are not scored
+            report.mean_reward = tally.reward / tally.kept
+        if tally.samples:
+            report.mean_length = tally.tokens / tally.samples
+            report.truncated = tally.truncated / tally.samples
+        if name in scores:
+            score = scores[name]
+            report.accuracy = score.accuracy
+            report.metrics.update(score.metrics)
+            report.eval_samples, report.eval_unscored = score.samples, score.unscored
+        reports.append(report)
+    return reports
+
+
+def best_checkpoint(mirror: JobMirror, metric: str | None) -> pb.BestCheckpoint | None:
+    """The best evaluated state on head's chain, and where its checkpoint lies; None if there is none."""
+    if mirror.job is None or mirror.head is None:
+        return None
+    head, evaluations = mirror.head.record, [stored.record for stored in mirror.evaluations.values()]
+    best = best_of(head, evaluations, metric)
+    if best is None:
+        return None
+    known = mirror.checkpoints.record.entries if mirror.checkpoints is not None else ()
+    file = next((c.file for c in resumable(head, known) if c.step == best.version.step and c.file), "")
+    return pb.BestCheckpoint(
+        step=best.version.step,
+        lineage=best.version.lineage,
+        metric=best.metric,
+        value=best.value,
+        checkpoint=f"{mirror.job.record.run_dir}/{file}" if file else "",
+    )
+
+
+def newest_evaluation(mirror: JobMirror) -> Evaluation | None:
+    """The last one that was written down."""
+    newest = max(mirror.evaluations.values(), key=lambda stored: stored.revision, default=None)
+    return newest.record if newest is not None else None
+
+
+# -------------------- described
+# A job as the API tells of it: from its records in the store, or from their copy in the folder of a run that has ended.
+
+MOST_WARNINGS = 8
+"""Troubles that an answer tells, the newest."""
+
+
+MOST_SAID = 2000
+"""Characters of each."""
+
+
+STATES = {
+    JobPhase.PENDING: pb.JOB_STATE_PENDING,
+    JobPhase.RUNNING: pb.JOB_STATE_RUNNING,
+    JobPhase.SUCCEEDED: pb.JOB_STATE_SUCCEEDED,
+    JobPhase.FAILED: pb.JOB_STATE_FAILED,
+    JobPhase.CANCELLED: pb.JOB_STATE_CANCELLED,
+}
+
+
+def described_run(run_dir: Path) -> pb.Job | None:
+    """Of a run that has ended, with the paths as its folder lies now; None if no copy of its records does.
+
+    Raises UnreadableRecord, OSError.
+    """
+    copy = store_copy.read(run_dir)
+    if copy is None:
+        return None
+    message = described(store_copy.mirror_of(copy.uid, copy.batch))
+    for told in (message, message.best) if message.HasField("best") else (message,):
+        told.checkpoint = told.checkpoint.replace(message.run_dir, str(run_dir), 1)
+    message.run_dir = str(run_dir)
+    return message
+
+
+def described(mirror: JobMirror) -> pb.Job:
+    """The job as its records say, without what it waits for, which only a controller that works on it knows.
+
+    Raises UnreadableRecord: a record is not there, or its spec is none that this version knows.
+    """
+    if mirror.job is None or mirror.status is None:
+        absent = mirror.keys.job if mirror.job is None else mirror.keys.state
+        raise UnreadableRecord("it is not there", where=absent, fix=DAMAGED)
+    job, status = mirror.job.record, mirror.status.record
+    try:
+        spec = stored_spec(job.spec)
+    except SpecError as error:
+        raise UnreadableRecord(error.what, where=error.where, fix=DAMAGED) from error
+    message = pb.Job(
+        uid=job.uid,
+        name=job.name,
+        state=STATES[status.phase],
+        reason=status.reason,
+        spec_json=json.dumps(job.spec),
+        run_dir=job.run_dir,
+        namespace=job.namespace,
+        owner=job.owner,
+        created=job.created,
+        steps=_planned_steps(mirror),
+        ended=status.changed if status.phase.ended else 0.0,
+    )
+    if mirror.head is not None:
+        message.step = mirror.head.record.step
+        message.lineage = mirror.head.record.lineage
+    if mirror.assign is not None:
+        for member in mirror.assign.record.members:
+            shards = mirror.assign.record.shards_of(member)
+            message.shares.add(node=node_of(member), incarnation=member, shards=shards)
+    message.sources.extend(source_reports(mirror))
+    best = best_checkpoint(mirror, spec.best_metric)
+    if best is not None:
+        message.best.CopyFrom(best)
+    newest = _newest_checkpoint(mirror)
+    if newest is not None:
+        message.checkpoint = f"{job.run_dir}/{newest}"
+    return message
+
+
+def with_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
+    """The same, with what last went wrong beside the steps, and the newest rollback: for whoever followed no event."""
+    newest = sorted(mirror.troubles.values(), key=lambda stored: (stored.record.time, stored.revision), reverse=True)
+    for trouble in (stored.record for stored in newest[:MOST_WARNINGS]):
+        sentence = trouble.sentence[:MOST_SAID]
+        message.warnings.add(topic=trouble.topic, node=trouble.node, sentence=sentence, time=trouble.time)
+    last = max((seq for seq, stored in mirror.log.items() if stored.record.kind == "rollback"), default=None)
+    if last is not None:
+        entry = mirror.log[last].record
+        rollback = pb.LastRollback(step=entry.step, lineage=entry.lineage, reason=entry.reason[:MOST_SAID])
+        message.rollback.CopyFrom(rollback)
+    return message
+
+
+def _planned_steps(mirror: JobMirror) -> int:
+    """How many steps the job will have had; an estimate where it goes by epochs. 0: nothing is known yet."""
+    assert mirror.job is not None
+    rules = rules_of(mirror.job.record)
+    if mirror.head is None:
+        return rules.steps or 0
+    return planned_steps(rules, mirror.head.record) or 0
+
+
+def _newest_checkpoint(mirror: JobMirror) -> str | None:
+    if mirror.head is None or mirror.checkpoints is None:
+        return None
+    on_chain = resumable(mirror.head.record, mirror.checkpoints.record.entries)
+    return next((c.file for c in on_chain if c.file), None)
+
+
+# -------------------- queued
+# How jobs stand among those that want the cluster's slots, as the API tells of it.
+#
+# What a job wants and has is read from the store. Who waits, at which place and why, is worked out by the daemon for all of them, once for
+# each change (`controllers.cluster.ClusterMirror.queue`), and not anew for everybody who asks.
+
+ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
+
+
+async def stand(jobs: StoredJobs, messages: Sequence[pb.Job], shares: Shares | None, *, quick: bool = False) -> None:
+    """Say in each message what the job claims and has of the slots, and at which place it waits for some. `quick`: without that. Raises
+    StoreUnavailable."""
+    going_on = [message for message in messages if message.state not in ENDED]
+    claims = await asyncio.gather(*(jobs.claim(message.uid) for message in going_on))
+    found = [(message, claim) for message, claim in zip(going_on, claims, strict=True) if claim is not None]
+    waiting = [claim for message, claim in found if waits_for_slots(claim.record, shares, message.uid)]
+    queue: Mapping[str, Queued] = await jobs.queue(*waiting) if waiting and not quick else {}
+    for message, claim in found:
+        with_claim(message, claim.record, shares, queue)
+
+
+DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
+
+
+MOST_LOOKED_AT = 2000
+"""Jobs that one call looks at: behind a filter that few pass there may be very many."""
+
+
+MOST_BYTES = 16 << 20
+"""Of an answer: a page ends with the job that takes it there. Specs may be long, and an answer that is too large reaches nobody."""
+
+
+AT_ONCE = 32
+"""Jobs that are read at the same time."""
+
+
+LONGEST_FILTER = 256
+
+
+_AGAIN = "Ask for the first page again, without a token"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of all jobs is asked for. `namespaces` None: all."""
+
+    size: int
+    before: int | None
+    namespace: str
+    states: frozenset[int]
+    name_prefix: str
+    namespaces: frozenset[str] | None
+
+    def has(self, job: pb.Job) -> bool:
+        """Whether a job is among them."""
+        namespace = job.namespace  # empty: its record cannot be read, and only who may see all is told so
+        return (
+            (self.namespaces is None or namespace in self.namespaces)
+            and (not self.namespace or namespace == self.namespace)
+            and (not self.states or job.state in self.states)
+            and job.name.startswith(self.name_prefix)
+        )
+
+    @property
+    def binding(self) -> str:
+        """Names the list that a token belongs to."""
+        seen = None if self.namespaces is None else sorted(self.namespaces)
+        said = json.dumps(["ListJobs", self.namespace, sorted(self.states), self.name_prefix, seen])
+        return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest()[:16]
+
+    def token(self, before: int) -> str:
+        """What the next page is asked for with."""
+        return base64.urlsafe_b64encode(json.dumps([before, self.binding]).encode()).decode()
+
+
+def wanted(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) -> Wanted:
+    """What a request asks for. Raises BadFields."""
+    if request.page_size < 0:
+        raise bad_field("page_size", f"{request.page_size} is negative", f"Ask for 1 to {MOST_ON_A_PAGE}, or 0 for 100")
+    for field in ("namespace", "name_prefix"):
+        if len(getattr(request, field)) > LONGEST_FILTER:
+            raise bad_field(field, f"is longer than {LONGEST_FILTER} characters")
+    unknown = [state for state in request.states if state not in pb.JobState.values() or not state]
+    if unknown:
+        known = ", ".join(name for name, number in pb.JobState.items() if number)
+        raise bad_field("states", f"{unknown[0]} is no state", f"There are {known}")
+    size = min(request.page_size or DEFAULT_SIZE, MOST_ON_A_PAGE)
+    first = Wanted(size, None, request.namespace, frozenset(request.states), request.name_prefix, namespaces)
+    if not request.page_token:
+        return first
+    before = _begin(request.page_token, first.binding)
+    return Wanted(size, before, first.namespace, first.states, first.name_prefix, namespaces)
+
+
+def _begin(token: str, binding: str) -> int:
+    """Raises BadFields for a token that is none, or another list's."""
+    wrong = bad_field("page_token", "is none of this API's", _AGAIN)
+    try:
+        tree = json.loads(base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True))
+    except (ValueError, RecursionError) as error:
+        raise wrong from error
+    match tree:
+        case [int(before), str(bound)] if 0 < before < 2**63 and not isinstance(before, bool):
+            if bound != binding:
+                raise bad_field("page_token", "belongs to another list, with other filters or another caller's", _AGAIN)
+            return before
+    raise wrong
+
+
+async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJobsReply:
+    """A page. Raises BadFields, NamespaceNotFound, StoreUnavailable."""
+    ask, shares = wanted(request, caller().namespaces), await jobs.shares()
+    found: list[pb.Job] = []
+    before, looked, taken = ask.before, 0, 0
+    while True:
+        limit = min(max(ask.size, AT_ONCE), MOST_LOOKED_AT - looked)
+        named = await jobs.newest(limit, before)
+        for start in range(0, len(named), AT_ONCE):
+            some = named[start : start + AT_ONCE]
+            read = await asyncio.gather(*(jobs.summary(uid) for uid, _ in some))
+            told = [None if one is None else listed(one) for one in read]
+            await stand(jobs, [job for job in told if job is not None], shares)
+            for (_, revision), job in zip(some, told, strict=True):
+                looked, before = looked + 1, revision
+                if job is not None and ask.has(job):
+                    found.append(job)
+                    taken += job.ByteSize()
+                if len(found) == ask.size or looked == MOST_LOOKED_AT or taken >= MOST_BYTES:
+                    return pb.ListJobsReply(jobs=found, next_page_token=ask.token(revision))
+        if len(named) < limit:
+            if ask.namespace and not found and ask.before is None:
+                await check_namespace(jobs.store, ask.namespace)
+            return pb.ListJobsReply(jobs=found)
+
+
+def listed(one: JobMirror | Unreadable) -> pb.Job:
+    """A job as the list has it."""
+    if isinstance(one, JobMirror):
+        try:
+            return described(one)
+        except UnreadableRecord as error:
+            name = "" if one.job is None else one.job.record.name
+            one = Unreadable(one.keys.uid, name, str(error))
+    return pb.Job(uid=one.uid, name=one.name, state=pb.JOB_STATE_UNSPECIFIED, reason=one.why)
+
+
+# -------------------- desk
+# What every subject of the Jobs service stands on: the records, who calls, and how a job that a request names is found.
+#
+# A job of a namespace that the caller may not see is not there for it: whoever asks learns no more than of a name that was never
+# given. Answers nothing itself.
+
+LONGEST_NAME = 256
+"""Characters of a job's name, uid or namespace in a request."""
+
+
+class JobsDesk(jobs_pb2_grpc.JobsServicer):
+    """The parts that the subjects share."""
+
+    def __init__(
+        self,
+        jobs: StoredJobs,
+        submissions: Callable[[], Awaitable[Submissions]],
+        runner: Callable[[str], JobRunner | None],
+        clock: Clock,
+        trouble: Callable[[], str] = str,
+        room: StreamRoom | None = None,
+    ) -> None:
+        """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many streams; None: as usual."""
+        self.trouble = trouble
+        self._jobs = jobs
+        self._submissions = submissions
+        self._runner = runner
+        self._clock = clock
+        self._room = room or StreamRoom(ApiConfig().streams)
+
+    async def _find(self, name: str) -> str:
+        """The uid of the job that a request names. Raises JobNotFound, BadFields, StoreUnavailable."""
+        if not name:
+            raise bad_field("job", "no job is named", "Name it by its uid, NAMESPACE/NAME or NAME")
+        if len(name) > LONGEST_NAME:
+            raise bad_field("job", f"{name[:40]!r}... is longer than a name can be", "`gcore list` shows the jobs")
+        uid = await self._jobs.find(name, caller().home)
+        if uid is None or not may_see(await self._jobs.namespace(uid)):
+            raise JobNotFound(f"there is no job {name!r}", fix="`gcore list` shows the jobs there are")
+        return uid
+
+    async def _mirror(self, name: str) -> JobMirror:
+        """The job that a request names, as it stands."""
+        return await self._jobs.mirror(await self._find(name))
+
+    async def _describe(self, uid: str, *, quick: bool = False) -> pb.Job:
+        """How a job stands. `quick`: without its place among those that wait, which may have to be waited for itself."""
+        mirror = await self._jobs.mirror(uid)
+        message = with_news(described(mirror), mirror)
+        await stand(self._jobs, [message], await self._jobs.shares(), quick=quick)
+        runner = self._runner(uid)
+        if runner is not None and runner.is_working:
+            now, wall = self._clock.monotonic(), self._clock.wall()
+            for wait in waiting_for(runner.look()):
+                since = wall - (now - runner.waits.since.get(wait.key, now))
+                message.waiting.add(who=runner.node, what=wait.what, since=since)
+        return message
+
+    def _looking(self, uid: str) -> Callable[[], Awaitable[JobMirror]]:
+        return functools.partial(self._jobs.mirror, uid)

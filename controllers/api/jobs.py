@@ -1,0 +1,481 @@
+"""The Jobs service, put together from its subjects. Any controller answers for the whole cluster: it reads the store, and follows
+jobs through its mirror.
+
+Errors leave as gRPC statuses (`controllers.service.statuses`): one sentence, and a constant for programs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import TypeVar
+
+from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.errors import Conflict, Context, JobEnded, JobNotEnded, bad_field, edge, stream_edge
+from controllers.api.fleet import Nodes, QuotaVerbs
+from controllers.api.job_messages import STATES, Change, JobsDesk, ending, list_jobs, paused, updated
+from controllers.api.run_reader import find_books, find_samples, list_checkpoints, report_of
+from controllers.api.store_reader import StoredJobs
+from controllers.api.streams import Streams
+from controllers.cluster.shares import change_claim
+from controllers.identity import node_of
+from controllers.storage.run_folder import collect_books, collect_samples
+from gcore.api.v1 import jobs_pb2
+from gcore.config.load import stored_spec
+from gcore.data.order import ShardCursor
+from gcore.errors import GcoreError, StoreUnavailable, UsageError
+from gcore.ledger import transactions
+from gcore.ledger.evaluation import ask
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import EvalAsked, JobRecord, Pin
+from gcore.ledger.selection import is_over, rules_of
+from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.schema import UnreadableRecord
+from gcore.store import keys
+from gcore.store.types import Store
+from gcore.types import Version
+from placement.slots import Pool, sizes_of
+
+# -------------------- placed
+# What a job's placement is, as people are told, and what a person fixes of it. Who fixes nothing that can be is told why.
+
+TRIES = 5
+
+
+POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
+
+
+def placement_of(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
+    """How a job's slots are shared out. `nodes`: those that are there."""
+    assert mirror.job is not None
+    record, plan = mirror.job.record, mirror.plan
+    placement = stored_spec(record.spec).placement
+    leader = mirror.leader
+    return jobs_pb2.PlacementReply(
+        uid=record.uid,
+        name=record.name,
+        policy=placement.policy,
+        dry_run=placement.dry_run,
+        lends=placement.is_live and placement.lends,
+        step=mirror.head.record.step if mirror.head is not None else 0,
+        leader=leader.record.node if leader is not None else "",
+        plan=plan.record.encode() if plan is not None else b"",
+        moves=mirror.moves.encode(),
+        pin=mirror.pin.encode(),
+        away=sorted(plan.record.nodes - nodes) if plan is not None else [],
+        folder=record.run_dir,
+    )
+
+
+def pin_of(
+    request: jobs_pb2.PinPlacementRequest, known: Pin, job: JobRecord, slots: int, node: str, time: float
+) -> Pin:
+    """What is to be fixed. Raises UsageError, Conflict."""
+    spec = stored_spec(job.spec)
+    placement, spans = spec.placement, sizes_of(spec)
+    sizes = {pool: getattr(request, pool) for pool in POOLS if request.HasField(pool)}
+    if not placement.is_live:
+        raise Conflict(
+            f"policy: {placement.policy} of job {job.name!r} moves nothing, so there is nothing to fix",
+            fix="Submit it with another placement.policy, such as dynamic",
+        )
+    if request.release and (sizes or request.freeze):
+        raise UsageError("to release lets everything go, and nothing else can be fixed with it", fix="Give one of them")
+    if not request.release and not sizes and not request.freeze:
+        raise UsageError(
+            "nothing is said that is to be fixed", fix="Give --freeze, --rollout, --reward, --train or --release"
+        )
+    if request.release:
+        return Pin(by=node, time=time)
+    if wrong := next((pool for pool, size in sizes.items() if size < 1), None):
+        raise UsageError(f"{wrong} cannot have {sizes[wrong]} slots", fix="Give it at least one")
+    judged = bool(spec.served_judges)
+    if "reward" in sizes and not judged:
+        raise UsageError("reward can have no slots: the cluster serves no judge of this job", fix="Leave --reward out")
+    if parted := next((pool for pool in POOLS if sizes.get(pool, 0) % spans.of(pool)), None):
+        what = f"{parted} {sizes[parted]} is no number of whole engines, which span {spans.of(parted)} slots each"
+        raise UsageError(what, fix=f"Use a multiple of {spans.of(parted)}")
+    together = known.sizes | sizes
+    apart = "rollout" in together or "reward" in together
+    # Whoever has slots of its own leaves others an engine's, or a rank's.
+    least = {"rollout": apart * spans.rollout, "reward": (apart and judged) * spans.reward, "train": int(apart)}
+    others = {pool: size for pool, size in least.items() if size and pool not in together}
+    if sum(together.values()) + sum(others.values()) > slots:
+        said = ", ".join(f"{pool} {together[pool]}" for pool in POOLS if pool in together)
+        leaves = [f"{'one' if size == 1 else size} for {pool}" for pool, size in others.items()]
+        more = f", with {' and '.join(leaves)}," if leaves and sum(together.values()) <= slots else ""
+        fix = "Lower one of them" if len(together) > 1 else f"Lower {next(iter(together))}, or release what is fixed"
+        raise UsageError(f"{said}{more} are more than the {slots} slots there are", fix=fix)
+    return Pin.model_validate({"frozen": known.frozen or request.freeze, "by": node, "time": time, **together})
+
+
+async def write_pin(
+    ledger: Ledger,
+    look: Callable[[], Awaitable[JobMirror]],
+    request: jobs_pb2.PinPlacementRequest,
+    slots: int,
+    node: str,
+    time: float,
+) -> None:
+    """Fix it. `look`: reads the job's records anew. Raises GcoreError."""
+    for _ in range(TRIES):
+        mirror = await look()
+        assert mirror.job is not None
+        if mirror.status is not None and mirror.status.record.phase.ended:
+            raise Conflict(f"job {mirror.job.record.name!r} has ended", fix="There is nothing left to place")
+        new = pin_of(request, mirror.pin, mirror.job.record, slots, node, time)
+        known = mirror.written(mirror.keys.pin, mirror.pins.get(""))
+        report = await ledger.run(transactions.pin(mirror.keys, known, new))
+        if report.outcome is TxnOutcome.WON:
+            return
+        if report.outcome is TxnOutcome.UNKNOWN:
+            raise StoreUnavailable("the store did not answer, so it is not known whether it was fixed", fix="Ask again")
+    raise StoreUnavailable("others fix the same job's placement at the same time", fix="Ask again")
+
+
+# -------------------- deleting
+# Forgetting a job that has ended: its run's folder, if that is wanted, and its records.
+#
+# The folder first: what is interrupted then is a job that is still there, and can be deleted again. A folder gets another name before it is
+# deleted, so that nobody finds half of one. Where nodes share no folder only this node's goes: the others' stay, as a folder of a run that
+# no record knows, which nothing deletes but a person (`controllers.clearing`). What the job has used stays told (`gcore.ledger.usage`).
+
+GOING = ".going"
+"""What a folder's name ends with while it is deleted."""
+
+
+def check_ended(mirror: JobMirror, workers: int) -> None:
+    """Raises Conflict for a job of which anything is still at work."""
+    assert mirror.job is not None
+    name = mirror.job.record.name
+    if mirror.status is None or not mirror.status.record.phase.ended:
+        raise JobNotEnded(f"job {name!r} has not ended", fix="`gcore cancel` ends it")
+    if workers:
+        raise Conflict(f"{workers} workers of job {name!r} are still ending", fix="Ask again in a moment")
+
+
+def remove_folder(run_dir: Path, uid: str) -> None:
+    """Delete a run's folder and all that lies in it. Raises GcoreError. Blocks."""
+    going = run_dir.with_name(run_dir.name + GOING)
+    if not run_dir.name.endswith(f"-{uid}"):  # of a record that somebody wrote by hand
+        raise GcoreError("that is not the folder of the job's run, and is not touched", where=str(run_dir))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            run_dir.rename(going)
+        with contextlib.suppress(FileNotFoundError):
+            if not going.is_symlink():
+                shutil.rmtree(going)
+    except OSError as error:
+        raise GcoreError(
+            f"the run's folder cannot be deleted ({error.strerror or error})",
+            where=error.filename if isinstance(error.filename, str) else str(going),
+            fix="The job is still there; delete it again when the folder can be written",
+        ) from error
+
+
+async def delete(jobs: StoredJobs, mirror: JobMirror, *, files: bool) -> None:
+    """Forget it. Raises GcoreError; StoreUnavailable if it is not known whether its records are gone."""
+    assert mirror.job is not None
+    job, ledger = mirror.job.record, jobs.ledger(mirror.keys.uid)
+    if files:
+        await asyncio.to_thread(remove_folder, Path(job.run_dir), job.uid)
+    while mirror.job is not None:
+        head = mirror.head
+        if head is not None and not head.record.deleted:
+            # From here on whoever still believes that it works on the job loses every compare.
+            report = await ledger.run(transactions.delete_job(mirror.keys, head))
+        else:
+            assert mirror.status is not None
+            named = await _named(jobs.store, job)
+            report = await ledger.run(transactions.delete_rest(mirror.keys, head, mirror.status, named))
+        if report.outcome is TxnOutcome.UNKNOWN:
+            raise StoreUnavailable(f"whether the job is deleted is not known ({report.why})", fix="Ask again")
+        mirror = await jobs.mirror(mirror.keys.uid)
+
+
+async def _named(store: Store, job: JobRecord) -> dict[str, int]:
+    """What leads to the job and to no other: its name and its request id, with their revisions."""
+    found = {}
+    for key in (keys.name(job.name, job.namespace), keys.request(job.request_id) if job.request_id else ""):
+        known = await store.get(key) if key else None
+        if known is not None and known.value == job.uid.encode():
+            found[key] = known.mod_revision
+    return found
+
+
+# -------------------- asking
+# Has a running job's weights evaluated out of turn, because a person wants to know.
+#
+# The step that is under way is asked for: its weights are the newest as soon as it is committed, and whoever hears of that has heard of
+# this, so all peers evaluate it or none. If head's own weights are being evaluated, or are evaluated already, there is nothing to ask.
+
+ASKING_TRIES = 10
+
+
+async def ask_for_evaluation(ledger: Ledger, look: Callable[[], Awaitable[JobMirror]], by: str, time: float) -> Version:
+    """Whose weights are evaluated. Raises Conflict, StoreUnavailable."""
+    for _ in range(ASKING_TRIES):
+        mirror = await look()
+        version = _known(mirror)
+        if version is not None:
+            return version
+        assert mirror.head is not None
+        head = mirror.head
+        known = mirror.written(mirror.keys.asked, mirror.askings.get(""))
+        asked = EvalAsked(step=head.record.step + 1, by=by, time=time)
+        report = await ledger.run(ask(mirror.keys, head, known, asked))
+        if report.outcome is TxnOutcome.WON:
+            return Version(head.record.lineage, asked.step)
+        if report.outcome is TxnOutcome.UNKNOWN:
+            raise StoreUnavailable("the store did not answer, so it is not known whether it was asked", fix="Ask again")
+    raise StoreUnavailable("the job commits one step after the other meanwhile", fix="Ask again")
+
+
+def _known(mirror: JobMirror) -> Version | None:
+    """The version that is evaluated without being asked for, or was asked for already. Raises Conflict."""
+    assert mirror.job is not None
+    job = mirror.job.record
+    spec = stored_spec(job.spec)
+    if mirror.status is not None and mirror.status.record.phase.ended:
+        raise JobEnded(f"job {job.name!r} has ended", fix="`gcore describe` tells its last evaluation")
+    if not spec.eval.wanted:
+        raise Conflict(f"job {job.name!r} has no held-out prompts", fix="Submit it with eval.path")
+    if mirror.head is None:
+        raise Conflict(f"job {job.name!r} has not begun", fix="Ask again when it has")
+    head = mirror.head.record
+    over = is_over(rules_of(job), head)
+    if spec.evaluates_after(head.step, last=over) or str(head.version) in mirror.evaluations:
+        return head.version
+    asked = mirror.asked
+    if asked is not None and asked.step == head.step:  # it is under way
+        return head.version
+    if asked is not None and asked.step == head.step + 1:
+        return Version(head.lineage, asked.step)
+    return None
+
+
+# -------------------- lifecycle
+# The verbs of the Jobs service that begin, find and end jobs.
+
+LONGEST_REQUEST_ID = 128
+
+
+LONGEST_SPEC = 1 << 20
+"""Characters of a spec as JSON, with the templates that were read into it."""
+
+
+def check_creation(request: jobs_pb2.CreateJobRequest) -> None:
+    """Raises BadFields."""
+    name = request.request_id
+    if len(name) > LONGEST_REQUEST_ID or not all(c.isalnum() or c in "._:-" for c in name) or not name.isascii():
+        what = f"{name[:40]!r} is no request id"
+        raise bad_field("request_id", what, f"Use up to {LONGEST_REQUEST_ID} letters, digits, '.', '_', ':' and '-'")
+    if len(request.spec_json) > LONGEST_SPEC:
+        raise bad_field("spec_json", f"is longer than {LONGEST_SPEC} characters", "Data and models go into files")
+    if request.mode not in jobs_pb2.StartMode.values():
+        raise bad_field("mode", f"{request.mode} is no mode", "Use START_MODE_RESUME or START_MODE_NEW")
+
+
+class Lifecycle(JobsDesk):
+    """Creates, finds, lists, ends."""
+
+    @edge
+    async def CreateJob(self, request: jobs_pb2.CreateJobRequest, context: Context) -> jobs_pb2.Job:
+        """Create, or find, a job."""
+        check_creation(request)
+        submissions = await self._submissions()
+        # Each job has a request key: jobs are listed by them.
+        name = request.request_id or uuid.uuid4().hex
+        uid = await submissions.create(name, request.spec_json, request.mode == jobs_pb2.START_MODE_NEW, caller().name)
+        if not may_see(await self._jobs.namespace(uid)):
+            raise Conflict(
+                f"request id {request.request_id!r} is taken", fix="Choose another, that nobody else comes to choose"
+            )
+        return await self._describe(uid, quick=True)
+
+    @edge
+    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.Job:
+        """One job."""
+        return await self._describe(await self._find(request.job))
+
+    @edge
+    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
+        """The jobs that the caller may see, the newest first, a page of them."""
+        return await list_jobs(self._jobs, request)
+
+    @edge
+    async def PauseJob(self, request: jobs_pb2.PauseJobRequest, context: Context) -> jobs_pb2.Job:
+        """Have a job give its slots back at its next commit."""
+        return await self._change(request.job, paused(yes=True))
+
+    @edge
+    async def ResumeJob(self, request: jobs_pb2.ResumeJobRequest, context: Context) -> jobs_pb2.Job:
+        """Have it go on."""
+        return await self._change(request.job, paused(yes=False))
+
+    @edge
+    async def UpdateJob(self, request: jobs_pb2.UpdateJobRequest, context: Context) -> jobs_pb2.Job:
+        """Change what may change while a job runs."""
+        return await self._change(request.job, updated(request))
+
+    async def _change(self, name: str, change: Change) -> jobs_pb2.Job:
+        uid = await self._find(name)
+        if await change_claim(self._jobs.store, uid, change) is None:
+            raise JobEnded(f"job {name!r} has ended", fix="`gcore retry` begins it once more")
+        return await self._describe(uid)
+
+    @edge
+    async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: Context) -> jobs_pb2.DeleteJobReply:
+        """Forget a job that has ended."""
+        uid = await self._find(request.job)
+        mirror, workers = await self._jobs.mirror(uid), (await self._jobs.cluster()).workers
+        check_ended(mirror, sum(worker.job_uid == uid for worker in workers))
+        await delete(self._jobs, mirror, files=request.files)
+        return jobs_pb2.DeleteJobReply()
+
+    @edge
+    async def RunEval(self, request: jobs_pb2.RunEvalRequest, context: Context) -> jobs_pb2.RunEvalReply:
+        """Have the weights of the step that is under way evaluated."""
+        uid = await self._find(request.job)
+        who, now = caller().name, self._clock.wall()
+        version = await ask_for_evaluation(self._jobs.ledger(uid), self._looking(uid), who, now)
+        return jobs_pb2.RunEvalReply(step=version.step, lineage=version.lineage)
+
+    @edge
+    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Context) -> jobs_pb2.Job:
+        """End a job, at once or at its next commit."""
+        uid = await self._find(request.job)
+        if request.mode not in jobs_pb2.CancelMode.values():
+            raise bad_field("mode", f"{request.mode} is no mode", "Use CANCEL_MODE_NOW or CANCEL_MODE_DRAIN")
+        if request.mode == jobs_pb2.CANCEL_MODE_DRAIN:
+            await change_claim(self._jobs.store, uid, ending("cancelled on request"))
+            return await self._describe(uid)
+        ended = await (await self._submissions()).cancel(uid, "cancelled on request")
+        try:
+            return await self._describe(uid)
+        except UnreadableRecord:  # that it has ended must not look like a failure
+            if ended is None:
+                raise
+            return jobs_pb2.Job(uid=uid, name=request.job, state=STATES[ended.phase], reason=ended.reason)
+
+
+# -------------------- shards
+# Who has which shards of a job's prompt stream, and how far each is, from the assignment and head alone. Pure.
+
+
+def shards_of(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
+    """Every shard, in order. Of a job that has not begun each is at its first prompt, and nobody's."""
+    assert mirror.job is not None
+    shape = rules_of(mirror.job.record).shape
+    assigned = mirror.assign.record if mirror.assign is not None else None
+    cursors = mirror.head.record.cursors.shards if mirror.head is not None else ()
+    reply = jobs_pb2.ListShardsReply()
+    for shard, length in enumerate(shape.lengths):
+        owner = (assigned.owner(shard) if assigned is not None and shard < len(assigned.owners) else None) or ""
+        cursor = cursors[shard] if shard < len(cursors) else ShardCursor()
+        epoch, seq = divmod(cursor.low_water, length) if length else (0, 0)
+        reply.shards.add(
+            shard=shard,
+            node=node_of(owner) if owner else "",
+            incarnation=owner,
+            data_epoch=epoch,
+            seq=seq,
+            length=length,
+            ahead=cursor.beyond.bit_count(),
+        )
+    return reply
+
+
+# -------------------- accounts
+# The verbs of the Jobs service that tell what came of a job: its audit, its checkpoints, its placement, its samples and books.
+
+T = TypeVar("T")
+
+
+class Accounts(JobsDesk):
+    """Reads the records, and what lies in the run's folder; writes a person's pin."""
+
+    @edge
+    async def AuditJob(self, request: jobs_pb2.AuditJobRequest, context: Context) -> jobs_pb2.AuditReport:
+        """Recompute a job's accounts."""
+        uid = await self._find(request.job)
+        return report_of(await self._jobs.audit(uid))
+
+    @edge
+    async def ListCheckpoints(
+        self, request: jobs_pb2.ListCheckpointsRequest, context: Context
+    ) -> jobs_pb2.ListCheckpointsReply:
+        """A job's registered checkpoints."""
+        mirror = await self._mirror(request.job)
+        return await list_checkpoints(mirror, await self._jobs.holders(mirror))
+
+    @edge
+    async def ListShards(self, request: jobs_pb2.ListShardsRequest, context: Context) -> jobs_pb2.ListShardsReply:
+        """Who has which shards, and how far each is."""
+        return shards_of(await self._mirror(request.job))
+
+    @edge
+    async def GetPlacement(self, request: jobs_pb2.GetPlacementRequest, context: Context) -> jobs_pb2.PlacementReply:
+        """How a job's slots are shared out."""
+        return await self._placement(await self._find(request.job))
+
+    @edge
+    async def PinPlacement(self, request: jobs_pb2.PinPlacementRequest, context: Context) -> jobs_pb2.PlacementReply:
+        """Fix something of it."""
+        uid = await self._find(request.job)
+        slots = sum(len(node.slots) for node in (await self._jobs.cluster()).nodes)
+        ledger, look = self._jobs.ledger(uid), self._looking(uid)
+        await write_pin(ledger, look, request, slots, self._jobs.node, self._clock.wall())
+        return await self._placement(uid)
+
+    async def _placement(self, uid: str) -> jobs_pb2.PlacementReply:
+        mirror, listing = await self._jobs.mirror(uid), await self._jobs.cluster()
+        return placement_of(mirror, frozenset(node.name for node in listing.nodes))
+
+    @stream_edge
+    async def GetSamples(
+        self, request: jobs_pb2.GetSamplesRequest, context: Context
+    ) -> AsyncGenerator[jobs_pb2.SampleGroup, None]:
+        """What a step was trained on, as far as it is kept."""
+        with self._room.place():
+            async with aclosing(_one_by_one(await self._samples(request))) as groups:
+                async for group in groups:
+                    yield group
+
+    @stream_edge
+    async def GetBooks(
+        self, request: jobs_pb2.GetBooksRequest, context: Context
+    ) -> AsyncGenerator[jobs_pb2.BookOfNode, None]:
+        """What the slots of a job did."""
+        with self._room.place():
+            async with aclosing(_one_by_one(await self._books(request))) as books:
+                async for book in books:
+                    yield book
+
+    # The records of a job are not held for as long as somebody reads what was found by them.
+
+    async def _samples(self, request: jobs_pb2.GetSamplesRequest) -> Iterator[jobs_pb2.SampleGroup]:
+        mirror = await self._mirror(request.job)
+        await self._jobs.collect(mirror, collect_samples)
+        return await find_samples(mirror, request)
+
+    async def _books(self, request: jobs_pb2.GetBooksRequest) -> Iterator[jobs_pb2.BookOfNode]:
+        mirror = await self._mirror(request.job)
+        if request.HasField("step"):
+            await self._jobs.collect(mirror, collect_books)
+        return await find_books(mirror, request.step if request.HasField("step") else None)
+
+
+async def _one_by_one(messages: Iterator[T]) -> AsyncGenerator[T, None]:
+    """Each is looked for, which blocks, when the client has taken the one before it."""
+    while (one := await asyncio.to_thread(next, messages, None)) is not None:
+        yield one
+
+
+class JobsService(Lifecycle, Streams, Accounts, Nodes, QuotaVerbs):
+    """Implements gcore.api.v1.Jobs."""

@@ -1,0 +1,503 @@
+"""What a job's workers wrote to their logs, for whoever asks: `logs/INSTANCE.log` in the run's folder.
+
+Where all nodes share the folder, any controller reads all logs. Where they share none, the one that was asked reads its own and asks
+each of the others for theirs. A log's name says of which worker it is; which rank that was, the records of the job's train worlds say.
+Lines of one worker come in their order; those of several are told apart by their instance and not put into one order, for their
+clocks are several.
+
+Whoever asks for the places of lines can go on at another controller when this one is gone: what was told of each worker's log is what the
+places say, and the rest is read there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+import grpc
+
+from controllers.api.edge.errors import BadFields, NodeNotFound, WorkerNotFound, bad_field
+from gcore.api.rpc import VersionedStub, Violation
+from gcore.api.tls import Connector
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.errors import GcoreError, did_you_mean
+from gcore.ledger.mirror import JobMirror
+from gcore.system.clock import Clock
+from gcore.system.concurrency import all_or_none, end_all
+from gcore.system.files import object_in
+from gcore.worker.records import WorkerRecord
+
+# -------------------- log_lines
+# A worker's log, line by line: what was written until now, from a place on, and what is written then.
+#
+# A log may be as long as it likes, have lines of any length, be cut short by whoever rotates it, and end in the middle of a line: what is
+# read at once is bounded, a line is cut at `MOST_CHARACTERS`, and what has no line end yet is told when the log is not followed any
+# further. Where a line ends is told with it, so that whoever reads the same log elsewhere can go on there. Links are not followed: what
+# writes into a run's folder must not choose what a daemon reads. Blocks on the disk.
+
+MOST_CHARACTERS = 16 * 1024
+
+
+READ_BYTES = 256 << 10
+
+
+HEAD_BYTES = 256
+"""By so many of its first bytes a log is known: the lines of a worker begin with when it wrote them."""
+
+
+_BEGIN = re.compile(r"^(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6})\d*)?(Z|[+-]\d\d:?\d\d)?")
+
+
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def time_of(line: str) -> float:
+    """When a line says that it was written, in seconds since the epoch; 0: it does not. Without a zone it is this machine's."""
+    if line.startswith("{"):
+        told = object_in(line)
+        stamp = told.get("time") if told is not None else None
+        if isinstance(stamp, int | float) and not isinstance(stamp, bool):
+            return float(stamp)
+        line = stamp if isinstance(stamp, str) else ""
+    found = _BEGIN.match(line)
+    if found is None:
+        return 0.0
+    *whole, fraction, zone = found.groups()
+    try:
+        moment = datetime(*map(int, whole))  # type: ignore[arg-type]
+        if zone == "Z":
+            moment = moment.replace(tzinfo=UTC)
+        elif zone:
+            moment = datetime.strptime(f"{moment.isoformat()}{zone}", "%Y-%m-%dT%H:%M:%S%z")
+        return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    except (ValueError, OverflowError, OSError):
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Up to where a log was read, the same for whoever reads it. `beginning` names its first bytes (`_name`), so that a log that was begun
+    anew is told apart; `within`: inside of a line that is too long, whose rest is passed over."""
+
+    offset: int = 0
+    beginning: int = 0
+    within: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What it says, and where one that follows begins."""
+
+    text: str
+    behind: Place
+
+
+@dataclass
+class LogReader:
+    """One log from a place on. `tail`: begin with the last so many lines of what is there."""
+
+    path: Path
+    tail: int = 0
+    begin: Place = Place()
+    _offset: int = 0
+    """Up to which byte it was read."""
+    _head: bytes = b""
+    """Its first bytes, as far as they were read."""
+    _rest: bytes = b""
+    """Of a line whose end has not come, its beginning."""
+    _too_long: bool = False
+    """Whether the rest of that line is thrown away."""
+    _opened: bool = field(default=False)
+
+    def start(self) -> Place | None:
+        """Where it begins to read; None: the log is not there, or not as far as it was read elsewhere. Raises OSError."""
+        with self._open() as file:
+            return None if file is None or not self._is_open(file, last=False) else self._place(self._offset)
+
+    def read(self, *, last: bool = False) -> tuple[list[Line], bool]:
+        """Some more lines, and whether there may be more at once. `last`: what has no line end is a line, too.
+
+        A log that is not there has none. Raises OSError.
+        """
+        with self._open() as file:
+            if file is None or not self._is_open(file, last=last):
+                return [], False
+            size = os.fstat(file.fileno()).st_size
+            file.seek(self._offset)
+            data = file.read(READ_BYTES)
+            begin, self._offset = self._offset, self._offset + len(data)
+            self._head = _head_of(file, min(HEAD_BYTES, self._offset))
+            more = self._offset < size
+        lines = list(self._lines(begin, data))
+        if last and not more and self._rest:
+            lines.append(Line(_text(self._rest), self._place(self._offset)))
+            self._rest = b""
+        return lines, more
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO | None]:
+        try:
+            handle = os.open(self.path, _FLAGS)
+        except FileNotFoundError:
+            yield None
+            return
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            yield file
+
+    def _is_open(self, file: BinaryIO, *, last: bool) -> bool:
+        """Where to read on is known. A log that was cut short, or is another than it was, is read from its beginning."""
+        size = os.fstat(file.fileno()).st_size
+        if self._opened:
+            if size < self._offset or _head_of(file, len(self._head)) != self._head:
+                self._offset, self._head, self._rest, self._too_long = 0, b"", b"", False
+            return True
+        begin = self.begin
+        if begin.offset:
+            compared = min(begin.offset, HEAD_BYTES)
+            if size >= compared and _name(_head_of(file, compared)) != begin.beginning:
+                begin = Place()  # it was begun anew
+            elif size < begin.offset:
+                if not last:
+                    return False  # as other nodes see it, it is longer: a shared folder may be a moment late
+                begin = Place()
+            self._offset, self._too_long = begin.offset, begin.within
+        elif self.tail:
+            self._offset = _behind(file, size, self.tail)
+        self._head = _head_of(file, min(HEAD_BYTES, self._offset))
+        self._opened = True
+        return True
+
+    def _place(self, offset: int, *, within: bool = False) -> Place:
+        return Place(offset, _name(self._head[:offset]), within) if offset else Place()
+
+    def _lines(self, begin: int, data: bytes) -> Iterator[Line]:
+        """Of `data`, which were read from `begin` on."""
+        *whole, rest = data.split(b"\n")
+        end = begin
+        for piece in whole:
+            end += len(piece) + 1
+            if self._too_long:
+                self._too_long = False
+            else:
+                yield Line(_text(self._rest + piece), self._place(end))
+            self._rest = b""
+        if self._too_long:
+            return
+        self._rest += rest
+        if len(self._rest) > 4 * MOST_CHARACTERS:  # told now, and the rest of it never
+            yield Line(_text(self._rest), self._place(end + len(rest), within=True))
+            self._rest, self._too_long = b"", True
+
+
+def _name(head: bytes) -> int:
+    return int.from_bytes(blake2b(head, digest_size=8).digest(), "big")
+
+
+def _head_of(file: BinaryIO, size: int) -> bytes:
+    file.seek(0)
+    return file.read(size)
+
+
+def _text(data: bytes) -> str:
+    text = data.decode(errors="replace").rstrip("\r")
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 4]} ..."
+
+
+def _behind(file: object, size: int, lines: int) -> int:
+    """Where the last `lines` lines begin."""
+    at, wanted = size, lines
+    last = True
+    while at > 0:
+        step = min(READ_BYTES, at)
+        at -= step
+        file.seek(at)  # type: ignore[attr-defined]
+        data: bytes = file.read(step)  # type: ignore[attr-defined]
+        end = len(data)
+        if last and data.endswith(b"\n"):  # it ends the last line, and begins none
+            end -= 1
+        last = False
+        while (place := data.rfind(b"\n", 0, end)) >= 0:
+            wanted -= 1
+            if wanted == 0:
+                return at + place + 1
+            end = place
+    return 0
+
+
+ROLES = ("rollout", "reward", "train")
+
+
+LOOK_S = 0.5
+"""Between two looks at logs that are followed."""
+
+
+FOLDER_EVERY = 4
+"""Looks between two at the folder, for new workers."""
+
+
+MOST_TAIL = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One worker's."""
+
+    path: Path
+    instance: str
+    node: str
+    role: str
+    rank: int | None = None
+
+
+def check(request: pb.StreamLogsRequest) -> None:
+    """Raises BadFields."""
+    wrong = []
+    if request.role and request.role not in ROLES:
+        wrong.append(Violation("role", f"{request.role[:40]!r} is none of {', '.join(ROLES)}"))
+    if request.HasField("rank") and (request.rank < 0 or request.role not in ("", "train")):
+        wrong.append(Violation("rank", "only train ranks have one, from 0 on"))
+    if not math.isfinite(request.since) or request.since < 0:
+        wrong.append(Violation("since", "is no time in seconds since the epoch"))
+    if request.tail > MOST_TAIL:
+        wrong.append(Violation("tail", f"is more than {MOST_TAIL}"))
+    if any(one.offset < 0 or not math.isfinite(one.time) or one.time < 0 for one in request.after):
+        wrong.append(Violation("after", "names a place that no line of a log has"))
+    if wrong:
+        raise BadFields(wrong)
+    if request.follow and request.previous:
+        raise bad_field("previous", "workers that are gone write nothing more", "Leave out --follow")
+
+
+def wanted(
+    names: Collection[str],
+    run_dir: Path,
+    mirror: JobMirror,
+    workers: Mapping[str, WorkerRecord],
+    ask: pb.StreamLogsRequest,
+) -> list[Log]:
+    """Of the files of the folder, those that are asked for, by name."""
+    uid = mirror.keys.uid
+    living = {name for name, worker in workers.items() if worker.job_uid == uid}
+    ranks = {stored.record.instance: int(key.rpartition("/")[2]) for key, stored in mirror.claims.items()}
+    ranks |= {name: worker.rank for name, worker in workers.items() if worker.rank is not None}
+    ended = mirror.status is not None and mirror.status.record.phase.ended
+    begun = {one.instance for one in ask.after}  # what those wrote who have gone since is told to its end
+    found = []
+    for name in sorted(names):
+        if (split := _split(name)) is None:
+            continue
+        instance, role, node = split
+        log = Log(run_dir / "logs" / name, instance, node, role, ranks.get(instance))
+        is_there = instance in living
+        if (
+            (instance in begun or (not is_there if ask.previous else is_there or ended))
+            and (not ask.role or log.role == ask.role)
+            and (not ask.node or log.node == ask.node)
+            and (not ask.instance or log.instance == ask.instance)
+            and (not ask.HasField("rank") or log.rank == ask.rank)
+        ):
+            found.append(log)
+    return found
+
+
+def check_named(
+    ask: pb.StreamLogsRequest, nodes: Collection[str], workers: Collection[str], *, names: Collection[str], whole: bool
+) -> None:
+    """Raises NodeNotFound, WorkerNotFound for what is neither registered nor has a log in `names`. `whole`: these are all."""
+    logs = [split for name in names if (split := _split(name)) is not None]
+    known = {*nodes, *(node for _, _, node in logs)}
+    if ask.node and ask.node not in known:
+        raise NodeNotFound(
+            f"there is no node {ask.node[:80]!r}{did_you_mean(ask.node, known)}",
+            fix="`gcore nodes` shows those there are",
+        )
+    known = {*workers, *(instance for instance, _, _ in logs)}
+    if whole and ask.instance and ask.instance not in known:
+        raise WorkerNotFound(
+            f"the job has no worker {ask.instance[:80]!r}{did_you_mean(ask.instance, known)}",
+            fix="`gcore nodes` shows those there are; each line of a log names its own",
+        )
+
+
+def _split(name: str) -> tuple[str, str, str] | None:
+    """Instance, role and node of a log's file; None: it is no worker's log."""
+    instance, dot, kind = name.rpartition(".")
+    role, _, rest = instance.partition("-")
+    return (instance, role, rest.rpartition("-")[0]) if dot and kind == "log" and role in ROLES else None
+
+
+@dataclass
+class _Read:
+    """A log that is being told."""
+
+    log: Log
+    reader: LogReader
+    time: float
+    """The newest that a line said."""
+
+
+@dataclass
+class LogStream:
+    """Reads what `look` finds: the logs now, and whether nothing more will be written."""
+
+    look: Callable[[], Awaitable[tuple[Sequence[Log], bool]]]
+    ask: pb.StreamLogsRequest
+    clock: Clock
+    _reads: dict[str, _Read] = field(default_factory=dict)
+
+    async def lines(self) -> AsyncGenerator[pb.LogLine, None]:
+        """Until all was told, or where it is followed, until the job has ended."""
+        looks, over = 0, False
+        while True:
+            if looks % FOLDER_EVERY == 0:
+                logs, over = await self.look()
+                for log in logs:
+                    if (
+                        log.instance not in self._reads
+                        and (mark := await self._begin(log, first=looks == 0)) is not None
+                    ):
+                        yield mark
+            looks += 1
+            last = over or not self.ask.follow
+            for one in self._reads.values():
+                more = True
+                while more:
+                    with _reading(one.log):
+                        lines, more = await asyncio.to_thread(one.reader.read, last=last)
+                    for line in lines:
+                        if (told := self._line(one, line)) is not None:
+                            yield told
+            if last:
+                return
+            await self.clock.sleep(LOOK_S)
+
+    async def _begin(self, log: Log, *, first: bool) -> pb.LogLine | None:
+        """Where it is begun with, for whoever wants to know: where the last lines begin is lost with this stream. Who goes on knows it of
+        those that were there, so that of the others all is new, as it is of a worker that came while others were followed."""
+        after = next((one for one in self.ask.after if one.instance == log.instance), None)
+        if after is not None:
+            place = Place(after.offset, after.beginning, after.within)
+            self._reads[log.instance] = _Read(log, LogReader(log.path, begin=place), after.time)
+            return None
+        reader = LogReader(log.path, tail=self.ask.tail if first and not self.ask.after else 0)
+        self._reads[log.instance] = _Read(log, reader, 0.0)
+        if not (self.ask.places and first):
+            return None
+        with _reading(log):
+            begin = await asyncio.to_thread(reader.start)
+        return None if begin is None else pb.LogLine(mark=pb.LOG_MARK_BEGIN, place=_placed(log, begin, 0.0))
+
+    def _line(self, one: _Read, line: Line) -> pb.LogLine | None:
+        """None for what was written too early. A line that says no time was written when the one before it was."""
+        time = time_of(line.text)
+        one.time = time or one.time
+        if self.ask.since and one.time < self.ask.since:
+            return None
+        log = one.log
+        told = pb.LogLine(instance=log.instance, node=log.node, role=log.role, text=line.text, time=time)
+        if log.rank is not None:
+            told.rank = log.rank
+        if self.ask.places:
+            told.place.CopyFrom(_placed(log, line.behind, one.time))
+        return told
+
+
+def _placed(log: Log, place: Place, time: float) -> pb.LogPlace:
+    return pb.LogPlace(
+        instance=log.instance, offset=place.offset, beginning=place.beginning, within=place.within, time=time
+    )
+
+
+@contextlib.contextmanager
+def _reading(log: Log) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise GcoreError(f"a log cannot be read ({error.strerror or error})", where=str(log.path)) from error
+
+
+def names_in(run_dir: Path) -> list[str]:
+    """The files of the folder of logs; none where there is no such folder. Raises GcoreError. Blocks."""
+    try:
+        return [entry.name for entry in (run_dir / "logs").iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+
+
+# -------------------- log_peers
+# Logs that lie on other nodes, where nodes share no folder: asked for there, and put beside those that lie here.
+#
+# A peer is asked for its own node's logs only, so no question goes round in a circle. One that does not give them is told of in a line of
+# its own: what the others have is told all the same.
+
+Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
+
+
+HELD = 64
+"""Lines that wait for a client that reads slowly."""
+
+
+def of_peer(connector: Connector, node: str, address: str, request: pb.StreamLogsRequest) -> Source:
+    """What a node's daemon tells of its own logs. `request` names the job by its uid: a peer is asked by a daemon, in whose namespace a
+    name may be another's job."""
+
+    async def lines() -> AsyncGenerator[pb.LogLine, None]:
+        asked = pb.StreamLogsRequest()
+        asked.CopyFrom(request)
+        asked.node = node
+        async with connector.channel(address) as channel:
+            stub = VersionedStub(jobs_pb2_grpc.JobsStub(channel), more=connector.metadata(address))
+            try:
+                async for line in stub.StreamLogs(asked):
+                    # That stream's own beginning and end are none of this one's.
+                    if line.HasField("place") or not line.mark:
+                        yield line
+            except grpc.aio.AioRpcError as error:
+                why = " ".join((error.details() or error.code().name).split())
+                yield pb.LogLine(node=node, text=f"[the logs of {node} cannot be read: {why[:500]}]")
+
+    return lines
+
+
+async def merged(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, None]:
+    """The lines of all sources, each source's in its order. Raises what one of them raises."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]()) as lines:
+            async for line in lines:
+                yield line
+        return
+    waiting: asyncio.Queue[pb.LogLine] = asyncio.Queue(HELD)
+
+    async def bring(source: Source) -> None:
+        async with aclosing(source()) as lines:
+            async for line in lines:
+                await waiting.put(line)
+
+    bringing = asyncio.create_task(all_or_none(bring(source) for source in sources), name="logs of peers")
+    try:
+        while not (bringing.done() and waiting.empty()):
+            getting = asyncio.ensure_future(waiting.get())
+            try:
+                await asyncio.wait({getting, bringing}, return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    continue
+                told = getting.result()
+            finally:
+                getting.cancel()
+            yield told
+        bringing.result()
+    finally:
+        await end_all([bringing])

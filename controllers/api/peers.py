@@ -1,0 +1,204 @@
+"""Serves a run's files to peers, of jobs whose nodes share no folder (`storage.copies`).
+
+Only files, only out of the run's own folder on this node, and of that only what peers have a use for (`SERVED`). Each part of a
+path is opened by itself and never through a link, so that nothing outside can be named, whatever lies in the folder. What is
+hidden is a writer's draft and is not there. Any controller may ask, as it may ask a rank or an engine: the cluster's network
+is who they trust. Reads in threads; writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import stat
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import grpc
+
+from controllers.api.edge.access import Role, caller
+from controllers.api.edge.errors import Context, NotFound, edge, stream_edge
+from controllers.api.edge.server import StreamRoom
+from gcore.api.v1 import files_pb2 as pb
+from gcore.api.v1 import files_pb2_grpc, placement_pb2_grpc
+from gcore.api.v1 import placement_pb2 as v1_pb
+from gcore.config.node import ApiConfig
+from gcore.errors import GcoreError, UsageError
+from gcore.ledger import archive
+from gcore.ledger.audit import receipts
+from gcore.ledger.records import slot_accounting as books_file
+from gcore.observability import samples
+
+if TYPE_CHECKING:
+    from controllers.job.runner import JobRunner
+
+CHUNK_BYTES = 1 << 20
+
+
+SERVED = frozenset(
+    {
+        "checkpoints",
+        "weights",
+        archive.ARCHIVE_FOLDER,
+        archive.EVALUATIONS,
+        receipts.FOLDER,
+        samples.FOLDER,
+        books_file.FOLDER,
+    }
+)
+"""The folders of a run whose files peers fetch."""
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+FolderOf = Callable[[str], Awaitable[Path]]
+"""The folder of a job's run on this node. Raises GcoreError for a job whose files are not served."""
+
+
+class FilesService(files_pb2_grpc.FilesServicer):
+    """Implements gcore.api.v1.Files."""
+
+    def __init__(self, folder_of: FolderOf, trouble: Callable[[], str] = str, room: StreamRoom | None = None) -> None:
+        """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many files that are read at once; None:
+        as usual. Daemons need no place: a run goes on with what they fetch here, and each fetches one file of a job at a time."""
+        self._folder_of = folder_of
+        self.trouble = trouble
+        self._room = room or StreamRoom(ApiConfig().streams)
+
+    @edge
+    async def List(self, request: pb.ListFilesRequest, context: Context) -> pb.ListFilesReply:
+        """The files of a folder."""
+        parts = parts_of(request.folder)
+        run_dir = await self._folder_of(request.job_uid)
+        found = await asyncio.to_thread(listed, run_dir, parts)
+        return pb.ListFilesReply(files=[pb.FileInfo(name=name, size=size) for name, size in sorted(found.items())])
+
+    @stream_edge
+    async def Read(self, request: pb.ReadFileRequest, context: Context) -> AsyncGenerator[pb.FileChunk, None]:
+        """A file, from an offset to where it ends when it is opened."""
+        with contextlib.nullcontext() if caller().role is Role.NODE else self._room.place():
+            parts = parts_of(request.file)
+            run_dir = await self._folder_of(request.job_uid)
+            file, left = await asyncio.to_thread(_opened, run_dir, parts, request.offset)
+            digest = hashlib.sha256()
+            try:
+                while left:
+                    data = await asyncio.to_thread(_read, file, min(left, CHUNK_BYTES), digest)
+                    if not data:  # it became shorter: whoever asked sees that by the digest of what it was to be
+                        break
+                    left -= len(data)
+                    yield pb.FileChunk(data=data)
+                yield pb.FileChunk(sha256=digest.digest())
+            except OSError as error:
+                await context.abort(grpc.StatusCode.DATA_LOSS, f"{request.file}: {error.strerror or error}")
+            finally:
+                file.close()
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """A path below the run's folder, in its parts. Raises UsageError for one that is not served."""
+    parts = tuple(path.split("/"))
+    if parts[0] not in SERVED or not all(_PLAIN.fullmatch(part) for part in parts):
+        raise UsageError(
+            f"no file {path[:200]!r} is served", fix=f"Name one below {', '.join(sorted(SERVED))} of a job's run"
+        )
+    return parts
+
+
+def listed(run_dir: Path, parts: tuple[str, ...]) -> dict[str, int]:
+    """The plain files below a folder of the run, and their sizes; none where it is not. Raises GcoreError. Blocks."""
+    try:
+        with _directory(run_dir, parts) as handle:
+            return dict(_below(handle, ""))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise _unreadable(parts, error) from error
+
+
+def _below(handle: int, prefix: str) -> Iterator[tuple[str, int]]:
+    with os.scandir(handle) as entries:
+        for entry in entries:
+            if not _PLAIN.fullmatch(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                inner = os.open(entry.name, _DIRECTORY, dir_fd=handle)
+                try:
+                    yield from _below(inner, f"{prefix}{entry.name}/")
+                finally:
+                    os.close(inner)
+            elif entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name, entry.stat(follow_symlinks=False).st_size
+
+
+def _opened(run_dir: Path, parts: tuple[str, ...], offset: int) -> tuple[BinaryIO, int]:
+    """The file, at `offset`, and how many bytes there are from there. Raises GcoreError."""
+    try:
+        with _directory(run_dir, parts[:-1]) as handle:
+            file = os.fdopen(os.open(parts[-1], _FILE, dir_fd=handle), "rb", buffering=0)
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            file.close()
+            raise UsageError(f"{'/'.join(parts)} is no file", fix="List its folder")
+        file.seek(offset)
+        return file, max(0, status.st_size - offset)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"{'/'.join(parts)} is not on this node", fix="Ask another") from error
+    except OSError as error:
+        raise _unreadable(parts, error) from error
+
+
+@contextlib.contextmanager
+def _directory(run_dir: Path, parts: tuple[str, ...]) -> Iterator[int]:
+    """The open folder that `parts` lead to, none of them a link. Raises OSError."""
+    handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            inner = os.open(part, _DIRECTORY, dir_fd=handle)
+            os.close(handle)
+            handle = inner
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _read(file: BinaryIO, count: int, digest: Any) -> bytes:
+    data = file.read(count)
+    digest.update(data)
+    return data
+
+
+def _unreadable(parts: tuple[str, ...], error: OSError) -> GcoreError:
+    return GcoreError(f"{'/'.join(parts)} cannot be read here ({error.strerror or error})", fix="Ask another node")
+
+
+# -------------------- placement
+# Serves what engines have to do, to the controller that plans a job's placement.
+
+
+class PlacementService(placement_pb2_grpc.PlacementServicer):
+    """Implements gcore.api.v1.Placement."""
+
+    def __init__(self, runner: Callable[[str], JobRunner | None], trouble: Callable[[], str] = str) -> None:
+        """`trouble`: why the store cannot be brought back, if that is known here."""
+        self._runner = runner
+        self.trouble = trouble
+
+    @edge
+    async def Loads(self, request: v1_pb.LoadsRequest, context: Context) -> v1_pb.LoadsReply:
+        """What the engines that this controller sees to have to do."""
+        runner = self._runner(request.job_uid)
+        if runner is None or not runner.is_working:
+            raise NotFound(f"job {request.job_uid} is not worked on here")
+        return await runner.loads()

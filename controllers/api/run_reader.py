@@ -1,0 +1,418 @@
+"""The kept samples of a job, read from its run's folder for whoever asks. Any controller can: they all see the folder.
+
+What a stream holds of a step is where its groups lie; a group's texts are read when it is that group's turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+
+from controllers.api.edge.errors import NotFound, bad_field
+from controllers.identity import node_of
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config.load import stored_spec
+from gcore.config.spec import SamplesSpec
+from gcore.errors import GcoreError, Unreachable
+from gcore.ledger import archive as store_copy
+from gcore.ledger.archive import ArchivedLog
+from gcore.ledger.audit.audit import Standing, audit
+from gcore.ledger.audit.chain import Audit, Finding
+from gcore.ledger.audit.receipts import ReceiptFolder
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import Checkpoint
+from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.slot_accounting import line_of, step_lines
+from gcore.ledger.retention import Retention, why_kept
+from gcore.ledger.selection import rules_of
+from gcore.models.layout import CHECKPOINTS, MANIFEST_FILE, CheckpointDamaged, checkpoints_in, read_manifest
+from gcore.observability import samples as kept_samples
+from gcore.observability.samples import (
+    KeptGroup,
+    KeptText,
+    Order,
+    Response,
+    Selection,
+    find_kept,
+    find_version,
+    responses_of,
+    select,
+    standing,
+)
+from gcore.schema import UnreadableRecord
+from gcore.store.types import WatchBatch
+from gcore.types import Version
+
+_ORDERS: dict[int, Order] = {
+    pb.SAMPLE_ORDER_UNSPECIFIED: "stream",
+    pb.SAMPLE_ORDER_BEST: "best",
+    pb.SAMPLE_ORDER_WORST: "worst",
+}
+
+
+_STANDINGS = {
+    "committed": pb.STEP_STANDING_COMMITTED,
+    "under way": pb.STEP_STANDING_UNDER_WAY,
+    "cut off": pb.STEP_STANDING_CUT_OFF,
+}
+
+
+async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
+    """The groups that fit the request, each read when it is asked for, which blocks. Raises BadFields, NoSamples, and GcoreError if the
+    folder cannot be read, now or then."""
+    assert mirror.job is not None
+    job = mirror.job.record
+    run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
+    spec = SamplesSpec.model_validate(job.spec.get("samples", {}))
+    ended = mirror.status is not None and mirror.status.record.phase.ended
+
+    def find(kept: Sequence[Version], step: int | None) -> Version:
+        return find_version(kept, head, spec, step, ended=ended)
+
+    picked = await asyncio.to_thread(_pick, run_dir, request, find)
+    return _messages(picked, _STANDINGS[standing(head, picked.version)] if head is not None else None)
+
+
+def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
+    """The same of a run of which no cluster knows any more; how its steps stood is not said. Blocks on the disk."""
+    return _messages(_pick(run_dir, request, find_kept), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """What a request asks for: where it lies, and no more of it than that. `advantages`: by the group's digest, as written."""
+
+    version: Version
+    selection: Selection[kept_samples.GroupLine]
+    advantages: Mapping[str, Sequence[bytes]]
+    order: Order
+
+
+def _pick(
+    run_dir: Path, request: pb.GetSamplesRequest, find: Callable[[Sequence[Version], int | None], Version]
+) -> _Picked:
+    order = _order(request)
+    with _reading(run_dir):
+        version = find(kept_samples.kept_steps(run_dir), request.step if request.HasField("step") else None)
+        groups = kept_samples.list_groups(run_dir, version)
+        selection = select(groups, source=request.source, order=order, limit=request.limit)
+        known, wanted = kept_samples.list_advantages(run_dir, version), {group.digest for group in selection.groups}
+    return _Picked(version, selection, {name: lines for name, lines in known.items() if name in wanted}, order)
+
+
+def _order(request: pb.GetSamplesRequest) -> Order:
+    if request.order not in _ORDERS:
+        raise bad_field("order", f"{request.order} is no order", f"Use {', '.join(pb.SampleOrder.keys())}")
+    return _ORDERS[request.order]
+
+
+def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.SampleGroup]:
+    for where in picked.selection.groups:
+        with _reading(where.file.parent):
+            group = kept_samples.read_group(where)
+        advantages = kept_samples.advantages_in(picked.advantages.get(where.digest, ()))
+        message = _group(group, responses_of(group, advantages, picked.order))
+        message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
+        if stands is not None:
+            message.standing = stands
+        yield message
+
+
+@contextlib.contextmanager
+def _reading(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, UnreadableRecord) as error:
+        raise GcoreError("the samples of this step were removed while they were read", where=str(where)) from error
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(where)) from error
+
+
+def _group(group: KeptGroup, responses: tuple[Response, ...]) -> pb.SampleGroup:
+    return pb.SampleGroup(
+        ref=str(group.ref),
+        digest=group.digest,
+        source=group.source,
+        holder=group.holder,
+        prompt=_text(group.prompt),
+        prompt_tokens=group.prompt_tokens,
+        answer=group.answer,
+        temperature=group.temperature,
+        responses=[_response(one) for one in responses],
+    )
+
+
+def _response(one: Response) -> pb.SampleResponse:
+    sample, advantage = one.sample, one.advantage
+    message = pb.SampleResponse(
+        index=one.index,
+        text=_text(sample.response),
+        tokens=sample.tokens,
+        reward=sample.reward,
+        parts=[pb.RewardPart(name=name, value=value) for name, value in sample.parts],
+        finish_reason=sample.finish_reason,
+        masked=sample.masked,
+        versions=sample.versions,
+        observed=[pb.ObservedText(start=start, end=end) for start, end in sample.observed],
+        observed_tokens=sample.observed_tokens,
+    )
+    if advantage is not None:
+        message.advantage = advantage.mean
+        if advantage.least is not None and advantage.most is not None:
+            message.advantage_least, message.advantage_most = advantage.least, advantage.most
+    return message
+
+
+def _text(text: KeptText) -> pb.SampleText:
+    return pb.SampleText(text=text.text, more=text.more)
+
+
+# -------------------- audits
+# Audits for whoever asks: of a job in the store, and of a run of which no cluster knows any more, from its folder.
+#
+# Reads; what is proved, `gcore.ledger.audit` says. What cannot be read is a violation like any other. The store is read before the
+# folder: an entry that leaves the store stands in the folder before, and a receipt before the commit that needs it.
+
+
+class NoCopy(Unreachable):
+    """A run's folder does not hold what an audit needs, so only a cluster can answer. No violation: nothing was audited."""
+
+
+def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -> Audit:
+    """Of a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. Blocks on the disk."""
+    try:
+        mirror = store_copy.mirror_of(uid, batch)
+    except UnreadableRecord as error:
+        return Audit((Finding("record", str(error)),))
+    if mirror.job is None:
+        return Audit((Finding("record", f"the job's own record is missing ({mirror.keys.job})"),))
+    if mirror.head is None:
+        if mirror.status is None or mirror.status.record.phase is JobPhase.RUNNING:
+            return Audit((Finding("record", f"head is missing ({mirror.keys.head})"),))
+        return Audit()  # it ended, or waits, without having begun
+    folder = run_dir if run_dir is not None else Path(mirror.job.record.run_dir)
+    try:
+        return _audit(mirror, folder)
+    except OSError as error:
+        return Audit((Finding("record", f"the run's folder {folder} cannot be read ({error.strerror or error})"),))
+
+
+def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
+    assert mirror.job is not None
+    assert mirror.head is not None
+    log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
+    receipts = ReceiptFolder(run_dir)
+    standing = Standing(
+        seals=[stored.record for stored in mirror.seals.values()],
+        offers=[stored.record for stored in mirror.offers.values()],
+        checkpoints=mirror.checkpoints.record.entries if mirror.checkpoints is not None else (),
+        phase=mirror.status.record.phase if mirror.status is not None else None,
+    )
+    found = audit(rules_of(mirror.job.record), mirror.head.record, log, receipts, standing)
+    return found.with_problems((*(one.why for one in mirror.unreadable.values()), *log.problems, *receipts.problems))
+
+
+def audit_of_folder(run_dir: Path) -> Audit:
+    """Of a run that has ended, from its folder alone. Raises NoCopy. Blocks on the disk."""
+    try:
+        copy = store_copy.read(run_dir)
+    except OSError as error:
+        raise NoCopy(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+    except UnreadableRecord as error:
+        return Audit((Finding("record", str(error)),))
+    if copy is None:
+        raise NoCopy(
+            "the run's folder has no copy of the job's records",
+            where=str(run_dir / store_copy.FOLDER),
+            fix="Start its cluster (`gcore up`) and ask again: the copy is written when a job ends, or is audited after",
+        )
+    return audit_of_records(copy.uid, copy.batch, run_dir)
+
+
+def run_of(runs: Path, job: str) -> Path | None:
+    """The folder of the newest run of that name or uid under `runs` that holds a copy; None if there is none.
+
+    One whose copy is damaged goes by its folder's name, and by when that was changed: that it is damaged is for the audit to say.
+    """
+    found: list[tuple[float, Path]] = []
+    for folder in runs.glob(f"*/{store_copy.FOLDER}"):
+        run_dir = folder.parent
+        with contextlib.suppress(OSError):
+            try:
+                copy = store_copy.read(run_dir)
+                if copy is not None and job in (copy.uid, copy.job.name):
+                    found.append((copy.job.created, run_dir))
+            except UnreadableRecord:
+                name, _, uid = run_dir.name.rpartition("-")
+                if job in (name, uid):
+                    found.append((folder.stat().st_mtime, run_dir))
+    return max(found)[1] if found else None
+
+
+def report_of(found: Audit) -> pb.AuditReport:
+    """As it is answered."""
+    by_node: dict[str, int] = {}
+    for holder, count in found.groups_by_holder.items():
+        by_node[node_of(holder)] = by_node.get(node_of(holder), 0) + count
+    return pb.AuditReport(
+        clean=found.clean,
+        violations=found.violations,
+        findings=[
+            pb.AuditFinding(kind=one.kind, sentence=one.sentence, refs=map(str, one.refs)) for one in found.findings
+        ],
+        steps=found.steps,
+        trained=found.trained,
+        filtered=found.filtered,
+        failed=found.failed,
+        in_flight=found.in_flight,
+        issued=found.issued,
+        epochs=found.epochs,
+        groups_by_node=by_node,
+        lineages=found.lineages,
+    )
+
+
+# -------------------- checkpoints
+# A job's checkpoints, for people: from its records where a cluster knows it, else from what lies in its run's folder and the
+# copy of the records there.
+#
+# What can be seen cheaply is looked at: whether a folder has its manifest, and every file the size that stands there. That each
+# byte is right is looked at when a job goes back to it, or when its model is exported. Writes nothing.
+
+
+async def list_checkpoints(
+    mirror: JobMirror, holders: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> pb.ListCheckpointsReply:
+    """Those that are registered, the newest first. `holders`: the nodes that have each, where nodes share no folder."""
+    assert mirror.job is not None
+    job = mirror.job.record
+    reply = pb.ListCheckpointsReply(uid=job.uid, name=job.name)
+    for one, kept in _newest_first(_registered(mirror)):
+        folder = Path(job.run_dir) / one.file
+        seen = await asyncio.to_thread(_seen, folder, one, kept)
+        seen.nodes.extend(holders.get(folder.name, ()))
+        if seen.nodes and not seen.bytes:  # it lies elsewhere, which is nothing wrong
+            seen.problem = ""
+        reply.checkpoints.append(seen)
+    return reply
+
+
+def checkpoints_of_folder(run_dir: Path, name: str, uid: str) -> pb.ListCheckpointsReply:
+    """Those of a run of which no cluster knows any more: what lies in its folder, and what is to be kept by the copy of its records
+    there. Without a copy nobody knows why each was kept. Blocks."""
+    lying = {f"{CHECKPOINTS}/{folder.name}": version for version, folder in checkpoints_in(run_dir).items()}
+    # What was to go when the job ended may have gone since.
+    found = {one: kept for one, kept in _left(run_dir, uid).items() if kept or one.file in lying}
+    known = {one.file for one in found}
+    for file, version in lying.items():
+        if file not in known:
+            found[Checkpoint(lineage=version.lineage, step=version.step, seq=0, file=file)] = frozenset()
+    seen = [_seen(run_dir / one.file, one, kept) for one, kept in _newest_first(found)]
+    return pb.ListCheckpointsReply(uid=uid, name=name, checkpoints=seen)
+
+
+def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
+    """The registered ones, and why each is kept."""
+    if mirror.job is None or mirror.head is None or mirror.checkpoints is None:
+        return {}
+    head, entries = mirror.head.record, mirror.checkpoints.record.entries
+    evaluations = (stored.record for stored in mirror.evaluations.values())
+    reasons = why_kept(head, entries, Retention.of(stored_spec(mirror.job.record.spec), head, evaluations))
+    return {one: reasons.get(one, frozenset()) for one in entries if one.file}
+
+
+def _left(run_dir: Path, uid: str) -> dict[Checkpoint, Collection[str]]:
+    """The same from the copy of the records in the run's folder; nothing if there is none, or it is damaged."""
+    with contextlib.suppress(OSError, GcoreError):
+        copy = store_copy.read(run_dir)
+        if copy is not None and copy.uid == uid:
+            return _registered(store_copy.mirror_of(uid, copy.batch))
+    return {}
+
+
+def _newest_first(found: Mapping[Checkpoint, Collection[str]]) -> list[tuple[Checkpoint, Collection[str]]]:
+    return sorted(found.items(), key=lambda pair: (pair[0].step, pair[0].lineage), reverse=True)
+
+
+def _seen(folder: Path, one: Checkpoint, kept: Collection[str]) -> pb.CheckpointInfo:
+    """With the size of all that lies there, damaged or not, and the first thing that is wrong with it."""
+    info = pb.CheckpointInfo(
+        step=one.step, lineage=one.lineage, folder=str(folder), kept=sorted(kept), digest=one.digest
+    )
+    if not folder.is_dir():
+        info.problem = "its folder is not there"
+        return info
+    info.bytes = _size(folder)
+    try:
+        manifest = read_manifest(folder)
+        info.written = (folder / MANIFEST_FILE).stat().st_mtime
+        for name, expected in sorted(manifest.files.items()):
+            size = (folder / name).stat().st_size
+            if size != expected.size:
+                info.problem = f"{name} has {size} bytes, not {expected.size}"
+                break
+    except CheckpointDamaged as error:
+        info.problem = error.what
+    except OSError as error:
+        name = Path(error.filename).name if error.filename else "a file"
+        info.problem = f"{name} cannot be read ({error.strerror or error})"
+    return info
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below, as far as they can be seen."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size if path.is_file() else 0
+    return size
+
+
+# -------------------- books
+# What a job's slots did, for whoever asks: the newest steps from the store's records, any other from the run's folder.
+
+
+class NoBooks(NotFound):
+    """Nobody has booked what was asked for."""
+
+
+async def find_books(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:
+    """Node by node, each read when it is asked for, which blocks. Raises NoBooks, and GcoreError if the folder cannot be read, now or
+    then."""
+    assert mirror.job is not None
+    if step is None:
+        return iter(list(_newest(mirror)))
+    return await asyncio.to_thread(books_of_folder, Path(mirror.job.record.run_dir), step)
+
+
+def books_of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
+    """A step's. Raises NoBooks, GcoreError. Blocks on the disk."""
+    books = _of_folder(run_dir, step)
+    first = next(books, None)
+    if first is None:
+        raise NoBooks(
+            f"no node has booked step {step}",
+            fix="A step is booked a moment after it is committed; `gcore describe` shows the newest",
+        )
+    return chain((first,), books)
+
+
+def _of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
+    try:
+        for line in step_lines(run_dir, step):
+            lineage = line.book.version.lineage
+            yield pb.BookOfNode(node=line.node, lineage=lineage, step=step, book_json=line_of(line))
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+
+
+def _newest(mirror: JobMirror) -> Iterator[pb.BookOfNode]:
+    for node, stored in sorted(mirror.books.items()):
+        for book in stored.record.steps[-1:]:
+            lineage, step = book.version
+            yield pb.BookOfNode(node=node, lineage=lineage, step=step, book_json=book.model_dump_json())

@@ -1,0 +1,337 @@
+"""Jobs as they stand in the store, read on demand. Writes nothing to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.errors import NamespaceNotFound, NotFound
+from controllers.api.run_reader import audit_of_records
+from controllers.storage.peer_files import NotFetched
+from controllers.storage.run_folder import OwnFolder, OwnFolders, collect_records, is_apart, run_folder, seen_here
+from gcore.api.tls import PLAIN, Connector
+from gcore.api.tokens import TokenRecord
+from gcore.errors import did_you_mean
+from gcore.ledger import archive as store_copy
+from gcore.ledger.archive import mirror_of
+from gcore.ledger.audit.chain import Audit
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.cluster import Claim, Queued, Quotas, Shares, SickSlots
+from gcore.ledger.records.job import JobRecord, NodeRecord
+from gcore.ledger.transactions import Ledger, Stored
+from gcore.models.layout import checkpoints_in
+from gcore.schema import Record, UnreadableRecord
+from gcore.store import keys
+from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys
+from gcore.store.types import KeyValue, Listing, Store, WatchBatch, WatchEvent
+from gcore.worker.records import WorkerRecord
+
+if TYPE_CHECKING:
+    from controllers.cluster.mirror import ClusterMirror
+
+log = logging.getLogger(__name__)
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterListing:
+    """The daemons and workers that are registered now."""
+
+    nodes: tuple[NodeRecord, ...]
+    workers: tuple[WorkerRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStorage:
+    """Where runs lie on this node, if it shares no folder with others."""
+
+    node: str
+    run_root: Path
+    folders: OwnFolders
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A job of which a record is damaged, or of a version that this one does not know; `name` may be empty."""
+
+    uid: str
+    name: str
+    why: str
+
+
+class StoredJobs:
+    """Reads. Raises StoreUnavailable."""
+
+    def __init__(
+        self,
+        store: Store,
+        own: OwnStorage | None = None,
+        cluster: Callable[[], ClusterMirror | None] = lambda: None,
+    ) -> None:
+        """`cluster`: what this daemon hears of it at the moment, if anything."""
+        self._store = store
+        self._own = own
+        self._cluster = cluster
+
+    async def find(self, name: str, namespace: str = keys.DEFAULT_NAMESPACE) -> str | None:
+        """The uid of a job: by its uid, by `NAMESPACE/NAME`, or by its name in `namespace`.
+
+        A uid that the caller may ask by comes before a name: anybody can give a job another's uid as its name, and who pauses or
+        deletes by a uid means that one. What the caller may not see hides no job of the same name.
+        """
+        if not name:
+            return None
+        said, slash, short = name.partition("/")
+        if not slash and await self._is_seen(name):
+            return name
+        named = await self._store.get(keys.name(short, said) if slash else keys.name(name, namespace))
+        return None if named is None else named.value.decode(errors="replace")
+
+    async def _is_seen(self, uid: str) -> bool:
+        """Whether there is a job of that uid for the caller."""
+        kv = await self._store.get(JobKeys(uid).job)
+        return kv is not None and may_see(_namespace_of(kv))
+
+    async def batch(self, uid: str) -> WatchBatch:
+        """All records of a job, as if just heard."""
+        return _as_heard(await self._store.list(JobKeys(uid).prefix))
+
+    async def mirror(self, uid: str) -> JobMirror:
+        """A job as it stands."""
+        return self._here(JobMirror(JobKeys(uid)).fold(await self.batch(uid)))
+
+    def ledger(self, uid: str) -> Ledger:
+        """Makes transactions on a job's records."""
+        return Ledger(self._store, JobKeys(uid))
+
+    @property
+    def store(self) -> Store:
+        """What they stand in, for those who change them."""
+        return self._store
+
+    @property
+    def node(self) -> str:
+        """This one."""
+        return "" if self._own is None else self._own.node
+
+    def _here(self, mirror: JobMirror) -> JobMirror:
+        return mirror if self._own is None else seen_here(mirror, self._own.run_root)
+
+    async def own_folder(self, uid: str) -> Path:
+        """This node's own folder of a run, out of which it serves files. Raises NotFound for a job whose nodes share one."""
+        kv = await self._store.get(JobKeys(uid).job)
+        job = None if kv is None else JobRecord.decode(kv.value, kv.key)
+        if job is None or not may_see(job.namespace) or self._own is None or not is_apart(job):
+            raise NotFound(f"there is no job {uid[:40]!r} whose nodes have folders of their own", fix="Ask for another")
+        return run_folder(job, self._own.run_root)
+
+    async def collect(self, mirror: JobMirror, what: Callable[[OwnFolder, Mapping[str, str]], Awaitable[None]]) -> None:
+        """Bring here what peers have more of a run's files, where nodes share no folder, as far as they give it."""
+        own = self._own_of(mirror)
+        if own is not None:
+            await what(own, await self.peers())
+
+    async def holders(self, mirror: JobMirror) -> Mapping[str, Collection[str]]:
+        """The nodes that have each checkpoint's folder, by the folder's name, where nodes share none; of those that answer."""
+        own = self._own_of(mirror)
+        found: dict[str, list[str]] = {}
+        if own is None or self._own is None:
+            return found
+        for version in await asyncio.to_thread(checkpoints_in, own.files.run_dir):
+            found.setdefault(f"{version.lineage}-{version.step}", []).append(self._own.node)
+        for node, address in sorted((await self.peers()).items()):
+            with contextlib.suppress(NotFetched):
+                names = await own.files.list(address, "checkpoints")
+                for folder in sorted({name.partition("/")[0] for name in names}):
+                    found.setdefault(folder, []).append(node)
+        return found
+
+    def _own_of(self, mirror: JobMirror) -> OwnFolder | None:
+        if mirror.job is None or self._own is None or not is_apart(mirror.job.record):
+            return None
+        return self._own.folders.of(mirror.job.record.uid, Path(mirror.job.record.run_dir))
+
+    async def peers(self) -> Mapping[str, str]:
+        """Where the daemons of other nodes answer."""
+        me = "" if self._own is None else self._own.node
+        return {node.name: node.for_peers for node in (await self.cluster()).nodes if node.name != me}
+
+    async def newest(self, limit: int, before: int | None) -> list[tuple[str, int]]:
+        """The uids of the jobs that were created last, each with the revision of its creation; `before`: older than that one."""
+        listing = await self._store.newest(keys.REQUESTS, limit, before)
+        return [(kv.value.decode(errors="replace"), kv.create_revision) for kv in listing.kvs]
+
+    async def summary(self, uid: str) -> JobMirror | Unreadable | None:
+        """What a list tells of a job: a few of its records, however many it has. None: it is not there."""
+        job_keys = JobKeys(uid)
+        names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
+        found = await asyncio.gather(*(self._store.get(name) for name in names))
+        there = tuple(kv for kv in found if kv is not None)
+        try:
+            mirror = self._here(JobMirror(job_keys).fold(_as_heard(Listing(there, 0))))
+        except UnreadableRecord as error:
+            return Unreadable(uid, _name_of(found[0]), str(error))
+        return mirror if mirror.job is not None else None
+
+    async def namespace(self, uid: str) -> str:
+        """Whose job it is. One whose record cannot be read is nobody's but those who may see all."""
+        kv = await self._store.get(JobKeys(uid).job)
+        return "" if kv is None else _namespace_of(kv)
+
+    @property
+    def connector(self) -> Connector:
+        """What the daemons of other nodes are reached with."""
+        return PLAIN if self._own is None else self._own.folders.connector
+
+    def is_apart(self, mirror: JobMirror) -> bool:
+        """Whether other nodes have files of the run that this one does not see."""
+        return self._own_of(mirror) is not None
+
+    async def cluster(self) -> ClusterListing:
+        """Daemons and workers, but for those that this version cannot read."""
+        nodes = _read(NodeRecord, await self._store.list(keys.NODES))
+        return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
+
+    async def claim(self, uid: str) -> Stored[Claim] | None:
+        """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
+        kv = await self._store.get(JobKeys(uid).active)
+        return None if kv is None else Stored(_claim(kv), kv.mod_revision)
+
+    async def claims(self) -> dict[str, Claim]:
+        """Of all jobs that have not ended, by uid."""
+        listing = await self._store.list(keys.ACTIVE)
+        return {kv.key.removeprefix(keys.ACTIVE): _claim(kv) for kv in listing.kvs}
+
+    async def shares(self) -> Shares | None:
+        """Which slots each job has; None where nobody shares any out."""
+        kv = await self._store.get(keys.SHARES)
+        try:
+            return None if kv is None else Shares.decode(kv.value, kv.key)
+        except UnreadableRecord as error:
+            log.error("passed over: %s", error)
+            return None
+
+    async def queue(self, *claims: Stored[Claim]) -> Mapping[str, Queued]:
+        """Who waits for slots, and why, as this daemon has worked it out for whoever asks, with these claims in it. Nobody, while it hears
+        nothing of the cluster."""
+        cluster = self._cluster()
+        newest = max((one.revision for one in claims), default=0)
+        return {} if cluster is None else await cluster.queue_with(newest)
+
+    async def pool(self) -> tuple[frozenset[str], dict[str, SickSlots]]:
+        """The nodes that are being left, and by node the slots that are sick."""
+        listing = await self._store.list(keys.POOL)
+        drained = {kv.key.removeprefix(keys.DRAINED) for kv in listing.kvs if kv.key.startswith(keys.DRAINED)}
+        of_sick = Listing(tuple(kv for kv in listing.kvs if kv.key.startswith(keys.SICK)), listing.revision)
+        sick = {}
+        for kv in of_sick.kvs:
+            with contextlib.suppress(UnreadableRecord):
+                sick[kv.key.removeprefix(keys.SICK)] = SickSlots.decode(kv.value, kv.key)
+        return frozenset(drained), sick
+
+    async def audit(self, uid: str) -> Audit:
+        """Recompute a job's accounts from its log and the ranks' receipts. One that has ended leaves a copy of its records
+        in its folder, if there is none yet."""
+        listing = await self._store.list(JobKeys(uid).prefix)
+        batch = _as_heard(listing)
+        run_dir: Path | None = None
+        with contextlib.suppress(UnreadableRecord):  # the audit says what is wrong
+            mirror = self._here(mirror_of(uid, batch))
+            run_dir = None if mirror.job is None else Path(mirror.job.record.run_dir)
+            await self.collect(mirror, collect_records)
+        found = await asyncio.to_thread(audit_of_records, uid, batch, run_dir)
+        if run_dir is not None:
+            await asyncio.to_thread(_leave_copy, uid, listing, run_dir)
+        return found
+
+
+def _namespace_of(kv: KeyValue) -> str:
+    try:
+        return JobRecord.decode(kv.value, kv.key).namespace
+    except UnreadableRecord:
+        return ""
+
+
+def _name_of(kv: KeyValue | None) -> str:
+    """A job's name, out of a record that this version cannot read."""
+    try:
+        tree = json.loads(kv.value) if kv is not None else None
+    except (ValueError, RecursionError):
+        return ""
+    return str(tree.get("name", ""))[:256] if isinstance(tree, dict) else ""
+
+
+def _claim(kv: KeyValue) -> Claim:
+    try:
+        return Claim.read(kv.value, kv.key)
+    except UnreadableRecord as error:
+        log.error("passed over: %s", error)
+        return Claim()
+
+
+def _read(kind: type[R], listing: Listing) -> Iterator[R]:
+    for kv in listing.kvs:
+        try:
+            yield kind.decode(kv.value, kv.key)
+        except UnreadableRecord as error:
+            log.error("passed over: %s", error)
+
+
+def _as_heard(listing: Listing) -> WatchBatch:
+    return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
+
+
+def _leave_copy(uid: str, listing: Listing, run_dir: Path) -> None:
+    """An audit is an answer, whether or not the folder takes the copy."""
+    with contextlib.suppress(OSError, UnreadableRecord):
+        mirror = mirror_of(uid, _as_heard(listing))
+        if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
+            return
+        if not store_copy.is_left(run_dir, mirror.head.record if mirror.head else None):
+            store_copy.leave(run_dir, "audit", uid, listing)
+
+
+# -------------------- namespaces
+# Whether there is a namespace, for those who ask for what is in it and get nothing.
+#
+# A namespace is made by nothing but its use: it is there while a job is called in it that was not deleted, while something was used in it, while
+# it has a quota, or while a token or the caller's certificate names it. `default` always is. One that the caller may not see is not there.
+
+
+async def check_namespace(store: Store, namespace: str, used: Collection[str] = ()) -> None:
+    """Raises NamespaceNotFound. `used`: those of which usage is known."""
+    fix = "`gcore quota` and `gcore usage` show those there are"
+    if not may_see(namespace):
+        raise NamespaceNotFound(f"there is no namespace {namespace[:80]!r}", fix=fix)
+    if namespace in (DEFAULT_NAMESPACE, *used) or caller().namespaces is not None:
+        return
+    if (await store.newest(keys.NAMES + keys.full_name("", namespace), 1)).kvs:
+        return
+    others = {DEFAULT_NAMESPACE, *used, *await _with_quota(store), *await _with_token(store)}
+    if namespace not in others:
+        near = did_you_mean(namespace, others)
+        raise NamespaceNotFound(f"there is no namespace {namespace[:80]!r}{near}", fix=fix)
+
+
+async def _with_quota(store: Store) -> Collection[str]:
+    kv = await store.get(keys.QUOTAS)
+    with contextlib.suppress(UnreadableRecord):
+        return () if kv is None else tuple(Quotas.decode(kv.value, kv.key).slots)
+    return ()
+
+
+async def _with_token(store: Store) -> Collection[str]:
+    found: set[str] = set()
+    for kv in (await store.list(keys.TOKENS)).kvs:
+        with contextlib.suppress(UnreadableRecord):
+            found.update(TokenRecord.decode(kv.value, kv.key).namespaces)
+    return found

@@ -1,0 +1,332 @@
+"""The verbs of the Jobs service that follow a job: its events, its steps' numbers, and what its workers write to their logs.
+
+Each takes what it sends from what the daemon holds anyway, a few at a time, and looks for more when its client has taken them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controllers.api.edge.errors import BadFields, Context, bad_field, stream_edge
+from controllers.api.job_messages import JobsDesk, waits_for_slots
+from controllers.api.logs import Log, LogStream, Source, check, check_named, merged, names_in, of_peer, wanted
+from controllers.storage.run_folder import collect_records
+from controllers.telemetry.events import Event, EventLog
+from gcore.api.rpc import Violation
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.errors import GcoreError, StoreUnavailable, did_you_mean
+from gcore.ledger.archive import ArchivedLog
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import LogEntry
+from gcore.observability.metrics_file import numbers
+from gcore.observability.step_metrics import STEP_STATS
+from gcore.store.keys import JobKeys
+
+if TYPE_CHECKING:
+    from controllers.job.runner import JobRunner
+
+# -------------------- step_metrics
+# The numbers of a job's steps, in the order of its chain: those that left the store from the run's folder, the others from the log.
+#
+# A step is named by lineage and number; the chain's order is that of both together, for each lineage begins behind the one before. So
+# a stream goes on behind any step, also across a rollback. Pure, but for what reads the folder.
+#
+# Which numbers a job has is not known before it tells them: its flow, its rewards and its losses have names of their own. So a name is
+# unknown if it is neither in the catalogue nor a number of any step so far; before the first step nothing is known to be wrong.
+
+MOST_NAMES = 256
+
+
+KINDS = ("trained", "filtered", "failed")
+
+
+COUNTS = ("groups", "filtered", "failed")
+"""What each step has of these, as the API calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Behind which steps come. `lineage` None: steps of any lineage with a greater number."""
+
+    step: int
+    lineage: int | None = None
+
+    def is_before(self, entry: LogEntry) -> bool:
+        """Whether the entry's step comes behind it."""
+        if self.lineage is None:
+            return entry.step > self.step
+        return (entry.lineage, entry.step) > (self.lineage, self.step)
+
+
+def place_of(request: pb.StreamMetricsRequest) -> Place:
+    """Where a stream begins. Raises BadFields."""
+    wrong = []
+    if request.after_step < 0:
+        wrong.append(Violation("after_step", f"{request.after_step} is negative"))
+    if request.HasField("after_lineage") and request.after_lineage < 0:
+        wrong.append(Violation("after_lineage", f"{request.after_lineage} is negative"))
+    if len(request.names) > MOST_NAMES:
+        wrong.append(Violation("names", f"has more than {MOST_NAMES} names"))
+    if wrong:
+        raise BadFields(wrong)
+    return Place(request.after_step, request.after_lineage if request.HasField("after_lineage") else None)
+
+
+def stored(mirror: JobMirror, behind: Place) -> Iterator[LogEntry]:
+    """The steps that the store has, in order."""
+    for seq in sorted(mirror.log):
+        entry = mirror.log[seq].record
+        if entry.kind == "train" and behind.is_before(entry):
+            yield entry
+
+
+def all_of(run_dir: Path, log: Mapping[int, LogEntry], behind: Place) -> Iterator[LogEntry]:
+    """The same with those that left the store. Reads them one by one. Raises GcoreError. Blocks on the disk."""
+    try:
+        archived = ArchivedLog(run_dir, log)
+        for seq in sorted(archived):
+            entry = archived.get(seq)
+            if entry is not None and entry.kind == "train" and behind.is_before(entry):
+                yield entry
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+
+
+def unheard(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
+    """Whether nothing can be said of some of `names`, for no step has been told. Raises BadFields for one that is unknown. Blocks, if
+    the entries do."""
+    asked = set(names) - STEP_STATS.keys() - set(COUNTS)
+    told: set[str] = set()
+    for entry in entries if asked else ():
+        told |= numbers(entry.stats).keys()
+        if asked <= told:
+            return False
+    if asked and told and (unknown := sorted(asked - told)):
+        near = did_you_mean(unknown[0], told | STEP_STATS.keys() | set(COUNTS))
+        raise bad_field(
+            "names",
+            f"{unknown[0][:80]!r} is no number of this job's steps so far{near}",
+            "Ask without names for all there are",
+        )
+    return bool(asked)
+
+
+def message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
+    """A step as the API tells it."""
+    kinds = (float(sum(one.kind == kind for one in entry.delta)) for kind in KINDS)
+    values = {**numbers(entry.stats), **dict(zip(COUNTS, kinds, strict=True))}
+    chosen = {name: value for name, value in values.items() if (not names or name in names) and math.isfinite(value)}
+    return pb.StepMetrics(lineage=entry.lineage, step=entry.step, values=chosen)
+
+
+LOOK_S, LOOKS = 0.25, 8
+"""Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
+
+
+AT_ONCE = 256
+"""Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
+
+
+SOON_S, LATER_S = 0.05, 1.0
+"""Between two looks whether a job that is to be worked on is heard of here: the first rest, and the longest."""
+
+
+HEARD_S = 20.0
+"""For so long; then whoever asked is told so."""
+
+
+class Streams(JobsDesk):
+    """Each ends with the job."""
+
+    @stream_edge
+    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> AsyncGenerator[pb.JobEvent, None]:
+        """A job's events after a number, as they come; ends with the job."""
+        with self._room.place():
+            uid = await self._find(request.job)
+            if request.after < 0:
+                raise bad_field("after", f"{request.after} is negative", "Give an event's number, or 0")
+            followed = self._follow(uid, request.after, newest=request.newest, once=request.once)
+            async with aclosing(followed) as events:
+                async for event in events:
+                    yield pb.JobEvent(
+                        sequence=event.sequence,
+                        time=event.time,
+                        kind=event.kind,
+                        message=event.message,
+                        data_json=event.data_json,
+                    )
+
+    @stream_edge
+    async def StreamMetrics(
+        self, request: pb.StreamMetricsRequest, context: Context
+    ) -> AsyncGenerator[pb.StepMetrics, None]:
+        """The numbers of a job's steps, as they are committed."""
+        place, names = place_of(request), frozenset(request.names)
+        with self._room.place():
+            uid = await self._find(request.job)
+            async with aclosing(self._steps(uid, place, names, follow=request.follow)) as steps:
+                async for entry in steps:
+                    yield message(entry, names)
+
+    @stream_edge
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: Context) -> AsyncGenerator[pb.LogLine, None]:
+        """What a job's workers wrote."""
+        check(request)
+        with self._room.place():
+            sources = await self._logs(await self._find(request.job), request)
+            if request.places:
+                yield pb.LogLine(mark=pb.LOG_MARK_BEGIN)
+            async with aclosing(merged(sources)) as lines:
+                async for line in lines:
+                    yield line
+            if request.places:
+                yield pb.LogLine(mark=pb.LOG_MARK_END)
+
+    async def _logs(self, uid: str, request: pb.StreamLogsRequest) -> list[Source]:
+        """Where they are read: here, and where nodes share no folder, by peers."""
+        mirror, me = await self._jobs.mirror(uid), self._jobs.node
+        here = LogStream(self._looking_for_logs(uid, request), request, self._clock).lines
+        await self._check_named(uid, mirror, request)
+        if request.node == me or not self._jobs.is_apart(mirror):
+            return [here]
+        peers = await self._jobs.peers()
+        others = {name: at for name, at in peers.items() if request.node in ("", name)}
+        # A name is looked up in its caller's namespace, and the caller of a peer is this daemon.
+        ask = pb.StreamLogsRequest()
+        ask.CopyFrom(request)
+        ask.job = uid
+        far = [of_peer(self._jobs.connector, name, at, ask) for name, at in sorted(others.items())]
+        return far if request.node else [here, *far]
+
+    async def _check_named(self, uid: str, mirror: JobMirror, request: pb.StreamLogsRequest) -> None:
+        """Raises NotFound for a node or a worker that nobody knows."""
+        if not request.node and not request.instance:
+            return
+        listing, apart = await self._jobs.cluster(), self._jobs.is_apart(mirror)
+        assert mirror.job is not None
+        names = await asyncio.to_thread(names_in, Path(mirror.job.record.run_dir))
+        workers = [worker.instance for worker in listing.workers if worker.job_uid == uid]
+        nodes = [node.name for node in listing.nodes]
+        # Where nodes share no folder, what the others have of workers that are gone is not seen from here.
+        check_named(request, nodes, workers, names=[] if apart else names, whole=not apart)
+
+    def _looking_for_logs(
+        self, uid: str, request: pb.StreamLogsRequest
+    ) -> Callable[[], Awaitable[tuple[Sequence[Log], bool]]]:
+        async def look() -> tuple[Sequence[Log], bool]:
+            runner = self._runner(uid)
+            known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
+            mirror = runner.mirror if request.follow and runner is not None and known else await self._jobs.mirror(uid)
+            listing = await self._jobs.cluster()
+            assert mirror.job is not None
+            run_dir = Path(mirror.job.record.run_dir)
+            names = await asyncio.to_thread(names_in, run_dir)
+            workers = {worker.instance: worker for worker in listing.workers}
+            return wanted(names, run_dir, mirror, workers, request), _has_ended(mirror)
+
+        return look
+
+    async def _steps(
+        self, uid: str, place: Place, names: Collection[str], *, follow: bool
+    ) -> AsyncGenerator[LogEntry, None]:
+        mirror = await self._jobs.mirror(uid)
+        assert mirror.job is not None
+        await self._jobs.collect(mirror, collect_records)
+        log = {seq: one.record for seq, one in mirror.log.items()}
+        run_dir = Path(mirror.job.record.run_dir)
+        in_doubt = await asyncio.to_thread(unheard, names, all_of(run_dir, log, Place(0)))
+        before = all_of(run_dir, log, place)
+        while some := await asyncio.to_thread(_some, before):
+            for entry in some:
+                place = Place(entry.step, entry.lineage)
+                yield entry
+        runner = await self._settled(uid) if follow else None
+        while runner is not None:
+            seen, over = runner.changes.count, runner.closed or _has_ended(runner.mirror)
+            for entry in islice(stored(runner.mirror, place), AT_ONCE):
+                place = Place(entry.step, entry.lineage)
+                in_doubt = in_doubt and unheard(names, [entry])
+                yield entry
+            if over and next(stored(runner.mirror, place), None) is None:
+                return
+            if not over and runner.changes.count == seen:
+                await runner.changes.wait()
+
+    async def _follow(
+        self, uid: str, after: int, *, newest: int = 0, once: bool = False
+    ) -> AsyncGenerator[Event, None]:
+        goes_on = after > 0
+        while True:
+            runner = await self._settled(uid)
+            log = runner.chronicle.events if runner is not None else await self._history(uid)
+            if newest and len(known := log.after(after, goes_on=goes_on)) > newest:
+                after = known[-newest - 1].sequence
+            newest = 0
+            if runner is None or once:
+                for event in log.after(after, goes_on=goes_on):
+                    after, goes_on = event.sequence, True
+                    yield event
+                if once or (runner is None and not await self._waits(uid)):
+                    return
+                continue
+            # Looked at before the events: what comes while they are sent on is seen in the next round.
+            seen, over, ended = runner.changes.count, runner.closed, _has_ended(runner.mirror)
+            some = log.after(after, goes_on=goes_on)[:AT_ONCE]
+            for event in some:
+                after, goes_on = event.sequence, True
+                yield event
+            if len(some) == AT_ONCE:
+                continue
+            if ended or over:
+                return
+            if runner.changes.count == seen:
+                await runner.changes.wait()
+
+    async def _waits(self, uid: str) -> bool:
+        """Whether a job has not ended that nobody works on, for it has no slots. Returns after a while, or when it has some."""
+        for _ in range(LOOKS):
+            if self._runner(uid) is not None:
+                return True
+            await self._clock.sleep(LOOK_S)
+        return not _has_ended(await self._jobs.mirror(uid))
+
+    async def _settled(self, uid: str) -> JobRunner | None:
+        """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
+        end, rest = self._clock.monotonic() + HEARD_S, SOON_S
+        while self._clock.monotonic() < end:
+            runner = self._runner(uid)
+            if runner is not None:
+                return runner
+            mirror = await self._jobs.mirror(uid)
+            if mirror.status is None or _has_ended(mirror):
+                return None
+            claim = await self._jobs.claim(uid)
+            if claim is not None and not claim.record.wants:
+                return None
+            if claim is not None and waits_for_slots(claim.record, await self._jobs.shares(), uid):
+                return None
+            await self._clock.sleep(rest)
+            rest = min(2 * rest, LATER_S)
+        raise StoreUnavailable(f"this controller has not heard of job {uid} yet", fix="Ask again")
+
+    async def _history(self, uid: str) -> EventLog:
+        keys = JobKeys(uid)
+        batch = await self._jobs.batch(uid)
+        history = EventLog(keys)
+        history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), self._clock.wall())
+        return history
+
+
+def _some(entries: Iterator[LogEntry]) -> list[LogEntry]:
+    return list(islice(entries, AT_ONCE))
+
+
+def _has_ended(mirror: JobMirror) -> bool:
+    return mirror.status is not None and mirror.status.record.phase.ended

@@ -1,0 +1,310 @@
+"""Creating and cancelling jobs.
+
+A spec started again: interrupted → the same job goes on; finished → a new job; changed under the same name while the
+old one has not ended → refused, naming `--new`, which ends the old one and starts afresh. Whatever can be known to be
+wrong is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.errors import Conflict, Forbidden
+from controllers.api.store_reader import StoredJobs
+from controllers.api.submission.allowlist import EVERYTHING, Allowed, Use, paths_of
+from controllers.api.submission.checks import (
+    check_copies,
+    check_engine,
+    check_environment,
+    check_moving,
+    check_ranks,
+    check_served,
+    check_spans,
+    check_streamed,
+    check_submission,
+    remote_code,
+    revisions,
+)
+from controllers.job.preparation import _differences, check_unchanged
+from gcore.config.load import new_spec, stored_spec
+from gcore.config.spec import JobSpec
+from gcore.data.stream import identify_data
+from gcore.errors import SpecError, StoreUnavailable
+from gcore.ledger import transactions
+from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.models.hubs import hub_model
+from gcore.store import keys
+from gcore.store.keys import JobKeys
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+from placement.shares import claim_of
+
+# -------------------- checked_lately
+# What a controller has found out about a spec's files a moment ago, so that a sweep of hundreds of jobs over the same data and model is
+# checked once and not hundreds of times.
+#
+# A finding counts for another submission whose spec is the same but for its name, its namespace and its place among jobs, as long as none of
+# the files that it names has changed, and for `KEPT_S` at most: code of plug-ins, which nobody watches, may have. Only what was found in
+# order is kept; several who ask at once wait for one check. Models of hubs are looked up each time.
+
+KEPT_S = 30.0
+
+
+MOST = 8
+"""Findings that are kept at once."""
+
+
+MOST_FILES = 256
+"""Of a folder; one with more is not watched, and what names it is checked each time."""
+
+
+OF_NO_FILE = ("name", "namespace", "scheduling")
+"""Sections of a spec that no check of its files depends on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What of a check goes into a job's record."""
+
+    prompts: int
+    data_digest: str
+    held_out_digest: str
+    model_revision: str
+    remote_code: tuple[str, ...]
+    judge_revisions: dict[str, str]
+    attention_equals_at: int
+    models: ModelConfigs | None
+
+
+class CheckedLately:
+    """Of one controller. One event loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: dict[str, tuple[float, asyncio.Future[Found]]] = {}
+
+    async def found(self, spec: JobSpec, check: Callable[[], Awaitable[Found]]) -> Found:
+        """What `check` finds, or found lately. Raises what it raises."""
+        key = await asyncio.to_thread(key_of, spec)
+        if key is None:
+            return await check()
+        now = self._clock.monotonic()
+        self._known = {
+            name: (at, one) for name, (at, one) in self._known.items() if now - at < KEPT_S or not one.done()
+        }
+        if key not in self._known:
+            while len(self._known) >= MOST:
+                del self._known[min(self._known, key=lambda name: self._known[name][0])]
+            self._known[key] = now, asyncio.ensure_future(check())
+        at, finding = self._known[key]
+        try:
+            # Whoever gives up asking takes it from nobody else.
+            return await asyncio.shield(finding)
+        except BaseException:
+            if finding.done() and self._known.get(key) == (at, finding):
+                del self._known[key]
+            raise
+
+
+def key_of(spec: JobSpec) -> str | None:
+    """Names the spec and its files as they are now; None where they cannot be named. Blocks on the disk."""
+    tree = {name: value for name, value in spec.model_dump(mode="json").items() if name not in OF_NO_FILE}
+    # What is written to changes with each job, and nothing in it is checked.
+    paths = sorted({named.path for named in paths_of(spec) if named.use is not Use.WRITE})
+    if any(hub_model(path) is not None for path in paths):
+        return None
+    try:
+        return json.dumps([tree, [_file(Path(path)) for path in paths]], sort_keys=True)
+    except (OSError, ValueError):
+        return None
+
+
+def _file(path: Path) -> list[Any]:
+    """What changes when the file does, or anything in the folder. Raises OSError, ValueError for what is too large to be watched."""
+    status = path.stat()
+    found: list[Any] = [str(path), status.st_mtime_ns, status.st_size, status.st_ino]
+    if path.is_dir():
+        entries = sorted(path.iterdir())
+        if len(entries) > MOST_FILES:
+            raise ValueError(f"{path} has {len(entries)} files")
+        found += [[entry.name, *entry.stat()[6:9], entry.stat().st_mtime_ns] for entry in entries]
+    return found
+
+
+class Submissions:
+    """Writes jobs; each write is one guarded transaction."""
+
+    def __init__(
+        self,
+        store: Store,
+        jobs: StoredJobs,
+        run_root: Path,
+        cache_dir: Path,
+        clock: Clock,
+        most_slots: Callable[[], int | None] = lambda: None,
+        *,
+        local: bool = False,
+        allowed: Allowed = EVERYTHING,
+        lately: CheckedLately | None = None,
+    ) -> None:
+        """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`."""
+        self._store = store
+        self._jobs = jobs
+        self._run_root = run_root
+        self._cache_dir = cache_dir
+        self._clock = clock
+        self._most_slots = most_slots
+        self._local = local
+        self._allowed = allowed
+        self._lately = lately
+
+    async def create(self, request_id: str, spec_json: str, anew: bool, owner: str = "") -> str:
+        """The uid of the new job, or of the one that the request means. `owner`: who asks for it. Raises GcoreError."""
+        try:
+            tree = json.loads(spec_json)
+        except (ValueError, RecursionError) as error:
+            raise SpecError("the spec in the request is not JSON", fix="Submit it with `gcore submit`") from error
+        if not isinstance(tree, dict):
+            raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")
+        tree.setdefault("namespace", caller().home)
+        self._allowed.check_flow(tree)
+        spec = await asyncio.to_thread(new_spec, tree)
+        if not may_see(spec.namespace):
+            mine = ", ".join(sorted(caller().namespaces or ())) or "none"
+            raise Forbidden(
+                f"namespace {spec.namespace!r} is not yours",
+                where="namespace",
+                fix=f"Name one of yours in the spec: {mine}",
+            )
+        await asyncio.to_thread(self._allowed.check, spec)
+        while True:
+            if request_id and (known := await self._store.get(keys.request(request_id))) is not None:
+                return await self._asked_before(known.value.decode(errors="replace"), request_id, spec)
+            named = await self._store.get(keys.name(spec.name, spec.namespace))
+            if named is not None and not anew:
+                existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
+                if existing is not None:
+                    return existing
+            check_engine(spec, (await self._jobs.cluster()).nodes)
+            check_ranks(spec, self._most_slots())
+            check_served(spec, (await self._jobs.cluster()).nodes)
+            check_streamed(spec)
+            check_moving(spec)
+            check_spans(spec, (await self._jobs.cluster()).nodes)
+            check_copies(spec, local=self._local)
+            check_environment(spec)
+            run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
+            found = await self._found(spec, run_root)
+            if named is not None and anew:  # only now: a spec that is refused ends nothing
+                await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
+            uid = uuid.uuid4().hex[:12]
+            job = JobRecord(
+                uid=uid,
+                name=spec.name,
+                spec=spec.model_dump(mode="json"),
+                run_dir=str(run_root / run_name(spec, uid)),
+                created=self._clock.wall(),
+                request_id=request_id,
+                prompts=found.prompts,
+                data_digest=found.data_digest,
+                held_out_digest=found.held_out_digest,
+                model_revision=found.model_revision,
+                remote_code=found.remote_code,
+                judge_revisions=found.judge_revisions,
+                attention_equals_at=found.attention_equals_at,
+                models=found.models,
+                namespace=spec.namespace,
+                owner=owner,
+            )
+            claim = claim_of(spec, created=job.created, owner=owner)
+            created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
+            job_keys = JobKeys(uid)
+            txn = transactions.create(job_keys, job, created, named.mod_revision if named else 0, claim)
+            report = await Ledger(self._store, job_keys).run(txn)
+            if report.outcome is TxnOutcome.WON:
+                return uid
+            if report.outcome is TxnOutcome.UNKNOWN and await self._store.get(job_keys.job) is not None:
+                return uid
+            if report.outcome is TxnOutcome.UNKNOWN:
+                raise StoreUnavailable(
+                    f"whether the job was created is not known ({report.why})",
+                    fix="Submit it again, with the same request id",
+                )
+
+    async def _asked_before(self, uid: str, request_id: str, spec: JobSpec) -> str:
+        """The job that was created by this request. Raises Conflict if that was for another spec."""
+        job = (await self._jobs.mirror(uid)).job
+        if job is not None and may_see(job.record.namespace) and stored_spec(job.record.spec) != spec:
+            changed = ", ".join(_differences(job.record.spec, spec.model_dump(mode="json")))
+            raise Conflict(
+                f"request id {request_id!r} was used for job {job.record.name!r}, whose spec differs ({changed})",
+                where="request_id",
+                fix="Give each new job a request id of its own",
+            )
+        return uid
+
+    async def _found(self, spec: JobSpec, run_root: Path) -> Found:
+        """What its files are. Raises GcoreError."""
+
+        async def check() -> Found:
+            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
+            return Found(
+                prompts=checked.prompts.prompts,
+                data_digest=checked.prompts.digest,
+                held_out_digest=checked.prompts.identity.held_out,
+                model_revision=checked.model.revision,
+                remote_code=(*checked.model.remote_code, *remote_code(checked.judges)),
+                judge_revisions=revisions(checked.judges),
+                attention_equals_at=checked.attention_equals_at,
+                models=checked.models,
+            )
+
+        return await check() if self._lately is None else await self._lately.found(spec, check)
+
+    async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
+        """The job that goes on under this name; None if a new one may be made."""
+        mirror = await self._jobs.mirror(uid)
+        if mirror.job is None or mirror.status is None or mirror.status.record.phase.ended:
+            return None
+        if stored_spec(mirror.job.record.spec) != spec:
+            changed = ", ".join(_differences(mirror.job.record.spec, spec.model_dump(mode="json")))
+            raise Conflict(
+                f"job {spec.name!r} is not finished and its spec differs ({changed})",
+                fix="Start it with --new to end the old one and begin afresh, or give the spec another name",
+            )
+        data = await asyncio.to_thread(identify_data, spec, self._cache_dir)
+        check_unchanged(mirror.job.record, data)
+        return uid
+
+    async def cancel(self, uid: str, reason: str) -> JobStatus | None:
+        """End a job, if it has not ended; how it stands then. Raises StoreUnavailable, UnreadableRecord.
+
+        Only its state is read: a job of which another record is damaged must be got rid of, too.
+        """
+        job_keys = JobKeys(uid)
+        while True:
+            known = await self._store.get(job_keys.state)
+            if known is None:
+                return None
+            old = Stored(JobStatus.decode(known.value, known.key), known.mod_revision)
+            if old.record.phase.ended:
+                return old.record
+            status = JobStatus(phase=JobPhase.CANCELLED, reason=reason, changed=self._clock.wall())
+            txn = transactions.set_status(job_keys, old, status, None)
+            report = await Ledger(self._store, job_keys).run(txn)
+            if report.outcome is TxnOutcome.UNKNOWN:
+                raise StoreUnavailable(f"whether the job was cancelled is not known ({report.why})", fix="Ask again")
+
+
+def run_name(spec: JobSpec, uid: str) -> str:
+    """Of the run's folder."""
+    return keys.full_name(f"{spec.name}-{uid}", spec.namespace).replace("/", ".")

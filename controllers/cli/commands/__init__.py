@@ -1,0 +1,1 @@
+"""The commands of `gcore`, by subject. Each module holds the functions that typer calls."""

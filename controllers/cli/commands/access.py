@@ -1,0 +1,550 @@
+"""`gcore certs init|issue|show|renew|trust`: a private authority and the certificates of nodes, users and etcd."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, find_cluster
+from controllers.cli.output import Output
+from gcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from gcore.api.authority import Seen
+    from gcore.api.v1 import access_pb2 as pb
+    from gcore.client.jobs import AccessClient
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs init --authority certs
+
+gcore certs issue node-1 --host node-1.cluster,10.0.0.1 --authority certs
+
+gcore certs issue ada --for user --role admin --authority certs
+
+gcore certs show certs/node-1
+"""
+
+
+app = typer.Typer(
+    help="A private authority, and the certificates of nodes, users and etcd.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    epilog=EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+Authority = Annotated[Path, typer.Option(help="Folder of the authority. Whoever reads its ca-key.pem is everybody.")]
+
+
+DEFAULT_AUTHORITY = Path("certs")
+
+
+INIT_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs init
+
+gcore certs init --authority /secure/gcore-ca --name "gcore research" --days 3650
+"""
+
+
+ISSUE_EXAMPLES = """
+[bold]Examples[/bold]
+
+[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1
+
+[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin
+
+[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision
+
+[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster
+"""
+
+
+SHOW_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs show certs/node-1
+
+gcore certs show certs/ca.pem -o json
+"""
+
+
+RENEW_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs renew certs/node-1
+
+[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30
+"""
+
+
+TRUST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs trust certs/node-1 certs/node-2 --authority new-certs
+
+[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only
+"""
+
+
+@app.command("init", epilog=INIT_EXAMPLES)
+def init(
+    authority: Authority = DEFAULT_AUTHORITY,
+    name: Annotated[str, typer.Option(help="What the authority is called.")] = "gcore",
+    days: Annotated[int, typer.Option(help="How long it lasts.")] = 3650,
+) -> None:
+    """Make an authority, and the cluster's key of engines. One that is there stays."""
+    from gcore.api.authority import CA, CA_KEY, ENGINES, make_authority
+
+    make_authority(authority, name, days=days, now=_now())
+    typer.echo(f"{authority / CA}      who trusts it trusts what it signs; give it to everybody")
+    typer.echo(f"{authority / CA_KEY}  signs; keep it off the nodes")
+    typer.echo(f"{authority / ENGINES}  the engines' keys follow from it; nodes get it with their certificates")
+
+
+@app.command("issue", epilog=ISSUE_EXAMPLES)
+def issue(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The node's name as in its configuration, or the user's.")
+    ],
+    purpose: Annotated[str, typer.Option("--for", help="node, user or etcd.")] = "node",
+    host: Annotated[
+        list[str] | None, typer.Option(help="Where the server is reached: hosts and IP addresses. Repeatable.")
+    ] = None,
+    role: Annotated[str, typer.Option(help="A user's: viewer, submitter or admin.")] = "",
+    namespace: Annotated[list[str] | None, typer.Option(help="A user's. Repeatable; an admin has all.")] = None,
+    days: Annotated[int, typer.Option(help="How long it lasts.")] = 90,
+    authority: Authority = DEFAULT_AUTHORITY,
+    to: Annotated[Path | None, typer.Option(help="Folder to make; default: NAME in the authority's.")] = None,
+) -> None:
+    """Issue a certificate, into a folder of its own with its key and the authority's certificate."""
+    from gcore.api.authority import Wanted, hosts_of, issue_into
+    from gcore.errors import UsageError
+
+    if purpose not in ("node", "user", "etcd"):
+        raise UsageError(f"there is nothing called {purpose!r}", where="--for", fix="Use node, user or etcd")
+    kind = "node" if purpose == "node" else "user" if purpose == "user" else "etcd"
+    wanted = Wanted(kind, name, hosts_of(host or []), role, tuple(namespace or ()), days)  # type: ignore[arg-type]
+    folder = to or authority / name
+    made = issue_into(folder, authority, wanted, _now())
+    typer.echo(f"{folder}  until {made.ends:%Y-%m-%d}")
+
+
+@app.command("show", epilog=SHOW_EXAMPLES)
+def show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate, or a folder with one.")],
+    output: Format = Output.TABLE,
+) -> None:
+    """Say whose a certificate is, what it is good for, and until when."""
+    from gcore.api.authority import look
+
+    found, now = look(file), _now()
+    tree = _tree(found, now)
+    if output.is_for_programs:
+        typer.echo(output.text(tree))
+        return
+    for key, value in tree.items():
+        typer.echo(f"{key:<12}{' '.join(value) if isinstance(value, list) else value}")
+
+
+@app.command("renew", epilog=RENEW_EXAMPLES)
+def renew(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
+    authority: Authority = DEFAULT_AUTHORITY,
+    within_days: Annotated[int | None, typer.Option(help="Only what ends within so many days.")] = None,
+    days: Annotated[int | None, typer.Option(help="How long it lasts; default: as long as before.")] = None,
+) -> None:
+    """Renew certificates, with new keys, for the names they have. Daemons read them by themselves. One that cannot be renewed keeps
+    none of the others from it."""
+    from gcore.api.authority import renew_in
+    from gcore.errors import UsageError
+
+    problems = []
+    for folder in folders:
+        try:
+            made = renew_in(folder, authority, within_days=within_days, days=days, now=_now())
+        except UsageError as error:
+            problems.append(error)
+            continue
+        typer.echo(f"{folder}  lasts" if made is None else f"{folder}  until {made.ends:%Y-%m-%d}")
+    if len(problems) > 1:
+        raise UsageError(f"{len(problems)} of {len(folders)} were not renewed: {' '.join(map(str, problems))}")
+    if problems:
+        raise problems[0]
+
+
+@app.command("trust", epilog=TRUST_EXAMPLES)
+def trust(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
+    authority: Authority = DEFAULT_AUTHORITY,
+    only: Annotated[bool, typer.Option("--only", help="It alone, and no other any more.")] = False,
+) -> None:
+    """Have folders trust an authority besides the one that they trust: the first step to replace one."""
+    from gcore.api.authority import trust_in
+
+    for folder in folders:
+        count = trust_in(folder, authority, only=only)
+        typer.echo(f"{folder}  trusts {count} authorit{'y' if count == 1 else 'ies'}")
+
+
+def _now() -> datetime:
+    from datetime import UTC, datetime
+
+    from gcore.system.clock import SystemClock
+
+    return datetime.fromtimestamp(SystemClock().wall(), UTC)
+
+
+def _tree(found: Seen, now: datetime) -> dict[str, str | list[str]]:
+    whose = found.whose
+    standing = "good" if found.begins <= now < found.ends else "expired" if now >= found.ends else "not yet good"
+    return {
+        "name": found.common_name,
+        "of": "an authority" if found.is_authority else "nobody of gcore" if whose is None else f"a {whose.kind}",
+        "role": "" if whose is None else whose.role,
+        "namespaces": [] if whose is None else sorted(whose.namespaces),
+        "hosts": list(found.hosts),
+        "issuer": found.issuer,
+        "begins": found.begins.isoformat(),
+        "ends": found.ends.isoformat(),
+        "is": standing,
+        "serves": "yes" if found.serves else "no",
+        "calls": "yes" if found.calls else "no",
+        "sha256": found.sha256,
+    }
+
+
+# -------------------- token_verbs
+# `gcore token create|list|revoke|first-admin` and `gcore whoami`: tokens of users, and whom a call is taken for.
+
+T = TypeVar("T")
+
+
+DAY_S = 86400.0
+
+
+TOKEN_VERBS_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token create bob --role submitter --namespace vision --days 30 --to bob.token
+
+gcore token list
+
+gcore token revoke k3j9x2m4q8w1
+"""
+
+
+CREATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token create bob --role submitter --namespace vision --to bob.token
+
+[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token
+"""
+
+
+LIST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token list -o json
+"""
+
+
+REVOKE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token revoke k3j9x2m4q8w1
+"""
+
+
+FIRST_EXAMPLES = """
+[bold]Examples[/bold]
+
+[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token
+"""
+
+
+WHOAMI_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore whoami
+
+gcore whoami -o json
+"""
+
+
+token_verbs_app = typer.Typer(
+    help="Tokens of users: with what they may do, where, and until when.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    epilog=TOKEN_VERBS_EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+To = Annotated[
+    Path | None, typer.Option(help="File to write the token to, for its owner alone; default: it is printed.")
+]
+
+
+@token_verbs_app.command("create", epilog=CREATE_EXAMPLES)
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; told in the journal of calls.")],
+    role: Annotated[str, typer.Option(help="viewer, submitter or admin.")] = "submitter",
+    namespace: Annotated[list[str] | None, typer.Option(help="Repeatable; '*' is all. An admin has all.")] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long it lasts.")] = 90,
+    to: To = None,
+    address: Address = None,
+    home: Home = DEFAULT_HOME,
+    output: Format = Output.TABLE,
+) -> None:
+    """Make a token. Its secret is told once, here."""
+    spaces = namespace or ([] if role == "admin" else ["default"])
+    if to is not None and to.exists():
+        raise UsageError("there is a file already", where=str(to), fix="Name another --to")
+    made = _call(lambda client: client.create_token(name, role, spaces, days * DAY_S), address, home)
+    if to is not None:
+        write_secret(to, made.secret)
+    if output.is_for_programs:
+        typer.echo(
+            output.text(_token_verbs_tree(made.token) | ({"token": made.secret} if to is None else {"file": str(to)}))
+        )
+        return
+    typer.echo(f"{made.token.id}  {name}  {role}  {' '.join(made.token.namespaces)}  until {_day(made.token.expires)}")
+    typer.echo(made.secret if to is None else str(to))
+
+
+@token_verbs_app.command("list", epilog=LIST_EXAMPLES)
+def list_(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
+    """The tokens there are, without their secrets."""
+    from gcore.system.clock import SystemClock
+
+    found = _call(lambda client: client.list_tokens(), address, home).tokens
+    if output.is_for_programs:
+        typer.echo(output.text([_token_verbs_tree(one) for one in found]))
+        return
+    now = SystemClock().wall()
+    for one in found:
+        until = f"until {_day(one.expires)}" if one.expires > now else f"expired {_day(one.expires)}"
+        typer.echo(
+            f"{one.id}  {one.name}  {one.role}  {' '.join(one.namespaces)}  {until}  made by {one.created_by or '?'}"
+        )
+
+
+@token_verbs_app.command("revoke", epilog=REVOKE_EXAMPLES)
+def revoke(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it.")],
+    address: Address = None,
+    home: Home = DEFAULT_HOME,
+) -> None:
+    """End a token, at once."""
+    gone = _call(lambda client: client.revoke_token(token_id), address, home).token
+    typer.echo(f"{gone.id}  {gone.name}  revoked")
+
+
+@token_verbs_app.command("first-admin", epilog=FIRST_EXAMPLES)
+def first_admin(to: Annotated[Path, typer.Option(help="File to write, for its owner alone.")]) -> None:
+    """Make the token of auth.admin_token_file: an admin's, for as long as daemons are started with it. Asks no cluster."""
+    from gcore.api.tokens import new_token
+
+    if to.exists():
+        raise UsageError("there is a file already", where=str(to), fix="Name another --to")
+    write_secret(to, new_token().text)
+    typer.echo(f"{to}  name it in auth.admin_token_file of every daemon")
+
+
+def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
+    """Say whom the cluster takes you for."""
+    me = _call(lambda client: client.who_am_i(), address, home)
+    tree = {"name": me.name, "role": me.role, "namespaces": list(me.namespaces), "namespace": me.namespace}
+    if output.is_for_programs:
+        typer.echo(output.text(tree))
+        return
+    typer.echo(f"{me.name or 'nobody is told apart here'}  {me.role}  {' '.join(me.namespaces)}")
+
+
+def write_secret(file: Path, secret: str) -> None:
+    """For its owner alone. Raises UsageError."""
+    from gcore.system.files import whole_file
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole_file(file, secret.encode() + b"\n", mode=0o600)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written ({error.strerror or error})", where=str(file), fix="Name another --to"
+        ) from error
+
+
+def _call(what: Callable[[AccessClient], Awaitable[T]], address: str | None, home: Path) -> T:
+    import asyncio
+
+    from gcore.client.jobs import AccessClient
+    from gcore.system.clock import SystemClock
+
+    cluster = find_cluster(address, home)
+
+    async def talk() -> T:
+        async with AccessClient(cluster.addresses, clock=SystemClock(), connector=cluster.connector) as client:
+            return await what(client)
+
+    return asyncio.run(talk())
+
+
+def _day(seconds: float) -> str:
+    from datetime import UTC, datetime
+
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
+
+
+def _token_verbs_tree(one: pb.TokenInfo) -> dict[str, object]:
+    return {
+        "id": one.id,
+        "name": one.name,
+        "role": one.role,
+        "namespaces": list(one.namespaces),
+        "created": one.created,
+        "expires": one.expires,
+        "created_by": one.created_by,
+    }
+
+
+# -------------------- context_verbs
+# `gcore context set|use|list|remove`: the clusters that a person talks to, in their own file. Asks none of them.
+
+CONTEXT_VERBS_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token
+
+gcore context use lab
+
+gcore context list
+"""
+
+
+SET_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token
+
+[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem
+"""
+
+
+USE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context use lab
+"""
+
+
+CONTEXT_VERBS_LIST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context list
+"""
+
+
+REMOVE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context remove lab
+"""
+
+
+context_verbs_app = typer.Typer(
+    help="The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    epilog=CONTEXT_VERBS_EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the context.")]
+
+
+@context_verbs_app.command("set", epilog=SET_EXAMPLES)
+def set_(
+    name: Name,
+    address: Annotated[str, typer.Option(help="host:port of a controller, or several with commas.")],
+    ca: Annotated[Path | None, typer.Option(help="The cluster's authority, a PEM file.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="A file with your token, which nobody else can read.")] = None,
+    cert: Annotated[Path | None, typer.Option(help="Your certificate, instead of a token.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+) -> None:
+    """Name a cluster, or say anew where it is. The first one is the current one."""
+    from controllers.cli.options import addresses_in
+    from gcore.client import contexts
+
+    if not contexts.NAME.fullmatch(name):
+        raise UsageError(f"{name[:80]!r} is no name", where="NAME", fix="Take letters, digits and ._- inside")
+    whole = {
+        key_name: str(path.absolute())
+        for key_name, path in {"ca": ca, "token_file": token_file, "cert": cert, "key": key}.items()
+        if path is not None
+    }
+    file = contexts.file_of(os.environ)
+    known = contexts.load(file)
+    made = contexts.Context(addresses=addresses_in(address), **whole)
+    changed = known.model_copy(update={"contexts": {**known.contexts, name: made}, "current": known.current or name})
+    contexts.reach({contexts.CONFIG: str(file), contexts.CONTEXT: name}, known=changed)  # what is wrong is told now
+    contexts.save(file, changed)
+    typer.echo(f"{name}  {' '.join(made.addresses)}{'  current' if changed.current == name else ''}")
+
+
+@context_verbs_app.command("use", epilog=USE_EXAMPLES)
+def use(name: Name) -> None:
+    """Have commands talk to this cluster, where no other is named and none is up on this machine."""
+    from gcore.client import contexts
+
+    file = contexts.file_of(os.environ)
+    known = contexts.load(file)
+    contexts.named(known, name, file)
+    contexts.save(file, known.model_copy(update={"current": name}))
+    typer.echo(f"{name}  current")
+
+
+@context_verbs_app.command("list", epilog=CONTEXT_VERBS_LIST_EXAMPLES)
+def context_verbs_list_(output: Format = Output.TABLE) -> None:
+    """The clusters that are known."""
+    from gcore.client import contexts
+
+    known = contexts.load(contexts.file_of(os.environ))
+    if output.is_for_programs:
+        typer.echo(
+            output.text(
+                {
+                    "current": known.current,
+                    "contexts": {name: {"addresses": list(one.addresses)} for name, one in known.contexts.items()},
+                }
+            )
+        )
+        return
+    for name, one in sorted(known.contexts.items()):
+        typer.echo(f"{'*' if name == known.current else ' '} {name}  {' '.join(one.addresses)}")
+
+
+@context_verbs_app.command("remove", epilog=REMOVE_EXAMPLES)
+def remove(name: Name) -> None:
+    """Forget a cluster. Its files stay."""
+    from gcore.client import contexts
+
+    file = contexts.file_of(os.environ)
+    known = contexts.load(file)
+    contexts.named(known, name, file)
+    left = {other: one for other, one in known.contexts.items() if other != name}
+    current = None if known.current == name else known.current
+    contexts.save(file, known.model_copy(update={"contexts": left, "current": current}))
+    typer.echo(f"{name}  removed")

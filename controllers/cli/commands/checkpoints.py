@@ -1,0 +1,311 @@
+"""`gcore checkpoints`: which checkpoints a job has, how large and how old, and why each is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call
+from controllers.cli.output import Output, console, seconds, visible
+from gcore.errors import Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gcore.api.v1 import jobs_pb2 as pb
+
+EXPORT_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore export arithmetic --to ./trained
+
+[dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained
+
+[dim]The one of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200
+
+[dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained
+"""
+
+
+def export(
+    job: JobName,
+    to: Annotated[Path, typer.Option(help="Folder that is new: gets a Hugging Face model.")],
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Not the newest checkpoint: the best by the spec's checkpoint.best.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Not the newest checkpoint: that of this step.", min=1, max=2**31 - 1)
+    ] = None,
+) -> None:
+    """Copy the model of a job's newest checkpoint, of its best, or of a step's, ready for `from_pretrained` and for serving.
+
+    A name means the newest job of that name; a uid means that one. Where no cluster is up, what `gcore run` finished in
+    this home is found by its summary.
+    """
+    if best and step is not None:
+        raise UsageError("--best and --step name two checkpoints", fix="Give one of them")
+    found = _exportable(job, home, address, best=best) if step is None else _of_step(job, home, address, step)
+    folder = found.checkpoint
+    from gcore.models.layout import CheckpointDamaged, copy_model
+
+    digest = digest_of(folder, found.uid, home, address) if found.digest is None else found.digest
+    try:
+        with on_this_machine(folder, found.uid, home, address, to) as here:
+            copy_model(here, to, digest)
+    except CheckpointDamaged as error:
+        others = (
+            f"`gcore checkpoints {found.uid}` lists the others; `gcore export {found.uid} --step N` takes one of them"
+        )
+        raise CheckpointDamaged(error.what, where=error.where, fix=others) from error
+    except OSError as error:
+        raise UsageError(
+            f"the model cannot be written here ({error.strerror or error})",
+            where=str(to),
+            fix="Name a folder that can be made, with room for the model",
+        ) from error
+    typer.echo(f"The model of job {found.name} ({found.uid}){found.by} is in {to}; {found.what} is {folder}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Exportable:
+    """A job's newest checkpoint, or its best. `by`: how the job was found, if not by asking the cluster. `digest`: as it was
+    registered, empty if the records do not say; None: they were not asked."""
+
+    name: str
+    uid: str
+    checkpoint: Path
+    by: str = ""
+    what: str = "its checkpoint"
+    digest: str | None = None
+
+
+def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
+    from controllers.cli.options import call
+    from controllers.cli.output import best_line, snapshot
+    from controllers.cli.view.summary import finished_run
+
+    try:
+        found = snapshot(call(lambda client: client.get_job(job), address, home))
+        name, uid, checkpoint, by = found.name, found.uid, found.checkpoint, ""
+        best_words = best_line(found.best) if found.best is not None else ""
+        best_checkpoint = found.best.checkpoint if found.best is not None else ""
+    except Unreachable as error:
+        if address is not None:
+            raise
+        summary = finished_run(home, job, error)
+        name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
+        best_words, best_checkpoint = summary.get("best", ""), summary.get("best_checkpoint", "")
+        by = f", found in {home / 'runs'} because no cluster is up,"
+    if best:
+        if not best_words:
+            raise UsageError(
+                f"job {job!r} ({uid}) has no best checkpoint: nothing on its chain was evaluated, or checkpoint.best is none",
+                fix="Export the newest one, without --best",
+            )
+        if not best_checkpoint:
+            raise UsageError(
+                f"the best of job {job!r} ({uid}) is no checkpoint ({best_words})",
+                fix="Export the newest one, without --best",
+            )
+        return _Exportable(
+            name, uid, Path(best_checkpoint), by, f"its best checkpoint ({best_words.partition(': ')[0]})"
+        )
+    if not checkpoint:
+        raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix="Wait for one, or lower checkpoint.every")
+    return _Exportable(name, uid, Path(checkpoint), by)
+
+
+def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportable:
+
+    found = find_checkpoints(job, home, address)
+    checkpoint = checkpoint_at(found, step)
+    reply, what = found.reply, f"its checkpoint of step {step}"
+    return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
+
+
+CHECKPOINTS_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore checkpoints arithmetic
+
+gcore checkpoints arithmetic -o json
+"""
+
+
+WIDEST = 400
+"""Characters of a folder or a reason that are shown; JSON has all."""
+
+
+def checkpoints(
+    job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
+) -> None:
+    """The checkpoints of a job: step, size, age, and why each is kept. `gcore export --step` copies the model of one.
+
+    Where no cluster is up, those of a run that ended in this home are read from its folder.
+    """
+    from gcore.system.clock import SystemClock
+
+    found = find_checkpoints(job, home, address).reply
+    if output.is_for_programs:
+        typer.echo(output.text([_tree(one) for one in found.checkpoints]))
+    elif not found.checkpoints:
+        typer.echo(f"Job {found.name} ({found.uid}) has no checkpoint yet.")
+    else:
+        console().print(_table(found, SystemClock().wall()))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoints:
+    """A job's. `by`: how the job was found, if not by asking the cluster."""
+
+    reply: pb.ListCheckpointsReply
+    by: str = ""
+
+
+def find_checkpoints(job: str, home: Path, address: str | None) -> FoundCheckpoints:
+    """The registered ones; where no cluster is up, those in the run's folder. Raises GcoreError."""
+    try:
+        return FoundCheckpoints(call(lambda client: client.list_checkpoints(job), address, home))
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.api.run_reader import checkpoints_of_folder
+        from controllers.cli.view.summary import finished_run
+
+        run = finished_run(home, job, error)
+        reply = checkpoints_of_folder(Path(run["folder"]), run["job"], run["uid"])
+        return FoundCheckpoints(reply, f", found in {home / 'runs'} because no cluster is up,")
+
+
+def checkpoint_at(found: FoundCheckpoints, step: int) -> pb.CheckpointInfo:
+    """The one of a step; of several, which rollbacks leave, one that is kept, else the newest lineage's. Raises UsageError."""
+    job = found.reply
+    there = [one for one in job.checkpoints if one.step == step]
+    if there:
+        return max(there, key=lambda one: (bool(one.kept), one.lineage))
+    steps = sorted({one.step for one in job.checkpoints})
+    known = f"there are those of steps {', '.join(map(str, steps))}" if steps else "it has none yet"
+    raise UsageError(
+        f"job {job.name!r} ({job.uid}) has no checkpoint of step {step}; {known}",
+        fix="`gcore checkpoints` lists them; checkpoint.every and checkpoint.keep_every say which there will be",
+    )
+
+
+def digest_of(folder: Path, uid: str, home: Path, address: str | None) -> str:
+    """Of the manifest of the job's checkpoint `folder`, as it was registered; empty if the records do not say. Raises GcoreError."""
+    listed = find_checkpoints(uid, home, address).reply.checkpoints
+    return next((one.digest for one in listed if Path(one.folder).name == folder.name), "")
+
+
+def _tree(one: pb.CheckpointInfo) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "lineage": one.lineage,
+        "folder": one.folder,
+        "bytes": one.bytes,
+        "written": one.written,
+        "kept": list(one.kept),
+        "problem": one.problem,
+        "nodes": list(one.nodes),
+    }
+
+
+def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("STEP", "LINEAGE", "SIZE", "AGE"):
+        table.add_column(heading, justify="right")
+    table.add_column("KEPT")
+    table.add_column("FOLDER", overflow="fold")
+    for one in found.checkpoints:
+        age = seconds(max(now - one.written, 0.0)) if one.written else "-"
+        kept = ", ".join(one.kept) or "-"
+        words = f"{kept}; damaged: {one.problem}" if one.problem else kept
+        words = f"{words}; on {', '.join(one.nodes)}" if one.nodes else words
+        table.add_row(
+            str(one.step),
+            str(one.lineage),
+            size_of(one.bytes),
+            age,
+            Text(visible(words, WIDEST)),
+            Text(visible(one.folder, WIDEST)),
+        )
+    return table
+
+
+def size_of(count: int) -> str:
+    """`12.3 MB`; `-` for nothing that can be seen."""
+    if not count:
+        return "-"
+    unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= s), ("KB", 1e3))
+    return f"{count / size:.1f} {unit}"
+
+
+# -------------------- brought
+# `gcore export` of a checkpoint that does not lie on this machine, because the job's nodes share no folder: it is fetched from a
+# node that has it, and proved, before it is copied.
+
+
+@contextlib.contextmanager
+def on_this_machine(folder: Path, job: str, home: Path, address: str | None, near: Path) -> Iterator[Path]:
+    """The checkpoint `folder` where it lies, or fetched beside `near` for as long as the block lasts.
+
+    Raises GcoreError, and OSError if there is no room beside `near`.
+    """
+    if folder.is_dir():
+        yield folder
+        return
+    fetch = _fetcher(folder, job, home, address)
+    near.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{near.name}.", suffix=".tmp", dir=near.parent))
+    try:
+        yield fetch(scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callable[[Path], Path]:
+    """What brings the checkpoint into a folder, once it is known who has it."""
+    from controllers.cli.options import call, find_cluster
+    from controllers.storage.peer_files import PeerFiles, from_first
+    from gcore.models.layout import verify_checkpoint
+
+    found = find_checkpoints(job, home, address).reply
+    nodes = next((list(one.nodes) for one in found.checkpoints if Path(one.folder).name == folder.name), [])
+    if not nodes:
+        raise UsageError(
+            "the checkpoint is not to be seen on this machine",
+            where=str(folder),
+            fix="Run this where storage is mounted",
+        )
+    connector = find_cluster(address, home).connector
+    addresses = {node.name: node.address for node in call(lambda client: client.list_nodes(), address, home).nodes}
+
+    def fetch(scratch: Path) -> Path:
+        files = PeerFiles(found.uid, scratch, owner="export", connector=connector)
+
+        async def from_peer(peer: str) -> None:
+            await files.folder(peer, f"checkpoints/{folder.name}", verify_checkpoint, durable=False)
+
+        fetched = asyncio.run(from_first(addresses, nodes, from_peer))
+        if not fetched.source:
+            raise UsageError(
+                f"the checkpoint is on {', '.join(nodes)}, and none of them gives it ({fetched.why or 'they are not there'})",
+                where=str(folder),
+                fix="Ask again when one of them is there",
+            )
+        return scratch / "checkpoints" / folder.name
+
+    return fetch

@@ -1,0 +1,497 @@
+"""`gcore nodes`, `drain`, `shards` and `usage`: the cluster's nodes, who has what of a stream, and what was used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controllers.cli.options import (
+    DEFAULT_CONTROLLERS,
+    DEFAULT_HOME,
+    DEFAULT_SLOTS,
+    Address,
+    Controllers,
+    Format,
+    Home,
+    JobName,
+    Namespace,
+    NodeName,
+    SglangPython,
+    Slots,
+    call,
+    examples,
+)
+from controllers.cli.output import Output, console, visible
+from gcore.errors import GcoreError, Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from controllers.storage.garbage import Cleared
+    from controllers.storage.rules import Verdict
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.node import NodeConfig
+
+NODES_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore nodes
+
+[dim]With the workers on them:[/dim]  gcore nodes --workers
+"""
+
+
+DRAIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore drain gpu-07
+
+[dim]Use it again:[/dim]  gcore drain gpu-07 --undo
+"""
+
+
+SHARDS_EXAMPLES = examples("shards")
+
+
+USAGE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore usage
+
+gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30
+
+[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json
+"""
+
+
+HOUR_S = 3600.0
+
+
+def nodes(
+    workers: Annotated[bool, typer.Option("--workers", "-w", help="The engines and train ranks on them, too.")] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """The nodes that are there, what each of their slots is used for, and what is wrong with them."""
+    reply = call(lambda client: client.list_nodes(), address, home)
+    if output.is_for_programs:
+        tree: dict[str, Any] = {"nodes": [node_tree(node) for node in reply.nodes]}
+        if workers:
+            tree["workers"] = [worker_tree(one) for one in reply.workers]
+        typer.echo(output.text(tree))
+        return
+    rows = [
+        (visible(node.name), standing_of(node), str(len(node.slots)), used_by(node), visible(node.address))
+        for node in reply.nodes
+    ]
+    table(("NODE", "STATE", "SLOTS", "USED BY", "ADDRESS"), rows)
+    if workers:
+        typer.echo()
+        found = [
+            (visible(w.instance), w.role, visible(w.node), visible(w.slot), visible(w.job_uid), visible(w.state))
+            for w in reply.workers
+        ]
+        table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
+
+
+def drain(
+    node: NodeName,
+    undo: Annotated[bool, typer.Option("--undo", help="Use the node again.")] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Have every job leave a node at its next commit, and place nothing there until that is undone. It outlives the daemon's end."""
+    found = call(lambda client: client.drain_node(node, undo=undo), address, home)
+    if output.is_for_programs:
+        typer.echo(output.text(node_tree(found)))
+    elif undo:
+        typer.echo(f"Node {visible(found.name)} is used again.")
+    else:
+        used = used_by(found)
+        still = f"; still used by {used}" if used != "-" else "; nothing is on it"
+        typer.echo(f"Node {visible(found.name)} is being left{still}.")
+
+
+def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Who has which shards of a job's prompt stream, and the first prompt of each without an outcome."""
+    found = call(lambda client: client.list_shards(job), address, home)
+    if output.is_for_programs:
+        typer.echo(output.text([shard_tree(one) for one in found]))
+        return
+    rows = [
+        (
+            str(one.shard),
+            visible(one.node) or "nobody",
+            str(one.data_epoch),
+            f"{one.seq}/{one.length}",
+            str(one.ahead),
+        )
+        for one in found
+    ]
+    table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
+
+
+def usage(
+    by: Annotated[
+        list[str] | None, typer.Option(help="namespace, job, owner or pool. Repeatable; default: namespace.")
+    ] = None,
+    since: Annotated[str, typer.Option(help="From this day on (UTC): 2026-11-01, or 30d for so long ago.")] = "",
+    until: Annotated[str, typer.Option(help="Until this day, which is included.")] = "",
+    namespace: Namespace = "",
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Hours of slots (accelerators) that jobs had, and of these, hours at work; from the books, also of jobs that were deleted."""
+    from controllers.cli.commands.streams import time_given
+    from gcore.system.clock import SystemClock
+
+    now = SystemClock().wall()
+    begin = time_given(since, now) if since else 0.0
+    end = time_given(until, now) if until else 0.0
+    if end and end < begin:
+        raise UsageError(f"--until {until} is before --since {since}", fix="Turn them round")
+    names = by or ["namespace"]
+    found = call(lambda client: client.get_usage(by=names, since=begin, until=end, namespace=namespace), address, home)
+    if output.is_for_programs:
+        typer.echo(output.text([usage_tree(one) for one in found]))
+        return
+    rows = [
+        (
+            *(visible(one.by.get(name, "")) or "-" for name in names),
+            f"{one.slot_seconds / HOUR_S:,.2f}",
+            f"{one.busy_seconds / HOUR_S:,.2f}",
+            f"{one.busy_seconds / one.slot_seconds:.0%}" if one.slot_seconds else "-",
+        )
+        for one in found
+    ]
+    total, busy = sum(one.slot_seconds for one in found), sum(one.busy_seconds for one in found)
+    if len(rows) > 1:
+        blank = [""] * (len(names) - 1)
+        share = f"{busy / total:.0%}" if total else "-"
+        rows.append(("all", *blank, f"{total / HOUR_S:,.2f}", f"{busy / HOUR_S:,.2f}", share))
+    table((*(name.upper() for name in names), "SLOT-HOURS", "AT WORK", "SHARE"), rows, numbers=3)
+
+
+def standing_of(node: pb.Node) -> str:
+    """`ready`, `being left`, and how many of its slots are sick."""
+    state = "being left" if node.draining else "ready"
+    return f"{state}, {len(node.sick)} sick: {visible('; '.join(node.sick), 200)}" if node.sick else state
+
+
+def used_by(node: pb.Node) -> str:
+    """`08d8f27366e5 3, 4 free`: how many slots each job has."""
+    counts: dict[str, int] = {}
+    for use in node.uses:
+        counts[use.job_uid] = counts.get(use.job_uid, 0) + 1
+    return ", ".join(f"{visible(uid) or 'another'} {count}" for uid, count in sorted(counts.items())) or "-"
+
+
+def node_tree(node: pb.Node) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "name": node.name,
+        "incarnation": node.incarnation,
+        "address": node.address,
+        "slots": list(node.slots),
+        "draining": node.draining,
+        "sick": list(node.sick),
+        "uses": {use.slot: use.job_uid for use in node.uses},
+    }
+
+
+def worker_tree(one: pb.WorkerInfo) -> dict[str, Any]:
+    """For JSON."""
+    fields = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
+    return {name: getattr(one, name) for name in fields}
+
+
+def shard_tree(one: pb.Shard) -> dict[str, Any]:
+    """For JSON."""
+    fields = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
+    return {name: getattr(one, name) for name in fields}
+
+
+def usage_tree(one: pb.Usage) -> dict[str, Any]:
+    """For JSON."""
+    return {**dict(sorted(one.by.items())), "slot_seconds": one.slot_seconds, "busy_seconds": one.busy_seconds}
+
+
+def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
+    """Print it. The last `numbers` columns are numbers."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place >= len(headings) - numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console().print(table)
+
+
+# -------------------- gc_verb
+# `gcore gc`: what lies on this node and is not needed any more, and deleting it, as its daemon does now and then.
+#
+# Reads the daemon's own configuration, and asks the store itself which jobs have ended: it works while the daemon is away.
+
+GC_EXAMPLES = """
+[bold]Examples[/bold]
+
+[dim]What would go, and what stays for which reason:[/dim]  gcore gc --dry-run
+
+[dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml
+"""
+
+
+GIB = 1 << 30
+
+
+Configuration = Annotated[
+    Path | None, typer.Option("--config", help="A daemon's configuration; default: that of the local cluster's.")
+]
+
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")]
+
+
+def gc(
+    config: Configuration = None, home: Home = DEFAULT_HOME, dry_run: DryRun = False, output: Format = Output.TABLE
+) -> None:
+    """Delete what is not needed any more on this node, by the `gc` section of its daemon's configuration.
+
+    Nothing that an unfinished job uses is ever deleted.
+    """
+    import asyncio
+
+    cleared = asyncio.run(_cleared(_configuration(config, home), dry_run=dry_run))
+    if output.is_for_programs:
+        typer.echo(output.text([_tree(one) for one in cleared.verdicts]))
+    else:
+        _print(cleared.verdicts, dry_run=dry_run)
+    if cleared.problems:
+        raise GcoreError("; ".join(cleared.problems), fix="Delete them as their owner, or let the daemon do it")
+
+
+def _configuration(config: Path | None, home: Path) -> NodeConfig:
+    from gcore.config.local_cluster import LocalCluster
+    from gcore.config.node import NodeConfig
+
+    if config is not None:
+        return NodeConfig.load(config)
+    cluster = LocalCluster.load(home)
+    if cluster is None:
+        raise Unreachable(
+            "no cluster is up here",
+            where=str(home),
+            fix="Start one with `gcore up`, or name a daemon's file with --config",
+        )
+    return NodeConfig.load(Path(cluster.controllers[0].config_file))
+
+
+async def _cleared(config: NodeConfig, *, dry_run: bool) -> Cleared:
+    from controllers.storage.garbage import Cleared, clear, look
+    from controllers.storage.rules import judged
+    from gcore.store.reference import connect
+    from gcore.system.clock import SystemClock
+
+    clock = SystemClock()
+    store = await connect(config.etcd, clock)
+    try:
+        now = clock.wall()
+        verdicts = judged(await look(config, store, now), config.gc, now)
+        return Cleared(verdicts) if dry_run else await clear(store, verdicts, clock)
+    finally:
+        await store.close()
+
+
+def _tree(verdict: Verdict) -> dict[str, object]:
+    found = verdict.found
+    return {
+        "kind": found.kind,
+        "path": str(found.path),
+        "bytes": found.bytes,
+        "used": found.used,
+        "goes": verdict.goes,
+        "why": verdict.why,
+    }
+
+
+def _print(verdicts: tuple[Verdict, ...], *, dry_run: bool) -> None:
+    from rich.table import Table
+
+    going = [one for one in verdicts if one.goes]
+    if verdicts:
+        table = Table(box=None, pad_edge=False)
+        for name in ("", "kind", "GiB", "path", "why"):
+            table.add_column(name, justify="right" if name == "GiB" else "left")
+        for one in verdicts:
+            size = f"{one.found.bytes / GIB:.3f}" if one.found.bytes or one.goes else ""
+            verb = ("goes" if dry_run else "gone") if one.goes else "stays"
+            table.add_row(verb, one.found.kind, size, visible(str(one.found.path)), visible(one.why))
+        console().print(table)
+    what = "would be deleted" if dry_run else "deleted"
+    typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
+
+
+# -------------------- cluster_verbs
+# `gcore up` and `gcore down`.
+
+UP_EXAMPLES = """
+[bold]Examples[/bold]
+
+[dim]Two daemons with a CPU core each:[/dim]  gcore up
+
+[dim]Four on one machine with eight GPUs:[/dim]  gcore up --controllers 4 --slots cuda:8
+
+[dim]A second cluster beside the first:[/dim]  gcore up --home /tmp/other
+"""
+
+
+DOWN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore down
+
+gcore down --home /tmp/other
+"""
+
+
+def up(
+    context: typer.Context,
+    home: Home = DEFAULT_HOME,
+    controllers: Controllers = DEFAULT_CONTROLLERS,
+    slots: Slots = DEFAULT_SLOTS,
+    port: Annotated[int | None, typer.Option(help="Port of the first daemon's API; the others follow.")] = None,
+    etcd_port: Annotated[int | None, typer.Option(help="Port of the local etcd.")] = None,
+    sglang_python: SglangPython = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Start a cluster on this machine: an etcd and several daemons. Returns when all are ready.
+
+    One that is up already stays as it is; if it is not as the options say, this ends with 2.
+    """
+    import asyncio
+
+    from controllers.cli import local
+    from gcore.engines.sglang.command import find_python
+    from gcore.system.clock import SystemClock
+
+    request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
+    result = asyncio.run(
+        local.up(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output.is_for_programs))
+    )
+    cluster = result.cluster
+    if output.is_for_programs:
+        typer.echo(output.text(cluster.model_dump(mode="json")))
+    else:
+        typer.echo(f"The cluster in {cluster.home} is {'up' if result.started else 'already up'}.")
+        for one in cluster.controllers:
+            missing = "  does not answer" if one.name in result.absent else ""
+            typer.echo(f"  {one.name}  {one.address}  metrics {one.metrics_address}  {' '.join(one.slots)}{missing}")
+        typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
+    if not result.started:
+        given = {name for name in context.params if _was_given(context, name)}
+        check_as_asked(cluster, given, controllers, local.deal_slots(slots, 1)[0])
+
+
+def check_as_asked(cluster: LocalCluster, given: Collection[str], controllers: int, slots: tuple[str, ...]) -> None:
+    """Whether a cluster that is up already has what was asked for in so many words (`given`). Raises UsageError."""
+    has = []
+    if "controllers" in given and len(cluster.controllers) != controllers:
+        has.append(f"{len(cluster.controllers)} controllers and not {controllers}")
+    if "slots" in given and cluster.slots != slots:
+        has.append(f"the slots {' '.join(cluster.slots)}")
+    if has:
+        raise UsageError(
+            f"the cluster that is up has {', and '.join(has)}",
+            where=cluster.home,
+            fix="`gcore down` first to change that",
+        )
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    """Whether somebody named the option, or its variable, so that it is not the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def down(home: Home = DEFAULT_HOME) -> None:
+    """End the cluster of this machine: daemons, workers and etcd. Data, logs and runs stay; unfinished jobs can go on."""
+    from controllers.cli import local
+    from gcore.system.clock import SystemClock
+
+    ended = local.down(home, clock=SystemClock())
+    killed = f", {ended.killed} of them killed" if ended.killed else ""
+    typer.echo(
+        f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {home.resolve()}."
+    )
+
+
+# -------------------- quota_verb
+# `gcore quota`: the most slots that the jobs of each namespace may have together.
+
+QUOTA_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore quota
+
+[dim]At most 8 slots for all jobs of a namespace:[/dim]  gcore quota research 8
+
+[dim]As many as there are:[/dim]  gcore quota research none
+"""
+
+
+NO_LIMIT = "none"
+
+
+def quota(
+    namespace: Annotated[str, typer.Argument(help="Whose quota is set; without it, all are shown.")] = "",
+    slots: Annotated[str, typer.Argument(help="Slots that its jobs may have together, or none for no limit.")] = "",
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """What namespaces may have of the slots, and have; or set it. What is too much is given back at the jobs' next commits."""
+    if not namespace:
+        found = call(lambda client: client.get_quotas(), address, home)
+    else:
+        most = slots_given(namespace, slots)
+        found = call(lambda client: client.set_quota(namespace, most), address, home)
+    if output.is_for_programs:
+        typer.echo(output.text([quota_tree(one) for one in found]))
+        return
+    rows = [
+        (visible(one.namespace), str(one.slots) if one.HasField("slots") else "-", str(one.used), str(one.jobs))
+        for one in found
+    ]
+    table(("NAMESPACE", "QUOTA", "USED", "JOBS"), rows, numbers=3)
+
+
+def slots_given(namespace: str, text: str) -> int | None:
+    """What a person wrote for the slots; None for no limit. Raises UsageError."""
+    if text == NO_LIMIT:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise UsageError(
+            f"{text!r} is no number of slots"
+            if text
+            else f"how many slots namespace {namespace!r} may have is not said",
+            where="SLOTS",
+            fix=f"Say a number, or {NO_LIMIT}: gcore quota {namespace} 8",
+        )
+    return int(text)
+
+
+def quota_tree(one: pb.Quota) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "namespace": one.namespace,
+        "slots": one.slots if one.HasField("slots") else None,
+        "used": one.used,
+        "jobs": one.jobs,
+    }

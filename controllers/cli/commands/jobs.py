@@ -1,0 +1,290 @@
+"""`gcore cancel`, `pause`, `resume`, `retry`, `update`, `delete` and `eval`: what people do to a job. Thin callers of the job API."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, Namespace, call, examples, utf8
+from controllers.cli.output import (
+    Output,
+    audit_rows,
+    audit_tree,
+    console,
+    job_rows,
+    job_tree,
+    jobs_table,
+    moment,
+    pairs_table,
+    snapshot,
+    visible,
+)
+from gcore.errors import GcoreError, Unreachable, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.jobs import JobsClient
+    from gcore.observability.events import JobEvent
+
+# -------------------- job_verbs
+# `gcore list`, `describe` and `audit`: thin callers of the job API, and what all such verbs stand on.
+
+LIST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore list
+
+gcore list --state running --state queued --namespace research
+
+gcore list --address 10.0.0.7:7700 -o json
+"""
+
+
+def list_(
+    state: Annotated[
+        list[str] | None, typer.Option(help="Only in this state, such as running or queued. Repeatable.")
+    ] = None,
+    namespace: Namespace = "",
+    name: Annotated[str, typer.Option(help="Only those whose name begins so.", callback=utf8)] = "",
+    limit: Annotated[int | None, typer.Option(min=1, max=100_000, help="The newest so many; default: all.")] = None,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """The jobs of the cluster that you may see, the newest first."""
+    states = [state_number(one) for one in state or ()]
+    found = call(
+        lambda client: client.list_jobs(namespace=namespace, states=states, name_prefix=name, limit=limit),
+        address,
+        home,
+    )
+    jobs = [snapshot(job) for job in found]
+    if output.is_for_programs:
+        typer.echo(output.text([job_tree(job) for job in jobs]))
+    else:
+        console().print(jobs_table(jobs))
+
+
+def state_number(word: str) -> int:
+    """Of a state as a person writes it. Raises UsageError."""
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    known = {name.removeprefix("JOB_STATE_").lower(): number for name, number in pb.JobState.items() if number}
+    if word.lower() not in known:
+        near = did_you_mean(word.lower(), known)
+        raise UsageError(
+            f"{word[:40]!r} is no state{near or '.'}", where="--state", fix=f"There are {', '.join(known)}"
+        )
+    return known[word.lower()]
+
+
+def describe(
+    job: JobName,
+    events: Annotated[int, typer.Option(min=0, max=1000, help="How many of its last events are shown.")] = 5,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """How a job stands: state and slots, what it waits for since when, shards, placement, last events and rollback, newest warnings."""
+    from gcore.system.clock import SystemClock
+
+    async def look(client: JobsClient) -> tuple[pb.Job, pb.PlacementReply | None, list[JobEvent]]:
+        found = await client.get_job(job)
+        placement, last = None, []
+        with contextlib.suppress(UsageError):  # a controller of an earlier version
+            placement = await client.get_placement(found.uid)
+        if events:
+            with contextlib.suppress(GcoreError):  # a controller that is not on the job yet; the rest is told
+                last = [event async for event in client.follow(found.uid, newest=events, follow=False)]
+        return found, placement, last
+
+    message, placement, last = call(look, address, home)
+    found = snapshot(message)
+    if output.is_for_programs:
+        tree = job_tree(found)
+        tree["events"] = [json.loads(event.to_line()) for event in last]
+        typer.echo(output.text(tree))
+        return
+    rows = job_rows(found, SystemClock().wall())
+    if placement is not None and placement.plan:
+        from controllers.cli.view.placement import shown_rows
+
+        rows |= {f"placement: {name}": value for name, value in shown_rows(placement).items() if name != "job"}
+    for event in last[-events:] if events else []:
+        rows[f"event {event.sequence}"] = f"{moment(event.time)}: {visible(event.message, 200)}"
+    console().print(pairs_table(rows))
+
+
+def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Recompute a job's accounts from its log and the ranks' receipts. Ends with 1 if they do not add up.
+
+    Where no cluster is up, a run that ended in this home is audited from its folder.
+    """
+    try:
+        report = call(lambda client: client.audit_job(job), address, home)
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.api.run_reader import audit_of_folder, report_of, run_of
+        from controllers.cli.view.summary import finished_run
+
+        run_dir = run_of(home / "runs", job) or Path(finished_run(home, job, error)["folder"])
+        report = report_of(audit_of_folder(run_dir))
+    if output.is_for_programs:
+        typer.echo(output.text(audit_tree(report)))
+    else:
+        console().print(pairs_table(audit_rows(report)))
+    if not report.clean:
+        raise typer.Exit(1)
+
+
+CANCEL_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore cancel arithmetic
+
+[dim]With a checkpoint, at its next commit:[/dim]  gcore cancel arithmetic --drain
+"""
+
+
+UPDATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore update arithmetic --priority 10
+
+gcore update arithmetic --slots-min 2 --slots-max 8
+
+[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0
+"""
+
+
+DELETE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore delete arithmetic
+
+[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes
+"""
+
+
+PAUSE_EXAMPLES, RESUME_EXAMPLES = examples("pause"), examples("resume")
+
+
+RETRY_EXAMPLES, EVAL_EXAMPLES = examples("retry"), examples("eval")
+
+
+MOST_SLOTS = 1_000_000
+
+
+def cancel(
+    job: JobName,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="At its next commit, with a checkpoint; default: at once.")
+    ] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """End a job for good. One that has ended stays as it is."""
+    _tell(call(lambda client: client.cancel_job(job, drain=drain), address, home), output)
+
+
+def pause(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Have a job give its slots back at its next commit, with a checkpoint, and begin nothing until it is resumed."""
+    _tell(call(lambda client: client.pause_job(job), address, home), output)
+
+
+def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Have a paused job go on as soon as there are slots for it."""
+    _tell(call(lambda client: client.resume_job(job), address, home), output)
+
+
+def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Begin a job that has ended once more: a new job with the same spec and name.
+
+    Repeating the command makes no second one, and one of that name that has not ended goes on.
+    """
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.calls import ENDED, job_state_name
+
+    async def again(client: JobsClient) -> pb.Job:
+        old = await client.get_job(job)
+        if old.state not in ENDED:
+            raise UsageError(
+                f"job {old.name!r} ({old.uid}) is {job_state_name(old.state)}: it has not ended",
+                fix="`gcore resume` goes on with a paused one; `gcore cancel` ends one",
+            )
+        # Not as a new one at any price: that would end another job which was given the name since.
+        return await client.create_job(old.spec_json, request_id=f"retry-{old.uid}", mode=pb.START_MODE_RESUME)
+
+    _tell(call(again, address, home), output)
+
+
+def update(
+    job: JobName,
+    priority: Annotated[
+        int | None, typer.Option(min=-1000, max=1000, help="The higher, the sooner; it takes slots of those below it.")
+    ] = None,
+    slots_min: Annotated[
+        int | None, typer.Option("--slots-min", min=1, max=MOST_SLOTS, help="With fewer slots it does not run.")
+    ] = None,
+    slots_max: Annotated[
+        int | None, typer.Option("--slots-max", min=0, max=MOST_SLOTS, help="More it does not take; 0: all there are.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Change what may change while a job runs: its priority, and how many slots it takes."""
+    given = {"priority": priority, "slots_min": slots_min, "slots_max": slots_max}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        raise UsageError("nothing is said that is to change", fix="Give --priority, --slots-min or --slots-max")
+    _tell(call(lambda client: client.update_job(job, changes), address, home), output)
+
+
+def delete(
+    job: JobName,
+    files: Annotated[
+        bool, typer.Option("--files", help="Its run's folder too, with all checkpoints. There is no way back.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+) -> None:
+    """Forget a job that has ended: its records, and with [bold]--files[/bold] its run's folder. Its name is free then.
+
+    What it has used stays in `gcore usage`.
+    """
+    found = snapshot(call(lambda client: client.get_job(job), address, home))
+    if files and not yes:
+        typer.confirm(
+            f"Delete {found.run_dir} with all checkpoints of job {found.full_name} ({found.uid})?", abort=True
+        )
+    call(lambda client: client.delete_job(found.uid, files=files), address, home)
+    left = "" if files or not found.run_dir else f"; its folder {found.run_dir} stays"
+    typer.echo(f"Job {visible(found.full_name)} ({found.uid}) is forgotten{left}.")
+
+
+def eval_(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Have the newest weights of a running job evaluated, out of turn. The result is an event, and stands in its metrics."""
+    reply = call(lambda client: client.run_eval(job), address, home)
+    if output.is_for_programs:
+        typer.echo(output.text({"step": reply.step, "lineage": reply.lineage}))
+    else:
+        typer.echo(
+            f"The weights of step {reply.step} (lineage {reply.lineage}) are evaluated as soon as they are there."
+        )
+
+
+def _tell(job: pb.Job, output: Output) -> None:
+    found = snapshot(job)
+    if output.is_for_programs:
+        typer.echo(output.text(job_tree(found)))
+    else:
+        why = f": {visible(found.reason, 300)}" if found.reason else ""
+        typer.echo(f"Job {visible(found.full_name)} ({found.uid}) is {found.state}{why}.".replace("..", "."))

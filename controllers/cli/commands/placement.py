@@ -1,0 +1,454 @@
+"""`gcore placement show|explain|history|pin`: which slot serves which pool, why, and what a person fixes of it.
+
+Thin callers of the job API; what they say is `controllers.cli.placement_words`'. A run that has ended, with no cluster up, is told of
+from its folder, as far as that says it: its moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call, utf8
+from controllers.cli.output import Output, console, pairs_table, snapshot
+from gcore.errors import GcoreError, Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from controllers.cli.view.placement import Top
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.jobs import JobsClient
+    from gcore.ledger.records.job import Move, Stay
+    from gcore.ledger.records.slot_accounting import BookLine, StepBook
+
+Told = TypeVar("Told")
+
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement show arithmetic
+
+gcore placement explain arithmetic --last 3
+
+gcore placement pin arithmetic --freeze
+"""
+
+
+app = typer.Typer(
+    help="Which slot serves which pool, why, and what came of each move; fix something of it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    epilog=EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+SHOW_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement show arithmetic
+
+gcore placement show arithmetic -o json
+"""
+
+
+EXPLAIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement explain arithmetic
+
+gcore placement explain arithmetic --last 3
+"""
+
+
+HISTORY_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement history arithmetic
+
+gcore placement history arithmetic -o json
+"""
+
+
+PIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement pin arithmetic --freeze
+
+gcore placement pin arithmetic --reward 4
+
+gcore placement pin arithmetic --release
+"""
+
+
+MOST_SLOTS = 1_000_000
+
+
+Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
+
+
+@app.command("show", epilog=SHOW_EXAMPLES)
+def show(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """How a job's slots are shared out now: pools, nodes, who plans, what is fixed."""
+    from controllers.cli.view.placement import shown_rows, shown_tree, slots_table
+
+    try:
+        reply = call(lambda client: client.get_placement(job), address, home)
+    except Unreachable as error:
+        raise _over(error, home, job) if address is None else error from error
+    if output.is_for_programs:
+        typer.echo(output.text(shown_tree(reply)))
+        return
+    console().print(pairs_table(shown_rows(reply)))
+    if reply.plan:
+        console().print(slots_table(reply))
+
+
+@app.command("explain", epilog=EXPLAIN_EXAMPLES)
+def explain(
+    job: JobName, last: Last = None, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
+) -> None:
+    """Why slots are where they are: each move, with what was expected and what came of it, and why nothing moved.
+
+    Of steps after which nothing moved: what the best other split would have saved, and why it was not taken.
+    """
+    from controllers.cli.view.placement import account, told_tree
+
+    known = _known(job, home, address)
+    moves = known.moves if last is None else known.moves[-last:]
+    left_out = len(known.moves) - len(moves)
+    stays = [one for one in known.stays if not left_out or one.time >= moves[0].time]
+    if output.is_for_programs:
+        typer.echo(output.text(told_tree(moves, stays)))
+        return
+    for line in account(known.name, known.reply, moves, left_out, stays):
+        typer.echo(line)
+
+
+@app.command("history", epilog=HISTORY_EXAMPLES)
+def history(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+    """Every move of a job, a line each, oldest first."""
+    from controllers.cli.view.placement import history_table, move_tree
+
+    known = _known(job, home, address)
+    if output.is_for_programs:
+        typer.echo(output.text([move_tree(move) for move in known.moves]))
+    elif not known.moves:
+        typer.echo(f"Nothing has moved in job {known.name}.")
+    else:
+        console().print(history_table(known.moves))
+
+
+@app.command("pin", epilog=PIN_EXAMPLES)
+def pin(
+    job: JobName,
+    freeze: Annotated[bool, typer.Option("--freeze", help="Nothing moves any more.")] = False,
+    rollout: Annotated[int | None, typer.Option(help="So many slots roll out.")] = None,
+    reward: Annotated[int | None, typer.Option(help="So many slots judge.")] = None,
+    train: Annotated[int | None, typer.Option(help="So many slots train.")] = None,
+    release: Annotated[bool, typer.Option("--release", help="Let all that was fixed go again.")] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Fix something of a job's placement, which its policy then obeys from the next step on; or let it go again."""
+    from controllers.cli.view.placement import pin_words, shown_tree
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    for name, size in (("--rollout", rollout), ("--reward", reward), ("--train", train)):
+        if size is not None and not 1 <= size <= MOST_SLOTS:
+            raise UsageError(f"{name} {size} is no number of slots", fix=f"Give 1 to {MOST_SLOTS:,}")
+    request = pb.PinPlacementRequest(
+        job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
+    )
+    reply = call(lambda client: client.pin_placement(request), address, home)
+    typer.echo(output.text(shown_tree(reply)) if output.is_for_programs else f"Job {reply.name}: {pin_words(reply)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A job's moves and the stretches without any, and its placement, if a cluster is up."""
+
+    name: str
+    moves: tuple[Move, ...]
+    stays: tuple[Stay, ...]
+    reply: pb.PlacementReply | None
+
+
+def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
+    """Where the job has ended and left its folder: what can be read from that. Raises GcoreError, as `finished_run` does."""
+    from controllers.cli.view.summary import finished_run
+
+    run = finished_run(home, job, error)
+    return Unreachable(
+        f"{error.what}, and job {run['job']!r} has ended: nothing is placed any more",
+        where=error.where,
+        fix="`gcore placement explain` and `history` and `gcore trace` read its folder",
+    )
+
+
+def _known(job: str, home: Path, address: str | None) -> Known:
+    """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
+    from controllers.planning.history import NAME, moves_in, stays_in
+
+    try:
+        reply = call(lambda client: client.get_placement(job), address, home)
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.cli.view.summary import finished_run
+
+        run = finished_run(home, job, error)
+        file = Path(run["folder"]) / NAME
+        return Known(run["job"], tuple(_read(moves_in, file)), tuple(_read(stays_in, file)), None)
+    return Known(reply.name, all_moves(reply), all_stays(reply), reply)
+
+
+def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
+    """Those that the store keeps, and from the run's folder, where it can be seen from here, those before them. Raises GcoreError."""
+    from controllers.cli.view.placement import moves_of
+    from controllers.planning.history import NAME, moves_in
+
+    stored = moves_of(reply)
+    kept = [] if stored.total == len(stored.moves) else _read(moves_in, Path(reply.folder) / NAME)
+    newest = {(move.generation, move.time): move for move in (*kept, *stored.moves)}
+    return tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation)))
+
+
+def all_stays(reply: pb.PlacementReply) -> tuple[Stay, ...]:
+    """The same of the stretches in which nothing moved, each as it is known last: the end of a job's last one stands in its folder only."""
+    from controllers.cli.view.placement import moves_of
+    from controllers.planning.history import NAME, stays_in
+
+    kept: list[Stay] = []
+    with contextlib.suppress(OSError):  # what the store has says enough
+        kept = stays_in(Path(reply.folder) / NAME)
+    known = sorted((*kept, *moves_of(reply).stays), key=lambda stay: stay.time)
+    newest = {stay.began: stay for stay in known}
+    return tuple(newest[began] for began in sorted(newest))
+
+
+def _read(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
+    try:
+        return what(file)
+    except OSError as error:
+        raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error
+
+
+# -------------------- top
+# `gcore top`: what a job's slots do, again and again: by state and cause, pools, the step, what holds steps up.
+
+TOP_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore top
+
+gcore top arithmetic --address 10.0.0.7:7700
+
+gcore top arithmetic --once -o json
+"""
+
+
+LOOK_S = 1.0
+
+
+def top(
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="A job's name or uid; default: the one that runs.", callback=utf8),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end, for scripts.")] = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """What a job's slots do: how many of them at what, what the idle ones wait for, and what holds steps up.
+
+    Looks until the job has ended, or until Ctrl-C. Any controller answers.
+
+    Where no cluster is up, the last step of a run that ended in this home is shown from its folder.
+    """
+    from rich.live import Live
+    from rich.text import Text
+
+    from controllers.cli.view.placement import shown, tree
+    from controllers.cli.view.state import ENDED_STATES
+    from gcore.system.clock import SystemClock
+
+    if output.is_for_programs and not once:
+        raise UsageError("-o json and yaml are for a single look", fix="Give --once too")
+    screen, clock = console(), SystemClock()
+
+    async def watch(client: JobsClient) -> None:
+        found = await look(client, job)
+        with Live(shown(found), console=screen, auto_refresh=False, vertical_overflow="ellipsis") as live:
+            while found.state not in ENDED_STATES:
+                await clock.sleep(LOOK_S)
+                try:
+                    found = await look(client, found.uid)
+                except GcoreError as error:
+                    live.update(Text(f"{error}; it is asked again"), refresh=True)
+                else:
+                    live.update(shown(found), refresh=True)
+
+    try:
+        if screen.is_terminal and not once:
+            call(watch, address, home)
+            return
+        found = call(lambda client: look(client, job), address, home)
+    except Unreachable as error:
+        if address is not None:
+            raise
+        found = left(home, job, error)
+    if output.is_for_programs:
+        typer.echo(output.text(tree(found)))
+    else:
+        screen.print(shown(found))
+
+
+async def look(client: JobsClient, job: str | None) -> Top:
+    """A job now. Raises UsageError where there is none."""
+    from controllers.cli.view.placement import Top
+    from gcore.ledger.records.slot_accounting import StepBook, parse
+
+    if job is None:
+        jobs = [snapshot(one) for one in await client.list_jobs()]
+        running = [one for one in jobs if one.state in ("PENDING", "RUNNING")] or jobs
+        if not running:
+            raise UsageError("there is no job", fix="Start one with `gcore run` or `gcore submit`")
+        job = running[-1].uid
+    message, books = await asyncio.gather(client.get_job(job), client.get_books(job))
+    found = snapshot(message)
+    read = {book.node: StepBook.model_validate_json(book.book_json) for book in books}
+    if not read and found.ended:  # the daemons that booked it are gone, and the store keeps nothing for others
+        with contextlib.suppress(UsageError):
+            lines = [parse(book.book_json) for book in await client.get_books(found.uid, found.step)]
+            read = {line.node: line.book for line in lines if line is not None}
+    return Top(found.name, found.uid, found.state, found.step, found.of_steps, read)
+
+
+def left(home: Path, job: str | None, error: Unreachable) -> Top:
+    """The last step of a run that ended, as its folder has it. `job` None: the run that booked last. Raises GcoreError."""
+    from controllers.api.job_messages import described_run
+    from controllers.cli.view.placement import Top
+    from controllers.cli.view.summary import finished_run
+    from gcore.ledger.records.slot_accounting import FOLDER, newest
+
+    if job is None:
+        last = max((home / "runs").glob(f"*/{FOLDER}"), key=lambda one: one.stat().st_mtime, default=None)
+        if last is None:
+            raise error
+        job = last.parent.name.rpartition("-")[2]
+    run = finished_run(home, job, error)
+    folder = Path(run["folder"])
+    try:
+        told = described_run(folder)
+        lines = [newest(folder, file.stem) for file in sorted((folder / FOLDER).glob("*.jsonl"))]
+    except OSError as wrong:
+        raise GcoreError(f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)) from wrong
+    books = _of_the_last_step([line for line in lines if line is not None])
+    found = None if told is None else snapshot(told)
+    step = max((book.version.step for book in books.values()), default=0)
+    state, step, steps = ("ENDED", step, str(step)) if found is None else (found.state, found.step, found.of_steps)
+    return Top(run["job"], run["uid"], state, step, steps, books, str(folder))
+
+
+def _of_the_last_step(lines: list[BookLine]) -> Mapping[str, StepBook]:
+    last = max((line.book.version for line in lines), default=None)
+    return {line.node: line.book for line in lines if line.book.version == last}
+
+
+# -------------------- trace
+# `gcore trace`: a step as a picture: what each slot was at when, the job's phases, the placement's moves with their reasons.
+
+TRACE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore trace arithmetic --step 12
+
+gcore trace arithmetic --step 12 --to step.json
+
+[dim]Open the file in https://ui.perfetto.dev or chrome://tracing.[/dim]
+"""
+
+
+MOST = 2**31 - 1
+
+
+def trace(
+    job: JobName,
+    step: Annotated[int, typer.Option(help="The step: any that is committed, from 1.", min=1, max=MOST)],
+    to: Annotated[
+        Path | None, typer.Option(help="The file to write; '-': standard output. Default: JOB-step-N.json.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+) -> None:
+    """Write a step as a trace that Perfetto opens: a track a slot, phases, moves with their reasons.
+
+    Where no cluster is up, that of a run that ended in this home is made from its folder.
+    """
+    from controllers.cli.view.placement import trace_of
+
+    name, lines, moves = _trace_read(job, step, home, address)
+    if not any(line.spans for line in lines.values()):
+        raise UsageError(
+            f"what is known of step {step} cannot be read", fix="Was it booked by another version of gcore?"
+        )
+    text = json.dumps(trace_of(name, lines, moves), separators=(",", ":"))
+    if to == Path("-"):
+        typer.echo(text)
+        return
+    file = to or Path(f"{name}-step-{step}.json")
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written ({error.strerror or error})", where="--to") from error
+    slots = sum(len(line.spans) for line in lines.values())
+    typer.echo(f"{file}: step {step}, {slots} slots of {len(lines)} nodes. Open it in https://ui.perfetto.dev")
+
+
+def _trace_read(job: str, step: int, home: Path, address: str | None) -> tuple[str, Mapping[str, BookLine], list[Move]]:
+    from controllers.planning.history import NAME, moves_in
+    from gcore.ledger.records.slot_accounting import parse, step_lines
+
+    async def ask(client: JobsClient) -> tuple[pb.PlacementReply, dict[str, BookLine]]:
+        books = await client.get_books(job, step)
+        lines = {book.node: line for book in books if (line := parse(book.book_json)) is not None}
+        return await client.get_placement(job), lines
+
+    try:
+        reply, lines = call(ask, address, home)
+        return reply.name, lines, list(all_moves(reply))
+    except Unreachable as error:
+        if address is not None:
+            raise
+        from controllers.cli.view.summary import finished_run
+
+        run = finished_run(home, job, error)
+        folder = Path(run["folder"])
+        try:
+            lines = {line.node: line for line in step_lines(folder, step)}
+            moves = moves_in(folder / NAME)
+        except OSError as wrong:
+            raise GcoreError(
+                f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)
+            ) from wrong
+        if not lines:
+            raise UsageError(f"no node has booked step {step} of the run in {folder}", fix=_booked(folder)) from None
+        return job, lines, moves
+
+
+def _booked(folder: Path) -> str:
+    """Which steps there are to ask for."""
+    from gcore.ledger.records.slot_accounting import lines_of
+
+    steps = {line.book.version.step for line in lines_of(folder)}
+    return f"Booked are steps {min(steps)} to {max(steps)}" if steps else "It ended before a step was booked"

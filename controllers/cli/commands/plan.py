@@ -1,0 +1,476 @@
+"""`gcore simulate`: placement policies on a scenario, or on what a run recorded, in made-up time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controllers.cli.options import DEFAULT_HOME, Format, Home, Set, SpecFile
+from controllers.cli.output import Output, as_json, console, visible
+from gcore.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from controllers.api.submission.checks import CheckProgress
+    from controllers.cli.view.plan import Planned
+    from gcore.config.spec import JobSpec
+    from placement.mapping.workload import ModelShape, Shapes
+    from placement.simulator.job import SimulatedJob
+    from placement.simulator.replay import Replay
+    from placement.simulator.run import Played
+
+SIMULATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore simulate benchmarks/scenarios/judge-slow-apart.yaml
+
+gcore simulate benchmarks/scenarios/growing.yaml --cost 20 --policy dynamic --policy static
+
+[dim]What if the run had had 16 slots, and another policy:[/dim]
+
+gcore simulate --run arithmetic-judge --slots 16
+
+gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json
+"""
+
+
+DEFAULT_COST_S = 5.0
+
+
+MOST_COST_S = 1e6
+
+
+MOST_SLOTS, MOST_STEPS = 4096, 100_000
+"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
+
+
+MOST_SEED = 2**63 - 1
+
+
+MOST_SHOWN = 2000
+"""Characters of what a scenario calls itself."""
+
+
+def simulate(
+    scenario: Annotated[Path | None, typer.Argument(help="A scenario's file (YAML).", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="A finished run instead: its job's name or uid, or its folder.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this policy, or one of your own; can be repeated. Default: all of gcore's."),
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="So many slots instead of those there are.", min=2, max=MOST_SLOTS)
+    ] = None,
+    cost: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that engines take to change over; a train world of another size takes twice that.",
+            min=0,
+            max=MOST_COST_S,
+        ),
+    ] = None,
+    staleness: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps that rollouts may be ahead of training, if others than they were.", min=0, max=MOST_STEPS
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="What is drawn at random follows from it.", min=0, max=MOST_SEED)] = 0,
+    home: Home = DEFAULT_HOME,
+    output: Format = Output.TABLE,
+) -> None:
+    """Play a job with placement policies, beside the best static split in hindsight and the best split for each step.
+
+    Of a run its own lengths, engine speeds and training times are taken, from its folder.
+
+    So it says what if another policy had planned it, or if it had had more slots.
+    """
+    from controllers.cli.view.data import progress_bar
+    from placement.policies.simple import possible
+    from placement.simulator.job import SimulatedJob
+    from placement.simulator.replay import ReplayedJob, read_run
+    from placement.simulator.scenario import read_scenario
+    from placement.slots import SINGLE, counted, sizes_of
+
+    if (scenario is None) == (run is None):
+        raise UsageError("gcore simulate takes a scenario's file, or --run with a run", fix="Give one of them")
+    if cost is not None and math.isnan(cost):
+        raise UsageError("--cost is no number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
+    replay: Replay | None = None
+    job: SimulatedJob
+    if run is not None:
+        folder = _folder(home, run)
+        spec = _spec(folder)
+        ahead = staleness if staleness is not None else 0 if spec is None else spec.rollout.staleness
+        sizes = SINGLE if spec is None else sizes_of(spec)
+        replay = read_run(folder, slots=slots, staleness=ahead, sizes=sizes)
+        job = ReplayedJob(replay, seed)
+    else:
+        assert scenario is not None
+        told = read_scenario(scenario)
+        changes = {key: value for key, value in (("slots", slots), ("staleness", staleness)) if value is not None}
+        job = SimulatedJob(told.changed(**changes), seed)
+    fewest = min(job.scenario.slots_at(step) for step in range(job.scenario.steps))
+    if not possible(job.scenario.bounds_of(fewest)):
+        raise UsageError(
+            f"no split of {counted(fewest, 'slot')} has a train world and an engine of each pool",
+            where="--slots",
+            fix="Give more slots",
+        )
+    known = replay.lend_s if replay is not None else None
+    move_s = cost if cost is not None else known if known is not None else DEFAULT_COST_S
+    with progress_bar() as tell:
+        found = _played(job, move_s, policy or [], tell)
+        tree = _tree(job, move_s, replay, found, tell)
+    if output.is_for_programs:
+        typer.echo(output.text(tree))
+    else:
+        _show(tree)
+
+
+def _folder(home: Path, run: str) -> Path:
+    """Where the run lies: a folder that is named, or that of the newest finished run of that name."""
+    if (Path(run) / "metrics.jsonl").is_file():
+        return Path(run)
+    from controllers.cli.view.summary import find_summary
+
+    found = find_summary(home / "runs", run)
+    if found is None:
+        raise UsageError(
+            f"there is no finished run {run!r} in {home}, and no folder of a run of that name",
+            where="--run",
+            fix="Name a job that has ended, or the folder that has its metrics.jsonl",
+        )
+    return Path(found["folder"])
+
+
+def _spec(folder: Path) -> JobSpec | None:
+    """What the run was to be, by its record; None where its folder has none."""
+    from gcore.config.load import stored_spec
+    from gcore.ledger import archive as store_copy
+
+    copy = store_copy.read(folder)
+    return None if copy is None else stored_spec(copy.job.spec)
+
+
+def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, Played]:
+    """Each policy's run: gcore's own in their order, then those of other packages."""
+    from placement.simulator.run import play_policy, policies
+
+    own = list(policies(job.scenario, job.seed))
+    names = [name for name in own if not wanted or name in wanted]
+    names += [name for name in dict.fromkeys(wanted) if name not in own]
+    found: dict[str, Played] = {}
+    for name in names:
+        tell("playing policies", len(found), len(names))
+        found[name] = (play_policy if name in own else _played_foreign)(job, name, move_s)
+    tell("playing policies", len(found), len(names))
+    return found
+
+
+def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> Played:
+    """A policy of another package. Raises UsageError for one that there is not, and for what it raises."""
+    from gcore.plugins import RAISED, PluginFault, sentence_of
+    from placement.simulator.run import play_policy
+
+    try:
+        return play_policy(job, name, move_s)
+    except PluginFault as error:
+        raise UsageError(error.what, where="--policy", fix=error.fix) from error
+    except RAISED as error:  # the edge to foreign code: a policy may raise anything
+        raise UsageError(
+            f"policy {name!r} went wrong in the simulator ({sentence_of(error)})", where="--policy", fix="Mend it"
+        ) from error
+
+
+def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played], tell: CheckProgress) -> list[dict[str, Any]]:
+    """What could have been had, as rows. Without a compiler it takes minutes, and is left out."""
+    from placement.simulator.kernel import COMPILES
+    from placement.simulator.run import best_each_step, best_static, switch_costs
+
+    if not COMPILES:
+        return []
+    costs = switch_costs(job.scenario, job.seed, move_s)
+    searching = "looking for the best splits"
+    tell(searching, 0, 2)
+    known = {"best split for each step": best_each_step(job, costs, found.values())}
+    tell(searching, 1, 2)
+    known["best static split"] = best_static(job, costs)
+    tell(searching, 2, 2)
+    return [
+        {
+            "policy": name,
+            "seconds": best.seconds,
+            "first": str(best.splits[0]),
+            "moves": [
+                {
+                    "step": step,
+                    "to": str(after),
+                    "cost_s": costs.of(before, after),
+                    "reason": "all was known beforehand",
+                }
+                for step, (before, after) in enumerate(pairwise(best.splits), 1)
+                if before != after
+            ],
+        }
+        for name, best in known.items()
+    ]
+
+
+def _tree(
+    job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played], tell: CheckProgress
+) -> dict[str, Any]:
+    """All of it, as data."""
+    rows, steps = _oracles(job, move_s, found, tell), job.scenario.steps
+    best = min((row["seconds"] for row in rows), default=None)
+    rows += [
+        {
+            "policy": name,
+            "seconds": run.seconds,
+            "first": str(run.splits[0]),
+            "moves": [
+                {
+                    "step": one.step,
+                    "to": str(one.decision.split),
+                    "cost_s": one.cost_s,
+                    "gain_s": round(one.decision.gain_s, 3),
+                    "expected_s": one.decision.expected_s,
+                    "reason": one.decision.reason,
+                }
+                for one in run.moves[1:]
+            ],
+        }
+        for name, run in found.items()
+    ]
+    for row in rows:
+        row["step_s"] = row["seconds"] / steps
+        row["behind_best"] = None if best is None else row["seconds"] / best - 1
+    return {
+        "scenario": job.scenario.name,
+        "what": job.scenario.what,
+        "slots": job.scenario.slots,
+        "steps": steps,
+        "staleness": job.scenario.staleness,
+        "switch_s": move_s,
+        "recorded_s": None if replay is None else sum(replay.taken_s),
+        "rows": rows,
+    }
+
+
+def _regime(staleness: int) -> str:
+    """As the page on the simulator calls it."""
+    if not staleness:
+        return "strict (staleness 0: no batch is made before the one before it is trained on)"
+    return f"one step ahead (staleness {staleness}: a batch is made while the one before it is trained on)"
+
+
+def _show(tree: dict[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    said = visible(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
+    out.print(said, highlight=False, soft_wrap=True, markup=False)
+    out.print(
+        f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:.3g} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if tree["recorded_s"] is not None:
+        out.print(f"the run itself took {tree['recorded_s']:.1f} s for these steps", highlight=False)
+    table = Table(box=None)
+    table.add_column("policy")
+    for name in ("seconds", "a step", "behind the best", "moves"):
+        table.add_column(name, justify="right")
+    table.add_column("begins with")
+    for row in tree["rows"]:
+        behind = "" if row["behind_best"] is None else f"{row['behind_best']:.1%}"
+        figures = (f"{row['seconds']:.1f}", f"{row['step_s']:.2f}", behind, f"{len(row['moves'])}")
+        table.add_row(Text(row["policy"]), *figures, row["first"])
+    out.print(table)
+    if any(row["behind_best"] is None for row in tree["rows"]):
+        out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)
+
+
+# -------------------- plan_verb
+# `gcore plan`: where the pools of a job would lie on a cluster that is described in a file, before there is a job.
+
+PLAN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore plan grpo.yaml --cluster examples/clusters/eight-h100.yaml
+
+[dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml
+
+[dim]Write it there:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --write grpo.yaml
+
+[dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700
+"""
+
+
+MOST_CLUSTER_BYTES = 1 << 16
+
+
+MOST_TOKENS = 1 << 24
+
+
+class PlanOutput(StrEnum):
+    """How the answer is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def plan(
+    spec: SpecFile,
+    cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see examples/clusters.")],
+    set_: Set = None,
+    prompt_tokens: Annotated[
+        float | None,
+        typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a prompt; default: half of the longest."),
+    ] = None,
+    response_tokens: Annotated[
+        float | None,
+        typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a response; default: half of the longest."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", help="Write the spec with the best placement to this file, beside the spec."),
+    ] = None,
+    show: Annotated[int, typer.Option(min=1, max=1000, help="Placements that are shown.")] = 5,
+    output: Annotated[
+        PlanOutput, typer.Option("--output", "-o", help="How the answer is printed; yaml: what to write into the spec.")
+    ] = PlanOutput.TABLE,
+) -> None:
+    """Where a job's pools should lie: what each model takes, the ways that fit, the best first, and why others do not fit.
+
+    Memory and times are estimated from the models' configurations and the devices' figures; nothing is started.
+    """
+    from controllers.cli.view.plan import (
+        left_standing,
+        less_cache,
+        pasted,
+        print_tables,
+        section_of,
+        tree_of,
+        write_spec,
+    )
+
+    planned = look(spec, cluster, set_, prompt_tokens, response_tokens)
+    first = planned.first
+    if output is PlanOutput.JSON:
+        typer.echo(as_json(tree_of(planned, show)))
+    elif output is PlanOutput.TABLE:
+        print_tables(planned, show, console())
+    if first is None:
+        raise _nothing_fits(planned, cluster)
+    section = section_of(planned.spec, first)
+    if output is PlanOutput.YAML:
+        import yaml
+
+        by_hand, besides = pasted(section)
+        typer.echo(yaml.safe_dump(by_hand, sort_keys=False).rstrip())
+        for line in (*besides, *less_cache(first), *left_standing(planned.spec, section)):
+            typer.echo(f"# {line}.")
+    if write is not None:
+        write_spec(spec, write, section, set_ or ())
+        typer.echo(f"{write} has {first.way}.", err=True)
+        for line in less_cache(first):
+            typer.echo(f"{line}.", err=True)
+
+
+def look(
+    spec: Path,
+    cluster: Path,
+    set_: list[str] | None = None,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+) -> Planned:
+    """Read everything and search. Raises UsageError."""
+    from controllers.cli.view.plan import Planned
+    from gcore.config.load import load_spec
+    from placement.mapping.cluster import cluster_of
+    from placement.mapping.search import search
+    from placement.mapping.workload import Lengths, workload_of
+
+    loaded = load_spec(spec, set_ or ())
+    nodes = cluster_of(_plan_verb_tree(cluster), where=str(cluster))
+    shapes = _shapes(loaded)
+    lengths = Lengths.guessed(loaded, shapes.policy, prompt_tokens, response_tokens)
+    workload = workload_of(loaded, shapes, lengths)
+    found = search(workload, nodes)
+    return Planned(loaded, nodes, shapes, lengths, workload, found)
+
+
+def _nothing_fits(planned: Planned, cluster: Path) -> UsageError:
+    from controllers.cli.view.plan import advice
+
+    misfits = sorted(planned.found.misfits, key=lambda one: not planned.begins(one.way))
+    nearest = f"; the nearest to it: {misfits[0].way}; {misfits[0].excess}" if misfits else ""
+    which = "placement of" if not planned.found.fits else "placement that can be begun with of"
+    what = f"no {which} job {planned.spec.name!r} fits{nearest}"
+    enough = (hint for hint in planned.found.hints if hint.startswith("With "))
+    fix = next(enough, None) or advice(planned.workload, planned.cluster, next(iter(misfits), None))
+    return UsageError(what, where=str(cluster), fix=fix)
+
+
+def _plan_verb_tree(path: Path) -> dict[str, Any]:
+    """The cluster's file as a tree. Raises UsageError."""
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_CLUSTER_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"the cluster's file cannot be read ({error.strerror or error})",
+            where=str(path),
+            fix="Name a YAML file of nodes; examples/clusters has some",
+        ) from error
+    try:
+        if len(raw) > MOST_CLUSTER_BYTES:
+            raise ValueError(f"more than {MOST_CLUSTER_BYTES} bytes")
+        tree = yaml.safe_load(raw)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See examples/clusters") from error
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise UsageError("a cluster's file is a mapping with nodes", where=str(path), fix="See examples/clusters")
+    return tree
+
+
+def _shapes(spec: JobSpec) -> Shapes:
+    from placement.mapping.workload import Shapes
+
+    trusted = spec.model.trust_remote_code
+    critic = spec.train.critic.path if spec.train.critic is not None else None
+    return Shapes(
+        policy=_shape("model.path", spec.model.path, trusted=trusted),
+        critic=None if critic is None else _shape("train.critic.path", critic, trusted=trusted),
+        judges={
+            judge.name: _shape(f"judges.{number}.model.path", judge.model.path, trusted=judge.model.trust_remote_code)
+            for number, judge in enumerate(spec.judges)
+            if judge.model is not None
+        },
+    )
+
+
+def _shape(key: str, path: str, *, trusted: bool) -> ModelShape:
+    """Raises DataError."""
+    from gcore.models.checks import read_config
+    from gcore.models.resolve import resolve_model
+    from placement.mapping.workload import shape_of
+
+    folder = resolve_model(path, trust_remote_code=trusted, weights=False).folder
+    if not (folder / "config.json").is_file():
+        missing = "no model is here: there is no config.json" if folder.is_dir() else "the folder does not exist"
+        raise DataError(f"{key}: {missing}", where=path, fix=f"Name the folder of a Hugging Face model in {key}")
+    return shape_of(read_config(folder), where=str(folder))

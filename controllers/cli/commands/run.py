@@ -1,0 +1,657 @@
+"""`gcore run`: up if need be, submit, follow, sum up, and down again if this did the up.
+
+The same command after any interruption goes on where the job stands. A key press (or SIGTERM) ends what this started, in
+good order; a second one ends it at once. A cluster that was up before is left as it was, and so is the job on it; one that
+others have come to use meanwhile stays up for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shlex
+import signal
+import sys
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controllers.cli.options import (
+    DEFAULT_CONTROLLERS,
+    DEFAULT_HOME,
+    DEFAULT_SLOTS,
+    Address,
+    Controllers,
+    Format,
+    Home,
+    New,
+    Plain,
+    Set,
+    SglangPython,
+    Slots,
+    SpecFile,
+    as_called,
+    call,
+    find_addresses,
+    find_cluster,
+    program,
+)
+from controllers.cli.options import INTERRUPTED as options_INTERRUPTED
+from controllers.cli.output import Output, console, job_tree, snapshot
+from controllers.cli.view.screens import Screen
+from controllers.cli.view.state import JobSnapshot
+from gcore.errors import GcoreError, JobFailed, UsageError
+from gcore.observability.events import JobEvent
+from gcore.system.clock import Clock
+
+if TYPE_CHECKING:
+    from controllers.cli.view.summary import AuditVerdict, Summary
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.contexts import Reached
+    from gcore.client.jobs import JobsClient
+    from gcore.config.spec import JobSpec
+
+# -------------------- submit_verb
+# `gcore submit`: hands a job to a cluster that is up, and follows it or waits for it if that is wanted.
+#
+# With a request id it may be repeated safely: the same id finds the same job. Whoever stops following (Ctrl-C) stops nothing else.
+
+SUBMIT_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore submit examples/arithmetic/grpo.yaml
+
+gcore submit grpo.yaml --set train.learning_rate=1e-4 --set flow.steps=200 --follow
+
+[dim]Check it, and submit nothing:[/dim]  gcore submit grpo.yaml --dry-run
+
+[dim]From a script, which may repeat it safely:[/dim]  gcore submit grpo.yaml --request-id nightly-17 --wait -o json
+"""
+
+
+def submit(
+    spec: SpecFile,
+    set_: Set = None,
+    new: New = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the job until it has ended.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when the job has ended, and show nothing until then.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the spec and all it names, as a controller would; submit nothing.")
+    ] = False,
+    request_id: Annotated[str | None, typer.Option(help="Names the request: repeating it finds the same job.")] = None,
+    plain: Plain = False,
+    home: Home = DEFAULT_HOME,
+    address: Address = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Hand a job to a cluster that is up. With [bold]--follow[/bold] or [bold]--wait[/bold] the exit code is the job's.
+
+    With -o json the answer is the job, or with --follow its events, one a line.
+    """
+    import uuid
+
+    from controllers.cli.commands.specs import trust_warning
+    from gcore.config.load import load_spec
+
+    if follow and wait:
+        raise UsageError("--follow and --wait both wait for the job's end", fix="Give one of them")
+    loaded = load_spec(spec, set_ or ())
+    if (warning := trust_warning(loaded.model)) is not None:
+        typer.echo(warning, err=True)
+    if dry_run:
+        _check(loaded, home, output)
+        return
+    submission = _Submission(
+        loaded, request_id or uuid.uuid4().hex, new=new, follow=follow, wait=wait, plain=plain, output=output
+    )
+    try:
+        call(submission.run, address, home)
+    except KeyboardInterrupt:
+        if not submission.uid:
+            raise
+        uid = submission.uid
+        come_back = f"`gcore events {uid} --follow` goes on watching, `gcore describe {uid}` shows how it stands, "
+        hint = f"{come_back}`gcore cancel {uid}` ends it."
+        typer.echo(as_called(f"No longer watching; job {loaded.name} goes on. {hint}"), err=True)
+        raise typer.Exit(options_INTERRUPTED) from None
+
+
+class _Submission:
+    """One command's. `uid`: of the job, once there is one."""
+
+    def __init__(
+        self, spec: JobSpec, request: str, *, new: bool, follow: bool, wait: bool, plain: bool, output: Output
+    ) -> None:
+        self.uid = ""
+        self._spec = spec
+        self._request = request
+        self._new = new
+        self._follow = follow
+        self._wait = wait
+        self._plain = plain
+        self._output = output
+
+    async def run(self, client: JobsClient) -> None:
+        """Raises JobFailed if the job was waited for, and failed or was cancelled."""
+        from gcore.api.v1 import jobs_pb2 as pb
+        from gcore.config.load import as_said
+
+        mode = pb.START_MODE_NEW if self._new else pb.START_MODE_RESUME
+        job = await create_job(client, as_said(self._spec), request_id=self._request, mode=mode)
+        self.uid = job.uid
+        if self._output is Output.TABLE:
+            found = snapshot(job)
+            typer.echo(f"Job {found.name} ({found.uid}) is {found.state}; its folder is {found.run_dir}.")
+        if self._follow:
+            await self._watch(client, job)
+        else:
+            if self._wait:
+                async for _ in client.follow(job.uid):
+                    pass
+                job = await client.get_job(job.uid)
+            self._tell(job)
+
+    async def _watch(self, client: JobsClient, job: pb.Job) -> None:
+        from controllers.cli.view.screens import JsonScreen, choose_screen
+        from gcore.system.clock import SystemClock
+
+        clock = SystemClock()
+        screen: Screen = choose_screen(console(), clock, plain=self._plain)
+        if self._output.is_for_programs:
+            screen = JsonScreen(console(), self._output)
+        ended = await record(client, snapshot(job), screen, clock, begun=clock.monotonic())
+        if ended.state != "SUCCEEDED":
+            raise JobFailed(f"job {ended.job} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
+
+    def _tell(self, job: pb.Job) -> None:
+        found = snapshot(job)
+        if self._output.is_for_programs:
+            typer.echo(self._output.text(job_tree(found)))
+        elif self._wait:
+            typer.echo(f"Job {found.name} ({found.uid}) is {found.state}: {found.reason}.")
+        if self._wait and found.state != "SUCCEEDED":
+            raise JobFailed(f"job {found.name} is {found.state}: {found.reason}", fix="See `gcore describe`")
+
+
+def _check(spec: JobSpec, home: Home, output: Output) -> None:
+    """What a controller would refuse is refused here. Raises GcoreError."""
+    from controllers.cli.commands.specs import check_files
+
+    checked = check_files(spec, home, None)
+    if output.is_for_programs:
+        typer.echo(output.text(spec.model_dump(mode="json")))
+    else:
+        typer.echo(
+            f"The spec of job {spec.name} is valid, with {checked.prompts.prompts} prompts. Nothing was submitted."
+        )
+
+
+# -------------------- record
+# `events.jsonl` in a run's folder: every event of the job as it was followed, each once, one JSON object a line.
+#
+# Each line is written by one append, so a reader sees whole lines; a line that a crash cut off is cut away when the file is
+# opened again, and what is there already is not written a second time. So runs that follow one another write one history.
+
+FILE_NAME = "events.jsonl"
+
+
+MOST_WAITING = 10_000
+"""Events that could not be written and wait for room; when there are more, the oldest are left out."""
+
+
+class EventFile:
+    """The file, open for appending. Use it as a context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Make the folder if it is absent, and repair the file's end. Raises GcoreError."""
+        self.path = run_dir / FILE_NAME
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._explained(error) from error
+        self.last = self._repair()
+        """The greatest sequence number in the file; 0 if it is empty."""
+        self._waiting: deque[JobEvent] = deque(maxlen=MOST_WAITING)
+
+    def __enter__(self) -> EventFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def offer(self, event: JobEvent) -> str:
+        """Write the event down, after those that could not be before. Why that cannot be done, or nothing."""
+        self._waiting.append(event)
+        try:
+            while self._waiting:
+                self.append(self._waiting[0])
+                self._waiting.popleft()
+        except GcoreError as error:
+            return str(error)
+        return ""
+
+    def append(self, event: JobEvent) -> None:
+        """Write the event down, unless it is there. Raises GcoreError."""
+        if event.sequence <= self.last:
+            return
+        data = (event.to_line() + "\n").encode()
+        try:
+            written = os.write(self._fd, data)
+        except OSError as error:
+            raise self._explained(error) from error
+        if written < len(data):  # the disk is full: leave no half line behind
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise GcoreError("cannot write the events (no space left)", where=str(self.path), fix="Make room")
+        self.last = event.sequence
+
+    def _repair(self) -> int:
+        last, good = 0, 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                if not line.endswith(b"\n"):
+                    break
+                last = max(last, JobEvent.from_line(line.decode()).sequence)
+            except ValueError:
+                break
+            good += len(line)
+        os.ftruncate(self._fd, good)
+        return last
+
+    def _explained(self, error: OSError) -> GcoreError:
+        return GcoreError(
+            f"cannot write the events ({error.strerror or error})",
+            where=str(self.path),
+            fix="Make the run's folder writable from here",
+        )
+
+
+# -------------------- following
+# Following a job: its events to a screen and to the run's folder, until it has ended, and there its summary.
+#
+# Beside the events the API is asked now and then what the job waits for, so that a view that stands still says why. That
+# asking may fail, and the view then says that and why; the events may not (`JobsClient.follow` goes from controller to
+# controller). Events that the run's folder does not take wait, and are written when it takes them: a run is not ended by a file
+# that is for people.
+
+ASK_S = 1.0
+
+
+async def follow(
+    client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, run_dir: Path | None
+) -> JobSnapshot:
+    """Show `job` until it has ended, and return how it then stands.
+
+    `run_dir`: where `events.jsonl` is written; None: nowhere. Raises GcoreError.
+    """
+    screen.observe(job)
+    with contextlib.ExitStack() as stack:
+        record = stack.enter_context(EventFile(run_dir)) if run_dir is not None else None
+        stack.enter_context(screen.open())
+        asking = asyncio.create_task(_ask(client, job.uid, screen, clock))
+        try:
+            async with aclosing(client.follow(job.uid)) as events:
+                async for event in events:
+                    if record is not None:
+                        screen.trouble("the record", record.offer(event), clock.wall())
+                    screen.show(event)
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+        ended = snapshot(await client.get_job(job.uid))
+        screen.observe(ended)
+    return ended
+
+
+async def record(client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, begun: float) -> Summary:
+    """Show `job` until it has ended, and sum it up; its events and the summary are written to its folder, where that is on this machine.
+
+    `begun`: when the command began, by the monotonic clock. Raises GcoreError.
+    """
+    from controllers.cli.view.summary import summarize, write
+
+    run_dir = _visible_here(Path(job.run_dir))
+    ended = await follow(client, job, screen, clock, run_dir=run_dir)
+    summary = summarize(screen.state, ended, await audit(client, ended.uid), clock.monotonic() - begun)
+    if run_dir is not None:
+        write(summary, run_dir)
+    return summary
+
+
+def _visible_here(run_dir: Path) -> Path | None:
+    """The run's folder, if this machine sees the storage that it is on; a cluster elsewhere may have its own."""
+    if run_dir.parent.is_dir():
+        return run_dir
+    typer.echo(f"{run_dir} is not on this machine, so no events and no summary are written.", err=True)
+    return None
+
+
+async def audit(client: JobsClient, job: str) -> AuditVerdict:
+    """The audit's verdict on a job that has ended; that it could not be made is a violation too."""
+    from controllers.cli.view.summary import AuditVerdict
+
+    try:
+        report = await client.audit_job(job)
+    except GcoreError as error:
+        return AuditVerdict(violations=(f"the audit could not be made: {error}",))
+    violations = tuple(report.violations) or (() if report.clean else ("the audit is not clean",))
+    return AuditVerdict(violations, tuple(sorted(report.groups_by_node.items())))
+
+
+async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> None:
+    while True:
+        await clock.sleep(ASK_S)
+        try:
+            screen.observe(snapshot(await client.get_job(uid)))
+        except GcoreError as error:
+            screen.trouble("the cluster", str(error), clock.wall())
+        else:
+            screen.trouble("the cluster", "", clock.wall())
+
+
+# -------------------- sharing
+# Who else uses a cluster of this machine that a `gcore run` has started, and is about to end.
+#
+# Each `gcore run` holds a lock on the home as long as it is at work there; a job that somebody handed in since is among the
+# cluster's. A job that was interrupted long ago and goes on because a cluster is up is nobody's reason to keep it up.
+#
+# Whoever ends a cluster holds the lock alone until it has ended: a run that comes meanwhile waits, and starts another.
+
+LOCK = "followers.lock"
+
+
+SHARING_ASK_S = 1.5
+"""For an answer: somebody has pressed a key and waits."""
+
+
+ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+
+
+class Following:
+    """A command that is at work in a home, since `began` (seconds since the epoch)."""
+
+    def __init__(self, lock: int, clock: Clock) -> None:
+        self._lock = lock
+        self._clock = clock
+        self._began = clock.wall()
+
+    def is_alone(self) -> bool:
+        """Whether no other command is at work there. If so, none begins before this one has ended."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def others(self, home: Path, own: str, runner: asyncio.Runner) -> tuple[str, ...]:
+        """The names of jobs that were handed in since this began and have not ended, but for job `own`.
+
+        Nothing if no controller answers: then none works on them either. `runner`: the one that called controllers before, if
+        any did, for gRPC is in one loop of a process only: what comes late of a call goes to the loop that made it.
+        """
+        try:
+            return runner.run(self._others(home, own))
+        except GcoreError:
+            return ()
+
+    async def _others(self, home: Path, own: str) -> tuple[str, ...]:
+        from gcore.client.calls import Patience
+        from gcore.client.jobs import JobsClient
+
+        patience = Patience(call_s=SHARING_ASK_S)
+        async with JobsClient(find_addresses(None, home), clock=self._clock, patience=patience) as client:
+            jobs = [snapshot(job) for job in await client.list_jobs()]
+        return tuple(j.name for j in jobs if j.created > self._began and j.uid != own and j.state not in ENDED)
+
+
+@contextlib.contextmanager
+def following(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterator[Following]:
+    """For as long as a command is at work in `home`. Raises UsageError."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        lock = (home / LOCK).open("a")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write there ({error.strerror or error})", where=str(home), fix="Choose another --home"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Another `gcore run` is stopping its cluster in {home}; waiting for that ...")
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield Following(lock.fileno(), clock)
+
+
+# -------------------- creating
+# Creating a job from the command line: whoever waits long is told what for.
+#
+# Before a job is created, a controller reads and checks its data and the small files of its model. That is done at once if it
+# was done before, and takes minutes for large data that are new.
+
+QUIET_S = 3.0
+"""So long nothing is said."""
+
+
+NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
+
+
+async def create_job(client: JobsClient, spec_json: str, *, request_id: str, mode: pb.StartMode) -> pb.Job:
+    """`JobsClient.create_job`, with a sentence on standard error when it takes long. Raises GcoreError."""
+    creating = asyncio.ensure_future(client.create_job(spec_json, request_id=request_id, mode=mode))
+    try:
+        done, _ = await asyncio.wait({creating}, timeout=QUIET_S)
+        if not done:
+            typer.echo(NOTICE, err=True)
+        return await creating
+    finally:
+        creating.cancel()
+
+
+# -------------------- presses
+# Ctrl-C, once more: a press that comes while nobody can heed it is not lost.
+
+
+def press(number: int, frame: FrameType | None) -> None:
+    """A handler by which another signal is what Ctrl-C is then: within a run of asyncio that cancels what is awaited, while a
+    KeyboardInterrupt in the middle of some task would be told of with a traceback."""
+    signal.raise_signal(signal.SIGINT)
+
+
+class FurtherPresses:
+    """From its making on, SIGINT and SIGTERM are remembered; from `heed` on, each is a KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self._pressed = self._heeded = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def heed(self) -> None:
+        """Raises KeyboardInterrupt now if one was remembered, and wherever the caller is at the next."""
+        self._heeded = True
+        if self._pressed:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = True
+        if self._heeded:
+            raise KeyboardInterrupt
+
+
+INTERRUPTED = 130
+
+
+RUN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore run examples/arithmetic/grpo.yaml
+
+[dim]Afresh, and with another learning rate:[/dim]  gcore run grpo.yaml --new --set train.learning_rate=1e-4
+
+[dim]Three controllers on three cores, into a log:[/dim]  gcore run grpo.yaml --controllers 3 --slots cpu:3 --plain > run.log
+
+[dim]On a cluster that is up elsewhere:[/dim]  gcore run grpo.yaml --address 10.0.0.7:7700
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    spec: JobSpec
+    new: bool
+    cluster: Reached
+    begun: float
+
+
+def run(
+    spec: SpecFile,
+    set_: Set = None,
+    new: New = False,
+    home: Home = DEFAULT_HOME,
+    controllers: Controllers = DEFAULT_CONTROLLERS,
+    slots: Slots = DEFAULT_SLOTS,
+    plain: Plain = False,
+    sglang_python: SglangPython = None,
+    address: Address = None,
+) -> None:
+    """Run a job to its end: start the local cluster if none is up, submit, watch, sum up, and stop what was started.
+
+    An interrupted job goes on; a finished one is run anew. Ctrl-C stops in good order, a second one at once.
+    """
+    import asyncio
+
+    from controllers.cli import local
+    from controllers.cli.commands.specs import trust_warning
+    from controllers.cli.output import console as standard_output
+    from controllers.cli.view.screens import choose_screen
+    from controllers.cli.view.summary import rows
+    from gcore.config.load import load_spec
+    from gcore.engines.sglang.command import find_python
+    from gcore.system.clock import SystemClock
+
+    clock = SystemClock()
+    begun = clock.monotonic()
+    loaded = load_spec(spec, set_ or ())
+    if (warning := trust_warning(loaded.model)) is not None:
+        typer.echo(warning, err=True)
+    signal.signal(signal.SIGTERM, press)
+    console = standard_output()
+    screen = choose_screen(console, clock, plain=plain)
+    started, further, share = False, None, None
+    stack = contextlib.ExitStack()
+    runner = stack.enter_context(asyncio.Runner())
+    try:
+        try:
+            if address is None:
+                python = find_python(sglang_python)
+                request = local.UpRequest(home, controllers, slots, sglang_python=python)
+                share = stack.enter_context(following(home, clock, say=typer.echo))
+                result = runner.run(local.up(request, clock=clock, say=typer.echo))
+                started = result.started
+            asked = _Run(loaded, new, find_cluster(address, home), begun)
+            summary = runner.run(_submit_and_follow(asked, screen))
+        except KeyboardInterrupt:
+            further = FurtherPresses()
+            if address is None and not started:
+                _clear_half_started(home)
+            started = started and not _is_shared(share, home, screen, runner)
+            _say_interrupted(screen, started=started)
+            raise typer.Exit(INTERRUPTED) from None
+    finally:
+        # After a key press that was asked already.
+        if started and (further is not None or not _is_shared(share, home, screen, runner)):
+            _down(home, further)
+        stack.close()
+    from controllers.cli.output import pairs_table
+
+    console.print()
+    console.print(pairs_table(rows(summary, again=_again())))
+    if not summary.succeeded:
+        raise typer.Exit(1)
+
+
+async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
+    from controllers.cli.output import snapshot
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.client.jobs import JobsClient
+    from gcore.config.load import as_said
+    from gcore.system.clock import SystemClock
+
+    clock = SystemClock()
+    mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
+    async with JobsClient(run.cluster.addresses, clock=clock, connector=run.cluster.connector) as client:
+        created = await create_job(client, as_said(run.spec), request_id=uuid.uuid4().hex, mode=mode)
+        job = snapshot(created)
+        return await record(client, job, screen, clock, begun=run.begun)
+
+
+def _clear_half_started(home: Path) -> None:
+    """`up` cleans up behind itself; this is for a second key press that interrupted that too."""
+    from controllers.cli import local
+    from gcore.config.local_cluster import LocalCluster
+    from gcore.system.clock import SystemClock
+
+    with contextlib.suppress(GcoreError):
+        if LocalCluster.load(home) is None:
+            local.down(home, clock=SystemClock(), grace_s=0)
+
+
+def _is_shared(share: Following | None, home: Path, screen: Screen, runner: asyncio.Runner) -> bool:
+    """Whether others use the cluster that this has started. Says so: it stays up for them."""
+    jobs = share.others(home, screen.state.uid, runner) if share is not None else ()
+    if share is None or (not jobs and share.is_alone()):
+        return False
+    who = f"job {', '.join(map(repr, jobs))} runs on it" if jobs else "another `gcore run` uses it"
+    typer.echo(f"The cluster stays up, for {who}; `{program()} down` ends it.", err=True)
+    return True
+
+
+def _say_interrupted(screen: Screen, *, started: bool) -> None:
+    state = screen.state
+    where = f" at step {state.step} of {state.steps}" if state.steps else ""
+    if started:
+        typer.echo(f"Interrupted{where}; the cluster is being stopped (once more to kill it).", err=True)
+        typer.echo(f"The same command goes on from there: {_again()}", err=True)
+    elif state.uid:
+        typer.echo(
+            f"No longer watching{where}; the job goes on, because its cluster stays up. "
+            f"The same command watches again, `{program()} cancel {state.uid}` ends it.",
+            err=True,
+        )
+    else:
+        typer.echo("Interrupted; nothing was started.", err=True)
+
+
+def _down(home: Path, further: FurtherPresses | None) -> None:
+    """End the cluster; a further key press, also one since the first, kills it."""
+    from controllers.cli import local
+    from gcore.system.clock import SystemClock
+
+    try:
+        if further is not None:
+            further.heed()
+        local.down(home, clock=SystemClock())
+    except KeyboardInterrupt:
+        local.down(home, clock=SystemClock(), grace_s=0)
+        raise typer.Exit(INTERRUPTED) from None
+    except GcoreError as error:
+        # What the run itself has to say matters more; but this must not go unsaid.
+        typer.echo(f"gcore: {error}", err=True)
+
+
+def _again() -> str:
+    """The command as it was given, without --new: that would not go on, but begin afresh."""
+    return f"{program()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"

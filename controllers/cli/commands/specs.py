@@ -1,0 +1,411 @@
+"""`gcore validate`, `schema`, `prepare` and `export`: the verbs about files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controllers.cli.options import (
+    DEFAULT_CONTROLLERS,
+    DEFAULT_HOME,
+    DEFAULT_SLOTS,
+    PREPARED,
+    Controllers,
+    Format,
+    Home,
+    Set,
+    Slots,
+    SpecFile,
+)
+from controllers.cli.output import Output, as_json, console
+from gcore.errors import UsageError
+from gcore.quickstart import NAMES
+from gcore.system.process import identify
+
+if TYPE_CHECKING:
+    from controllers.api.submission.checks import CheckedJob
+    from gcore.config.spec import JobSpec, ModelSpec
+    from gcore.config.train import FlowSpec
+    from gcore.ledger.records.cluster import ModelConfigs
+    from gcore.models.resolve import HubAnswer
+    from gcore.quickstart.starter import OwnModel, StarterTask
+    from placement.slots import NodeSlots
+
+# -------------------- init_verb
+# `gcore init`: a new project in a folder of its own, whole or not at all.
+#
+# Everything is made in a hidden folder beside the target, which gets its name when it is complete; so neither an error nor
+# Ctrl-C leaves a half-made project, and what a killed `init` left is removed by the next. Nothing that is there already is
+# ever written over. What the files say is `gcore.prepare.project`'s business.
+
+SEED = 0
+
+
+INIT_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore init sorting
+
+gcore init backwards --task reverse
+
+[dim]With a model of your own:[/dim]  gcore init mine --model hf://Qwen/Qwen2.5-0.5B-Instruct
+"""
+
+
+def init(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="The project, and the new folder it is written to.")],
+    task: Annotated[str, typer.Option(help="What the model learns: sort or reverse.")] = "sort",
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder, hf://OWNER/NAME or ms://OWNER/NAME; default: a small one is made here."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also into a folder that exists, if it is empty.")] = False,
+) -> None:
+    """Write a project that learns: spec, data, a reward of its own with its test, and a small model to begin with.
+
+    Most of the time goes into training the small model, on one core. Nothing is downloaded.
+    """
+    from gcore.quickstart.starter import TASKS, package_of
+
+    if task not in TASKS:
+        raise UsageError(f"there is no task {task!r}", where="--task", fix=f"Known: {', '.join(TASKS)}")
+    target = _absolute(name)
+    _refuse_occupied(target, force=force)
+    package_of(target.name)
+    own = None if model is None else _own_model(model)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, leaves nothing half-made
+    try:
+        accuracy = _write(target, TASKS[task], own, force=force)
+    except OSError as error:
+        raise UsageError(
+            f"the project cannot be written here ({error.strerror or error})",
+            where=str(target),
+            fix="Name a folder that can be made",
+        ) from error
+    if accuracy is not None:
+        typer.echo(f"{name} is ready. Its model is right on {accuracy:.0%} of the held-out prompts. Next:\n")
+    else:
+        typer.echo(f"{name} is ready. Next:\n")
+    for command in (
+        f"cd {shlex.quote(str(name))}",
+        "pip install --no-build-isolation --no-deps --editable .",
+        "pytest",
+        "gcore run grpo.yaml",
+    ):
+        typer.echo(f"  {command}")
+
+
+def _write(target: Path, task: StarterTask, own: OwnModel | None, *, force: bool) -> float | None:
+    """Everything, into `target`; the starter model's accuracy, if one was made."""
+    from gcore.quickstart.folder import Reporter
+    from gcore.quickstart.starter import StarterModel, files, write_data, write_model
+    from gcore.system.files import whole_folder
+
+    _sweep(target)
+    accuracy = None
+    with whole_folder(target, owner=f"init-{os.getpid()}", durable=False) as draft:
+        if own is None:
+            reporter = Reporter.for_terminal(True)
+            with reporter:
+                accuracy = write_model(task, draft / "model", seed=SEED, report=reporter.report)
+        model = StarterModel(accuracy) if accuracy is not None else own
+        assert model is not None
+        for path, text in files(target.name, task, model, seed=SEED).items():
+            file = draft / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        (draft / "data").mkdir()
+        write_data(task, draft / "data", seed=SEED, spelt_out=own is not None)
+        _refuse_occupied(target, force=force)  # somebody may have made it meanwhile
+    return accuracy
+
+
+def _refuse_occupied(target: Path, *, force: bool) -> None:
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise UsageError("this exists, and is no folder", where=str(target), fix="Choose another name")
+    if any(target.iterdir()):
+        raise UsageError(
+            "the folder is not empty", where=str(target), fix="Choose another name; nothing is overwritten"
+        )
+    if not force:
+        raise UsageError("the folder exists", where=str(target), fix="Choose another name, or use it with --force")
+
+
+def _own_model(given: str) -> OwnModel:
+    """What `--model` names. Raises UsageError."""
+    from gcore.models.hubs import hub_model
+    from gcore.quickstart.starter import OwnModel
+
+    if hub_model(given) is not None:
+        return OwnModel(given, chat=True)
+    if "://" in given:
+        raise UsageError(
+            f"{given!r} is neither a folder nor a hub's model", where="--model", fix="Write hf://OWNER/NAME"
+        )
+    folder = _absolute(Path(given))
+    if not (folder / "config.json").is_file():
+        raise UsageError("this is no model folder: it has no config.json", where=str(folder), fix="Name another")
+    return OwnModel(str(folder), chat=_has_chat_template(folder))
+
+
+def _absolute(path: Path) -> Path:
+    """Raises UsageError."""
+    try:
+        return Path(os.path.abspath(path.expanduser()))
+    except (RuntimeError, OSError) as error:  # no such user; the folder that we are in was removed
+        raise UsageError(
+            f"this is no path ({' '.join(str(error).split()).rstrip('.')})", where=str(path), fix="Write it in full"
+        ) from error
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return '"chat_template"' in (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _sweep(target: Path) -> None:
+    """Remove what an `init` of this name left that was killed and is no longer running."""
+    for remnant in target.parent.glob(f".{target.name}.init-*.tmp"):
+        pid = remnant.name.removesuffix(".tmp").rpartition("-")[2]
+        if pid.isdigit() and identify(int(pid)) is None:
+            shutil.rmtree(remnant, ignore_errors=True)
+
+
+# -------------------- model_words
+# What a person is told of a job's model before it runs: what would be downloaded, and which foreign code would run.
+
+
+def download_sentence(path: str, answer: HubAnswer) -> str:
+    """`hf://own/tiny is commit 0123456789ab: 7 files, 3.4 GB, of which 1.2 GB are here`."""
+    return (
+        f"{path} is commit {answer.commit[:12]} on {answer.hub}: {len(answer.files)} files, {amount(answer.total)}, "
+        f"of which {amount(answer.here)} are here; each node fetches the rest into its cache."
+    )
+
+
+def download_tree(answer: HubAnswer) -> dict[str, Any]:
+    """For JSON; sizes in bytes."""
+    return {
+        "hub": answer.hub,
+        "commit": answer.commit,
+        "files": {file.name: file.size for file in answer.files},
+        "bytes": answer.total,
+        "here": answer.here,
+    }
+
+
+def trust_warning(model: ModelSpec) -> str | None:
+    """Said whenever a spec trusts code that comes with a model; None for one that does not."""
+    if not model.trust_remote_code:
+        return None
+    return (
+        f"warning: model.trust_remote_code is set: Python code that comes with {model.path} may run in every engine "
+        "and rank, with all that your account may do."
+    )
+
+
+def amount(size: int) -> str:
+    """`3.4 GB`, `120 kB`; decimal units, as hubs show them."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"
+
+
+# -------------------- processes
+# The processes that `gcore run` would start here, for `gcore validate`. Starts nothing.
+
+
+def processes_of(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
+    """Every process that `gcore run` would start, by the code that places them."""
+    from controllers.cli.local import deal_slots, shared_memory_gib
+    from controllers.cluster.registration import node_facts
+    from gcore.engines.emulated.launch import is_emulated
+    from placement.initial import begun
+    from placement.slots import NodeSlots, Snapshot
+
+    shares = deal_slots(slots, controllers)
+    of_all = sum(map(len, shares))
+
+    async def nodes_here() -> tuple[NodeSlots, ...]:
+        looks = spec.placement.is_live and models is not None
+        facts = [await node_facts(s, shared_memory_gib(len(s), of_all)) if looks else None for s in shares]
+        return tuple(NodeSlots(f"node-{i}", share, facts[i]) for i, share in enumerate(shares))
+
+    nodes = asyncio.run(nodes_here())
+    plan = begun(Snapshot(nodes), spec, models).plan
+    rows = [{"process": "etcd", "node": "this machine", "slot": "-"}]
+    rows += [{"process": "controller", "node": n.node, "slot": " ".join(n.slots)} for n in nodes]
+    kinds = {slot: "emulated" if is_emulated(slot) else spec.rollout.engine for n in nodes for slot in n.slots}
+    served_by = {judge.name: judge.serving.engine for judge in spec.judges}
+    rows += [
+        {
+            "process": (f"judge {e.judge} ({served_by[e.judge]})" if e.judge else f"rollout engine ({kinds[e.slot]})")
+            + ", asleep" * e.asleep,
+            "node": e.node,
+            "slot": " ".join(e.slots),
+        }
+        for e in plan.engines
+    ]
+    rows += [
+        {"process": f"train rank {r.rank}{' (emulated)' * is_emulated(r.slot)}", "node": r.node, "slot": r.slot}
+        for r in plan.ranks
+    ]
+    return rows
+
+
+# -------------------- extent_words
+# How far a job goes, in words. Pure.
+
+
+def so_far(flow: FlowSpec, prompts: int) -> str:
+    """`20 steps`; `2 data epochs, 24 steps`; `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
+    steps = flow.last_step(prompts)
+    if flow.epochs is None:
+        return counted(steps or 0, "step")
+    if steps is not None:
+        return f"{counted(flow.epochs, 'data epoch')}, {counted(steps, 'step')}"
+    most = -(-flow.epochs * prompts // flow.groups_per_step)
+    return f"{counted(flow.epochs, 'data epoch')}, at most {counted(most, 'step')}, fewer if prompts are filtered"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+VALIDATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore validate examples/arithmetic/grpo.yaml
+
+gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json
+"""
+
+
+SCHEMA_EXAMPLES = """
+[bold]Example[/bold]
+
+gcore schema > job.schema.json
+"""
+
+
+PREPARE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore prepare arithmetic --to .cache/examples/arithmetic
+
+[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge
+
+[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator
+"""
+
+
+PREPARED_UNDER = Path(PREPARED)
+
+
+def validate(
+    spec: SpecFile,
+    set_: Set = None,
+    controllers: Controllers = DEFAULT_CONTROLLERS,
+    slots: Slots = DEFAULT_SLOTS,
+    home: Home = DEFAULT_HOME,
+    sample: Annotated[
+        int | None, typer.Option(min=2, help="Prompts of each source whose tokens are counted; default: all.")
+    ] = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """Check a spec and everything it names; print it resolved, its data, and every process that would be started."""
+    import yaml
+    from rich.table import Table
+
+    from controllers.api.submission.checks import missing_here
+    from controllers.cli.view.data import first_prompt, histogram, lengths_title, notes, source_tree, sources_table
+    from gcore.config.load import load_spec
+    from gcore.models.resolve import ask_hub
+
+    loaded = load_spec(spec, set_ or ())
+    processes_of(loaded, controllers, slots, None)  # too few slots are told before anything is read
+    checked = check_files(loaded, home, sample)
+    processes = processes_of(loaded, controllers, slots, checked.models)
+    prompts = checked.prompts.prompts
+    answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
+    if (warning := trust_warning(loaded.model)) is not None:
+        typer.echo(warning, err=True)
+    if (missing := missing_here(loaded)) is not None:
+        typer.echo(missing, err=True)
+    tree = loaded.model_dump(mode="json")
+    if output.is_for_programs:
+        download = download_tree(answer) if answer is not None else None
+        sources = [source_tree(source) for source in checked.sources]
+        shown = {"spec": tree, "processes": processes, "prompts": prompts, "sources": sources, "download": download}
+        typer.echo(output.text(shown))
+        return
+    typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    console().print(sources_table(checked.sources))
+    typer.echo()
+    for note in notes(checked.sources):
+        typer.echo(note)
+    for source in checked.sources:
+        typer.echo(f"{first_prompt(source)}\n")
+        typer.echo(lengths_title(source))
+        for line in histogram(source.lengths):
+            typer.echo(f"  {line}")
+        typer.echo()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("PROCESS", "NODE", "SLOT"):
+        table.add_column(heading)
+    for process in processes:
+        table.add_row(process["process"], process["node"], process["slot"])
+    console().print(table)
+    if answer is not None:
+        typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
+    typer.echo(f"\n{spec} is valid: {prompts} prompts, {so_far(loaded.flow, prompts)}.")
+
+
+def schema() -> None:
+    """The JSON schema of a job spec: every field with its meaning, unit and default."""
+    from gcore.config.spec import JobSpec
+
+    typer.echo(as_json(JobSpec.model_json_schema()))
+
+
+def prepare(
+    example: Annotated[str, typer.Argument(metavar="EXAMPLE", help="What to prepare: " + ", ".join(NAMES) + ".")],
+    to: Annotated[Path | None, typer.Option(help="Folder; default: .cache/examples/EXAMPLE.")] = None,
+) -> None:
+    """Make an example's data and its warm-started model, or the judge of one. Done already: returns at once."""
+    # Trains a small model: the one verb that needs the train extra, and only while it runs.
+    from gcore.quickstart.main import EXAMPLES
+
+    if example not in EXAMPLES:
+        raise UsageError(f"there is no example {example!r}", where="prepare", fix=f"Known: {', '.join(EXAMPLES)}")
+    folder = to or PREPARED_UNDER / example
+    typer.echo(f"Preparing {example} in {folder} ...")
+    there = EXAMPLES[example](folder, 0)
+    typer.echo(f"{example} is prepared in {folder}: {there}.")
+
+
+def check_files(spec: JobSpec, home: Path, sample: int | None) -> CheckedJob:
+    """What a controller checks when a job is submitted, with all prompts counted."""
+    from controllers.api.submission.checks import check_submission
+    from controllers.cli.view.data import progress_bar
+
+    with tempfile.TemporaryDirectory(prefix="gcore-validate-") as scratch, progress_bar() as progress:
+        # A home that is there already keeps the index; a check alone leaves nothing behind.
+        folder = home if home.is_dir() else Path(scratch)
+        return check_submission(spec, folder / "runs", folder / "cache", sample=sample, progress=progress)

@@ -1,0 +1,475 @@
+"""The job API's answers as a person, or a program, reads them: tables and JSON.
+
+JSON goes out whole, with the names of the API; tables hold what fits. Text that a spec or a model wrote is shown through
+`visible`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from controllers.cli.view.state import (
+    BestPoint,
+    JobSnapshot,
+    NodeView,
+    RollbackPoint,
+    SourceFigures,
+    Wait,
+    WarningPoint,
+)
+from gcore.config.data import OF_PART
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gcore.api.v1 import jobs_pb2 as pb
+
+# -------------------- view_text
+# Curves, bars and maps out of characters, and text that is safe to show. Pure strings; colours are `view_live`'s.
+#
+# What models and datasets wrote may hold control characters, which would move the cursor or worse: everything from there
+# goes through `visible`.
+
+LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+SHADES = " ░▒▓█"
+
+
+def visible(text: str, limit: int = 60) -> str:
+    """`text` on one line, at most `limit` characters, with every control or invisible character spelt out."""
+    shown = "".join(c if c == " " or _harmless(c) else _spelt(c) for c in text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def told_apart(texts: Sequence[str], limit: int = 60) -> list[str]:
+    """Each of `texts` as `visible` shows it. Where one is too long, the words that all begin with (a system message, say)
+    give way to "…", so that what is left tells them apart."""
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
+    end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
+    if not end or all(len(text) <= limit for text in texts):
+        return [visible(text, limit) for text in texts]
+    return ["…" + visible(text[end:], limit - 1) for text in texts]
+
+
+def _harmless(character: str) -> bool:
+    return unicodedata.category(character)[0] not in "CZ"
+
+
+def _spelt(character: str) -> str:
+    return character.encode("unicode_escape", errors="backslashreplace").decode()
+
+
+def seconds(value: float) -> str:
+    """A duration for people: 0.42s, 12s, 3m05s, 2h07m."""
+    if value < 10:
+        return f"{value:.2f}s"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def columns(points: Sequence[tuple[float, float]], width: int) -> tuple[float | None, ...]:
+    """`(place, value)`, places from 0 to 1, gathered into `width` columns by their mean; None where there is none."""
+    sums = [0.0] * width
+    counts = [0] * width
+    for place, value in points:
+        column = min(width - 1, max(0, int(place * width)))
+        sums[column] += value
+        counts[column] += 1
+    return tuple(s / n if n else None for s, n in zip(sums, counts, strict=True))
+
+
+def held(values: Sequence[float | None], end: int) -> tuple[float | None, ...]:
+    """Each gap filled with the value before it, up to column `end`: for what is measured now and then."""
+    result: list[float | None] = []
+    last: float | None = None
+    for column, value in enumerate(values):
+        last = value if value is not None else last
+        result.append(value if value is not None else last if column <= end else None)
+    return tuple(result)
+
+
+def chart(values: Sequence[float | None], *, height: int, low: float, high: float) -> tuple[str, ...]:
+    """A column chart, top line first. A value at or below `low` still shows its lowest mark."""
+    steps = height * (len(LEVELS) - 1)
+    span = (high - low) or 1.0
+    filled = [None if v is None else max(1, min(steps, round((v - low) / span * steps))) for v in values]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        base = row * (len(LEVELS) - 1)
+        lines.append("".join(" " if f is None else LEVELS[max(0, min(len(LEVELS) - 1, f - base))] for f in filled))
+    return tuple(lines)
+
+
+def parts(amounts: Mapping[str, float], width: int) -> dict[str, int]:
+    """`width` cells dealt out in proportion to `amounts`; largest remainders first, so that they sum to `width`."""
+    total = sum(amounts.values())
+    if total <= 0:
+        return {}
+    exact = {name: amount / total * width for name, amount in amounts.items()}
+    cells = {name: int(share) for name, share in exact.items()}
+    for name in sorted(exact, key=lambda n: cells[n] - exact[n])[: width - sum(cells.values())]:
+        cells[name] += 1
+    return cells
+
+
+def strip(owned: Collection[int], count: int, width: int) -> str:
+    """A map of shards 0 to `count`-1 in at most `width` cells; the fuller a cell, the more of its shards are owned.
+
+    Every cell stands for the same number of shards, but for the last.
+    """
+    mine = frozenset(owned)
+    line = []
+    for cell in _cells(count, width):
+        share = sum(shard in mine for shard in cell) / len(cell)
+        line.append("·" if share == 0 else SHADES[max(1, round(share * (len(SHADES) - 1)))])
+    return "".join(line)
+
+
+def moved_cells(moved: Collection[int], count: int, width: int) -> frozenset[int]:
+    """The cells of `strip` in which a moved shard lies."""
+    return frozenset(index for index, cell in enumerate(_cells(count, width)) if any(s in moved for s in cell))
+
+
+def _cells(count: int, width: int) -> tuple[range, ...]:
+    if count <= 0:
+        return ()
+    each = -(-count // width)
+    return tuple(range(first, min(count, first + each)) for first in range(0, count, each))
+
+
+def measure(metric: str, value: float) -> str:
+    """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares. A part's mean is read beside the
+    accuracy, and looks like it where it can: `judged 95.3%`; `stars 3.214`."""
+    if metric.startswith(OF_PART):
+        return f"{metric.removeprefix(OF_PART)} {f'{value:.1%}' if 0 <= value <= 1 else f'{value:.3f}'}"
+    number = f"{value:.3f}" if metric.rpartition("/")[2].startswith("mean@") else f"{value:.1%}"
+    return f"{metric} {number}"
+
+
+def measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
+    """What a set's metrics say beside its accuracy, which pass@1 is, and the mean reward too where rewards are 0 and 1."""
+
+    def place(metric: str) -> tuple[str, int]:
+        name, _, number = metric.partition("@")
+        return name, int(number) if number.isdecimal() else 0
+
+    told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith("mean@") and v == accuracy)}
+    return [measure(metric, told[metric]) for metric in sorted(told, key=place)]
+
+
+def part_measures(metrics: Mapping[str, float]) -> list[str]:
+    """What a set's metrics say of the parts of its reward: also where one is what the accuracy is, for that they agree is news too."""
+    return [measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
+
+
+def source_line(source: SourceFigures) -> str:
+    """`120 trained, 3 filtered, 0 failed; reward 0.531, length 3.1, 4% cut off; accuracy 75.0%`."""
+    words = [f"{source.trained} trained, {source.filtered} filtered, {source.failed} failed"]
+    means = []
+    if source.mean_reward is not None:
+        means.append(f"reward {source.mean_reward:.3f}")
+    if source.mean_length is not None:
+        means.append(f"length {source.mean_length:.1f}")
+    if source.truncated is not None:
+        means.append(f"{source.truncated:.0%} cut off")
+    if means:
+        words.append(", ".join(means))
+    if source.accuracy is not None:
+        told = [f"accuracy {source.accuracy:.1%}", *measures(source.metrics, source.accuracy)]
+        if source.eval_unscored:
+            told.append(f"{source.eval_unscored} responses not scored")
+        words.append(", ".join(told))
+    return "; ".join(words)
+
+
+# -------------------- outputs
+# The ways in which an answer is printed: a table for people, JSON or YAML for programs, which get all of it.
+
+
+class Output(StrEnum):
+    """How an answer is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+    @property
+    def is_for_programs(self) -> bool:
+        """Whether all of an answer goes out, with the names of the API."""
+        return self is not Output.TABLE
+
+    def text(self, tree: Any) -> str:
+        """A tree as a program reads it."""
+        return as_yaml(tree) if self is Output.YAML else as_json(tree)
+
+
+def as_json(tree: Any) -> str:
+    """Indented, in the order given. What is no number (NaN, infinity), for which JSON has no word, is null."""
+    try:
+        return json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(tree), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def as_yaml(tree: Any) -> str:
+    """The same in YAML, without a line end behind it."""
+    import yaml
+
+    text = yaml.safe_dump(
+        _plain(_finite(tree)), sort_keys=False, allow_unicode=True, default_flow_style=False, width=1000
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _plain(tree: Any) -> Any:
+    """Of dicts, lists and what stands in them: YAML writes a subclass of text as what it is."""
+    match tree:
+        case dict():
+            return {str(key): _plain(value) for key, value in tree.items()}
+        case list():
+            return [_plain(value) for value in tree]
+        case StrEnum():
+            return tree.value
+    return tree
+
+
+def _finite(tree: Any) -> Any:
+    match tree:
+        case float():
+            return tree if math.isfinite(tree) else None
+        case dict():
+            return {key: _finite(value) for key, value in tree.items()}
+        case list() | tuple():
+            return [_finite(value) for value in tree]
+    return tree
+
+
+MOST_VIOLATIONS = 20
+"""Violations that a table shows; JSON has all."""
+
+
+PIPE_WIDTH = 1000
+"""Columns of an output that is no terminal: whoever reads it there wants whole lines, not 80 columns."""
+
+
+def console() -> Console:
+    """Standard output."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def snapshot(job: pb.Job) -> JobSnapshot:
+    """The API's job, as the views take it."""
+    from gcore.client.calls import job_state_name
+
+    try:
+        spec = json.loads(job.spec_json) if job.spec_json else {}
+    except ValueError:
+        spec = {}
+    return JobSnapshot(
+        name=job.name,
+        uid=job.uid,
+        state=job_state_name(job.state),
+        reason=job.reason,
+        step=job.step,
+        steps=job.steps,
+        lineage=job.lineage,
+        run_dir=job.run_dir,
+        checkpoint=job.checkpoint,
+        created=job.created,
+        ended=job.ended,
+        spec=spec if isinstance(spec, dict) else {},
+        shares=tuple(NodeView(s.node, True, tuple(s.shards)) for s in job.shares),
+        waiting=tuple(Wait(w.who, w.what, w.since) for w in job.waiting),
+        sources=tuple(_source(report) for report in job.sources),
+        best=_best(job.best) if job.HasField("best") else None,
+        warnings=tuple(WarningPoint(w.topic, w.node, w.sentence, w.time) for w in job.warnings),
+        rollback=_rollback(job.rollback) if job.HasField("rollback") else None,
+        namespace=job.namespace or "default",
+        owner=job.owner,
+        priority=job.priority,
+        slots=job.slots,
+        slots_min=job.slots_min,
+        slots_max=job.slots_max,
+        queue_position=job.queue_position,
+    )
+
+
+def _best(best: pb.BestCheckpoint) -> BestPoint:
+    return BestPoint(best.step, best.metric, best.value, best.checkpoint, best.lineage)
+
+
+def _rollback(rollback: pb.LastRollback) -> RollbackPoint:
+    return RollbackPoint(rollback.step, rollback.lineage, rollback.reason)
+
+
+def _source(report: pb.SourceReport) -> SourceFigures:
+    return SourceFigures(
+        name=report.name,
+        trained=report.trained,
+        filtered=report.filtered,
+        failed=report.failed,
+        mean_reward=report.mean_reward if report.HasField("mean_reward") else None,
+        mean_length=report.mean_length if report.HasField("mean_length") else None,
+        truncated=report.truncated if report.HasField("truncated") else None,
+        accuracy=report.accuracy if report.HasField("accuracy") else None,
+        metrics=dict(sorted(report.metrics.items())),
+        eval_samples=report.eval_samples,
+        eval_unscored=report.eval_unscored,
+    )
+
+
+def job_tree(job: JobSnapshot) -> dict[str, Any]:
+    """For JSON."""
+    tree = dataclasses.asdict(job)
+    tree["shares"] = {node.name: list(node.shards) for node in job.shares}
+    return tree
+
+
+def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "clean": report.clean,
+        "violations": list(report.violations),
+        "findings": [{"kind": one.kind, "sentence": one.sentence, "refs": list(one.refs)} for one in report.findings],
+        "steps": report.steps,
+        "epochs": report.epochs,
+        "issued": report.issued,
+        "trained": report.trained,
+        "filtered": report.filtered,
+        "failed": report.failed,
+        "in_flight": report.in_flight,
+        "groups_by_node": dict(sorted(report.groups_by_node.items())),
+        "lineages": report.lineages,
+    }
+
+
+def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
+    """One line a job."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON"):
+        table.add_column(heading, no_wrap=heading != "REASON")
+    for job in jobs:
+        queued = f" ({job.queue_position})" if job.queue_position else ""
+        table.add_row(
+            visible(job.full_name),
+            visible(job.uid),
+            job.state + queued,
+            str(job.priority),
+            str(job.slots or "-"),
+            f"{job.step}/{job.of_steps}",
+            moment(job.created) if job.created else "",
+            visible(job.reason, 80),
+        )
+    return table
+
+
+def pairs_table(rows: Mapping[str, str]) -> Table:
+    """Two columns: what, and what it is."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    return table
+
+
+def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
+    """What `gcore describe` shows. `now`: seconds since the epoch."""
+    rows = {
+        "job": f"{visible(job.full_name)} ({visible(job.uid)})" + (f", {visible(job.owner)}'s" if job.owner else ""),
+        "state": job.state + (f": {visible(job.reason, 300)}" if job.reason else ""),
+        "slots": slots_line(job),
+        "step": f"{job.step} of {job.of_steps}, lineage {job.lineage}",
+        "created": moment(job.created),
+    }
+    if job.ended:
+        rows["ended"] = moment(job.ended)
+    rows["run folder"] = job.run_dir
+    rows["checkpoint"] = job.checkpoint or "none yet"
+    if job.best is not None:
+        rows["best"] = best_line(job.best)
+    for node in job.shares:
+        rows[f"shards of {visible(node.name)}"] = f"{len(node.shards)}: {ranges(node.shards)}"
+    for source in job.sources:
+        rows[f"source {visible(source.name)}"] = source_line(source)
+    for number, wait in enumerate(job.waiting, 1):
+        since = seconds(max(0.0, now - wait.since))
+        rows[f"waits ({number})"] = f"{visible(wait.who)}: {visible(wait.what, 300)}, for {since}"
+    if job.rollback is not None:
+        back = job.rollback
+        rows["last rollback"] = f"to step {back.step}, lineage {back.lineage}: {visible(back.reason, 300)}"
+    for number, warning in enumerate(job.warnings, 1):
+        ago = f", {seconds(max(0.0, now - warning.time))} ago" if warning.time else ""
+        told = f"{visible(warning.node)}: {visible(warning.sentence, 300)}"
+        rows[f"warning ({number})"] = f"{told} ({visible(warning.topic)}{ago})"
+    return rows
+
+
+def slots_line(job: JobSnapshot) -> str:
+    """`4 of 2 to 8, priority 0; third in the queue`."""
+    most = str(job.slots_max) if job.slots_max else "all there are"
+    bounds = f", of {job.slots_min or 1} to {most}" if not job.ended else ""
+    queued = f"; number {job.queue_position} of those that wait" if job.queue_position else ""
+    return f"{job.slots or 'none'}{bounds}, priority {job.priority}{queued}"
+
+
+def best_line(best: BestPoint) -> str:
+    """`step 32, accuracy 98.5%: FOLDER`."""
+    where = best.checkpoint or ("the model it began with" if best.step == 0 else "its checkpoint is being written")
+    return f"step {best.step}, {measure(best.metric, best.value)}: {where}"
+
+
+def audit_rows(report: pb.AuditReport) -> dict[str, str]:
+    """What `gcore audit` shows."""
+    told = list(report.violations)
+    beyond = told.pop() if 0 < len(report.findings) < len(told) else ""  # the audit itself tells no more than so many
+    verdict = f"{len(told)} violation{'s' * (len(told) != 1)}" + (f", {beyond}" if beyond else "")
+    rows = {
+        "verdict": "clean" if report.clean else verdict,
+        "steps": f"{report.steps}, lineage {report.lineages}; {report.epochs} whole data epochs",
+        "prompts": f"{report.issued} issued: {report.trained} trained, {report.filtered} filtered, "
+        f"{report.failed} failed, {report.in_flight} in flight",
+    }
+    for node, count in sorted(report.groups_by_node.items()):
+        rows[f"groups of {visible(node)}"] = str(count)
+    for number, violation in enumerate(told[:MOST_VIOLATIONS], 1):
+        rows[f"violation {number}"] = visible(violation, 500)
+    if len(told) > MOST_VIOLATIONS:
+        rows["not shown"] = f"and {len(told) - MOST_VIOLATIONS} more (-o json has {'these' if beyond else 'all'})"
+    return rows
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 7, 9-10`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(str(end) for end in part) for part in parts) or "none"
+
+
+def moment(epoch_s: float) -> str:
+    """A moment for people, in UTC; "-" for none."""
+    return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"

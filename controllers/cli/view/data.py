@@ -1,0 +1,330 @@
+"""Groups of samples on a terminal: a prompt, and its responses side by side; in a pipe, one response after the other.
+
+All that models and datasets wrote goes through `readable`, which keeps line breaks and spells out whatever else could move
+the cursor, hide text or colour it. A long text is shown to a bound; the JSON has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from controllers.cli.output import visible
+from gcore.rollout.environments.episode import bracketed
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from controllers.api.submission.checks import CheckedSource, CheckProgress
+    from gcore.api.v1 import jobs_pb2 as pb
+    from gcore.data.stream import LengthReport
+
+PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 2000, 1500
+
+
+COLUMN_WIDTH = 36
+"""The least that a response needs beside another."""
+
+
+STANDINGS = {2: ", being trained on now", 3: ", cut off by a rollback"}
+
+
+def readable(text: str, limit: int, more: int = 0) -> str:
+    """`text`, its lines kept, at most `limit` characters; `more`: those that were not even kept."""
+    shown = "\n".join(visible(line, limit) for line in text[:limit].split("\n"))
+    left = max(0, len(text) - limit) + more
+    return f"{shown}… ({left} characters more)" if left else shown
+
+
+def groups_tree(groups: Sequence[pb.SampleGroup]) -> dict[str, Any]:
+    """For JSON. At least one group."""
+    first = groups[0]
+    return {
+        "step": first.step,
+        "lineage": first.lineage,
+        "standing": _standing(first),
+        "of": first.of,
+        "groups": [_group_tree(group) for group in groups],
+    }
+
+
+def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
+    """Print them, at least one, with what they are."""
+    first = groups[0]
+    note = STANDINGS.get(first.standing, "")
+    head = f"step {first.step}, lineage {first.lineage}{note}: {len(groups)} of {first.of} prompts that are kept"
+    console.print(head, style="bold", markup=False, highlight=False)
+    for group in groups:
+        if console.is_terminal:
+            console.print(_panel(group, console.width))
+        else:
+            console.print(_plain(group), markup=False, highlight=False, soft_wrap=True)
+
+
+def figures(response: pb.SampleResponse) -> str:
+    """Reward and advantage."""
+    return f"reward {_number(response.reward)}, advantage {_advantage(response)}"
+
+
+def particulars(response: pb.SampleResponse) -> str:
+    """What the reward is made of, and how the response ended."""
+    parts = [f"{visible(part.name, 40)} {_number(part.value)}" for part in response.parts]
+    told = [f"{response.observed_tokens} of them observed"] if response.observed_tokens else []
+    masked = ["masked"] if response.masked else []
+    ending = [visible(response.finish_reason), f"{response.tokens} tokens", *told, *masked]
+    return ", ".join([*parts, *ending, f"by {'/'.join(map(visible, response.versions))}"])
+
+
+def marked(response: pb.SampleResponse) -> str:
+    """Its text, with marks around what a tool or an environment said."""
+    return bracketed(response.text.text, ((told.start, told.end) for told in response.observed))
+
+
+def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
+    from rich import box
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    side_by_side = max(1, min(len(group.responses), (width - 4) // COLUMN_WIDTH))
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, expand=True, show_lines=True, pad_edge=False)
+    for _ in range(side_by_side):
+        table.add_column(ratio=1, overflow="fold")
+    cells = [_cell(response) for response in group.responses]
+    for first in range(0, len(cells), side_by_side):
+        row = cells[first : first + side_by_side]
+        table.add_row(*row, *[Text()] * (side_by_side - len(row)))
+    prompt = Text(readable(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more))
+    answer = Text(f"answer: {readable(group.answer, 300)}", style="dim") if group.answer else Text()
+    return Panel(Group(prompt, answer, table), title=Text(_title(group)), title_align="left")
+
+
+def _cell(response: pb.SampleResponse) -> RenderableType:
+    from rich.text import Text
+
+    colour = "green" if response.reward > 0 else "red" if response.reward < 0 else "yellow"
+    return Text.assemble(
+        (f"{figures(response)}\n", f"bold {colour}"),
+        (f"{particulars(response)}\n", "dim"),
+        readable(marked(response), RESPONSE_CHARACTERS, response.text.more),
+    )
+
+
+def _plain(group: pb.SampleGroup) -> str:
+    lines = [
+        f"--- {_title(group)}",
+        _indented("prompt", readable(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more)),
+    ]
+    if group.answer:
+        lines.append(_indented("answer", readable(group.answer, 300)))
+    for response in group.responses:
+        lines.append(f"  response {response.index}: {figures(response)}; {particulars(response)}")
+        lines.append(_indented("", readable(marked(response), RESPONSE_CHARACTERS, response.text.more)))
+    return "\n".join(lines)
+
+
+def _indented(name: str, text: str) -> str:
+    body = text.replace("\n", "\n    ")
+    return f"  {name}: {body}" if name else f"    {body}"
+
+
+def _title(group: pb.SampleGroup) -> str:
+    node = visible(group.holder.rpartition(".")[0] or group.holder)
+    return f"prompt {visible(group.ref)} of {visible(group.source or 'the data')}, {group.prompt_tokens} tokens, held by {node}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _advantage(response: pb.SampleResponse) -> str:
+    if not response.HasField("advantage"):
+        return "not kept"
+    mean = f"{response.advantage:+.3f}"
+    if not response.HasField("advantage_least"):
+        return mean
+    return f"{mean} ({response.advantage_least:+.3f} to {response.advantage_most:+.3f})"
+
+
+def _standing(group: pb.SampleGroup) -> str:
+    return {1: "committed", 2: "under way", 3: "cut off"}.get(group.standing, "unknown")
+
+
+def _group_tree(group: pb.SampleGroup) -> dict[str, Any]:
+    return {
+        "ref": group.ref,
+        "source": group.source,
+        "holder": group.holder,
+        "digest": group.digest,
+        "prompt": group.prompt.text,
+        "prompt_more": group.prompt.more,
+        "prompt_tokens": group.prompt_tokens,
+        "answer": group.answer,
+        "temperature": group.temperature,
+        "responses": [_response_tree(response) for response in group.responses],
+    }
+
+
+def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
+    has = response.HasField
+    return {
+        "index": response.index,
+        "text": response.text.text,
+        "more": response.text.more,
+        "tokens": response.tokens,
+        "reward": response.reward,
+        "parts": {part.name: part.value for part in response.parts},
+        "advantage": response.advantage if has("advantage") else None,
+        "advantage_least": response.advantage_least if has("advantage_least") else None,
+        "advantage_most": response.advantage_most if has("advantage_most") else None,
+        "finish_reason": response.finish_reason,
+        "masked": response.masked,
+        "observed": [[told.start, told.end] for told in response.observed],
+        "observed_tokens": response.observed_tokens,
+        "versions": list(response.versions),
+    }
+
+
+# -------------------- data_words
+# What `gcore validate` shows of a job's data: a table of the sources, how long their prompts are, and the first of each.
+#
+# Pure but for the bar, which is drawn on standard error, and only on a terminal. What data and templates wrote is shown
+# through `visible`.
+
+BINS = 8
+
+
+BAR_CELLS = 30
+
+
+PROMPT_SHOWN = 240
+
+
+def sources_table(sources: Sequence[CheckedSource]) -> Table:
+    """One line a source. Of 80 columns, if names are short; lengths have a place of their own below."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("SOURCE", "FOR", "ENTRIES", "WEIGHT", "AN EPOCH SHOWS", "FILTERED", "REWARD"):
+        table.add_column(heading, justify="right" if heading in ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS") else "left")
+    for checked in sources:
+        tree = source_tree(checked)
+        table.add_row(
+            visible(tree["source"]),
+            tree["for"],
+            f"{tree['entries']:,}",
+            "-" if checked.held_out else f"{tree['weight']:g}",
+            f"{tree['refs']:,}",
+            _filtered(checked.lengths),
+            visible(tree["reward"]),
+        )
+    return table
+
+
+def source_tree(checked: CheckedSource) -> dict[str, Any]:
+    """For JSON. `refs`: prompts of an epoch; of a held-out source, prompts that an evaluation shows."""
+    from gcore.data.order import Share
+
+    source, lengths = checked.opened.source, checked.lengths
+    refs = lengths.entries if checked.held_out else Share(source.name, len(checked.opened), source.weight).refs
+    return {
+        "source": source.name,
+        "for": "evaluation" if checked.held_out else "training",
+        "path": source.path,
+        "entries": len(checked.opened),
+        "weight": source.weight,
+        "refs": refs,
+        "reward": source.reward.shown_as,
+        "counted": lengths.checked,
+        "filtered": dict(lengths.filtered),
+        "unknown": lengths.unknown,
+        "tokens": {
+            "mean": round(lengths.mean, 2),
+            "p50": lengths.percentile(50),
+            "p95": lengths.percentile(95),
+            "max": lengths.longest,
+        },
+        "longest": checked.opened.dataset.name_of(lengths.longest_entry),
+        "first": lengths.first.text,
+    }
+
+
+def notes(sources: Sequence[CheckedSource]) -> list[str]:
+    """Sentences about what may not have been meant."""
+    found = []
+    for checked in sources:
+        lengths, name = checked.lengths, title(checked)
+        if lengths.checked < lengths.entries:
+            found.append(f"{name}: {lengths.checked:,} of {lengths.entries:,} prompts were counted, spread evenly.")
+        found += [f"{name}: {count:,} filtered: {reason}." for reason, count in lengths.filtered.items()]
+        if lengths.unknown:
+            found.append(f"{name}: {lengths.unknown:,} prompts hold text that the model's tokenizer does not know.")
+    return found
+
+
+def histogram(lengths: LengthReport) -> list[str]:
+    """Prompts by length in tokens: one line a range, with a bar."""
+    edges = _edges(int(lengths.tokens.min()), lengths.longest)
+    counts = [int(np.count_nonzero((lengths.tokens >= low) & (lengths.tokens < high))) for low, high in pairwise(edges)]
+    names = [f"{low}-{high - 1}" if high - low > 1 else str(low) for low, high in pairwise(edges)]
+    width, most = max(map(len, names)), max(counts)
+    return [
+        f"{name:>{width}}  {'█' * round(BAR_CELLS * count / most) or ('▏' if count else ''):<{BAR_CELLS}} {count:,}"
+        for name, count in zip(names, counts, strict=True)
+    ]
+
+
+def lengths_title(checked: CheckedSource) -> str:
+    """What stands above the histogram: how long the prompts are in a few numbers."""
+    tokens = source_tree(checked)["tokens"]
+    numbers = f"mean {tokens['mean']:.1f}, P50 {tokens['p50']}, P95 {tokens['p95']}, longest {tokens['max']}"
+    return f"Prompts of {title(checked)} by tokens ({numbers}):"
+
+
+def first_prompt(checked: CheckedSource) -> str:
+    """The first prompt as the model is shown it, on one line."""
+    return f"{title(checked)} begins: {visible(checked.lengths.first.text, PROMPT_SHOWN)}"
+
+
+def title(checked: CheckedSource) -> str:
+    """The source's name, and whether it is held out."""
+    return f"{checked.opened.name} (evaluation)" if checked.held_out else checked.opened.name
+
+
+@contextmanager
+def progress_bar() -> Iterator[CheckProgress]:
+    """A bar on standard error for what takes long; nothing where that is no terminal, and nothing that stays."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=(console := Console(stderr=True)), transient=True, disable=not console.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(visible(what))
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield tell
+
+
+def _filtered(lengths: LengthReport) -> str:
+    count = sum(lengths.filtered.values())
+    return f"{count:,} ({100 * count / lengths.checked:.1f} %)" if count else "0"
+
+
+def _edges(least: int, most: int) -> list[int]:
+    """Bounds of at most `BINS` ranges of one round width that hold least..most."""
+    width = 1
+    for step in (1, 2, 5, *(factor * 10**power for power in range(1, 10) for factor in (1, 2, 5))):
+        width = step
+        if most // step - least // step < BINS:
+            break
+    first = least // width * width
+    return list(range(first, most + width + 1, width))

@@ -1,0 +1,417 @@
+"""The live view: a job on one screen, so that one sees it learn, and sees shards move when a controller dies.
+
+`render` is a pure function of the state, the wall clock and the width. It shows, from top to bottom: how far the job is;
+the curves of reward and held-out accuracy over all steps to come; where the newest steps' time went; each controller
+with its part of the shards; held-out answers before and now; what happened last. Says "-" for what it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from controllers.cli.output import (
+    chart,
+    columns,
+    held,
+    measure,
+    measures,
+    moved_cells,
+    parts,
+    seconds,
+    strip,
+    told_apart,
+    visible,
+)
+from controllers.cli.view.state import PHASES, RECENT_STEPS, Answer, NodeView, SetPoint, StepPoint, ViewState
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+
+# -------------------- view_sources
+# A job's sources as a person sees them: a line for each, where there is more than one. Pure.
+#
+# The newest step's numbers, and the newest evaluation's. A source without a prompt in the newest step has a dash.
+
+SHOWN = 6
+"""Sources in the live view; the others are counted."""
+
+
+def sources_of(state: ViewState) -> tuple[str, ...]:
+    """The sources that the events tell of; none for a job with one."""
+    stats = state.points[-1].stats if state.points else {}
+    named = {key.partition("/")[2] for key in stats if key.startswith(("groups/", "filtered/", "failed/"))}
+    if state.evals and (
+        len(state.evals[-1].by_source) > 1 or any(one.samples > 1 for one in state.evals[-1].sets.values())
+    ):
+        named |= set(state.evals[-1].by_source)
+    return tuple(sorted(named))
+
+
+def sources_table(state: ViewState) -> Table | None:
+    """The table; None for a job with one source."""
+    from rich.table import Table
+    from rich.text import Text
+
+    names = sources_of(state)
+    if not names:
+        return None
+    stats = state.points[-1].stats if state.points else {}
+    scores = state.evals[-1].by_source if state.evals else {}
+    sets = state.evals[-1].sets if state.evals else {}
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(
+        *(Text(heading, style="dim") for heading in ("source", "groups", "reward", "length", "cut off", "accuracy"))
+    )
+    for name in names[:SHOWN]:
+        table.add_row(
+            Text(visible(name, 24)),
+            _number(stats.get(f"groups/{name}"), "{:.0f}"),
+            _number(stats.get(f"reward/{name}"), "{:.3f}"),
+            _number(stats.get(f"response_length/{name}"), "{:.1f}"),
+            _number(stats.get(f"truncated/{name}"), "{:.0%}"),
+            Text(_measured(scores.get(name), sets.get(name))),
+        )
+    if len(names) > SHOWN:
+        table.add_row(Text(f"and {len(names) - SHOWN} more", style="dim"))
+    return table
+
+
+def _measured(accuracy: float | None, of_set: SetPoint | None) -> str:
+    """`45.0%, pass@4 71.2%`."""
+    if accuracy is None:
+        return "-"
+    return ", ".join([f"{accuracy:.1%}", *measures(of_set.metrics if of_set is not None else {}, accuracy)])
+
+
+def _number(value: float | None, form: str) -> Text:
+    from rich.text import Text
+
+    return Text("-" if value is None else form.format(value))
+
+
+# -------------------- view_waits
+# What a step's waits say, in words: who waited for whom, and so what would make steps shorter.
+
+WAITS = {
+    "wait_for_batch_s": "ranks {} for a batch",
+    "wait_for_weights_s": "engines {} for weights",
+    "tail_s": "{} for others' responses",
+}
+"""By their names in a step's statistics."""
+
+
+def usual_waits(points: Sequence[StepPoint]) -> dict[str, float]:
+    """Medians of the waits, over those of the steps that tell them."""
+    told = {name: [point.stats[name] for point in points if name in point.stats] for name in WAITS}
+    return {name: median(values) for name, values in told.items() if values}
+
+
+def waits_line(waits: Mapping[str, float]) -> str:
+    """One line; empty if nothing is known."""
+    said = ", ".join(words.format(seconds(waits[name])) for name, words in WAITS.items() if name in waits)
+    bottleneck = bottleneck_of(waits)
+    return f"{said}: {bottleneck} holds steps up" if bottleneck else said
+
+
+def bottleneck_of(waits: Mapping[str, float]) -> str:
+    """Whom the others wait for the longest; empty if that is not known. Ranks and engines that share a slot take turns."""
+    batch, weights = waits.get("wait_for_batch_s"), waits.get("wait_for_weights_s")
+    if batch is None or weights is None:
+        return ""
+    if weights >= batch:
+        return "training"
+    return "the tail of generation" if waits.get("tail_s", 0.0) > batch / 2 else "generation"
+
+
+CHART_HEIGHT = 5
+
+
+HIGHLIGHT_S = 6.0
+"""So long moved shards stand out."""
+
+
+NODE_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red", "bright_cyan", "bright_magenta")
+
+
+PHASE_COLOURS = {"collect": "cyan", "exchange": "yellow", "train": "magenta", "publish": "green"}
+
+
+STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "RUNNING": "cyan"}
+
+
+LOG_SHOWN = 6
+
+
+ANSWERS_SHOWN = 5
+
+
+WAITS_SHOWN = 2
+
+
+GAP = 3
+
+
+ROWS_WITH_ANSWERS = 35
+
+
+def render(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
+    """The view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: as many as
+    it takes). On a low one the answers are left out, so that what happens is seen."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.rule import Rule
+    from rich.text import Text
+
+    inner = max(40, min(width, 140)) - 4
+    rows: list[RenderableType] = [
+        _progress(state, now, inner),
+        Text(),
+        _charts(state, inner),
+        Text(),
+        _numbers(state, inner),
+    ]
+    rows += [_time_bar(state, inner), *_waits(state, now, inner), Text(), _controllers(state, now, inner)]
+    if (sources := sources_table(state)) is not None and (height is None or height >= ROWS_WITH_ANSWERS):
+        rows += [Rule("sources, newest step", style="dim", align="left"), sources]
+    if state.evals and (height is None or height >= ROWS_WITH_ANSWERS):
+        rows += [Rule("held-out answers", style="dim", align="left"), _answers(state)]
+    rows += [Rule("what happened", style="dim", align="left"), *_log(state, inner)]
+    return Panel(Group(*rows), title=_title(state), title_align="left", border_style="dim", width=inner + 4)
+
+
+def _title(state: ViewState) -> Text:
+    from rich.text import Text
+
+    title = Text(" gcore  ", style="bold")
+    title.append(visible(state.job) or "a job", style="bold")
+    title.append("  ")
+    title.append(visible(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")
+    if state.uid:
+        title.append(f"  {visible(state.uid)}", style="dim")
+    return title.append(" ")
+
+
+def _progress(state: ViewState, now: float, width: int) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    line = Table.grid(expand=False, padding=(0, 2, 0, 0))
+    share = state.step / state.steps if state.steps else 0.0
+    words = [Text(f"step {state.step}/{state.of_steps}", style="bold"), Text(f"{share:.0%}")]
+    if state.started is not None:
+        end = state.last_time if state.ended and state.last_time is not None else now
+        words.append(Text(f"{seconds(max(0.0, end - state.started))} so far", style="dim"))
+    left = state.seconds_left
+    if left and not state.ended:
+        words.append(Text(f"about {seconds(left)} left", style="dim"))
+    if state.rollbacks:
+        words.append(Text(f"rolled back {state.rollbacks}×", style="yellow"))
+    room = width - sum(word.cell_len + 2 for word in words) - 2
+    bar = ProgressBar(total=max(1, state.steps), completed=state.step, width=max(4, min(width // 3, room)))
+    for word in words:
+        word.no_wrap, word.overflow = True, "ellipsis"
+    line.add_row(words[0], bar, *words[1:])
+    return line
+
+
+def _charts(state: ViewState, width: int) -> RenderableType:
+    from rich.table import Table
+
+    cells = max(10, (width - 14) // 2)
+    steps = max(1, state.steps, state.step)
+    rewards = [((p.step - 1) / steps, p.stats["reward"]) for p in state.points if "reward" in p.stats]
+    accuracies = [(e.step / steps, e.accuracy) for e in state.evals]
+    low, high = min([0.0, *(v for _, v in rewards)]), max([1.0, *(v for _, v in rewards)])
+    end = int((state.step / steps) * cells)
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_row(
+        _chart(
+            "reward", held(columns(rewards, cells), end), f"{rewards[-1][1]:.3f}" if rewards else "-", low, high, "cyan"
+        ),
+        _chart(
+            "held-out accuracy",
+            held(columns(accuracies, cells), end),
+            _accuracy(state),
+            0.0,
+            1.0,
+            "green",
+        ),
+    )
+    return table
+
+
+def _accuracy(state: ViewState) -> str:
+    """`97.1%`, and where it was best if that is not now."""
+    if not state.evals:
+        return "-"
+    now = f"{state.evals[-1].accuracy:.1%}"
+    best = state.best
+    if best is None or best.step == state.evals[-1].step:
+        return now
+    return f"{now}, best {measure(best.metric, best.value).removeprefix('accuracy ')} (step {best.step})"
+
+
+def _chart(
+    name: str, values: tuple[float | None, ...], last: str, low: float, high: float, colour: str
+) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text.assemble((name, "bold"), "  ", (last, f"bold {colour}"))
+    body = Table.grid()
+    drawn = chart(values, height=CHART_HEIGHT, low=low, high=high)
+    for row, line in enumerate(drawn):
+        label = f"{high:4.4g} ┤" if row == 0 else f"{low:4.4g} ┤" if row == len(drawn) - 1 else "     │"
+        body.add_row(Text(label, style="dim", no_wrap=True), Text(line, style=colour, no_wrap=True, overflow="crop"))
+    return Group(head, body)
+
+
+def _numbers(state: ViewState, width: int) -> RenderableType:
+    """What the newest step measured; on a narrow terminal in two lines, and no number is torn from its name."""
+    from rich.console import Group
+    from rich.text import Text
+
+    stats = state.points[-1].stats if state.points else {}
+    rate = state.points[-1].tokens_per_second if state.points else None
+    shown = [
+        ("length", stats.get("response_length"), "{:.1f}"),
+        ("tok/s", rate, "{:,.0f}"),
+        ("loss", stats.get("loss"), "{:.4f}"),
+        ("kl", stats.get("kl"), "{:.4f}"),
+        ("clipped", stats.get("clip_fraction"), "{:.1%}"),
+        ("grad", stats.get("grad_norm"), "{:.2f}"),
+        ("entropy", stats.get("entropy"), "{:.3f}"),
+        ("lr", stats.get("learning_rate"), "{:.1e}"),
+    ]
+    if stats.get("filter_rate"):
+        shown.append(("filtered", stats["filter_rate"], "{:.0%}"))
+        shown.append(("reward before", stats.get("reward_before_filter"), "{:.3f}"))
+    lines = [Text()]
+    for name, value, form in shown:
+        number = Text.assemble((f"{name} ", "dim"), "-" if value is None else form.format(value))
+        if lines[-1].cell_len + GAP + number.cell_len > width:
+            lines.append(Text())
+        lines[-1].append(" " * GAP if lines[-1].cell_len else "").append_text(number)
+    return Group(*lines)
+
+
+def _time_bar(state: ViewState, width: int) -> RenderableType:
+    # The median, and not of the first step: it has the start of engines and ranks in it.
+    from rich.text import Text
+
+    recent = state.points[max(1, len(state.points) - RECENT_STEPS) :] or state.points
+    usual = {phase: median(p.phases.get(phase, 0.0) for p in recent) if recent else 0.0 for phase in PHASES}
+    head, legend = Text("a step ", style="dim", no_wrap=True), Text()
+    for phase in PHASES:
+        legend.append(f"  {phase} ", style=PHASE_COLOURS[phase])
+        legend.append(seconds(usual[phase]) if recent else "-")
+    cells = parts(usual, max(4, min(width // 4, width - head.cell_len - legend.cell_len)))
+    if not cells:
+        return head.append("-")
+    for phase in PHASES:
+        head.append("█" * cells.get(phase, 0), style=PHASE_COLOURS[phase])
+    head.append_text(legend)
+    if waits := waits_line(usual_waits(recent)):
+        head.append(f"\n       {waits}", style="dim")
+    return head
+
+
+def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    map_width = max(16, min(64, width - 42))
+    headings = ("controller", f"shards (of {state.shard_count or '?'})", "", "groups", "now")
+    table.add_row(*(Text(text, style="dim") for text in headings))
+    groups = state.groups_by_node
+    fresh = state.moved if now - state.moved_at < HIGHLIGHT_S else frozenset()
+    for index, node in enumerate(sorted(state.nodes, key=lambda node: node.name)):
+        colour = NODE_COLOURS[index % len(NODE_COLOURS)]
+        lamp = Text("● " if node.alive else "✗ ", style="green" if node.alive else "bold red")
+        table.add_row(
+            lamp.append(visible(node.name, 20), style=colour if node.alive else "red"),
+            _shard_map(node, fresh, state.shard_count, map_width, colour),
+            Text(str(len(node.shards)), style=colour),
+            Text(str(groups.get(node.name, 0))),
+            Text(_doing(state, node), style="" if node.alive else "red", overflow="ellipsis", no_wrap=True),
+        )
+    if not state.nodes:
+        table.add_row(Text("-"), Text(), Text(), Text(), Text("nobody works on the job yet", style="dim"))
+    return table
+
+
+def _shard_map(node: NodeView, fresh: frozenset[int], count: int, width: int, colour: str) -> Text:
+    from rich.text import Text
+
+    marked = moved_cells(fresh & frozenset(node.shards), count, width)
+    line = Text(no_wrap=True)
+    for cell, character in enumerate(strip(node.shards, count, width)):
+        style = "dim" if character == "·" else f"bold reverse {colour}" if cell in marked else colour
+        line.append(character, style=style)
+    return line
+
+
+def _doing(state: ViewState, node: NodeView) -> str:
+    if not node.alive:
+        return "gone"
+    if state.ended:
+        return "done"
+    return "working" if node.shards else "idle"
+
+
+def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]:
+    """What is waited for, longest first: nothing waits in silence."""
+    from rich.text import Text
+
+    waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
+    for wait in waits[:WAITS_SHOWN]:
+        text = Text(f"waits  {seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
+        yield text.append(visible(f"{wait.who}: {wait.what}", max(10, width - 16)))
+
+
+def _answers(state: ViewState) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    first, last = state.evals[0], state.evals[-1]
+    now_by_prompt = {a.prompt: a for a in last.samples}
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(
+        Text("prompt", style="dim"),
+        Text(f"before ({first.accuracy:.1%})", style="dim"),
+        Text(f"after step {last.step} ({last.accuracy:.1%})" if last is not first else "now", style="dim"),
+        Text("expected", style="dim"),
+    )
+    answers = first.samples[:ANSWERS_SHOWN]
+    for before, prompt in zip(answers, told_apart([answer.prompt for answer in answers], 40), strict=True):
+        now = now_by_prompt.get(before.prompt) if last is not first else None
+        table.add_row(Text(prompt), _marked(before), _marked(now), Text(visible(before.answer, 24), "dim"))
+    return table
+
+
+def _marked(answer: Answer | None) -> Text:
+    from rich.text import Text
+
+    if answer is None:
+        return Text("-", style="dim")
+    right = answer.right
+    text = Text("✓ " if right else "✗ ", style="green" if right else "red")
+    return text.append(visible(answer.response, 24) or "(nothing)")
+
+
+def _log(state: ViewState, width: int) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    colours = {"rollback": "yellow", "member": "bold", "shards": "cyan", "state": "bold"}
+    for line in state.log[-LOG_SHOWN:]:
+        since = line.time - (state.started if state.started is not None else line.time)
+        text = Text(f"{seconds(max(0.0, since)):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
+        yield text.append(visible(line.text, width - 9), style=colours.get(line.kind, ""))

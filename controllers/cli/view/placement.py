@@ -1,0 +1,571 @@
+"""What `gcore placement` says: pure functions from what is stored to rows, tables and sentences.
+
+Reasons are policies' words, and a file of moves may be anybody's: nothing of them is markup, and control characters are spelt out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from controllers.accounting.states import added
+from controllers.cli.output import seconds, visible
+from gcore.config.spec import FIXED_POLICIES
+from gcore.ledger.records.job import Move, MoveKind, Moves, Pin, Plan, Stay
+from gcore.ledger.records.slot_accounting import BookLine, EngineSums, StepBook, Stretch, engines_of
+from placement.assign import slots_of, split_of
+from placement.moves import (
+    foretold_in_words,
+    in_words,
+    numbers_in_words,
+    outcome_in_words,
+    span_in_words,
+    split_from,
+    stay_in_words,
+)
+from placement.slots import Slot, counted
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from gcore.api.v1 import jobs_pb2 as pb
+
+MOST_SHOWN = 16_384
+"""Characters of a line. A reason has some hundreds at most, beside the slots of its move."""
+
+
+SURPRISE = 0.1
+"""What a step took beside what was expected, above which it is told: forecasts are held to be within it."""
+
+
+def plan_of(reply: pb.PlacementReply) -> Plan | None:
+    """The plan; None before the job has started."""
+    return Plan.decode(reply.plan, "the job's plan") if reply.plan else None
+
+
+def moves_of(reply: pb.PlacementReply) -> Moves:
+    """The newest moves."""
+    return Moves.decode(reply.moves, "the job's moves") if reply.moves else Moves()
+
+
+def pin_words(reply: pb.PlacementReply) -> str:
+    """What is fixed."""
+    return str(Pin.decode(reply.pin, "what is fixed")) if reply.pin else str(Pin())
+
+
+def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
+    """What `gcore placement show` says before its table."""
+    plan = plan_of(reply)
+    rows = {
+        "job": f"{reply.name} ({reply.uid})",
+        "policy": reply.policy + " (only says what it would do)" * reply.dry_run,
+        "step": str(reply.step),
+    }
+    if plan is None:
+        return rows | {"plan": "none: the job has not started"}
+    rows["slots"] = split_in_words(plan, reply.away)
+    rows["plan"] = _shown(f"generation {plan.generation}: {plan.reason}")
+    rows["planned by"] = reply.leader or "nobody now"
+    rows["fixed"] = pin_words(reply)
+    fixed = bool(reply.pin) and Pin.decode(reply.pin).fixes
+    rows["lends within a step"] = "no" if not reply.lends else "not while anything is fixed" if fixed else "yes"
+    moves = moves_of(reply)
+    rows["moves"] = str(moves.total)
+    if moves.newest is not None:
+        rows["newest"] = _shown(f"{_at(moves.newest)}: {in_words(moves.newest)}")
+    if moves.stays:
+        stay = moves.stays[-1]
+        rows["newest decision" if moves.newest is None or stay.time > moves.newest.time else "before that"] = _shown(
+            f"{span_in_words(stay)}: {stay_in_words(stay)}"
+        )
+    if reply.away:
+        rows["away"] = ", ".join(reply.away)
+    return rows
+
+
+def parted(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
+    """What it has on nodes that are there, and on those that are away."""
+
+    def on(*, there: bool) -> Plan:
+        ranks = tuple(one for one in plan.ranks if (one.node not in away) is there)
+        engines = tuple(one for one in plan.engines if (one.node not in away) is there)
+        return plan.model_copy(update={"ranks": ranks, "engines": engines})
+
+    return on(there=True), on(there=False)
+
+
+def split_in_words(plan: Plan, away: Collection[str]) -> str:
+    """How many slots of the nodes that are there serve what, and how many are away, of which nodes."""
+    here, gone = parted(plan, away)
+    if not (lost := by_slot(gone)):
+        return str(split_of(here))
+    nodes = " and ".join(sorted({slot.node for slot in lost}))
+    pools = ", ".join(f"{count} {pool}" for pool, count in _pools(gone).items() if count)
+    together = split_of(gone).mode == "colocated"
+    had = "" if together or not pools else f", planned for {pools},"
+    return f"{split_of(here)}; {counted(len(lost), 'slot')} of {nodes}{had} {'is' if len(lost) == 1 else 'are'} away"
+
+
+def _pools(plan: Plan) -> dict[str, int]:
+    split = split_of(plan)
+    return {"rollout": split.rollout, "reward": split.reward, "train": split.train}
+
+
+def by_slot(plan: Plan) -> dict[Slot, list[str]]:
+    """What is on each slot, in words: who is awake first; of an engine that spans several, which they are."""
+    found: dict[Slot, list[str]] = {}
+    for rank in sorted(plan.ranks, key=lambda one: one.rank):
+        found.setdefault(Slot(rank.node, rank.slot), []).append(f"train rank {rank.rank}")
+    for place in sorted(plan.engines, key=lambda one: (one.asleep, one.judge)):
+        what = f"judge {place.judge}" if place.judge else "rollout"
+        if place.further:
+            what += f" on {'+'.join(slot.rpartition(':')[2] for slot in place.slots)}"
+        for slot in slots_of(place):
+            found.setdefault(slot, []).append(what + " (asleep)" * place.asleep)
+    return dict(sorted(found.items()))
+
+
+def slots_table(reply: pb.PlacementReply) -> Table:
+    """A line a slot."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
+    plan = plan_of(reply)
+    for slot, what in by_slot(plan).items() if plan is not None else ():
+        node = slot.node + " (away)" * (slot.node in reply.away)
+        table.add_row(*(Text(_shown(one)) for one in (node, slot.slot, ", ".join(what))))
+    return table
+
+
+def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
+    """The same as JSON."""
+    plan = plan_of(reply)
+    here, gone = (None, None) if plan is None else parted(plan, reply.away)
+    return {
+        "uid": reply.uid,
+        "job": reply.name,
+        "policy": reply.policy,
+        "dry_run": reply.dry_run,
+        "lends": reply.lends,
+        "step": reply.step,
+        "planned_by": reply.leader or None,
+        "generation": plan.generation if plan is not None else None,
+        "split": None if here is None else {"mode": split_of(here).mode, **_pools(here)},
+        "split_away": None if gone is None or not reply.away else _pools(gone),
+        "fixed": json.loads(Pin.decode(reply.pin).model_dump_json(exclude={"schema_version"})) if reply.pin else None,
+        "slots": {} if plan is None else {str(slot): what for slot, what in by_slot(plan).items()},
+        "moves": moves_of(reply).total,
+        "away": list(reply.away),
+    }
+
+
+def move_tree(move: Move) -> dict[str, Any]:
+    """A move as JSON, with its sentence."""
+    tree: dict[str, Any] = json.loads(move.model_dump_json())
+    return {**tree, "sentence": in_words(move), "came_of_it": outcome_in_words(move)}
+
+
+def told_tree(moves: Sequence[Move], stays: Sequence[Stay]) -> list[dict[str, Any]]:
+    """Moves as JSON, and between them the stretches without any, of the kind `stay`; oldest first."""
+    told = [(move.time, move_tree(move)) for move in moves]
+    for stay in stays:
+        tree = {"kind": "stay", **json.loads(stay.model_dump_json()), "sentence": stay_in_words(stay)}
+        told.append((stay.began, tree))
+    return [tree for _, tree in sorted(told, key=lambda one: one[0])]
+
+
+def account(
+    name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int, stays: Sequence[Stay] = ()
+) -> list[str]:
+    """The whole story: where the slots are now, each move with its reason, what was expected, and what came of it, and why nothing moved
+    where nothing did."""
+    lines = []
+    if reply is not None:
+        plan = plan_of(reply)
+        by = f", and {reply.leader} plans" if reply.leader else ""
+        lines.append(f"Job {name} is placed by policy {reply.policy}{by}; {reply.step} steps are committed.")
+        if plan is not None:
+            lines.append(f"Now: {split_in_words(plan, reply.away)} (plan {plan.generation}).")
+        if (fixed := pin_words(reply)) != str(Pin()):
+            lines.append(f"Fixed by a person: {fixed}.")
+        if reply.dry_run:
+            lines.append("The policy only says what it would do.")
+    else:
+        lines.append(f"Job {name}, told from its folder, for no cluster is up.")
+    if not moves:
+        why = f": policy {reply.policy} moves nothing" if reply is not None and reply.policy in FIXED_POLICIES else ""
+        lines.append(f"Nothing has moved{why}.")
+    if left_out:
+        lines.append(f"{left_out} earlier moves are left out.")
+    told = [(move.time, _told(move, before)) for before, move in zip((None, *moves), moves, strict=False)]
+    told += [(stay.began, _stayed(stay)) for stay in stays]
+    for _, some in sorted(told, key=lambda one: one[0]):
+        lines += ["", *(_shown(line) for line in some)]
+    return lines
+
+
+def _shown(text: str) -> str:
+    return visible(text, MOST_SHOWN)
+
+
+def _clock(time: float) -> str:
+    """The time of day; nothing where what stands there is none."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return f"{datetime.fromtimestamp(time, UTC):%H:%M:%S} UTC, " if time else ""
+    return ""
+
+
+def _at(move: Move) -> str:
+    """Where in the run it was."""
+    if move.kind is MoveKind.BEGIN:
+        return "at the beginning"
+    return f"within step {move.step + 1}" if move.within else f"after step {move.step}"
+
+
+def _told(move: Move, before: Move | None) -> list[str]:
+    """`before`: the move that is told before it."""
+    lines = [f"{_clock(move.time)}{_at(move)}: {in_words(move)}."]
+    idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
+    if not all(f"{pool} was idle for" in move.reason for pool in idle):
+        lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
+    if said := numbers_in_words(move):
+        alone = "; what the step would have taken without it nobody can measure" if move.kind is MoveKind.LEND else ""
+        lines.append(f"  Expected: {said}{alone}.")
+    if before is not None and move.by and before.by not in ("", move.by):
+        lines.append(f"  Planned by {move.by} from here on, until then by {before.by}.")
+    if move.slots:
+        more = f", and {move.more_slots} more" if move.more_slots else ""
+        lines.append(f"  Slots: {_slots_in_words(move.slots)}{more}.")
+    if said := outcome_in_words(move):
+        lines.append(f"  What came of it: {said}{_beside_expected(move)}.")
+    return lines
+
+
+def _stayed(stay: Stay) -> list[str]:
+    lines = [f"{_clock(stay.began)}{span_in_words(stay)}: {stay_in_words(stay)}."]
+    if said := foretold_in_words(stay.foretold):
+        lines.append(f"  What came of it: {said}.")
+    return lines
+
+
+def _beside_expected(move: Move) -> str:
+    """Whether the steps after it took longer than was expected of them, or less long; nothing where it is nearly the same."""
+    took = None if move.outcome is None else move.outcome.step_s
+    if took is None or move.expected_s is None or move.within or move.state != "done":
+        return ""
+    if abs(took - move.expected_s) <= SURPRISE * move.expected_s:
+        return ""
+    return f"; that is {'longer' if took > move.expected_s else 'shorter'} than was expected"
+
+
+def _by_node(nodes: Mapping[str, Sequence[str]]) -> str:
+    return " and ".join(f"{', '.join(numbers)} on {node}" for node, numbers in nodes.items())
+
+
+def _slots_in_words(slots: Sequence[str]) -> str:
+    """`rollout -> reward: 3, 4, 5 on node-0 and 6 on node-1`, of lines `NODE/KIND:NUMBER was -> is`; others as they are."""
+    found: dict[str, dict[str, list[str]]] = {}
+    others = []
+    for line in slots:
+        name, _, change = line.partition(" ")
+        node, _, slot = name.rpartition("/")
+        number = slot.rpartition(":")[2]
+        if node and number.isdecimal() and change:
+            found.setdefault(change, {}).setdefault(node, []).append(number)
+        else:
+            others.append(line)
+    told = [f"{change}: {_by_node(nodes)}" for change, nodes in found.items()]
+    return "; ".join([*told, *others])
+
+
+def history_table(moves: Sequence[Move]) -> Table:
+    """A line a move."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        "when",
+        "kind",
+        "state",
+        "from",
+        "to",
+        "expected",
+        "measured",
+        "why",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    for move in moves:
+        outcome = move.outcome
+        table.add_row(
+            _at(move),
+            move.kind.value,
+            move.state,
+            "" if move.kind is MoveKind.BEGIN else str(split_from(move.before)),
+            str(split_from(move.after)),
+            "" if move.expected_s is None else f"{move.expected_s:.1f} s",
+            "" if outcome is None or outcome.step_s is None else f"{outcome.step_s:.1f} s",
+            Text(_shown(move.reason)),
+        )
+    return table
+
+
+# -------------------- top_view
+# What `gcore top` shows of a job: its newest booked step on every node, slots by state, pools, and what holds steps up. Pure.
+#
+# A node books a step a moment after it is committed, so what is shown is the newest step that each has booked, never a guess about the
+# one that goes on. Shares are of the slots' time: `2.1 slots` is the time of that many in the step.
+
+HOLDS = {
+    "barrier": "training: the batch is closed, and nothing may begin before its weights are there",
+    "waiting_weights": "publication: engines wait for the weights of the newest step",
+    "tail": "the tail: everything is begun, and the last responses and verdicts are not there yet",
+    "back_pressure": "admission: no more may be begun (judges, rollout.concurrency or rollout.staleness)",
+    "no_work": "generation: there is nothing yet to work on",
+}
+"""What a cause of idle slots says of the job."""
+
+
+BAR = 30
+
+
+@dataclass(frozen=True)
+class Top:
+    """A job at a moment. `books`: the newest of each node; `folder`: that of a run that ended, if that is where it was read."""
+
+    name: str
+    uid: str
+    state: str
+    step: int
+    steps: str
+    books: Mapping[str, StepBook]
+    folder: str = ""
+
+    @property
+    def slots(self) -> int:
+        """That the nodes have booked."""
+        return sum(book.slots for book in self.books.values())
+
+    @property
+    def by_state(self) -> dict[str, float]:
+        """Slots by state: the time of that many."""
+        total: dict[str, float] = {}
+        for book in self.books.values():
+            if book.seconds > 0:
+                total = added(total, {state: told / book.seconds for state, told in book.booked.items()})
+                total = added(total, {"unbooked": book.unbooked / book.seconds} if book.unbooked else {})
+        return total
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the newest step."""
+        return max((book.seconds for book in self.books.values()), default=0.0)
+
+    @property
+    def error(self) -> float:
+        """The share of all slots' time that is not accounted for."""
+        total = sum(book.seconds * book.slots for book in self.books.values())
+        return sum(book.error * book.seconds * book.slots for book in self.books.values()) / total if total else 0.0
+
+    @property
+    def engines(self) -> dict[str, EngineSums]:
+        """By pool, of all nodes."""
+        return engines_of(self.books.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """What most idle slots wait for; empty if none is."""
+        causes: dict[str, float] = {}
+        for state, slots in self.by_state.items():
+            if state.startswith("idle "):
+                cause = state.rpartition(" ")[2]
+                causes[cause] = causes.get(cause, 0.0) + slots
+        return max(causes, key=lambda cause: (causes[cause], cause), default="")
+
+
+def rows(top: Top) -> Iterable[tuple[str, str]]:
+    """The job in words."""
+    yield "job", f"{top.name} {top.state}"
+    yield (
+        "step",
+        f"{top.step}/{top.steps}" + (f", the newest booked one took {seconds(top.step_s)}" if top.books else ""),
+    )
+    yield "slots", f"{top.slots} on {len(top.books)} nodes; {top.error:.2%} of their time is not accounted for"
+    if top.bottleneck:
+        idle = sum(slots for state, slots in top.by_state.items() if state.startswith("idle "))
+        yield "idle", f"{idle:.1f} slots, most of them for {HOLDS[top.bottleneck]}"
+    for pool, sums in sorted(top.engines.items()):
+        if sums.active_s > 0:
+            speed = sums.tokens / top.step_s if top.step_s else 0.0
+            yield pool, f"{sums.running_s / sums.active_s:.1f} requests at a time in an engine, {speed:,.0f} tokens/s"
+    if top.folder:
+        yield "told from", f"{visible(top.folder)}, for no cluster is up"
+        yield "see also", f"`gcore trace {top.uid} --step N`, `gcore placement explain {top.uid}`"
+
+
+def states_table(top: Top) -> Table:
+    """Slots by state, the most first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row(*(Text(word, style="dim") for word in ("state", "slots", "")))
+    for state, slots in sorted(top.by_state.items(), key=lambda item: (-item[1], item[0])):
+        share = slots / top.slots if top.slots else 0.0
+        table.add_row(
+            Text(state), Text(f"{slots:.1f}", justify="right"), Text("█" * round(share * BAR) + f" {share:.0%}")
+        )
+    return table
+
+
+def shown(top: Top) -> Group:
+    """All of it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from controllers.cli.output import pairs_table
+
+    parts: list[Any] = [pairs_table(dict(rows(top)))]
+    if top.books:
+        parts += [Text(""), states_table(top)]
+    else:
+        parts.append(Text(f"No node has booked a step{'' if top.folder else ' yet'}.", style="dim"))
+    return Group(*parts)
+
+
+def tree(top: Top) -> dict[str, Any]:
+    """As JSON."""
+    return {
+        "job": top.name,
+        "state": top.state,
+        "step": top.step,
+        "slots": top.slots,
+        "step_seconds": top.step_s,
+        "by_state": {state: round(slots, 4) for state, slots in sorted(top.by_state.items())},
+        "error": round(top.error, 6),
+        "bottleneck": top.bottleneck,
+        "engines": {pool: sums.model_dump(mode="json") for pool, sums in sorted(top.engines.items())},
+        "nodes": {node: book.model_dump(mode="json") for node, book in sorted(top.books.items())},
+    }
+
+
+# -------------------- trace_events
+# A step as trace events (the JSON that ui.perfetto.dev and chrome://tracing open): a process a node, a track a slot, one for the job's
+# phases and one for the moves of its placement. Pure.
+#
+# A slice is named by what the slot was most of the time; how many of its seconds were what stands in its arguments, and beside the
+# slot a counter shows how much of it was busy. What nobody can say is a slice too, called `unbooked`. Times are microseconds from the moment
+# when the first node began the step; nodes are put beside one another by their wall clocks, so as exactly as those agree.
+#
+# Slices of a track touch and never overlap, in what is written too: who reads them nests by time. Processes are counted from 1, for to
+# Perfetto process 0 is the machine's idle one; a move is an instant of its own track, for one of the whole trace would stand on none.
+
+US = 1e6
+
+
+PHASES_TRACK = 1
+
+
+JOB, MOVES_TRACK = 1, 1
+
+
+UNBOOKED = "unbooked"
+
+
+COLOURS = {
+    "busy rollout": "thread_state_running",
+    "busy reward": "rail_animation",
+    "busy train": "thread_state_runnable",
+    "idle": "grey",
+    "switching": "thread_state_iowait",
+    "syncing": "rail_response",
+    "failed": "terrible",
+    UNBOOKED: "bad",
+}
+"""Of chrome://tracing's palette; Perfetto chooses its own."""
+
+
+def trace_of(job: str, lines: Mapping[str, BookLine], moves: Sequence[Move]) -> dict[str, Any]:
+    """The whole document. `lines`: the step, by node; of `moves` those that were made while it went on are shown."""
+    began = min(line.book.began for line in lines.values())
+    ended = max(line.book.began + line.book.seconds for line in lines.values())
+    events: list[dict[str, Any]] = [
+        _named("process_name", JOB, 0, f"job {job}"),
+        _named("thread_name", JOB, MOVES_TRACK, "moves"),
+    ]
+    for number, (node, line) in enumerate(sorted(lines.items()), start=JOB + 1):
+        events += _of_node(number, node, line, line.book.began - began)
+    events += (_move(move, began) for move in moves if began <= move.time <= ended)
+    versions = {str(line.book.version) for line in lines.values()}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"job": job, "step": ", ".join(sorted(versions))},
+    }
+
+
+def _of_node(pid: int, node: str, line: BookLine, offset: float) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", pid, 0, f"node {node}")
+    yield _named("thread_name", pid, PHASES_TRACK, "phases")
+    for phase in line.phases:
+        yield _slice(pid, PHASES_TRACK, phase.most or UNBOOKED, "phase", offset + phase.begin, offset + phase.end, {})
+    for tid, (slot, spans) in enumerate(sorted(line.spans.items()), start=PHASES_TRACK + 1):
+        yield _named("thread_name", pid, tid, slot)
+        for span in spans:
+            state = span.most or UNBOOKED
+            told = {name: round(seconds, 4) for name, seconds in sorted(span.seconds.items())}
+            yield _slice(pid, tid, state, state.partition(" ")[0], offset + span.begin, offset + span.end, told)
+            yield _counter(pid, f"busy {slot}", offset + span.begin, _busy(span))
+        if spans:
+            yield _counter(pid, f"busy {slot}", offset + spans[-1].end, 0.0)
+
+
+def _busy(span: Stretch) -> float:
+    """The share of it in which the slot was at work."""
+    length = span.end - span.begin
+    return sum(s for state, s in span.seconds.items() if state.startswith("busy ")) / length if length > 0 else 0.0
+
+
+def _slice(
+    pid: int, tid: int, name: str, kind: str, begin: float, end: float, told: Mapping[str, float]
+) -> dict[str, Any]:
+    at, until = _us(begin), _us(end)
+    event = {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": at, "dur": until - at}
+    colour = COLOURS.get(name) or COLOURS.get(kind)
+    return event | {"args": {"seconds": dict(told)} if told else {}} | ({"cname": colour} if colour else {})
+
+
+def _counter(pid: int, name: str, at: float, value: float) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": pid, "ts": _us(at), "args": {"busy": round(value, 4)}}
+
+
+def _move(move: Move, began: float) -> dict[str, Any]:
+    said = {
+        "reason": move.reason,
+        "slots": list(move.slots),
+        "gain_s": move.gain_s,
+        "cost_s": move.cost_s,
+        "expected_s": move.expected_s,
+        "before_s": move.before_s,
+        "idle": dict(move.idle),
+        "outcome": move.outcome.model_dump(mode="json", exclude_none=True) if move.outcome is not None else None,
+    }
+    name = f"{move.kind.value}: plan {move.generation}"
+    args = {key: value for key, value in said.items() if value not in (None, "", [], {})}
+    at = _us(move.time - began)
+    return {"ph": "i", "s": "t", "name": name, "cat": "move", "pid": JOB, "tid": MOVES_TRACK, "ts": at, "args": args}
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * US)

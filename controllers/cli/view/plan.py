@@ -1,0 +1,543 @@
+"""What `gcore plan` shows: the models, the placements that fit, and why others do not; as tables, and as a tree for JSON. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from controllers.cli.output import visible
+from gcore.config.load import apply_overrides, load_spec
+from gcore.config.spec import JobSpec
+from gcore.errors import UsageError
+from gcore.system.files import whole_file
+from placement.mapping.cluster import GIB, Cluster
+from placement.mapping.memory import Memory, Need, engine_need, gib, judge_replicas, micro_tokens, rank_needs, trained
+from placement.mapping.search import Fit, Misfits
+from placement.mapping.workload import Served, Way, Workload
+from placement.slots import counted, sizes_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from placement.mapping.search import Found
+    from placement.mapping.workload import Lengths, Shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What was planned for, and what was found."""
+
+    spec: JobSpec
+    cluster: Cluster
+    shapes: Shapes
+    lengths: Lengths
+    workload: Workload
+    found: Found
+
+    def begins(self, way: Way) -> bool:
+        """Whether the job can begin so. A policy that moves slots knows all slots in turn with one world only: that of the spec, or the
+        largest that has a sample for each rank."""
+        if not way.starts or way.split.mode == "coexisting" or not self.spec.placement.is_live:
+            return way.starts
+        training = self.workload.training
+        largest = max(min(self.cluster.slots, training.samples // training.mini_batches), 1)
+        return way.ranks == (self.spec.train.ranks or largest)
+
+    @property
+    def first(self) -> Fit | None:
+        """The best that the job can begin with, once the spec says so."""
+        return next((fit for fit in self.found.fits if self.begins(fit.way)), None)
+
+    @property
+    def stands(self) -> Fit | None:
+        """What the job would begin with as its spec stands; None if that is none of those that fit. A policy that moves slots, and is told no
+        sizes, finds the best by itself."""
+        placement = self.spec.placement
+        fits = (fit for fit in self.found.fits if self._spans(fit.way))
+        if placement.is_live and placement.train is None:
+            return next((fit for fit in fits if self.begins(fit.way)), None)
+        return next((fit for fit in fits if fit.way.starts and self._is_said(fit.way)), None)
+
+    @property
+    def one_rank_a_node(self) -> bool:
+        """Whether the spec leaves the number of ranks to the number of nodes."""
+        placement = self.spec.placement
+        return self.spec.train.ranks is None and placement.train is None and not placement.is_live
+
+    def _spans(self, way: Way) -> bool:
+        from placement.slots import sizes_of
+
+        sizes = sizes_of(self.spec)
+        return (way.rollout_size, way.reward_size) == (sizes.rollout, sizes.reward)
+
+    def _is_said(self, way: Way) -> bool:
+        said, split = self.spec.placement, way.split
+        if said.train is not None:
+            reward = split.reward if said.reward is None else said.reward
+            return (split.mode, split.train, split.reward) == ("coexisting", said.train, reward)
+        ranks = self.cluster.node_count if self.one_rank_a_node else self.spec.train.ranks
+        asleep = self.cluster.device.is_gpu if said.memory is None else said.memory == "in_turns"
+        return (split.mode, way.ranks, way.asleep) == ("colocated", ranks, asleep)
+
+
+MOST_MISFITS = 8
+"""Sentences about what does not fit that a table shows; JSON has all."""
+
+
+LONG = 500
+"""Characters of a sentence that are shown."""
+
+
+def tree_of(planned: Planned, show: int) -> dict[str, Any]:
+    """For JSON; memory in GiB, times in seconds. `show`: placements in it."""
+
+    found, cluster, device = planned.found, planned.cluster, planned.cluster.device
+    first = planned.first
+    return {
+        "job": planned.spec.name,
+        "cluster": {
+            "nodes": cluster.node_count,
+            "slots": cluster.slots,
+            "memory_gib": round(Memory.of(cluster).all_of_it / GIB, 2),
+            "tflops": device.tflops,
+            "bandwidth_gb_s": device.bandwidth_gb_s,
+            "link_gb_s": device.link_gb_s,
+            "alike": cluster.alike,
+            "source": device.source,
+        },
+        "lengths": {"prompt_tokens": planned.lengths.prompt, "response_tokens": planned.lengths.response},
+        "models": list(models(planned)),
+        "fitting": len(found.fits),
+        "placements": [fit_tree(fit, starts=planned.begins(fit.way)) for fit in found.fits[:show]],
+        "as_it_stands": None if planned.stands is None else fit_tree(planned.stands, starts=True),
+        "start": None if first is None else section_of(planned.spec, first),
+        "warnings": [] if first is None else list(less_cache(first)),
+        "misfits": [{"placement": str(one.way), "why": str(one.excess), "count": one.count} for one in found.misfits],
+        "hints": list(found.hints),
+    }
+
+
+def fit_tree(fit: Fit, *, starts: bool) -> dict[str, Any]:
+    """One placement. `starts`: whether the job can begin so."""
+    split, times = fit.way.split, fit.times
+    return {
+        "placement": str(fit.way),
+        "mode": split.mode,
+        "rollout": split.rollout,
+        "reward": split.reward,
+        "train": split.train,
+        "slots_of_a_rollout_engine": fit.way.rollout_size,
+        "slots_of_a_judge": fit.way.reward_size,
+        "asleep": fit.way.asleep,
+        "can_be_started": starts,
+        "memory_gib": {pool: round(used / GIB, 2) for pool, used in fit.room.used},
+        "rows": dict(fit.room.rows),
+        "cache_tokens": dict(fit.room.cells),
+        "less_cache_than_wanted": list(fit.room.bound),
+        "seconds": {
+            "step": times.step,
+            "rollout": times.rollout,
+            "judging": times.judging,
+            "training": times.training,
+            "publishing": times.publishing,
+            "switching": times.switching,
+        },
+    }
+
+
+def models(planned: Planned) -> Iterator[dict[str, Any]]:
+    """What each model takes of one slot by itself, with as many ranks as the best placement has."""
+    workload, gpu = planned.workload, planned.cluster.device.is_gpu
+    best = planned.first or next(iter(planned.found.fits), None)
+    ranks = planned.cluster.slots if best is None else best.way.ranks
+    for served in workload.served:
+        engine = engine_need(served, size=1, rows=served.rows, gpu=gpu)
+        yield _model(
+            served.name,
+            served.shape.parameters,
+            {"weights": engine.weights, "cache": engine.cell * engine.wanted, "working": engine.works},
+        )
+    for need in rank_needs(workload.training, ranks, gpu=gpu):
+        shape = workload.training.models.get(need.name, workload.rollout.shape)
+        yield _model(
+            f"{need.name}{_of_ranks(need, ranks)}", shape.parameters, {"weights": need.stays, "working": need.works}
+        )
+
+
+def _of_ranks(need: Need, ranks: int) -> str:
+    return f", a rank of {ranks}" if need.name != "reference" else ""
+
+
+def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
+    sizes = {f"{part}_gib": round(size / GIB, 3) for part, size in ({"cache": 0} | parts).items()}
+    return {"model": name, "parameters": parameters, **sizes, "total_gib": round(sum(parts.values()) / GIB, 3)}
+
+
+def print_tables(planned: Planned, show: int, console: Console) -> None:
+    """For people."""
+    found, cluster = planned.found, planned.cluster
+    weakest = "" if cluster.alike else "; nodes differ, and the weakest of each figure is planned with"
+    console.print(
+        f"{planned.spec.name} on {counted(cluster.slots, 'slot')} of {counted(cluster.node_count, 'node')}, "
+        f"{Memory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; prompts of {planned.lengths.prompt:.4g} and responses of "
+        f"{planned.lengths.response:.4g} tokens.\n",
+        highlight=False,
+    )
+    console.print(_models_table(planned))
+    console.print(f"\n{_counted(planned)}\n", highlight=False)
+    if found.fits:
+        console.print(_fits_table(planned, show))
+    if (first := planned.first) is not None:
+        console.print(f"\n{_begins(planned, first)}", highlight=False, soft_wrap=True)
+        for line in less_cache(first):
+            console.print(f"{visible(line, LONG)}.", highlight=False, soft_wrap=True)
+    if found.misfits:
+        console.print("\nWhat does not fit, the nearest first:", highlight=False)
+        for one in found.misfits[:MOST_MISFITS]:
+            more = f" (and {one.count - 1} alike)" if one.count > 1 else ""
+            console.print(
+                f"  {visible(str(one.way), LONG)}: {visible(str(one.excess), LONG)}{more}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if len(found.misfits) > MOST_MISFITS:
+            console.print(f"  and {len(found.misfits) - MOST_MISFITS} kinds more (-o json has all)", highlight=False)
+    for hint in found.hints:
+        console.print(f"\n{visible(hint, LONG)}.", highlight=False, soft_wrap=True)
+
+
+def _begins(planned: Planned, first: Fit) -> str:
+    """What the spec says now, and what to write instead."""
+    stands, how = planned.stands, "-o yaml prints that for the spec, --write FILE writes it"
+    alone = ""
+    if planned.one_rank_a_node:
+        alone = " (a rank on each node, for train.ranks says nothing)"
+    if stands == first:
+        return f"As the spec stands, the job begins with {first.way}{alone}; {how}."
+    if stands is None:
+        now = "What the spec says now is not among what fits."
+    else:
+        now = (
+            f"As the spec stands, the job begins with {stands.way}{alone}, predicted to take "
+            f"{stands.times.step:.3g} s a step."
+        )
+    return f"{now} To begin with {first.way}, at a predicted {first.times.step:.3g} s: {how}."
+
+
+def less_cache(fit: Fit) -> tuple[str, ...]:
+    """Of judges whose engines would take more than there is for them, what to write against that; the policy's is written with the rest."""
+    return tuple(
+        f"{name} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
+        for name, cells in fit.room.cells
+        if name in fit.room.bound and name != "rollout"
+    )
+
+
+def _counted(planned: Planned) -> str:
+    found = planned.found
+    fail = sum(one.count for one in found.misfits)
+    fit = f"{counted(len(found.fits), 'placement')} fit{'s' * (len(found.fits) == 1)}, {fail} do not"
+    if found.fits and planned.first is None:
+        return f"{fit}; of those that fit none can be started. The best of them, by predicted time of a step:"
+    return f"{fit}. The best, by predicted time of a step:" if found.fits else f"{fit}."
+
+
+def _models_table(planned: Planned) -> Table:
+    table = _table(("MODEL, BY ITSELF", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB"))
+    for row in models(planned):
+        sizes = (row["weights_gib"], row["cache_gib"], row["working_gib"], row["total_gib"])
+        table.add_row(visible(row["model"]), f"{row['parameters']:,}", *(f"{size:.2f}" for size in sizes))
+    return table
+
+
+def _fits_table(planned: Planned, show: int) -> Table:
+    table = _table(
+        ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
+    )
+    shown = list(planned.found.fits[:show])
+    if planned.first is not None and planned.first not in shown:
+        shown.append(planned.first)
+    for fit in shown:
+        times = fit.times
+        parts = (times.step, times.rollout, times.judging, times.training, times.publishing, times.switching)
+        fullest = max(used for _, used in fit.room.used) / GIB
+        table.add_row(str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", _starts(planned, fit.way))
+    return table
+
+
+def _starts(planned: Planned, way: Way) -> str:
+    if planned.begins(way):
+        return "yes"
+    return f"not with {planned.spec.placement.policy}" if way.starts else "with sglang"
+
+
+def _table(headings: tuple[str, ...]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table
+
+
+# -------------------- plan_written
+# The placement that was found, as a spec says it, and a spec with that in it. Pure but for the last function.
+#
+# A spec is a text that a person wrote, so its words and comments stay where they can: sections are replaced or put behind. What comes
+# out is read again; where it does not say what it should, the spec is written anew, without its comments.
+
+Section = dict[str, dict[str, Any]]
+
+
+JUDGES = "judges"
+"""In a section: by the judge's name, what to write into its `serving`."""
+
+
+SAID_ANEW = ("policy", "train", "reward")
+"""Of the section `placement`, what a first placement decides. Who has the memory is decided too, where slots are shared; where they are
+not, a policy that moves slots may share them later, and keeps what it says of that."""
+
+
+def section_of(spec: JobSpec, fit: Fit) -> Section:
+    """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes; all
+    slots in turn have none, for it knows one world only there."""
+    policy, split = spec.placement.policy, fit.way.split
+    live = spec.placement.is_live
+    section: Section = {"placement": {"policy": policy}}
+    if split.mode == "coexisting":
+        reward = {"reward": split.reward} if split.reward else {}
+        section["placement"] = {"policy": policy if live else "static", "train": split.train} | reward
+    elif not live:
+        section["placement"] = {"policy": "colocated"}
+        section["train"] = {"ranks": split.train}
+    if split.mode == "colocated":
+        section["placement"]["memory"] = "in_turns" if fit.way.asleep else "kept"
+    sizes, way = sizes_of(spec), fit.way
+    if way.rollout_size != sizes.rollout:
+        section["rollout"] = {"slots_per_engine": way.rollout_size}
+    # An engine that is left to itself would fill what the ranks beside it need.
+    if "rollout" in fit.room.bound:
+        section["rollout"] = section.get("rollout", {}) | {"cache_tokens": dict(fit.room.cells)["rollout"]}
+    if way.reward_size != sizes.reward:
+        section[JUDGES] = {judge.name: {"slots_per_engine": way.reward_size} for judge in spec.served_judges}
+    return section
+
+
+def pasted(section: Section) -> tuple[Section, tuple[str, ...]]:
+    """The section as it is pasted by hand, and what is to be set besides: judges stand in a list."""
+    fields = [
+        f"set serving.{key}: {value} of judge {name}"
+        for name, serving in section.get(JUDGES, {}).items()
+        for key, value in serving.items()
+    ]
+    return {name: fields for name, fields in section.items() if name != JUDGES}, tuple(fields)
+
+
+def left_standing(spec: JobSpec, section: Section) -> tuple[str, ...]:
+    """What to delete of the spec where the section is pasted by hand: what it says of another split. `write_spec` does so by itself."""
+    placement, wanted = spec.placement, section["placement"]
+    gone = [
+        f"placement.{key}" for key in ("train", "reward") if key not in wanted and getattr(placement, key) is not None
+    ]
+    if wanted.get("policy") == "static" and placement.memory is not None:
+        gone.append("placement.memory")
+    if "train" in wanted and spec.train.ranks is not None:
+        gone.append("train.ranks")
+    return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
+
+
+def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
+    """The spec's tree with that in it: what it said of the same is replaced, all else stays."""
+    changed = dict(tree)
+    for name, fields in section.items():
+        if name == JUDGES:
+            changed[name] = [_served(judge, fields.get(judge.get("name"), {})) for judge in tree.get(name) or ()]
+            continue
+        said = tree.get(name) or {}
+        anew: tuple[str, ...] = SAID_ANEW if name == "placement" else ()
+        if fields.get("policy") == "static":
+            anew += ("memory",)
+        changed[name] = {**{key: value for key, value in said.items() if key not in anew}, **fields}
+    if "train" in section["placement"] and isinstance(changed.get("train"), dict):
+        changed["train"] = {key: value for key, value in changed["train"].items() if key != "ranks"}
+    return changed
+
+
+def _served(judge: Mapping[str, Any], serving: Mapping[str, Any]) -> dict[str, Any]:
+    return {**judge, "serving": {**(judge.get("serving") or {}), **serving}} if serving else dict(judge)
+
+
+def with_section_in_text(text: str, section: Section) -> str:
+    """The same for a text whose comments are to stay; whether it came out right is the caller's to see."""
+    for name, fields in pasted(section)[0].items():
+        block = yaml.safe_dump({name: fields}, sort_keys=False)
+        found = re.search(rf"^{name}:[^\n]*\n(?:(?:[ \t]+[^\n]*|[ \t]*#[^\n]*|[ \t]*)\n)*", text, re.MULTILINE)
+        if found is None:
+            text = f"{text.rstrip()}\n\n{block}"
+        elif name == "placement":
+            kept = re.search(r"\n[ \t]*\n*\Z", found[0])
+            text = f"{text[: found.start()]}{block}{chr(10) if kept else ''}{text[found.end() :]}"
+        else:
+            text = text[: found.start()] + _with_fields(found[0], fields) + text[found.end() :]
+    if "train" in section["placement"]:
+        text = re.sub(
+            r"(^train:[^\n]*\n(?:[ \t]+[^\n]*\n|\n)*?)[ \t]+ranks:[^\n]*\n", r"\1", text, count=1, flags=re.MULTILINE
+        )
+    return text
+
+
+def _with_fields(block: str, fields: Mapping[str, Any]) -> str:
+    for key, value in fields.items():
+        line = re.compile(rf"^([ \t]+){key}:[^\n#]*", re.MULTILINE)
+        if line.search(block):
+            block = line.sub(rf"\g<1>{key}: {value} ", block, count=1)
+        else:
+            head, _, rest = block.partition("\n")
+            indent = re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*([ \t]+)\S", rest)
+            block = f"{head}\n{indent[1] if indent else '  '}{key}: {value}\n{rest}"
+    return block
+
+
+def write_spec(spec: Path, to: Path, section: Section, overrides: Sequence[str] = ()) -> None:
+    """Write the spec with the section in it to `to`, which lies beside it. Raises UsageError."""
+    if to.resolve().parent != spec.resolve().parent:
+        raise UsageError(
+            "paths in a spec are relative to its folder, so a copy elsewhere would name other files",
+            where=str(to),
+            fix=f"Name a file in {spec.resolve().parent}",
+        )
+    if to.exists() and to.resolve() != spec.resolve():
+        raise UsageError("there is a file of that name", where=str(to), fix="Name a new file, or the spec itself")
+    text = spec.read_text(encoding="utf-8")
+    wanted = with_section(apply_overrides(yaml.safe_load(text), overrides), section)
+    written = text if overrides else with_section_in_text(text, section | {"placement": wanted["placement"]})
+    try:
+        same = yaml.safe_load(written) == wanted
+    except yaml.YAMLError:
+        same = False
+    if not same:
+        written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    try:
+        whole_file(to, written.encode())
+    except OSError as error:
+        raise UsageError(
+            f"the spec cannot be written ({error.strerror or error})", where=str(to), fix="Name another file"
+        ) from error
+    load_spec(to)
+
+
+# -------------------- plan_lacking
+# What would make a job fit that does not: the largest part of what is too much, and the field of the spec that bounds it. Pure.
+#
+# Of the way that is nearest to fitting. One field alone may not be enough, and then the plan says what is the largest after that. Whether a
+# single field is enough is tried elsewhere (`placement.mapping.search`, its hints).
+
+LARGER = "Use more accelerators, larger ones, or a smaller model"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of what a slot would hold, in bytes, and what to do about it."""
+
+    what: str
+    size: float
+    fix: str
+
+
+def advice(workload: Workload, cluster: Cluster, misfit: Misfits | None) -> str:
+    """What to change first."""
+    if misfit is None:
+        return LARGER
+    memory = Memory.of(cluster)
+    if misfit.excess.where.startswith("SGLang"):
+        return _of_share(_named(workload, misfit), memory)
+    if misfit.excess.where:
+        return f"Use nodes with more host memory, fewer ranks a node, or a smaller model; {gib(misfit.excess.memory)} are there"
+    names = misfit.excess.names
+    terms = [*_trained(workload, misfit.way, names, memory), *_plan_lacking_served(workload, misfit.way, names, memory)]
+    if not terms:
+        return LARGER
+    largest = max(terms, key=lambda term: term.size)
+    return f"The largest part is {largest.what}, {gib(largest.size)}: {largest.fix}"
+
+
+def _named(workload: Workload, misfit: Misfits) -> Served:
+    """Whose share it is: the excess names it with what it is asked."""
+    return max(
+        (one for one in workload.served if misfit.excess.names[0].startswith(one.name)),
+        key=lambda one: len(one.name),
+        default=workload.rollout,
+    )
+
+
+def _trained(workload: Workload, way: Way, names: tuple[str, ...], memory: Memory) -> Iterator[Term]:
+    training = workload.training
+    stage = "" if training.stage == 3 else "train.zero_stage: 3, "
+    shared = f"{stage}more ranks, or a smaller model" if stage else "use more ranks, or a smaller model"
+    for name, shape in training.models.items():
+        if name not in names:
+            continue
+        parts = trained(shape, training, way.ranks, gpu=memory.gpu)
+        state = parts.weights + parts.gradients + parts.optimizer
+        yield Term(
+            f"weights, gradients and optimizer of {name} on {counted(way.ranks, 'rank')}", state, f"set {shared}"
+        )
+        tokens = micro_tokens(training, way.ranks)
+        fixes = [] if training.recomputes else ["set train.activation_checkpointing: true"]
+        if tokens > training.longest:
+            fixes.append(
+                f"lower train.micro_batch_tokens (now {training.micro_tokens:,}; a sample has up to {training.longest:,})"
+            )
+        else:
+            fixes.append(f"lower rollout.max_new_tokens (a sample has up to {training.longest:,} tokens)")
+        what = f"activations of {name} for a micro-batch of {tokens:,} tokens"
+        yield Term(what, parts.activations, ", and ".join(fixes))
+    for need in rank_needs(training, way.ranks, gpu=memory.gpu):
+        if need.name == "reference" and need.name in names:
+            yield Term("the reference model", need.stays + need.works, f"set {shared}")
+
+
+def _plan_lacking_served(workload: Workload, way: Way, names: tuple[str, ...], memory: Memory) -> Iterator[Term]:
+    for served in workload.served:
+        if served.name not in names:
+            continue
+        if memory.gpu and served.share is not None:
+            yield Term(f"the share that SGLang takes for {served.name}", served.share * memory.all_of_it, _less(served))
+            continue
+        policy = served is workload.rollout
+        size = way.rollout_size if policy else way.reward_size
+        replicas = way.split.rollout // size if policy else judge_replicas(served, way)
+        rows = max(1, min(served.rows, -(-served.requests // max(1, replicas))))
+        need = engine_need(served, size=size, rows=rows, gpu=memory.gpu)
+        where, longest = _section(served), "rollout.max_new_tokens" if policy else f"max_new_tokens of {served.name}"
+        yield Term(f"weights of {served.name}", need.weights, "use larger accelerators, or a smaller model")
+        yield Term(f"cache of {served.name} for one longest request", need.cell * need.least, f"lower {longest}")
+        yield Term(f"what {served.name} works with", need.works, f"lower {where}.batch_slots or {longest}")
+
+
+def _of_share(served: Served, memory: Memory) -> str:
+    share = served.share or 0.0
+    return f"SGLang takes {share:g} of {gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
+
+
+def _section(served: Served) -> str:
+    return "rollout" if served.name == "rollout" else f"serving of {served.name}"
+
+
+def _flag(served: Served) -> str:
+    where = "rollout.engine_args" if served.name == "rollout" else f"serving.engine_args of {served.name}"
+    return f"{where}: [--mem-fraction-static, SHARE]"
+
+
+def _less(served: Served) -> str:
+    return f"lower it with {_flag(served)} (now {served.share or 0.0:g})"
+
+
+def _raise(served: Served) -> str:
+    return f"raise it with {_flag(served)}, or lower the longest answer"

@@ -1,0 +1,238 @@
+"""Where a followed job is shown: a terminal that is drawn over, or lines.
+
+Both fold the events into a `ViewState` and hold it; neither asks the cluster anything (`following`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from controllers.cli.output import Output, measures, part_measures, seconds, told_apart, visible
+from controllers.cli.view.state import Answer, EvalPoint, JobSnapshot, SetPoint, StepPoint, ViewState, Wait
+from gcore.observability.events import JobEvent
+from gcore.system.clock import Clock
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+# -------------------- view_plain
+# The plain view: one line for each thing that happened. For logs, pipes and terminals that are none.
+#
+# Lines are pure functions of the state before and the event; a number that an event lacks is a dash or left out. Held-out
+# answers are shown with the first evaluation and with the one after the last step.
+
+SHOWN_ANSWERS = 5
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
+    """What is printed for `event`. Nothing for one that was shown already."""
+    after = before.apply(event)
+    if after is before:
+        return ()
+    if event.kind == "step" and after.points and after.points[-1] is not (before.points[-1] if before.points else None):
+        return (step_line(after, after.points[-1]),)
+    if event.kind == "eval" and after.evals and after.evals[-1] not in before.evals:
+        return tuple(_eval_lines(after, after.evals[-1]))
+    if event.kind == "fault":  # of a plug-in: its own traceback is what its author needs
+        trace = str(event.data.get("trace", "")).splitlines()
+        return (f"fault: {visible(event.message, 500)}", *(f"  {visible(line, 300)}" for line in trace))
+    text = visible(event.message, 500) or (visible(after.log[-1].text, 500) if after.log != before.log else "")
+    return (f"{event.kind}: {text}",) if text else ()
+
+
+def trouble_lines(before: Wait | None, who: str, why: str, now: float) -> tuple[str, ...]:
+    """What is printed when `who` is in trouble because of `why` (nothing: no longer), and was in `before`.
+
+    The same reason with other figures in it is the same.
+    """
+    if not why:
+        return (f"waiting: {who} goes on, after {seconds(max(0.0, now - before.since))}",) if before else ()
+    if before is not None and _NUMBER.sub("", before.what) == _NUMBER.sub("", why):
+        return ()
+    return (f"waiting: {who}: {visible(why, 500)}",)
+
+
+def step_line(state: ViewState, point: StepPoint) -> str:
+    """`step 12/150 reward 0.620 accuracy 0.450 length 3.1 812 tok/s collect 0.31s exchange 0.02s ...`."""
+    reward, length = point.stats.get("reward"), point.stats.get("response_length")
+    accuracy = state.evals[-1].accuracy if state.evals else None
+    words = [
+        f"step {point.step}/{state.of_steps}",
+        "reward " + ("-" if reward is None else f"{reward:.3f}"),
+        "accuracy " + ("-" if accuracy is None else f"{accuracy:.3f}"),
+        "length " + ("-" if length is None else f"{length:.1f}"),
+    ]
+    rate = point.tokens_per_second
+    if rate is not None:
+        words.append(f"{rate:.0f} tok/s")
+    words += [f"{name} {seconds(value)}" for name, value in point.phases.items()]
+    if streamed := point.stats.get("parts"):
+        words.append(f"parts {streamed:.0f}")
+    if point.groups:
+        words.append("groups " + " ".join(f"{visible(name)}:{count}" for name, count in sorted(point.groups.items())))
+    if point.filtered:
+        rate = point.stats.get("filter_rate")
+        words.append(f"filtered {point.filtered}" + (f" ({rate:.0%})" if rate is not None else ""))
+    if point.failed:
+        words.append(f"failed {point.failed}")
+    return " ".join(words)
+
+
+def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
+    one_by_one = len(point.by_source) > 1 or any(one.samples > 1 for one in point.sets.values())
+    parts = [] if one_by_one else [part for one in point.sets.values() for part in part_measures(one.metrics)]
+    measured = visible(", ".join([f"accuracy {point.accuracy:.1%}", *parts]), 500)
+    yield f"eval: {measured} on {point.count} held-out prompts after step {point.step}"
+    if one_by_one:
+        sets = [set_line(point, name) for name in sorted(point.by_source)]
+        yield "  " + ("; " if any(", " in one for one in sets) else ", ").join(sets)
+    if point.unscored:
+        yield f"  {point.unscored} responses could not be scored, and count as not correct"
+    if len(state.evals) == 1 or point.step >= state.steps:
+        answers = point.samples[:SHOWN_ANSWERS]
+        for answer, prompt in zip(answers, told_apart([answer.prompt for answer in answers]), strict=True):
+            yield "  " + answer_line(answer, prompt)
+
+
+def set_line(point: EvalPoint, name: str) -> str:
+    """`sums 45.0%, pass@4 71.2%` of a set; the mean reward where it is not the accuracy."""
+    score = point.sets.get(name, SetPoint())
+    return ", ".join([f"{visible(name)} {point.by_source[name]:.1%}", *measures(score.metrics, point.by_source[name])])
+
+
+def answer_line(answer: Answer, prompt: str) -> str:
+    """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`. `prompt`: what is shown of it."""
+    verdict = "right" if answer.right else f"wrong, {visible(answer.answer, 40)} is expected"
+    if answer.unscored:
+        verdict = f"not scored: {visible(answer.unscored, 200)}"
+    return f"{prompt} → {visible(answer.response) or '(nothing)'}  {verdict}"
+
+
+class Screen(Protocol):
+    """Shows a job. Events and observations only while `open()` is entered."""
+
+    state: ViewState
+
+    def open(self) -> AbstractContextManager[object]:
+        """Take the terminal; give it back at the end."""
+        ...
+
+    def show(self, event: JobEvent) -> None:
+        """Something happened."""
+        ...
+
+    def observe(self, job: JobSnapshot) -> None:
+        """The API was asked."""
+        ...
+
+    def trouble(self, who: str, why: str, now: float) -> None:
+        """Why `who` does not do what it should; nothing: it does. `now`: seconds since the epoch."""
+        ...
+
+
+class PlainScreen:
+    """Lines on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self.state = ViewState()
+        self._console = console
+        self._troubles: dict[str, Wait] = {}
+
+    def open(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def trouble(self, who: str, why: str, now: float) -> None:
+        """A line when it begins, when the reason becomes another, and when it is over."""
+        before = self._troubles.get(who)
+        self._print(trouble_lines(before, who, why, now))
+        if why:
+            self._troubles[who] = Wait(who, why, before.since if before else now)
+        else:
+            self._troubles.pop(who, None)
+
+    def show(self, event: JobEvent) -> None:
+        self._print(lines(self.state, event))
+        self.state = self.state.apply(event)
+
+    def observe(self, job: JobSnapshot) -> None:
+        self.state = self.state.observe(job)
+
+    def _print(self, lines: Iterable[str]) -> None:
+        """A log on a full disk must not end what it tells of; whoever reads nothing more (a closed pipe) has ended it."""
+        for line in lines:
+            try:
+                self._console.out(line, highlight=False)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+
+
+def event_text(event: JobEvent, output: Output) -> str:
+    """An event for programs: a line of JSON, or a document of YAML."""
+    return f"---\n{output.text(json.loads(event.to_line()))}" if output is Output.YAML else event.to_line()
+
+
+class JsonScreen:
+    """Events as they are, one JSON object a line, or one YAML document each, for programs."""
+
+    def __init__(self, console: Console, output: Output = Output.JSON) -> None:
+        self._output = output
+        self.state = ViewState()
+        self._console = console
+
+    def open(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def trouble(self, who: str, why: str, now: float) -> None:
+        """Not an event."""
+
+    def show(self, event: JobEvent) -> None:
+        self._console.out(event_text(event, self._output), highlight=False)
+        self.state = self.state.apply(event)
+
+    def observe(self, job: JobSnapshot) -> None:
+        self.state = self.state.observe(job)
+
+
+class LiveScreen:
+    """The view, drawn four times a second; its last state stays on the terminal."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        from rich.live import Live
+
+        self.state = ViewState()
+        self._console = console
+        self._clock = clock
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=4, vertical_overflow="ellipsis"
+        )
+
+    def open(self) -> AbstractContextManager[object]:
+        return self._live
+
+    def trouble(self, who: str, why: str, now: float) -> None:
+        self.state = self.state.with_trouble(who, why, now)
+
+    def show(self, event: JobEvent) -> None:
+        self.state = self.state.apply(event)
+
+    def observe(self, job: JobSnapshot) -> None:
+        self.state = self.state.observe(job)
+
+    def _render(self) -> RenderableType:
+        from controllers.cli.view.live import render
+
+        return render(self.state, self._clock.wall(), self._console.width, self._console.height)
+
+
+def choose_screen(console: Console, clock: Clock, *, plain: bool) -> Screen:
+    """The live view on a terminal, unless lines are asked for."""
+    return LiveScreen(console, clock) if console.is_terminal and not plain else PlainScreen(console)

@@ -1,0 +1,363 @@
+"""What is left of a run for people and programs: `summary.json` in its folder, and the same as a table.
+
+Pure but for `write`. The groups per controller are the audit's, which counts them in the log; without an audit they are
+those of the events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from controllers.cli.options import program
+from controllers.cli.output import MOST_VIOLATIONS, best_line, measures, seconds, snapshot, visible
+from controllers.cli.view.live import bottleneck_of, usual_waits, waits_line
+from controllers.cli.view.state import (
+    Answer,
+    BestPoint,
+    JobSnapshot,
+    SourceFigures,
+    ViewState,
+    finite,
+    text_of,
+    whole_of,
+)
+from gcore.errors import GcoreError, StoreUnavailable, Unreachable
+from gcore.ledger import archive as store_copy
+from gcore.models.layout import CHECKPOINTS
+from gcore.schema import UnreadableRecord
+from gcore.system.files import whole_file
+
+FILE_NAME = "summary.json"
+
+
+ENDED_FILES = (FILE_NAME, store_copy.FOLDER)
+"""Who has ended has a summary, or, if nobody watched it to its end, a copy of its records."""
+
+
+SUCCEEDED = "SUCCEEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditVerdict:
+    """What the audit found. `violations` empty: clean."""
+
+    violations: tuple[str, ...] = ()
+    groups_by_node: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether every prompt is accounted for."""
+        return not self.violations
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """What came of one source's prompts. Means are over its trained groups; None where nothing was measured."""
+
+    trained: int
+    filtered: int
+    failed: int
+    mean_reward: float | None
+    mean_length: float | None
+    truncated: float | None
+    eval_accuracy_before: float | None
+    eval_accuracy_after: float | None
+    eval_before: dict[str, float] = dataclasses.field(default_factory=dict)
+    """`mean@N`, `pass@1` and `pass@K` of the set of that name, in the first evaluation."""
+    eval_after: dict[str, float] = dataclasses.field(default_factory=dict)
+    eval_unscored: int = 0
+    """Responses of the last evaluation that the reward could not score."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Accuracies from 0 to 1; seconds; None where nothing was measured."""
+
+    job: str
+    uid: str
+    state: str
+    reason: str
+    steps: int
+    lineage: int
+    rollbacks: int
+    eval_accuracy_before: float | None
+    eval_accuracy_after: float | None
+    wall_seconds: float
+    """Of the command, starting the cluster included."""
+    job_seconds: float | None
+    """From the job's creation to its end, interruptions included."""
+    tokens_per_second: float | None
+    controllers: int
+    groups_by_controller: dict[str, int]
+    audit: str | list[str]
+    """"clean", or the violations."""
+    run_dir: str
+    checkpoint: str
+    best: BestPoint | None
+    """The best evaluated state, and the folder of its checkpoint."""
+    sources: dict[str, SourceSummary]
+    answers_before: tuple[Answer, ...]
+    answers_after: tuple[Answer, ...]
+    waits: dict[str, float]
+    """Who waited for whom in a usual step, in seconds: the medians of its waits, by their names in `metrics.jsonl`."""
+    bottleneck: str
+    """What holds steps up because of that; empty if it is not known."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job did all its steps and its accounts are right."""
+        return self.state == SUCCEEDED and self.audit == "clean"
+
+
+def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seconds: float) -> Summary:
+    """Of a job that has ended."""
+    groups = dict(audit.groups_by_node) or state.groups_by_node
+    later = state.accuracy_after is not None
+    waits = usual_waits(state.points)
+    return Summary(
+        job=job.name,
+        uid=job.uid,
+        state=job.state,
+        reason=job.reason,
+        steps=job.step,
+        lineage=job.lineage,
+        rollbacks=state.rollbacks,
+        eval_accuracy_before=state.accuracy_before,
+        eval_accuracy_after=state.accuracy_after,
+        wall_seconds=round(wall_seconds, 3),
+        job_seconds=round(job.ended - job.created, 3) if job.ended and job.created else None,
+        tokens_per_second=state.tokens_per_second,
+        waits={name: round(value, 3) for name, value in waits.items()},
+        bottleneck=bottleneck_of(waits),
+        controllers=len(groups.keys() | {node.name for node in state.nodes}),
+        groups_by_controller=dict(sorted(groups.items())),
+        audit="clean" if audit.clean else list(audit.violations),
+        run_dir=job.run_dir,
+        checkpoint=job.checkpoint,
+        best=job.best,
+        sources={source.name: _source(state, source) for source in job.sources},
+        answers_before=state.evals[0].samples if state.evals else (),
+        answers_after=state.evals[-1].samples if later else (),
+    )
+
+
+def _source(state: ViewState, source: SourceFigures) -> SourceSummary:
+    later = state.accuracy_after is not None
+    return SourceSummary(
+        trained=source.trained,
+        filtered=source.filtered,
+        failed=source.failed,
+        mean_reward=source.mean_reward,
+        mean_length=source.mean_length,
+        truncated=source.truncated,
+        eval_accuracy_before=state.evals[0].by_source.get(source.name) if state.evals else None,
+        eval_accuracy_after=state.evals[-1].by_source.get(source.name) if later else None,
+        eval_before=_metrics(state, 0, source.name),
+        eval_after=_metrics(state, -1, source.name) if later else {},
+        eval_unscored=source.eval_unscored,
+    )
+
+
+def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
+    found = state.evals[place].sets.get(name) if state.evals else None
+    return dict(sorted(found.metrics.items())) if found is not None else {}
+
+
+def write(summary: Summary, run_dir: Path) -> Path:
+    """Write `summary.json`, whole or not at all. Raises GcoreError."""
+    path = run_dir / FILE_NAME
+    try:
+        whole_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise GcoreError(
+            f"cannot write the summary ({error.strerror or error})", where=str(path), fix="Make the folder writable"
+        ) from error
+    return path
+
+
+def rows(summary: Summary, again: str) -> dict[str, str]:
+    """The table. `again`: the command that was given."""
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    rate = summary.tokens_per_second
+    groups = ", ".join(f"{visible(name)} {count}" for name, count in summary.groups_by_controller.items())
+
+    def words(one: SourceSummary) -> str:
+        """A source may be for training, for evaluation, or for both."""
+        before, after = one.eval_accuracy_before, one.eval_accuracy_after
+        evaluated = f"{share(before)} → {share(after)}" if before is not None or after is not None else ""
+        # What is measured beside the accuracy, as it was in the end.
+        evaluated = ", ".join(
+            [evaluated, *measures(one.eval_after or one.eval_before, before if after is None else after)]
+        )
+        if one.eval_unscored:
+            evaluated += f", {one.eval_unscored} responses not scored"
+        evaluated = evaluated.removeprefix(", ")
+        trained = "" if evaluated and not one.trained else f"{one.trained} trained"
+        return ", ".join(part for part in (trained, evaluated) if part)
+
+    sources = "; ".join(f"{visible(name)} {words(one)}" for name, one in summary.sources.items())
+    shown = {
+        "job": f"{visible(summary.job)} ({summary.uid}) {summary.state}"
+        + (f": {visible(summary.reason, 300)}" if summary.reason else ""),
+        "accuracy": f"{share(summary.eval_accuracy_before)} before, {share(summary.eval_accuracy_after)} after",
+        "groups trained": groups or "-",
+        "steps": f"{summary.steps}"
+        + (f", with {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
+        + f", in {seconds(summary.wall_seconds)} wall time",
+        "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
+        "waits": waits_line(summary.waits) or "-",
+        "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
+        "run folder": summary.run_dir,
+    }
+    if len(summary.sources) > 1:
+        shown["sources"] = sources
+    if summary.best is not None:
+        shown["best"] = best_line(summary.best)
+    if summary.state != SUCCEEDED:
+        shown["logs"] = f"{summary.run_dir}/logs"
+    if summary.checkpoint:
+        shown["checkpoint"] = summary.checkpoint
+        shown["export"] = f"{program()} export {summary.uid} --to DIR"
+        if summary.best is not None and summary.best.checkpoint not in ("", summary.checkpoint):
+            shown["export"] += ", with --best the best"
+    shown["run again"] = again
+    return shown
+
+
+def _first_of(violations: list[str]) -> str:
+    more = len(violations) - MOST_VIOLATIONS
+    return "; ".join(violations[:MOST_VIOLATIONS] + ([f"and {more} more ({FILE_NAME} has all)"] if more > 0 else []))
+
+
+def finished_jobs(runs: Path) -> list[str]:
+    """The names of the finished runs under `runs`, each once."""
+    return sorted({tree["job"] for _, tree in _summaries(runs)})
+
+
+def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, str]:
+    """What `find_summary` says where no cluster is up in `home`.
+
+    Raises Unreachable, with the finished jobs there are, also if a name means a newer job that has not finished: of that
+    only a cluster knows how it stands, and to take the older one in its place would be a mistake nobody sees. Where a cluster
+    is up, and its store is away, it says nothing of starting one.
+    """
+    is_up = isinstance(unreachable, StoreUnavailable)
+    found = find_summary(home / "runs", job) or _without_summary(home / "runs", job)
+    newer = newer_unfinished(home / "runs", job) if found is not None and job == found["job"] else None
+    if found is not None and newer is not None:
+        what = f"the newest job {job!r} ({newer}) has not finished, and {unreachable.what}"
+        first = "Ask again when the store is back" if is_up else "Start the cluster with `gcore up`"
+        fix = f"{first}, or name the older, finished job by its uid: {found['uid']}"
+        raise Unreachable(what, where=str(home), fix=fix) from unreachable
+    if found is None and is_up:
+        raise unreachable
+    if found is None and (left := unfinished(home / "runs", job)) is not None:
+        what = f"job {left[0]!r} ({left[1]}) has not finished, and {unreachable.what}"
+        fix = "`gcore up`, or `gcore run` with its spec, goes on with it"
+        raise Unreachable(what, where=str(home), fix=fix) from unreachable
+    if found is None:
+        finished = finished_jobs(home / "runs")
+        known = f"; finished are {', '.join(map(repr, finished))}" if finished else ""
+        what = f"{unreachable.what}, and among its runs is no finished job {job!r}{known}"
+        raise Unreachable(what, where=str(home), fix=unreachable.fix) from unreachable
+    return found
+
+
+def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
+    """The same of a run that nobody watched to its end, from the copy of its records; None if there is none, or it is damaged."""
+    from controllers.api.job_messages import described_run
+    from controllers.api.run_reader import run_of
+
+    run_dir = run_of(runs, job)
+    try:
+        told = described_run(run_dir) if run_dir is not None else None
+    except (OSError, UnreadableRecord):
+        return None
+    if told is None:
+        return None
+    found = {"job": told.name, "uid": told.uid, "checkpoint": told.checkpoint, "folder": told.run_dir}
+    best = snapshot(told).best
+    return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
+
+
+def unfinished(runs: Path, job: str) -> tuple[str, str] | None:
+    """Name and uid of the run of that name or uid that has not finished; of several of a name the newest. None: there is none."""
+    uid = newer_unfinished(runs, job)
+    if uid is not None:
+        return job, uid
+    for folder in runs.glob(f"*-{glob.escape(_stem(job))}"):
+        name, _, uid = folder.name.rpartition("-")
+        if uid == job and folder.is_dir() and not any((folder / one).exists() for one in ENDED_FILES):
+            return name, uid
+    return None
+
+
+def _stem(job: str) -> str:
+    """How the folder of a job of that name begins (`controllers.service.submission.run_name`)."""
+    return job.replace("/", ".")
+
+
+def newer_unfinished(runs: Path, job: str) -> str | None:
+    """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none."""
+    at_work: list[tuple[float, bool, str]] = []
+    for folder in runs.glob(f"{glob.escape(_stem(job))}-*"):
+        name, _, uid = folder.name.rpartition("-")
+        ended = tuple(folder / one for one in ENDED_FILES)
+        last = next((path for path in (*ended, folder / "events.jsonl") if path.exists()), folder)
+        with contextlib.suppress(OSError):
+            if name == _stem(job) and folder.is_dir():
+                at_work.append((last.stat().st_mtime, last in ended, uid))
+    newest = max(at_work, default=None)
+    return None if newest is None or newest[1] else newest[2]
+
+
+def find_summary(runs: Path, job: str) -> dict[str, str] | None:
+    """Of the newest finished run of that name or uid under `runs`: `job`, `uid`, `checkpoint`, `folder` (where it lies), and,
+    if it has a best state, `best` (as a person reads it) and `best_checkpoint` (empty: that state has none). None if there is
+    no such run."""
+    found = [pair for pair in _summaries(runs) if job in (pair[1]["job"], pair[1]["uid"])]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _summaries(runs: Path) -> Iterator[tuple[float, dict[str, str]]]:
+    """Of every finished run when its summary was written, and what `find_summary` says."""
+    for path in runs.glob(f"*/{FILE_NAME}"):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            changed = path.stat().st_mtime
+        except (OSError, ValueError):
+            continue
+        if isinstance(tree, dict):
+            found = {key: str(tree.get(key, "")) for key in ("job", "uid", "checkpoint")}
+            found["folder"] = str(path.parent)
+            found["checkpoint"] = _lying_now(found["checkpoint"], path.parent)
+            best = _best(tree.get("best"))
+            if best is not None:
+                best = dataclasses.replace(best, checkpoint=_lying_now(best.checkpoint, path.parent))
+                found |= {"best": best_line(best), "best_checkpoint": best.checkpoint}
+            yield changed, found
+
+
+def _lying_now(checkpoint: str, run_dir: Path) -> str:
+    """A checkpoint's folder in the run's folder as that lies now: it may have been copied or moved since the summary was written."""
+    then = Path(checkpoint)
+    return str(run_dir / CHECKPOINTS / then.name) if then.parent.name == CHECKPOINTS else checkpoint
+
+
+def _best(tree: object) -> BestPoint | None:
+    """As `summary.json` has it; None from one without, or of another shape."""
+    if not isinstance(tree, dict):
+        return None
+    step, value = whole_of(tree, "step"), finite(tree.get("value"))
+    if step is None or value is None:
+        return None
+    return BestPoint(step, text_of(tree, "metric"), value, text_of(tree, "checkpoint"))

@@ -1,0 +1,254 @@
+"""The daemons and workers of the cluster, and the jobs that have not ended, as last heard from the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from controllers.changes import Changes
+from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, able, unable, version_told
+from controllers.rules.view import Remembered
+from gcore.ledger.records.cluster import SHARES_CAME, Claim, KnownShare, Queued, Quotas, Shares, SickSlots
+from gcore.ledger.records.job import NodeRecord
+from gcore.ledger.transactions import Stored
+from gcore.schema import Record, UnreadableRecord, spoken
+from gcore.store import keys
+from gcore.store.types import KeyValue, Store, WatchBatch
+from gcore.worker.records import WorkerRecord
+from placement.shares import Cluster, queue
+
+log = logging.getLogger(__name__)
+
+
+R = TypeVar("R", bound=Record)
+
+
+T = TypeVar("T")
+
+
+HEARD_S = 1.0
+"""So long is waited for what was just written to be heard of."""
+
+
+NO_SHARES = Stored(Shares(), 0)
+
+
+class ClusterMirror:
+    """Late at worst, never wrong. `nodes`, `workers` and `active` are replaced, never changed, and so is what else is kept of them."""
+
+    def __init__(self, store: Store, changes: Changes) -> None:
+        self._store = store
+        self._changes = changes
+        self.nodes: dict[str, NodeRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.active: frozenset[str] = frozenset()
+        self.claims: dict[str, Claim] = {}
+        """Of the active jobs, by uid."""
+        self.shares: Stored[Shares] | None = None
+        """Which slots each job has; None: nothing was heard yet."""
+        self.drained: frozenset[str] = frozenset()
+        """The nodes on which nothing is to be placed."""
+        self.sick: dict[str, SickSlots] = {}
+        """By node: the slots that cannot be used."""
+        self.quotas: Mapping[str, int] = {}
+        """By namespace: the most slots that its jobs may have together."""
+        self.reads: dict[str, int] = {}
+        """By node: the newest schema version that it reads, where it says so."""
+        self.written = BEFORE_IT_WAS_TOLD
+        """The newest schema version that was ever written in this store."""
+        self._remembered = Remembered()
+        self.listened: set[str] = set()
+        """The prefixes that were heard at least once."""
+        self.revisions: dict[str, int] = {}
+        """Up to which revision of the store each of them was heard."""
+
+    def able(self, version: int) -> Mapping[str, NodeRecord]:
+        """The nodes that read what is written in `version`; the same object while nothing changes."""
+        sources = (self.nodes, self.reads)
+        return self._remembered.get(("able", version), sources, lambda: able(self.nodes, self.reads, version))
+
+    def unable(self, version: int) -> Mapping[str, int]:
+        """The nodes that are there and do not: by node, the newest version that it reads."""
+        sources = (self.nodes, self.reads)
+        return self._remembered.get(("unable", version), sources, lambda: unable(self.nodes, self.reads, version))
+
+    @property
+    def working(self) -> frozenset[str]:
+        """The jobs that there is something to do for: those that have slots, or are to end. Of the others, which may be very many,
+        nothing is begun; all of them, where nobody shares slots out."""
+        if self.shares is None or spoken() < SHARES_CAME:
+            return self.active
+        shares = self.shares.record.jobs
+        return frozenset(uid for uid, claim in self.claims.items() if uid in shares or claim.ends)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was heard at least once."""
+        return self.listened >= self.watches.keys() and self.shares is not None
+
+    @property
+    def watches(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What is to run for as long as this is used, by the prefix that each hears."""
+        return {
+            keys.NODES: self.watch_nodes,
+            keys.WORKERS: self.watch_workers,
+            keys.SCHEMAS: self.watch_schemas,
+            keys.ACTIVE: self.watch_active,
+            keys.SHARES: self.watch_shares,
+            keys.POOL: self.watch_pool,
+        }
+
+    async def watch_nodes(self) -> None:
+        """Keep `nodes` current, for ever."""
+        await self._watch(
+            keys.NODES, lambda batch: self._set("nodes", _fold(self.nodes, batch, keys.NODES, NodeRecord))
+        )
+
+    async def watch_workers(self) -> None:
+        """Keep `workers` current, for ever."""
+        await self._watch(
+            keys.WORKERS, lambda batch: self._set("workers", _fold(self.workers, batch, keys.WORKERS, WorkerRecord))
+        )
+
+    async def watch_schemas(self) -> None:
+        """Keep `reads` and `written` current, for ever."""
+
+        def fold(batch: WatchBatch) -> None:
+            reads = {} if batch.reset else dict(self.reads)
+            for event in batch.events:
+                version = version_told(event.kv.value) if event.kind == "put" else None
+                if event.kv.key == keys.WRITTEN:
+                    self._set("written", max(self.written, version or BEFORE_IT_WAS_TOLD))
+                    continue
+                node = event.kv.key.removeprefix(keys.READS)
+                reads.pop(node, None)
+                if version is not None:
+                    reads[node] = version
+            self._set("reads", reads)
+
+        # Later than the nodes: whoever stands among them has then said what it reads, if it ever does.
+        await self._changes.until(lambda: keys.NODES in self.listened)
+        await self._watch(keys.SCHEMAS, fold)
+
+    async def watch_active(self) -> None:
+        """Keep `active` current, for ever."""
+
+        def fold(batch: WatchBatch) -> None:
+            claims = _fold(self.claims, batch, keys.ACTIVE, Claim, Claim())
+            self._set("claims", claims)
+            if claims.keys() != self.active:
+                self._set("active", frozenset(claims))
+
+        await self._watch(keys.ACTIVE, fold)
+
+    async def watch_shares(self) -> None:
+        """Keep `shares` current, for ever. What cannot be read is not taken for nobody's having any: what was known before stays."""
+
+        def fold(batch: WatchBatch) -> None:
+            now: Stored[Shares] | None = NO_SHARES if batch.reset else self.shares or NO_SHARES
+            for event in batch.events:
+                if event.kind == "delete":
+                    now = NO_SHARES
+                else:
+                    read = _read(Shares, event.kv, None)
+                    now = self.shares if read is None else Stored(read, event.kv.mod_revision)
+            self._set("shares", now)
+
+        await self._watch(keys.SHARES, fold)
+
+    async def watch_pool(self) -> None:
+        """Keep what may be used of the nodes, and by whom, current, for ever."""
+
+        def fold(batch: WatchBatch) -> None:
+            drained = set() if batch.reset else set(self.drained)
+            quotas = {} if batch.reset else self.quotas
+            for event in batch.events:
+                if event.kv.key.startswith(keys.DRAINED):
+                    node = event.kv.key.removeprefix(keys.DRAINED)
+                    (drained.add if event.kind == "put" else drained.discard)(node)
+                elif event.kv.key == keys.QUOTAS:
+                    said = _read(Quotas, event.kv, Quotas()) if event.kind == "put" else Quotas()
+                    quotas = said.slots
+            self._set("quotas", quotas)
+            self._set("drained", frozenset(drained))
+            of_sick = tuple(event for event in batch.events if event.kv.key.startswith(keys.SICK))
+            heard = WatchBatch(of_sick, batch.revision, batch.reset)
+            self._set("sick", _fold(self.sick, heard, keys.SICK, SickSlots))
+
+        await self._watch(keys.POOL, fold)
+
+    def share_of(self, uid: str) -> KnownShare | None:
+        """What a job has, once that was heard; None: shares are nobody's business yet."""
+        if self.shares is None:
+            return None
+        shares = self.shares
+        return self._remembered.get(("share", uid), (shares,), lambda: KnownShare(uid, shares.record, shares.revision))
+
+    @property
+    def there(self) -> Cluster:
+        """The slots that jobs may have, as all daemons share them out; the same object while nothing changes."""
+        nodes = self.able(spoken())
+
+        def found() -> Cluster:
+            sick = {name: one.slots for name, one in self.sick.items()}
+            return Cluster.of({name: node.slots for name, node in nodes.items()}, self.drained, sick, self.quotas)
+
+        return self._remembered.get("there", (nodes, self.drained, self.sick, self.quotas), found)
+
+    @property
+    def queue(self) -> Mapping[str, Queued]:
+        """The jobs that wait for slots, by uid, and why: worked out once, however often it is asked, until something changes. Nobody, while
+        nobody shares slots out."""
+        if not self.is_complete or self.shares is None or spoken() < SHARES_CAME:
+            return {}
+        there, shares = self.there, self.shares.record
+        return self._remembered.get(
+            "queue", (there, self.claims, self.shares), lambda: queue(there, self.claims, shares)
+        )
+
+    async def queue_with(self, revision: int) -> Mapping[str, Queued]:
+        """The same, when the claims were heard up to `revision` of the store: a change that was just made is in it. As it is, if that takes
+        long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_S):
+                await self._changes.until(lambda: self.is_complete and self.revisions.get(keys.ACTIVE, 0) >= revision)
+        return self.queue
+
+    async def _watch(self, prefix: str, fold: Callable[[WatchBatch], None]) -> None:
+        async for batch in self._store.watch(prefix):
+            fold(batch)
+            self.listened.add(prefix)
+            self.revisions[prefix] = batch.revision
+            self._changes.notify()
+
+    def _set(self, name: str, value: object) -> None:
+        setattr(self, name, value)
+
+
+def _fold(
+    known: dict[str, R], batch: WatchBatch, prefix: str, record: type[R], instead: R | None = None
+) -> dict[str, R]:
+    """What this version cannot read is passed over, or taken for what stands `instead`: one node of another version must not end all
+    daemons."""
+    result = {} if batch.reset else dict(known)
+    for event in batch.events:
+        name = event.kv.key.removeprefix(prefix)
+        read = _read(record, event.kv, instead) if event.kind == "put" else None
+        if read is not None:
+            result[name] = read
+        else:
+            result.pop(name, None)
+    return result
+
+
+def _read(record: type[R], kv: KeyValue, instead: T) -> R | T:
+    if not kv.value and instead is not None:  # as version 1 wrote claims
+        return instead
+    try:
+        return record.decode(kv.value, kv.key)
+    except UnreadableRecord as error:
+        log.error("passed over: %s", error)
+        return instead

@@ -1,0 +1,300 @@
+"""A node's registration in the store, under the lease of one life of its daemon: its record, and which of its slots are sick.
+
+It is put in place after an earlier life's has gone, and written anew when another schema version is spoken: the version after that
+must be able to read it. Whether the daemon can work follows: it can while its lease surely lives and its node is registered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controllers.changes import Changes
+from controllers.cluster.mirror import ClusterMirror
+from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, version_for, version_told
+from controllers.identity import Identity
+from gcore.engines.emulated.launch import is_emulated
+from gcore.errors import StoreUnavailable
+from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
+from gcore.ledger.records.job import NodeRecord
+from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, speak, spoken
+from gcore.store import keys
+from gcore.store.session import Session
+from gcore.store.types import Compare, Delete, Put, Store
+from gcore.system.clock import Clock
+from gcore.system.fault_injection import At, point
+from gcore.system.memory import host_memory
+from gcore.system.slots import is_cuda
+
+if TYPE_CHECKING:
+    from controllers.daemon.life import Belongings
+
+# -------------------- machine
+# What a daemon tells of its node: how much memory its accelerators and its host have, and what its accelerators are called.
+#
+# The driver's own program is asked, once in a daemon's life, and only where a slot is a GPU; no torch. Where GPUs of one machine differ,
+# each slot is told the least memory of them and no name, for CUDA numbers them otherwise than the driver. What cannot be told for
+# sure (a driver that does not answer, GPUs in parts, emulated slots) is not told: who plans does without it then.
+
+log = logging.getLogger(__name__)
+
+
+GIB = 1 << 30
+
+
+ASK = ("nvidia-smi", "--query-gpu=name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
+
+
+ASK_S, KILLED_S = 10.0, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """As the driver tells of it. `whole`: whether it is not divided up."""
+
+    name: str
+    memory_gib: float
+    whole: bool = True
+
+
+async def node_facts(
+    names: Sequence[str], host_memory_gib: float | None = None, command: Sequence[str] = ASK
+) -> NodeFacts | None:
+    """What a node with the slots of these `names` is; None: not known. `host_memory_gib`: what of its host's memory it may take, None:
+    all."""
+    if any(map(is_emulated, names)):
+        return None
+    host = host_memory_gib
+    try:
+        host = host_memory().total / GIB if host is None else host
+    except (OSError, ValueError) as error:
+        log.warning("how much memory this machine has is not known: %s", error)
+        return None
+    gpus = await _gpus(command) if any(map(is_cuda, names)) else ()
+    slots = slot_facts(names, gpus)
+    return None if slots is None else NodeFacts(host_memory_gib=round(host, 3), slots=slots)
+
+
+def slot_facts(slots: Sequence[str], gpus: Sequence[Gpu]) -> tuple[SlotFacts, ...] | None:
+    """What each slot is, on a machine with `gpus`. None: not known."""
+    cuda = [slot for slot in slots if is_cuda(slot)]
+    numbers = [slot.partition(":")[2] for slot in cuda]
+    known = all(number.isdecimal() and int(number) < len(gpus) for number in numbers)
+    if cuda and not (known and all(one.whole for one in gpus)):
+        return None
+    name = gpus[0].name if len(set(gpus)) == 1 else ""
+    least = min((one.memory_gib for one in gpus), default=None)
+    return tuple(SlotFacts(slot=s, memory_gib=least, device=name) if s in cuda else SlotFacts(slot=s) for s in slots)
+
+
+def gpus_in(text: str) -> tuple[Gpu, ...]:
+    """The driver's answer; none where it is no such answer."""
+    found = []
+    for line in text.splitlines():
+        name, _, rest = line.partition(",")
+        memory, _, divided = (part.strip() for part in rest.partition(","))
+        if not memory.isdecimal():
+            return ()
+        found.append(Gpu(name.strip(), round(int(memory) / 1024, 3), divided != "Enabled"))
+    return tuple(found)
+
+
+async def _gpus(command: Sequence[str]) -> tuple[Gpu, ...]:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError as error:
+        log.warning("what the GPUs are is not known: %s: %s", command[0], error.strerror or error)
+        return ()
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(), ASK_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        # A driver that hangs may not let go of who asks it: that is not waited for.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILLED_S)
+        log.warning("what the GPUs are is not known: %s did not answer in %.0f s", command[0], ASK_S)
+        return ()
+    if process.returncode:
+        log.warning("what the GPUs are is not known: %s ended with %d", command[0], process.returncode)
+        return ()
+    return gpus_in(out.decode(errors="replace"))
+
+
+RETRY_S = 0.5
+
+
+READINESS_S = 1.0
+"""Between two looks at whether the lease lives."""
+
+
+WAITS_FOR_ANOTHER = (
+    "%s is registered by another life of it, under lease %x, whose end is waited for; if it does not end, another daemon "
+    "has this node's name"
+)
+
+
+class Registration:
+    """Of one life. `ready` is told whether the daemon can work, with a sentence, whenever that changes."""
+
+    def __init__(
+        self,
+        own: Belongings,
+        store: Store,
+        identity: Identity,
+        metrics_address: str,
+        changes: Changes,
+        session: Session,
+        ready: Callable[[bool, str], Awaitable[None]],
+    ) -> None:
+        self._own = own
+        self._store = store
+        self._identity = identity
+        self._metrics_address = metrics_address
+        self._changes = changes
+        self._session = session
+        self._ready = ready
+        self._registered = False
+        self._told: tuple[bool, str] | None = None
+        self._written = 0
+        """The schema version of what stands there."""
+        self._sick: dict[str, str] = {}
+        """The sick slots that are told there."""
+        self._key = keys.node(own.config.node)
+
+    async def run(self) -> None:
+        """For ever."""
+        own = self._own
+        await own.health.check()
+        if not own.looked:
+            own.facts, own.looked = await node_facts(own.config.slots, own.config.host_memory_gib), True
+        record = self._record()
+        # First of all who else is there, and in which version they are to be spoken to.
+        await self._changes.until(lambda: own.spoken > 0)
+        await self._register(record)
+        self._registered = True
+        await self._tell_readiness()
+        while True:
+            await self._changes.until(lambda: spoken() != self._written or own.health.sick != self._sick)
+            if not await self._is_written_anew(record):
+                await own.clock.sleep(RETRY_S)
+
+    async def watch_readiness(self) -> None:
+        """For ever. That the store does not answer shows in the lease, which is not renewed any more."""
+        while True:
+            await self._tell_readiness()
+            await self._own.clock.sleep(READINESS_S)
+
+    async def _tell_readiness(self) -> None:
+        alive = self._session.alive(self._own.clock.monotonic())
+        ready = alive and self._registered
+        if ready:
+            status = f"ready: {len(self._own.config.slots)} slots, {len(self._own.health.sick)} of them sick"
+        else:
+            status = "waits for the store: its lease is not renewed" if not alive else "registers its node"
+        if (ready, status) != self._told:
+            self._told = ready, status
+            await self._ready(ready, status)
+
+    async def _register(self, record: NodeRecord) -> None:
+        config, lease, store = self._own.config, self._identity.lease, self._store
+        waited_for = 0
+        reads = Put(keys.reads(config.node), str(SCHEMA_VERSION).encode(), lease=lease)
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                self._written, self._sick = spoken(), dict(self._own.health.sick)
+                put = Put(self._key, record.encode(), lease=lease)
+                point(At.NODE, "before")
+                # With the registration: no job may be given a slot that is known to be sick.
+                sick = self._sick_now() if self._sick else ()
+                result = await store.transact((Compare(self._key, 0),), (put, reads, *sick))
+                point(At.NODE, "after")
+                if result.won:
+                    return
+                holder = await store.get(self._key)
+                if holder is not None and holder.lease == lease:
+                    # By a try whose answer never came: what it wrote of versions and of sick slots may be out of date.
+                    self._written = 0
+                    return
+                if holder is not None and holder.lease != waited_for:
+                    waited_for = holder.lease
+                    log.warning(WAITS_FOR_ANOTHER, config.node, waited_for)
+            await self._own.clock.sleep(RETRY_S)
+
+    async def _is_written_anew(self, record: NodeRecord) -> bool:
+        """Whether all of it stands there as it is now; False: look again."""
+        with contextlib.suppress(StoreUnavailable):
+            there = await self._store.get(self._key)
+            compare = Compare(self._key, there.mod_revision if there is not None else 0)
+            version, sick = spoken(), dict(self._own.health.sick)
+            put = Put(self._key, record.encode(), lease=self._identity.lease)
+            if (await self._store.transact((compare,), (put, *self._sick_now()))).won:
+                self._written, self._sick = version, sick
+                return True
+        return False
+
+    def _sick_now(self) -> tuple[Put | Delete, ...]:
+        key, sick = keys.sick(self._own.config.node), dict(self._own.health.sick)
+        return (Put(key, SickSlots(slots=sick).encode(), lease=self._identity.lease) if sick else Delete(key),)
+
+    def _record(self) -> NodeRecord:
+        config, identity = self._own.config, self._identity
+        return NodeRecord(
+            name=config.node,
+            incarnation=identity.incarnation,
+            address=identity.address,
+            peer_address=identity.peer_address,
+            metrics_address=self._metrics_address,
+            slots=config.slots,
+            pid=os.getpid(),
+            started=self._own.clock.wall(),
+            sglang=config.sglang_python is not None,
+            facts=self._own.facts,
+        )
+
+
+# -------------------- speaking
+# From one schema version to the next: a daemon writes what everybody reads, and the store says so before.
+#
+# Whoever begins anew could otherwise not know it. It may hear of an older node that came back, and would write as that one reads,
+# beside peers who have long written the next version; what has no words in the older one, such as the parts that a step came in,
+# would be gone from what it writes.
+
+
+async def speak_newer(
+    spoken: int, node: str, cluster: ClusterMirror, store: Store, changes: Changes, clock: Clock
+) -> int:
+    """Wait until a newer version than `spoken` is due (0: any), speak it, and say which it is. `node` is this daemon's own."""
+
+    def due() -> int:
+        return version_for(cluster.nodes.keys() - {node}, cluster.reads, cluster.written)
+
+    while True:
+        await changes.until(lambda: cluster.is_complete and due() > spoken)
+        version = due()
+        with contextlib.suppress(StoreUnavailable):
+            if await _tell(store, version):
+                speak(version)
+                log.info("writes schema version %d of %d from now on", version, NEWEST_VERSION)
+                return version
+        await clock.sleep(RETRY_S)
+
+
+async def _tell(store: Store, version: int) -> bool:
+    """Whether the store says that `version`, or a newer one, is written in it."""
+    told = await store.get(keys.WRITTEN)
+    said = version_told(told.value) if told is not None else None
+    if (said or BEFORE_IT_WAS_TOLD) >= version:
+        return True
+    compare = Compare(keys.WRITTEN, told.mod_revision if told is not None else 0)
+    return (await store.transact((compare,), (Put(keys.WRITTEN, str(version).encode()),))).won

@@ -1,0 +1,225 @@
+"""Which slots of this node are sick: a device that is not there, or on which workers fail to start that start elsewhere. Pure.
+
+A start that fails says little by itself: the job may be wrong, the disk full, the store away. So a slot is only called sick after
+`FAILURES` starts in a row have failed on it *while a worker of the same job and kind serves on another slot*, here or elsewhere. A
+worker that spans slots speaks for all of them: which of them it was nobody knows. A slot that is sick for that reason is tried again
+after a rest (`REST_S`, and twice as long after each relapse); one start that lasts makes it well, and one that fails sick again. Who
+knows that it was repaired starts the daemon again, which remembers nothing.
+
+A device that the driver does not list any more, or a core that this process may not run on, is sick until it is there again.
+
+What follows for jobs is `gcore.ledger.claims`' business; what is asked of the machine, `controllers.device_check`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from gcore.engines.emulated.launch import is_emulated
+from gcore.schema import READABLE
+from gcore.worker.records import WorkerRecord
+
+FAILURES = 3
+
+
+REST_S, LONGEST_REST_S = 600.0, 4 * 3600.0
+
+
+MOST_SAID = 400
+"""Characters of a reason that are told on."""
+
+
+NOT_THE_SLOTS = (
+    "memory ran out",
+    "could not register",
+    "is taken by worker",
+    "is gone from the store",
+    "No space left",
+)
+"""In the reason of a failure that has nothing to do with the device."""
+
+
+Kind = tuple[str, str, str]
+"""A worker's job, role and judge: of these one is as good as another."""
+
+
+Place = tuple[str, str]
+"""A node, and a slot of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """Starts in a row that failed on a slot, all of one kind, since the monotonic second `since`."""
+
+    kind: Kind
+    starts: int
+    since: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """A slot that is called sick for its starts, until the monotonic second `until`."""
+
+    why: str
+    until: float
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is known of the slots of the node `node`."""
+
+    node: str
+    counted: frozenset[str] = frozenset()
+    """Instances whose failure was counted, as long as they are heard of."""
+    failing: Mapping[str, Failing] = field(default_factory=dict)
+    served: Mapping[Kind, Mapping[Place, float]] = field(default_factory=dict)
+    """When a worker of a kind was last seen to serve, and where."""
+    resting: Mapping[str, Resting] = field(default_factory=dict)
+    relapses: Mapping[str, int] = field(default_factory=dict)
+    """How often a slot was called sick since a worker last served on it."""
+
+    @property
+    def sick(self) -> dict[str, str]:
+        """The slots that are not to be used because of what became of workers, and why."""
+        return {slot: resting.why for slot, resting in self.resting.items()}
+
+
+def look(health: Health, workers: Mapping[str, WorkerRecord], active: frozenset[str], now: float) -> Health:
+    """After one more look at all workers of the cluster. What is known of jobs that are not `active` any more is forgotten."""
+    health = _rested(_of(active, health), now)
+    served = {kind: dict(places) for kind, places in health.served.items()}
+    failing, relapses, resting = dict(health.failing), dict(health.relapses), dict(health.resting)
+    counted = {instance for instance in health.counted if instance in workers}
+    for worker in workers.values():
+        if worker.job_uid not in active or any(map(is_emulated, worker.slots)):
+            continue
+        if worker.state == "serving":
+            served.setdefault(_kind(worker), {}).update({(worker.node, slot): now for slot in worker.slots})
+            if worker.node == health.node:
+                for slot in worker.slots:
+                    for known in (failing, relapses, resting):
+                        known.pop(slot, None)
+    for instance, worker in sorted(workers.items()):
+        if worker.node == health.node and instance not in counted and _failed_to_start(worker):
+            counted.add(instance)
+            if worker.job_uid in active:
+                for slot in worker.slots:
+                    failing[slot] = _once_more(failing.get(slot), worker, now)
+    told = replace(health, counted=frozenset(counted), failing=failing, served=served)
+    return _judged(replace(told, relapses=relapses, resting=resting), now)
+
+
+def next_look(health: Health) -> float | None:
+    """The monotonic second at which a slot has rested; None: none rests."""
+    return min((resting.until for resting in health.resting.values()), default=None)
+
+
+def _judged(health: Health, now: float) -> Health:
+    resting, relapses = dict(health.resting), dict(health.relapses)
+    for slot, failing in health.failing.items():
+        places = health.served.get(failing.kind, {})
+        elsewhere = [place for place, at in places.items() if place != (health.node, slot) and at >= failing.since]
+        if slot in resting or failing.starts < FAILURES or not elsewhere:
+            continue
+        times = relapses[slot] = relapses.get(slot, 0) + 1
+        rest = min(REST_S * 2.0 ** (times - 1), LONGEST_REST_S)
+        node, other = min(elsewhere)
+        what = f"the judge {failing.kind[2]!r}" if failing.kind[2] else failing.kind[1]
+        why = (
+            f"the last {failing.starts} starts of a worker for {what} failed on it, while one of the same job serves on {other} of "
+            f"{node}; it is tried again after {rest / 60:.0f} minutes; the last said: {failing.reason[:MOST_SAID] or 'nothing'}"
+        )
+        resting[slot] = Resting(why, now + rest)
+    return replace(health, resting=resting, relapses=relapses)
+
+
+def _rested(health: Health, now: float) -> Health:
+    """A slot whose rest is over is tried once: one more failure, and it is sick again."""
+    over = {slot for slot, resting in health.resting.items() if now >= resting.until}
+    if not over:
+        return health
+    failing = {
+        slot: replace(one, starts=FAILURES - 1, since=now) if slot in over else one
+        for slot, one in health.failing.items()
+    }
+    left = {slot: resting for slot, resting in health.resting.items() if slot not in over}
+    return replace(health, resting=left, failing=failing)
+
+
+def _of(active: frozenset[str], health: Health) -> Health:
+    served = {kind: places for kind, places in health.served.items() if kind[0] in active}
+    # Of a slot that rests the count is kept: another job would have to find it out anew.
+    failing = {slot: one for slot, one in health.failing.items() if one.kind[0] in active or slot in health.resting}
+    return replace(health, served=served, failing=failing)
+
+
+def _once_more(known: Failing | None, worker: WorkerRecord, now: float) -> Failing:
+    kind = _kind(worker)
+    if known is None:
+        return Failing(kind, 1, now, worker.reason)
+    if known.kind != kind:  # of another job, or another role: what speaks for the slot is that both fail on it
+        return replace(known, kind=kind, starts=known.starts + 1, reason=worker.reason)
+    return replace(known, starts=known.starts + 1, reason=worker.reason)
+
+
+def _failed_to_start(worker: WorkerRecord) -> bool:
+    """Whether it never served, for a reason that may be its slot's."""
+    blameless = any(words in worker.reason for words in NOT_THE_SLOTS)
+    return worker.state == "failed" and not worker.address and not blameless and not any(map(is_emulated, worker.slots))
+
+
+def _kind(worker: WorkerRecord) -> Kind:
+    return worker.job_uid, worker.role, worker.judge
+
+
+# -------------------- versions
+# Which schema version the controllers of a cluster write: the newest that every one of them reads.
+#
+# While nodes are replaced one by one by such of the next version, both work: the newer ones write as the older ones do until
+# the last of these has gone. From then on an older one could not read what is written; it leaves such jobs to the others.
+#
+# It is never an older version than was written before, by whomever: a step that came in parts, say, has no words in it. So the
+# store says which that is (`gcore.store.keys.WRITTEN`), before anything is written in it.
+#
+# Pure.
+
+N = TypeVar("N")
+
+
+MOST_DIGITS = 9
+
+
+BEFORE_IT_WAS_TOLD = 1
+"""Daemons of this version do not say what they read."""
+
+
+def version_for(nodes: Collection[str], reads: Mapping[str, int], written: int = BEFORE_IT_WAS_TOLD) -> int:
+    """What to write in a cluster of `nodes`, of which each `reads` that version at most, and where `written` was the newest so far.
+
+    A node that reads nothing that this process can write, or so old that it cannot be spoken to, is not waited for.
+    """
+    newest = min((reads.get(node, BEFORE_IT_WAS_TOLD) for node in nodes), default=max(READABLE))
+    return max(min(READABLE), min(max(READABLE), max(newest, written)))
+
+
+def version_told(said: bytes) -> int | None:
+    """The version that stands in a value of the store; None if none does."""
+    return int(said) if said.isdigit() and len(said) <= MOST_DIGITS else None
+
+
+def able(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, N]:
+    """The nodes that read what is written in `version`; nothing of a job may be placed on the others, who could not work on it.
+
+    The very same mapping if that is all of them.
+    """
+    found = {name: node for name, node in nodes.items() if reads.get(name, BEFORE_IT_WAS_TOLD) >= version}
+    return nodes if len(found) == len(nodes) else found
+
+
+def unable(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
+    """The other nodes: what they read at most."""
+    found = {name: reads.get(name, BEFORE_IT_WAS_TOLD) for name in nodes}
+    return {name: newest for name, newest in sorted(found.items()) if newest < version}

@@ -1,0 +1,109 @@
+"""Shares the cluster's slots out between its jobs: when anything changes that `placement.shares` goes by, one of the daemons writes who
+has what now, by a transaction that compares what it went by; if it does not, another does so a moment later.
+
+That anybody may do it, and that any may be late, does no harm: what is granted is within what nobody else holds, in one record.
+
+`change_claim` is how people change what a job wants: its priority, its bounds, whether it is paused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from controllers.changes import Changes
+from controllers.cluster.mirror import ClusterMirror
+from controllers.rules.view import Remembered, Waits, turn
+from gcore.errors import StoreUnavailable
+from gcore.ledger import transactions as share_transactions
+from gcore.ledger.records.cluster import SHARES_CAME, Claim, Shares
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.schema import spoken
+from gcore.store.keys import JobKeys
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+from placement.shares import shared_out
+
+log = logging.getLogger(__name__)
+
+
+LOOK_AGAIN_S = 1.0
+
+
+class Sharing:
+    """On one daemon."""
+
+    def __init__(self, node: str, store: Store, cluster: ClusterMirror, changes: Changes, clock: Clock) -> None:
+        self._node = node
+        self._store = store
+        self._cluster = cluster
+        self._changes = changes
+        self._clock = clock
+        self._remembered = Remembered()
+        self._waits = Waits({})
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            wanted = self._wanted()
+            if wanted is None:
+                await self._changes.wait()
+                continue
+            known, shares = wanted
+            now = self._clock.monotonic()
+            topic = f"shares {known.revision}"
+            self._waits = self._waits.note([topic], now)
+            mine = turn(self._cluster.nodes, self._node, topic)
+            if not self._waits.ripe(topic, mine, now):
+                await self._changes.wait(max(self._waits.since[topic] + Waits.wait(mine, 0.0) - now, 0.01))
+                continue
+            with contextlib.suppress(StoreUnavailable):
+                # No job's: what it writes concerns all of them.
+                nobodys = JobKeys("")
+                txn = share_transactions.share_out(nobodys, known, shares)
+                report = await Ledger(self._store, nobodys).run(txn)
+                log.info("shares of the slots are written: %s", report.outcome)
+                if report.outcome is TxnOutcome.WON:
+                    await self._heard(known)
+                    continue
+            await self._changes.wait(LOOK_AGAIN_S)
+
+    async def _heard(self, before: Stored[Shares]) -> None:
+        """Until what was written is heard of: who decided again before would lose the compare."""
+        end = self._clock.monotonic() + LOOK_AGAIN_S
+        while self._cluster.shares is before and self._clock.monotonic() < end:
+            await self._changes.wait(LOOK_AGAIN_S)
+
+    def _wanted(self) -> tuple[Stored[Shares], Shares] | None:
+        """What stands and what is to stand, if that is something else."""
+        cluster = self._cluster
+        if not cluster.is_complete or cluster.shares is None or spoken() < SHARES_CAME:
+            return None
+        there, claims, shares = cluster.there, cluster.claims, cluster.shares
+        sources = (there, claims, shares)
+        found = self._remembered.get("wanted", sources, lambda: shared_out(there, claims, shares.record))
+        return None if found is cluster.shares.record else (cluster.shares, found)
+
+
+async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim]) -> Claim | None:
+    """Change what a job claims, however often somebody else does so meanwhile; what it claims then. None: it has ended, or there
+    is none.
+
+    Raises StoreUnavailable, also if it is not known whether it was written; and what `change` raises.
+    """
+    keys = JobKeys(uid)
+    while True:
+        known = await store.get(keys.active)
+        if known is None:
+            return None
+        claim = Claim.read(known.value, known.key)
+        new = change(claim)
+        if new == claim:
+            return claim
+        txn = share_transactions.set_claim(keys, Stored(claim, known.mod_revision), new)
+        report = await Ledger(store, keys).run(txn)
+        if report.outcome is TxnOutcome.WON:
+            return new
+        if report.outcome is TxnOutcome.UNKNOWN:
+            raise StoreUnavailable(f"whether the job's claim was changed is not known ({report.why})", fix="Ask again")

@@ -1,0 +1,93 @@
+"""`gcore-controller --config FILE`: one daemon per node.
+
+One life after the other: a life is one incarnation under one lease. When the lease is lost, everything of that life is
+thrown away and a new one begins, under a new name; the API goes on answering meanwhile. SIGTERM ends the daemon cleanly:
+its shards go to its peers at once, what it has finished is delivered if that is soon (`controllers.leaving`), and its lease
+is revoked; its workers stay for whoever adopts them. A second SIGTERM skips all but the last. SIGHUP has it read its
+certificates anew. Under systemd it says when it is ready, and what it waits for (`controllers.notifying`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from gcore.errors import GcoreError
+from gcore.system import daemon as logs
+from gcore.system.clock import SystemClock
+from gcore.system.daemon import ServiceManager, forget
+from gcore.system.memory import slim_down
+
+
+def main() -> None:
+    """The console script."""
+    parser = argparse.ArgumentParser(
+        prog="gcore-controller",
+        description="One gcore daemon. Start one on every node; they find each other through etcd.",
+        epilog="example: gcore-controller --config /etc/gcore/node.yaml",
+    )
+    parser.add_argument("--home", help="folder of the cluster on this machine; shown, not used")
+    parser.add_argument("--config", required=True, type=Path, help="the node's configuration, a YAML file")
+    arguments = parser.parse_args()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    slim_down()
+    manager = ServiceManager.from_environment(os.environ, os.getpid())
+    forget(os.environ)
+    code = 0
+    try:
+        asyncio.run(_run(arguments.config, manager))
+    except* GcoreError as errors:  # also out of a task's group: whoever runs the daemon wants no traceback of it
+        for error in _each(errors):
+            manager.tell(f"STATUS={error}")
+            print(f"gcore-controller: {error}", file=sys.stderr)  # noqa: T201 - the command line's own voice
+            code = error.exit_code
+    raise SystemExit(code)
+
+
+def _each(errors: BaseExceptionGroup[GcoreError]) -> Iterator[GcoreError]:
+    for error in errors.exceptions:
+        if isinstance(error, GcoreError):
+            yield error
+        elif isinstance(error, BaseExceptionGroup):
+            yield from _each(error)
+
+
+async def _run(file: Path, manager: ServiceManager) -> None:
+    from controllers.daemon.daemon import Daemon
+    from gcore.config.node import NodeConfig
+
+    config = NodeConfig.load(file)
+    logs.choose(config.log_format)
+    logs.set_up({"controller": config.node})
+    daemon = Daemon(config, SystemClock(), manager)
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    departing: asyncio.Task[None] | None = None
+
+    def asked() -> None:
+        nonlocal departing
+        if departing is None:
+            departing = loop.create_task(daemon.depart(), name="depart")
+            departing.add_done_callback(lambda _: task.cancel())
+        else:  # once more: at once
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked)
+    loop.add_signal_handler(signal.SIGHUP, daemon.reload)
+    with contextlib.suppress(asyncio.CancelledError):
+        await daemon.run()
+    if departing is not None and departing.done() and not departing.cancelled():
+        departing.result()  # a defect must surface
+
+
+if __name__ == "__main__":
+    main()

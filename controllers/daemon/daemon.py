@@ -1,0 +1,287 @@
+"""All wiring: which parts a daemon is made of, and who knows whom. What a daemon does with a lease is `controllers.life`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from controllers.api.edge.access import AccessService
+from controllers.api.edge.gate import AccessGate
+from controllers.api.edge.server import CallRoom, CountedCalls, HealthService, StreamRoom, new_server, reflect
+from controllers.api.jobs import JobsService
+from controllers.api.peers import FilesService, PlacementService
+from controllers.api.store_reader import OwnStorage, StoredJobs
+from controllers.daemon.keeper import STOPPING, Keeper
+from controllers.daemon.life import RETRY_S, Addresses, Belongings, Life, imported
+from controllers.daemon.security import Security, whose
+from controllers.storage.garbage import Clearing
+from controllers.telemetry.gauges import watch_members
+from controllers.web.app import PageApp
+from controllers.web.content import Shown
+from gcore.api.rpc import VersionGate
+from gcore.api.tls import Watched
+from gcore.api.v1 import access_pb2_grpc, files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
+from gcore.config.local_cluster import LocalCluster
+from gcore.config.node import NodeConfig
+from gcore.errors import GcoreError, UsageError
+from gcore.observability.metrics import MeasuredStore, Metrics
+from gcore.store.client import EtcdStore
+from gcore.store.etcd import doubt
+from gcore.store.reference import StoreRef, connect, secured, shown_ends
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+from gcore.system.daemon import ServiceManager
+
+if TYPE_CHECKING:
+    from controllers.api.submission.submit import CheckedLately, Submissions
+
+LEAVE_WITHIN_S = 8.0
+"""Whoever asks a daemon to end kills it after ten seconds, often enough."""
+
+
+def most_slots(config: NodeConfig) -> int | None:
+    """The slots that there will ever be: a local cluster is as large as it was started, any other may grow (None)."""
+    local = LocalCluster.load(Path(config.home)) if config.local_cluster else None
+    return None if local is None else len(local.slots)
+
+
+# -------------------- notifying
+# What the daemon tells whoever runs it: its health service, and systemd.
+#
+# It is *ready* while it can work: its lease surely lives (so the store was reached) and its node is registered. Health says SERVING
+# then, and else NOT_SERVING; systemd is told READY when that is first so (it has no word for "not any more", but a status line), and
+# that the daemon stops, or reads its certificates anew. The watchdog is fed by the event loop: a daemon whose loop stands still is
+# killed and started again by systemd, and its workers do not notice.
+#
+# Does not decide whether a daemon is ready (`controllers.life`).
+
+FED_PER_LIMIT = 3.0
+"""So often within its limit is the watchdog fed: one message may be late."""
+
+
+class Notifying:
+    """Of one daemon. `health`: sets what the health service answers."""
+
+    def __init__(self, manager: ServiceManager, health: Callable[[bool], Awaitable[None]], clock: Clock) -> None:
+        self._manager = manager
+        self._health = health
+        self._clock = clock
+        self._told_ready = False
+        self._stopping = False
+        self.ready = False
+        """As it was last told."""
+
+    async def say(self, ready: bool, status: str) -> None:
+        """Whether the daemon can work, and a sentence for people."""
+        self.ready = ready and not self._stopping
+        await self._health(self.ready)
+        if self._stopping:
+            return
+        if ready and not self._told_ready:
+            self._told_ready = True
+            self._manager.tell("READY=1", f"STATUS={status}")
+        else:
+            self._manager.tell(f"STATUS={status}")
+
+    async def stopping(self, status: str) -> None:
+        """It hands over and ends; nobody is to come any more."""
+        self._stopping = True
+        self._manager.tell("STOPPING=1", f"STATUS={status}")
+        await self.say(False, status)
+
+    def reloading(self) -> None:
+        """It reads anew what it was told; `reloaded` follows."""
+        if self._told_ready and not self._stopping:
+            micros = int(self._clock.monotonic() * 1e6)
+            self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={micros}")
+
+    def reloaded(self, status: str) -> None:
+        """It has, or could not: `status` says it."""
+        if self._told_ready and not self._stopping:
+            self._manager.tell("READY=1", f"STATUS={status}")
+
+    async def feed_watchdog(self) -> None:
+        """For ever; at once over where nobody counts."""
+        limit = self._manager.watchdog_s
+        while limit is not None:
+            self._manager.tell("WATCHDOG=1")
+            await self._clock.sleep(limit / FED_PER_LIMIT)
+
+
+# -------------------- certificate_gauge
+# When the daemon's certificates end, and those of the store's members, shown as metrics: a cluster whose certificates ended talks to nobody
+# any more.
+#
+# They are looked at again and again, for files are replaced while a daemon runs. Does not renew anything.
+
+LOOK_EVERY_S = 60.0
+
+
+async def watch_certificates(watched: Watched | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
+    """For ever. `watched`: the certificate that the daemon shows to callers."""
+    while True:
+        metrics.certificate_ends.set(min(own_ends(watched, store), default=0.0))
+        metrics.show_store_certificates(await shown_ends(store))
+        await clock.sleep(LOOK_EVERY_S)
+
+
+def own_ends(watched: Watched | None, store: StoreRef) -> Iterator[float]:
+    """When this process's certificates end: the one for callers, and the one that it shows to the store. What cannot be read in this
+    moment is left out."""
+    if watched is not None and (pem := watched.pem.cert) is not None:
+        yield ends_at(pem)
+    if store.tls is not None and store.tls.cert is not None:
+        with contextlib.suppress(OSError, UsageError):
+            yield ends_at(Path(store.tls.cert).read_bytes())
+
+
+def ends_at(pem: bytes) -> float:
+    """When a certificate ends, in seconds since the epoch. Raises UsageError."""
+    from gcore.api.authority import seen
+
+    return seen(pem).ends.timestamp()
+
+
+log = logging.getLogger(__name__)
+
+
+LEAVE_LOOK_S = 0.05
+
+
+class Daemon:
+    """A node's controller."""
+
+    def __init__(self, config: NodeConfig, clock: Clock, manager: ServiceManager | None = None) -> None:
+        """`manager`: who started this process and wants to hear of it; None: nobody."""
+        self._config = config
+        self._clock = clock
+        self._security = Security.of(config, clock)
+        self._own = Belongings(config, clock, connector=self._security.connector)
+        self._health = HealthService()
+        self._notifying = Notifying(manager or ServiceManager(), self._set_health, clock)
+        self._keeper: Keeper | None = None
+        self.reloads: list[Callable[[], None]] = [self._security.reload]
+        """What reads anew the files that it was told to read; each raises GcoreError if it cannot, and goes on with what it has."""
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        config = self._config
+        lease = config.lease_times
+        etcd = await connect(config.etcd, self._clock, lease.call_s)
+        store = MeasuredStore(etcd, self._own.metrics, self._clock)
+        storage = OwnStorage(config.node, Path(config.run_root), self._own.folders)
+        jobs = StoredJobs(store, storage, lambda: self._own.cluster)
+        page = PageApp(Shown(config.node, jobs, self._own.runners.get, self._clock), asyncio.get_running_loop(), whose)
+        metrics = self._security.serve_http(self._own.metrics, config, page)
+        server, address, for_peers = await self._serve(store, jobs)
+        addresses = Addresses(address, metrics.address, for_peers)
+        log.info("%s answers on %s, metrics and a page on %s", config.node, address, metrics.address)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")
+                group.create_task(self._notifying.feed_watchdog(), name="watchdog")
+                group.create_task(Clearing(config, store, self._clock).run(), name="clearing")
+                if (watched := self._security.watched) is not None or secured(config.etcd):
+                    looking = watch_certificates(watched, config.etcd, self._own.metrics, self._clock)
+                    group.create_task(looking, name="certificates")
+                if config.local_cluster:
+                    self._keeper = Keeper(config, store, self._clock)
+                    group.create_task(self._keeper.run(), name="keeper")
+                else:
+                    group.create_task(self._doubt(etcd), name="etcd's version")
+                if config.tells_apart:
+                    group.create_task(self._security.book.watch(store), name="tokens")
+                while True:
+                    await Life(self._own, store, addresses, self._notifying.say).run()
+        finally:
+            await server.stop(grace=0.5)
+            metrics.close()
+            self._security.journal.close()
+            await store.close()
+            if self._own.traces is not None:
+                await asyncio.to_thread(self._own.traces.close)
+
+    async def depart(self) -> None:
+        """Hand over what the jobs' runners have, for a bounded time; at once if the whole local cluster is being ended."""
+        runners = list(self._own.runners.values())
+        await self._notifying.stopping(f"hands over {len(runners)} jobs" if runners else "stops")
+        for runner in runners:
+            runner.leave()
+        end = self._clock.monotonic() + LEAVE_WITHIN_S
+        stopping = Path(self._config.home) / STOPPING
+        while self._clock.monotonic() < end and not (self._config.local_cluster and stopping.exists()):
+            if all(runner.has_handed_over for runner in runners):
+                log.info("handed over")
+                return
+            await self._clock.sleep(LEAVE_LOOK_S)
+
+    def reload(self) -> None:
+        """Read certificates anew, as whoever replaced them asks."""
+        self._notifying.reloading()
+        problems = []
+        for again in self.reloads:
+            try:
+                again()
+            except GcoreError as error:
+                problems.append(str(error))
+        for problem in problems:
+            log.error("what was read before goes on: %s", problem)
+        self._notifying.reloaded("; ".join(problems) or "has read its files anew")
+
+    async def _doubt(self, store: EtcdStore) -> None:
+        """Warn, once, of an etcd that is known to lose data. Whoever runs the local cluster's was told by `doctor`."""
+        while not (versions := await store.versions()):
+            await self._clock.sleep(RETRY_S)
+        if sentence := doubt(versions):
+            log.warning("%s", sentence)
+
+    async def _serve(self, store: Store, jobs: StoredJobs) -> tuple[grpc.aio.Server, str, str]:
+        config = self._config
+        counted = CountedCalls(self._own.metrics, self._clock)
+        gate = AccessGate(self._security.book, self._security.journal, CallRoom(config.api.calls))
+        server = new_server([counted, gate, VersionGate()], config.api)
+
+        lately: list[CheckedLately] = []
+
+        async def submissions() -> Submissions:
+            await imported("controllers.api.submission.submit")
+            from controllers.api.submission.allowlist import Allowed
+            from controllers.api.submission.submit import CheckedLately, Submissions
+
+            if not lately:
+                lately.append(CheckedLately(self._clock))
+            cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
+            allowed = Allowed.of(config)
+            run_root, local = Path(config.run_root), config.local_cluster
+            return Submissions(
+                store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed, lately=lately[0]
+            )
+
+        room = StreamRoom(config.api.streams)
+        service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble, room)
+        jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
+        placement = PlacementService(self._own.runners.get, self._trouble)
+        placement_pb2_grpc.add_PlacementServicer_to_server(placement, server)
+        files = FilesService(jobs.own_folder, self._trouble, StreamRoom(config.api.streams))
+        files_pb2_grpc.add_FilesServicer_to_server(files, server)
+        access_pb2_grpc.add_AccessServicer_to_server(AccessService(store, self._clock, self._trouble), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflect(server, config.api)
+        address, for_peers = self._security.listen(server, config)
+        await server.start()
+        return server, address, for_peers
+
+    async def _set_health(self, ready: bool) -> None:
+        self._own.metrics.ready.set(float(ready))
+        self._health.set(serving=ready)
+
+    def _trouble(self) -> str:
+        return self._keeper.trouble if self._keeper is not None else ""

@@ -1,0 +1,177 @@
+"""In local mode: brings back what died on this machine, etcd on its own data and missing daemons.
+
+On a cluster that is systemd's, Kubernetes' or Slurm's work; a laptop has none of them. Whoever lives does it, one at a
+time under a file lock, and writes the new process into `cluster.json`. A daemon is started again only after its lease has
+ended, so that its shards were somebody else's meanwhile, as they would be on a cluster. While `gcore down` is at work
+(the file `stopping`), nothing is brought back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from gcore.config.local_cluster import FILE_NAME, ControllerProcess, LocalCluster
+from gcore.config.node import NodeConfig
+from gcore.errors import GcoreError, StoreUnavailable
+from gcore.store import keys
+from gcore.store.etcd import LocalEtcd, last_complaint
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+from gcore.system.files import whole_file
+from gcore.system.process import ProcessId, is_running, send_signal, spawn_detached
+
+log = logging.getLogger(__name__)
+
+
+LOOK_S = 1.0
+
+
+RESTARTS, RELAPSE_S = 3, 60.0
+"""An etcd that was started so often within so long does not last."""
+
+
+STOPPING = "stopping"
+
+
+def daemon_command(home: str, config_file: str) -> list[str]:
+    """How a daemon of the local cluster is started."""
+    return [sys.executable, "-P", "-m", "controllers.daemon", "--home", home, "--config", config_file]
+
+
+class Keeper:
+    """Looks every second."""
+
+    def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
+        self._config = config
+        self._home = Path(config.home)
+        self._store = store
+        self._clock = clock
+        self.trouble = ""
+        """Why what has died could not be brought back at the last look, or does not last; nothing if nothing had, or it does."""
+        self._known: tuple[tuple[int, int, int], LocalCluster] | None = None
+        """The document as it was read, and which file that was."""
+        self._etcd: ProcessId | None = None
+        self._etcd_changed: deque[float] = deque(maxlen=RESTARTS)
+        """When another process was seen to be etcd."""
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._clock.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Bring back what has died, as far as it goes."""
+        try:
+            await self._look()
+        except (GcoreError, OSError) as error:
+            log.warning("keeper: %s", error)
+            self.trouble = str(error)
+        else:
+            self.trouble = self._relapse()
+
+    def _relapse(self) -> str:
+        """Why etcd ends again and again, if it does, whoever starts it."""
+        changed = self._etcd_changed
+        if len(changed) < RESTARTS or self._clock.monotonic() - changed[0] > RELAPSE_S:
+            return ""
+        why = last_complaint(self._home / "logs" / "etcd.log")
+        return (
+            f"etcd has ended {RESTARTS} times within {RELAPSE_S:.0f} s, each time it was started; it last said: {why}"
+        )
+
+    async def _look(self) -> None:
+        cluster = self._read()
+        if cluster is None or (self._home / STOPPING).exists():
+            return
+        if cluster.etcd.process != self._etcd:
+            if self._etcd is not None:
+                self._etcd_changed.append(self._clock.monotonic())
+            self._etcd = cluster.etcd.process
+        if not is_running(cluster.etcd.process):
+            with self._alone() as alone:
+                if alone is not None and not is_running(alone.etcd.process):
+                    try:
+                        await self._bring_back_etcd(alone)
+                    except (GcoreError, OSError) as error:
+                        raise GcoreError(f"etcd has ended and cannot be started again: {error}") from error
+            return
+        for daemon in cluster.controllers:
+            if daemon.name != self._config.node and not is_running(daemon.process):
+                with contextlib.suppress(StoreUnavailable):
+                    if await self._store.get(keys.node(daemon.name)) is None:
+                        with self._alone() as alone:
+                            if alone is not None:
+                                self._bring_back(alone, daemon.name)
+
+    def _read(self) -> LocalCluster | None:
+        """The cluster's document; it is large where there are many slots, so it is read when it is another file than before.
+
+        Raises UsageError.
+        """
+        try:
+            found = (self._home / FILE_NAME).stat()
+        except FileNotFoundError:
+            return None
+        stamp = found.st_ino, found.st_mtime_ns, found.st_size
+        if self._known is None or self._known[0] != stamp:
+            cluster = LocalCluster.load(self._home)
+            if cluster is None:
+                return None
+            self._known = stamp, cluster
+        return self._known[1]
+
+    async def _bring_back_etcd(self, cluster: LocalCluster) -> None:
+        known = cluster.etcd
+        started = await LocalEtcd.start(
+            Path(known.data_dir),
+            client_port=known.client_port,
+            peer_port=known.peer_port,
+            log_file=self._home / "logs" / "etcd.log",
+            clock=self._clock,
+        )
+        log.warning("etcd had died; it is back, on the same data, as process %d", started.pid)
+        changed = known.model_copy(update={"pid": started.process.pid, "started": started.process.started})
+        self._write(cluster.model_copy(update={"etcd": changed}), started.process)
+
+    def _bring_back(self, cluster: LocalCluster, name: str) -> None:
+        daemon = next((c for c in cluster.controllers if c.name == name), None)
+        if daemon is None or is_running(daemon.process):
+            return
+        process = spawn_detached(
+            daemon_command(cluster.home, daemon.config_file), log_file=self._home / "logs" / f"{name}.log"
+        )
+        log.warning("%s had died; it is back as process %d", name, process.pid)
+        self._write(_replaced(cluster, daemon, process), process)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[LocalCluster | None]:
+        """The cluster's document as it is while no other keeper is at work; None while one is, or the cluster ends."""
+        with (self._home / "keeper.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            yield None if (self._home / STOPPING).exists() else LocalCluster.load(self._home)
+
+    def _write(self, cluster: LocalCluster, started: ProcessId) -> None:
+        """Raises OSError; then `started` is ended, or it would be in the way of the next try, unknown to everybody."""
+        try:
+            whole_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
+        except OSError:
+            send_signal(started, signal.SIGKILL)
+            raise
+
+
+def _replaced(cluster: LocalCluster, daemon: ControllerProcess, process: ProcessId) -> LocalCluster:
+    new = daemon.model_copy(update={"pid": process.pid, "started": process.started})
+    controllers = tuple(new if c.name == daemon.name else c for c in cluster.controllers)
+    return cluster.model_copy(update={"controllers": controllers})

@@ -1,0 +1,298 @@
+"""One life of a daemon, which is one incarnation: from a granted lease to its loss.
+
+It registers its node (`controllers.registering`), listens to who else is there and which jobs have not ended, and has a runner for each of these. What only
+jobs need (data, tokens, engines' clients) is imported with the first job, in a thread, so that a daemon without one is small
+and quickly there, and its lease is renewed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import logging
+import signal
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controllers.changes import Changes
+from controllers.cluster.mirror import ClusterMirror
+from controllers.cluster.registration import Registration, speak_newer
+from controllers.cluster.shares import Sharing
+from controllers.cluster.slot_health import SlotHealth
+from controllers.identity import Identity, new_incarnation
+from controllers.job.supervision import work_on
+from controllers.storage.run_folder import OwnFolders
+from controllers.workers.launcher import JobGroups
+from gcore.api.tls import PLAIN, Connector
+from gcore.config.node import NodeConfig
+from gcore.errors import LeaseLost, StoreUnavailable
+from gcore.ledger.records.cluster import Claim, NodeFacts, Shares, slots_of
+from gcore.ledger.transactions import Stored
+from gcore.models.replicas import sweep_memory
+from gcore.observability.metrics import Metrics
+from gcore.observability.tracing import StepTraces
+from gcore.store.keys import full_name
+from gcore.store.session import Session
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+from gcore.system.memory import give_back
+from gcore.system.process import send_signal
+
+if TYPE_CHECKING:
+    from controllers.job.runner import JobRunner
+
+# -------------------- belongings
+# What a daemon keeps from one life to the next, and where it is reached. What it does with them is `controllers.life`'s.
+
+
+@dataclass
+class Belongings:
+    """What a daemon keeps from one life to the next."""
+
+    config: NodeConfig
+    clock: Clock
+    metrics: Metrics = field(default_factory=Metrics)
+    connector: Connector = PLAIN
+    """How others are reached."""
+    folders: OwnFolders = field(init=False)
+    runners: dict[str, JobRunner] = field(default_factory=dict)
+    """Of the jobs that this life works on, by uid."""
+    cluster: ClusterMirror | None = None
+    """What this life, or the last, hears of the cluster; None: none has begun."""
+    spoken: int = 0
+    """The schema version that is written; 0: it is not known yet which everybody reads."""
+    facts: NodeFacts | None = None
+    """What the node is."""
+    looked: bool = False
+    """Whether that was looked at: once."""
+    health: SlotHealth = field(init=False)
+    """Which of its slots are sick."""
+    groups: JobGroups = field(init=False)
+    """Where its jobs' processes run."""
+    traces: StepTraces | None = field(init=False)
+    """Where steps are told as spans; None: nowhere."""
+
+    def __post_init__(self) -> None:
+        self.traces = None if self.config.collector is None else StepTraces(self.config.collector, self.config.node)
+        self.folders = OwnFolders(self.connector)
+        self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
+        self.groups = JobGroups(self.config.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a daemon answers, host:port each. `peers` empty: where people ask, too."""
+
+    people: str
+    metrics: str
+    peers: str = ""
+
+
+# -------------------- job_gauges
+# Which jobs there are and how many slots each has, as metrics tell it. Pure.
+
+
+def jobs_shown(
+    claims: Mapping[str, Claim], working: Collection[str], shares: Stored[Shares] | None
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """Jobs by state, and slots by job. `working`: the jobs that have slots, or all where nobody shares them out."""
+    states = Counter(_state(claim, works=uid in working) for uid, claim in claims.items())
+    shared = {} if shares is None else shares.record.jobs
+    slots = {
+        full_name(claims[uid].name or uid, claims[uid].namespace): len(slots_of(share.granted))
+        for uid, share in shared.items()
+        if uid in claims
+    }
+    return states, slots
+
+
+def _state(claim: Claim, *, works: bool) -> str:
+    if works:
+        return "running"
+    return "paused" if claim.paused else "queued"
+
+
+# -------------------- importing
+# Imports what only jobs need, when it is needed: off the event loop, and one such import at a time.
+#
+# Two threads that import packages which need one another's parts wait for each other, and Python ends one of them with an error: a request
+# that comes when the first job is found would be refused for it.
+
+_ONE = threading.Lock()
+
+
+async def imported(module: str) -> None:
+    """It is there when this returns."""
+    await asyncio.to_thread(_import, module)
+
+
+def _import(module: str) -> None:
+    with _ONE:
+        importlib.import_module(module)
+
+
+log = logging.getLogger(__name__)
+
+
+RETRY_S = 0.5
+
+
+class Life:
+    """Of one daemon. `addresses` are told to everybody. `ready` is told whether the daemon can work, with a
+    sentence, whenever that changes: it can while its lease surely lives and its node is registered."""
+
+    def __init__(
+        self,
+        own: Belongings,
+        store: Store,
+        addresses: Addresses,
+        ready: Callable[[bool, str], Awaitable[None]],
+    ) -> None:
+        self._own = own
+        self._config = own.config
+        self._clock = own.clock
+        self._store = store
+        self._addresses = addresses
+        self._ready = ready
+        self._changes = Changes()
+        self._cluster = own.cluster = ClusterMirror(store, self._changes)
+        self._shown: tuple[object, object] = (None, None)
+        """Of which claims and shares the metrics are."""
+
+    async def run(self) -> None:
+        """Until the lease is lost, or could not be had."""
+        try:
+            lease = self._config.lease_times
+            session = await Session.open(self._store, ttl=lease.ttl_s, interval_s=lease.tick_s, clock=self._clock)
+        except StoreUnavailable as error:
+            log.warning("%s", error)
+            await self._ready(False, f"waits for the store: {error}")
+            await self._clock.sleep(RETRY_S)
+            return
+        node, at = self._config.node, self._addresses
+        identity = Identity(node, new_incarnation(node), at.people, session.lease, at.peers)
+        log.info("%s begins", identity.incarnation)
+        own, cluster = self._own, self._cluster
+        own.metrics.lives.inc()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(session.run(), name="lease")
+                for prefix, watch in cluster.watches.items():
+                    group.create_task(watch(), name=f"watch {prefix}")
+                group.create_task(self._speak(), name="schema version")
+                sharing = Sharing(self._config.node, self._store, cluster, self._changes, self._clock)
+                group.create_task(sharing.run(), name="shares")
+                registration = Registration(own, self._store, identity, at.metrics, self._changes, session, self._ready)
+                group.create_task(registration.run(), name="register")
+                group.create_task(registration.watch_readiness(), name="readiness")
+                group.create_task(own.health.run(cluster, self._changes), name="slots")
+                group.create_task(self._run_jobs(identity), name="jobs")
+        except* LeaseLost:
+            log.warning("%s lost its lease; a new incarnation begins", identity.incarnation)
+        finally:
+            self._own.runners.clear()
+            await self._ready(False, "has no lease")
+            # On a clean end peers need not wait for the lease to run out.
+            with contextlib.suppress(StoreUnavailable):
+                await session.close()
+
+    async def _speak(self) -> None:
+        """Write what every node of the cluster reads, and never an older version again."""
+        own, cluster, store, changes = self._own, self._cluster, self._store, self._changes
+        while True:
+            own.spoken = await speak_newer(own.spoken, self._config.node, cluster, store, changes, self._clock)
+            changes.notify()
+
+    async def _run_jobs(self, identity: Identity) -> None:
+        """A runner for every job that has not ended; workers of jobs that have are stopped."""
+        cluster = self._cluster
+        # A job looked at before the workers were heard of would seem to have lost all of them.
+        await self._changes.until(lambda: cluster.is_complete and self._own.spoken > 0)
+        running: dict[str, asyncio.Task[None]] = {}
+        asked: set[str] = set()
+        swept: frozenset[str] | None = None
+        async with asyncio.TaskGroup() as group:
+            while True:
+                seen = self._changes.count
+                self._forget_ended(running)
+                self._show()
+                due = cluster.working - running.keys()
+                if due:
+                    await imported("controllers.job.runner")
+                for uid in due:
+                    begin = functools.partial(self._begin, uid, identity)
+                    is_active = functools.partial(self._is_active, uid)
+                    running[uid] = group.create_task(work_on(begin, is_active, self._changes), name=f"job {uid}")
+                    running[uid].add_done_callback(lambda _: self._changes.notify())
+                for runner in self._own.runners.values():
+                    runner.changes.notify()
+                self._sweep(asked)
+                if swept != cluster.active:
+                    swept = cluster.active
+                    memory = Path(self._config.memory_dir)
+                    await asyncio.to_thread(sweep_memory, memory, self._config.home, self._config.node, swept)
+                    await asyncio.to_thread(self._own.groups.sweep, swept)
+                if self._changes.count == seen:  # or something has changed while threads were waited for
+                    await self._changes.wait()
+
+    # Small methods on purpose: a variable of the loop above would keep the last job's memory.
+
+    def _begin(self, uid: str, identity: Identity) -> JobRunner:
+        new = self._own.runners[uid] = self._new_runner(uid, identity)
+        return new
+
+    def _new_runner(self, uid: str, identity: Identity) -> JobRunner:
+        from controllers.job.runner import JobRunner
+
+        own = self._own
+        return JobRunner(
+            uid,
+            identity,
+            self._store,
+            self._cluster,
+            Changes(),
+            own.metrics,
+            self._clock,
+            self._config,
+            own.folders,
+            own.connector,
+            groups=own.groups,
+            traces=own.traces,
+        )
+
+    def _is_active(self, uid: str) -> bool:
+        return uid in self._cluster.active
+
+    def _show(self) -> None:
+        cluster = self._cluster
+        mine = [worker for worker in cluster.workers.values() if worker.node == self._config.node]
+        self._own.metrics.show_cluster(len(cluster.nodes), Counter((worker.role, worker.state) for worker in mine))
+        self._own.metrics.show_slots(len(self._config.slots), len(self._own.health.sick))
+        if self._shown[0] is not cluster.claims or self._shown[1] is not cluster.shares:
+            self._shown = cluster.claims, cluster.shares
+            self._own.metrics.show_jobs(*jobs_shown(cluster.claims, cluster.working, cluster.shares))
+
+    def _forget_ended(self, running: dict[str, asyncio.Task[None]]) -> None:
+        ended = [uid for uid, task in running.items() if task.done() and not self._is_active(uid)]
+        for uid in ended:
+            del running[uid]
+            self._own.runners.pop(uid, None)
+        if ended:
+            give_back()
+
+    def _sweep(self, asked: set[str]) -> None:
+        """Stop this node's workers of jobs that have ended, once: asked twice, a worker does not drain."""
+        workers = self._cluster.workers
+        asked &= workers.keys()
+        for worker in workers.values():
+            good = worker.state in ("starting", "serving") and worker.instance not in asked
+            if worker.node == self._config.node and not self._is_active(worker.job_uid) and good:
+                asked.add(worker.instance)
+                log.info("stop %s: its job has ended", worker.instance)
+                send_signal(worker.process, signal.SIGTERM)

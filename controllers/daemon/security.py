@@ -1,0 +1,197 @@
+"""What a daemon is secured with, from its configuration: its certificates, who its callers are, the journal of their calls, and how it
+reaches others. Where it listens follows from that: with certificates on two ports, one for people with tokens and one on which
+whoever calls shows a certificate, for gRPC's servers ask either every client for one or none.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, TokenBook
+from controllers.api.edge.errors import Unauthenticated
+from controllers.api.edge.gate import CallJournal, Entry
+from gcore.api.tls import PLAIN, Connector, TlsMaterial, Watched, server_credentials, serving_context
+from gcore.config.node import NodeConfig, joined
+from gcore.errors import StoreUnavailable, UsageError
+from gcore.observability.http import NAMES, MetricsServer, serve_metrics
+from gcore.observability.metrics import Metrics
+from gcore.system.clock import Clock
+from gcore.system.daemon import asked, refused
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+# -------------------- http_gate
+# Stands before what a daemon shows over HTTP, `/metrics` and the page: whose a request is, and whether they may.
+#
+# As with gRPC, a token or a client certificate says it. A token comes as `Authorization: Bearer TOKEN`, or as the password of
+# whatever user name, for browsers ask for these two. A person's page shows what their namespaces have; the metrics are of all
+# namespaces, so they are for those who have all: an admin, a node, or a viewer whose token says `*`, as Prometheus' does.
+# Refusals are in the journal of calls.
+
+CALLER = "gcore.caller"
+
+
+METRICS = "/metrics"
+
+
+TEXT = ("Content-Type", "text/plain; charset=utf-8")
+
+
+ASK = ("WWW-Authenticate", 'Basic realm="gcore: any name, and a token as the password", charset="UTF-8"')
+
+
+class HttpGate:
+    """Before one application. Threads."""
+
+    def __init__(self, book: TokenBook, journal: CallJournal) -> None:
+        self._book = book
+        self._journal = journal
+
+    def before(self, application: WSGIApplication) -> WSGIApplication:
+        """The application, for those who may."""
+
+        def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            path = str(environ.get("PATH_INFO", ""))
+            try:
+                one = self._book.caller(_bearer(environ.get("HTTP_AUTHORIZATION")), environ.get(NAMES))
+            except Unauthenticated as error:
+                return self._refused(environ, start_response, "401 Unauthorized", str(error), None)
+            except StoreUnavailable as error:
+                return _said(start_response, "503 Service Unavailable", str(error))
+            if path == METRICS and one.namespaces is not None:
+                said = "Metrics are of every namespace: show a token that has them all (`gcore token create --namespace '*'`)."
+                return self._refused(environ, start_response, "403 Forbidden", said, one)
+            environ[CALLER] = one
+            return application(environ, start_response)
+
+        return guarded
+
+    def _refused(
+        self, environ: WSGIEnvironment, start_response: StartResponse, status: str, said: str, one: Caller | None
+    ) -> Iterable[bytes]:
+        entry = Entry(
+            caller="" if one is None else one.name,
+            role="" if one is None else one.role.word,
+            peer=f"http:{environ.get('REMOTE_ADDR', '')}",
+            verb=f"GET {environ.get('PATH_INFO', '')}",
+            job="",
+            outcome=status,
+        )
+        self._journal.note(entry)
+        return _said(start_response, status, said, *([ASK] if status.startswith("401") else []))
+
+
+def whose(environ: WSGIEnvironment) -> Caller:
+    """Whose a request is that was let through."""
+    one: Any = environ.get(CALLER, NOBODY_IS_TOLD_APART)
+    assert isinstance(one, Caller)
+    return one
+
+
+def _bearer(header: str | None) -> str | None:
+    """The header as gRPC's calls carry it."""
+    scheme, _, rest = (header or "").partition(" ")
+    if scheme.lower() != "basic":
+        return header
+    try:
+        _, colon, password = base64.b64decode(rest, validate=True).decode().partition(":")
+    except ValueError:  # it is not base64, not even ASCII, or what it says is no text
+        return header
+    return f"Bearer {password}" if colon else header
+
+
+def _said(start_response: StartResponse, status: str, said: str, *more: tuple[str, str]) -> Iterable[bytes]:
+    start_response(status, [TEXT, ("Cache-Control", "no-store"), *more])
+    return [f"{said}\n".encode()]
+
+
+JOURNAL = Path("logs") / "calls.jsonl"
+
+
+LEAST_ENGINES_KEY = 32
+
+
+@dataclass(frozen=True)
+class Security:
+    """Of one daemon, for its process's life."""
+
+    connector: Connector
+    book: TokenBook
+    journal: CallJournal
+    watched: Watched | None = None
+    """Its certificates."""
+
+    @classmethod
+    def of(cls, config: NodeConfig, clock: Clock) -> Security:
+        """Raises UsageError for files that cannot be used."""
+        auth = config.auth
+        admin = None if auth is None or auth.admin_token_file is None else Path(auth.admin_token_file)
+        book = TokenBook(clock, required=config.tells_apart, admin_file=admin)
+        named = None if auth is None or auth.journal is None else Path(auth.journal)
+        kept = {} if auth is None else {"most_bytes": auth.journal_mib << 20, "kept": auth.journal_kept}
+        file = (named or Path(config.home) / JOURNAL) if config.tells_apart else None
+        journal = CallJournal(file, clock, **kept)
+        if config.tls is None:
+            return cls(PLAIN, book, journal)
+        material = material_of(config)
+        watched = Watched(material)
+        engines = None if config.tls.engines_key is None else read_engines_key(Path(config.tls.engines_key))
+        return cls(Connector(material, engines=engines), book, journal, watched)
+
+    def reload(self) -> None:
+        """Read the certificates anew. Raises UsageError if they cannot be; then what was read before goes on to count."""
+        if self.watched is not None:
+            self.watched.reload()
+
+    def serve_http(self, metrics: Metrics, config: NodeConfig, page: WSGIApplication) -> MetricsServer:
+        """Metrics and the page, for those who may. Raises CannotListen, UsageError."""
+        gate = HttpGate(self.book, self.journal)
+        tls = None if self.watched is None else serving_context(self.watched, ask=True)
+        return serve_metrics(metrics, config.metrics_listen_on, config.metrics_port, page, guard=gate.before, tls=tls)
+
+    def listen(self, server: grpc.aio.Server, config: NodeConfig) -> tuple[str, str]:
+        """Where people, and where other nodes reach `server`; the second empty: in the same place. Raises CannotListen, UsageError."""
+        listens_on = config.listen_host, config.listen_port
+        if self.watched is None:
+            port = _bound(*listens_on, lambda at: server.add_insecure_port(at))
+            return config.advertised(port), ""
+        assert config.tls is not None
+        for_people, for_peers = (server_credentials(self.watched, mutual=mutual) for mutual in (False, True))
+        port = _bound(*listens_on, lambda at: server.add_secure_port(at, for_people))
+        peer_port = _bound(config.listen_host, config.tls.peer_port, lambda at: server.add_secure_port(at, for_peers))
+        return config.advertised(port), joined(config.advertised_host, peer_port)
+
+
+def material_of(config: NodeConfig) -> TlsMaterial:
+    """A node's certificates."""
+    assert config.tls is not None
+    return TlsMaterial(Path(config.tls.ca), Path(config.tls.cert), Path(config.tls.key))
+
+
+def read_engines_key(file: Path) -> bytes:
+    """The cluster's key of engines. Raises UsageError."""
+    fix = "Name the engines.key that `gcore certs issue` put beside the node's certificate"
+    try:
+        if file.stat().st_mode & 0o077:
+            raise UsageError("others may read the key", where=str(file), fix=f"chmod 600 {file}")
+        key = file.read_bytes().strip()
+    except OSError as error:
+        raise UsageError(f"cannot be read ({error.strerror or error})", where=str(file), fix=fix) from error
+    if len(key) < LEAST_ENGINES_KEY:
+        raise UsageError(f"a key of engines has at least {LEAST_ENGINES_KEY} bytes", where=str(file), fix=fix)
+    return key
+
+
+def _bound(host: str, port: int, bind: Callable[[str], int]) -> int:
+    at = joined(host, port)
+    try:
+        return bind(at)
+    except RuntimeError as error:  # gRPC does not say why
+        raise refused(f"cannot listen on {at}", asked(host, port)) from error

@@ -1,0 +1,384 @@
+"""Evaluation: answers to the held-out prompts, made by all peers for all.
+
+The prompts of a version's evaluation are cut into parts (`gcore.ledger.evaluation`); every peer answers those that are its
+(`controllers.eval_turns`) on its engines, has them scored as their set says, and writes each down once. When all are there,
+one peer composes the evaluation, and the parts go. Greedy, or each response drawn from a seed that follows from the job, the
+version, the set, the prompt and the number of the response: the same whoever asks.
+
+A response that its reward cannot score is not correct, is counted as not scored, and is told of: as in training, it does
+not end the job. Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a person who asks:
+`controllers.service.asking`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from controllers.changes import Changes
+from controllers.flow.episodes import Answered, Conversation, Responding
+from controllers.flow.job_data import Material, Practice, eval_seed
+from controllers.flow.step import Look
+from controllers.inference.pool import EngineBook
+from controllers.rules.step import equipped, order, to_take
+from controllers.rules.view import TURN_SECONDS
+from gcore.config.data import EvalDraws
+from gcore.data.stream import EvalSource
+from gcore.errors import EngineError, EngineUnreachable
+from gcore.ledger import evaluation as rules
+from gcore.ledger.evaluation import PartPlan, compose, cut
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation
+from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.reward.api import RewardError
+from gcore.reward.scorer import Unjudged
+from gcore.rollout.environments.episode import bracketed
+from gcore.system.clock import Clock, retry_delay
+from gcore.system.concurrency import all_or_none, end_all
+from gcore.types import Prompt, Sample, Version
+
+# -------------------- eval_marks
+# What one evaluation response is worth, and what of it a record has room for.
+#
+# A response that its reward cannot score is not correct, and says why. Asks no engine and writes nothing.
+
+SHOWN_CHARACTERS = 1000
+
+
+SHOWN_BYTES = 7200
+"""Of a text in an evaluation's record, as JSON: fifty answers, the most there are, then fit into one write to the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a response to prompt `index` of a set is worth."""
+
+    index: int
+    shown: EvalSample
+    parts: Mapping[str, float]
+    """What each part of the reward says of it; nothing where it has none, or it could not be scored."""
+
+
+async def marked(
+    practice: Practice, threshold: float, prompt: Prompt, answered: Sequence[Answered], version: Version
+) -> list[Mark]:
+    """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
+    had a part in one, or a judge could not be asked."""
+    samples = [one for one in answered if isinstance(one, Sample)]
+    for sample in samples:
+        if sample.oldest != version or sample.finish_reason == "abort":
+            made_by = f"an evaluation answer was made by {sample.oldest}, not {version}"
+            raise EngineError(made_by, fix="It is made again")
+    marks = []
+    labels = {part.shown_as for part in practice.source.reward.parts}
+    scored = iter(await practice.each_scored(prompt, samples))
+    for one in answered:
+        text, result = (bracketed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
+        if isinstance(result, Unjudged) and result.away:  # which says nothing of the answer
+            raise EngineUnreachable(result.what, fix="It is made again")
+        why = str(result) if isinstance(result, RewardError) else ""
+        reward = 0.0 if isinstance(result, RewardError) else result.value
+        shown = EvalSample(
+            prompt=recordable(prompt.text),
+            response=recordable(text),
+            answer=recordable(str(prompt.fields.get(practice.source.reward.answer, ""))),
+            reward=reward,
+            source=practice.source.name,
+            correct=not why and reaches(reward, threshold),
+            unscored=recordable(why),
+        )
+        parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
+        marks.append(Mark(prompt.ref.seq, shown, parts))
+    return marks
+
+
+def total_of(label: str, marks: Sequence[Mark]) -> float:
+    """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
+    shown could not judge them, count as what the others have on the average."""
+    having = [one.parts[label] for one in marks if label in one.parts]
+    scored = sum(1 for one in marks if not one.shown.unscored)
+    return math.fsum(having) * (scored / len(having)) if having else 0.0
+
+
+def reaches(reward: float, threshold: float) -> bool:
+    """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
+    than 1, is."""
+    return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def recordable(text: str) -> str:
+    """What a record has room for."""
+    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
+    while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
+        short = f"{short[: len(short) // 2]}…"
+    return short
+
+
+log = logging.getLogger(__name__)
+
+
+EVAL_BATCH = 64
+"""Evaluation responses in one request."""
+
+
+class EvaluationBook(Protocol):
+    """Where parts and evaluations are written down."""
+
+    async def add_part(self, part: EvalPart) -> bool:
+        """Whether the part stands now, this one or another's; False if that is not known."""
+        ...
+
+    async def conclude(self, evaluation: Evaluation) -> None:
+        """Returns when it was tried; the view tells what stands."""
+        ...
+
+
+@dataclass
+class _Round:
+    """One peer's work on one version."""
+
+    version: Version
+    began: float
+    complete_since: float | None = None
+    heard: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """How many parts each member has delivered, and when that last changed."""
+    running: dict[int, asyncio.Task[bool]] = field(default_factory=dict)
+    delivered: set[int] = field(default_factory=set)
+    """Written down, whether the mirror shows it yet or not."""
+    tries: dict[int, int] = field(default_factory=dict)
+    not_before: dict[int, float] = field(default_factory=dict)
+
+    def note(self, parts: Iterable[EvalPart], now: float) -> None:
+        """Who has delivered what by `now`."""
+        for name, count in Counter(part.by for part in parts).items():
+            if self.heard.get(name, (0, now))[0] != count:
+                self.heard[name] = (count, now)
+
+    def quiet(self, members: Iterable[str], now: float) -> dict[str, float]:
+        """Since when each of them has delivered nothing, in seconds."""
+        return {name: now - self.heard.get(name, (0, self.began))[1] for name in members}
+
+
+class Evaluator:
+    """One peer's part in a job's evaluations."""
+
+    def __init__(
+        self,
+        material: Material,
+        look: Look,
+        changes: Changes,
+        engines: EngineBook,
+        book: EvaluationBook,
+        clock: Clock,
+        conversing: Responding | None = None,
+    ) -> None:
+        self.material = material
+        self.look = look
+        self.changes = changes
+        self._engines = engines
+        self._book = book
+        self._clock = clock
+        self._conversing = conversing
+        self._sets: dict[str, EvalSource] = {one.source.name: one for one in material.evaluation}
+        self._draws: Mapping[str, EvalDraws] = material.spec.eval.drawn
+        sizes = [(n, min(len(one), self._draws[n].limit), self._draws[n].samples) for n, one in self._sets.items()]
+        self.plans = cut(sizes)
+
+    async def evaluate(self) -> None:
+        """Until the version that is due, if any, is evaluated. Raises what a prompt that cannot be shown raises."""
+        while (version := self._missing()) is not None:
+            await self._take_part(_Round(version, self._clock.monotonic()))
+
+    def _missing(self) -> Version | None:
+        """Head's version, if it is to be evaluated and is not yet."""
+        view = self.look()
+        mirror = view.mirror
+        if mirror.head is None or mirror.status is None or mirror.status.record.phase.ended:
+            return None
+        version = mirror.head.record.version
+        due_now = view.is_evaluated_after(version.step, last=view.is_over) and bool(self.plans)
+        return version if due_now and str(version) not in mirror.evaluations else None
+
+    async def _take_part(self, work: _Round) -> None:
+        """Until the version is evaluated, or is head's no more."""
+        try:
+            while self._missing() == work.version:
+                now = self._clock.monotonic()
+                parts = self.look().mirror.eval_parts_of(work.version)
+                work.note(parts.values(), now)
+                self._gather(work, parts, now)
+                if len(parts) == len(self.plans):
+                    await self._conclude(work, parts, now)
+                elif self._engines.serves(work.version):
+                    self._begin(work, parts, now)
+                await self.changes.wait(timeout=1.0)
+        finally:
+            await end_all(work.running.values())
+
+    def _begin(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+        """Start as many parts as the engines have room for. One at least, however large."""
+        view = self.look()
+        away = parts.keys() | work.delivered | work.running.keys()
+        open_parts = [plan.number for plan in self.plans if plan.number not in away]
+        plan = view.mirror.plan.record if view.mirror.plan is not None else None
+        members = order(work.version, equipped(view.mirror.members, plan))
+        room = self._room() - sum(self._responses(number) for number in work.running)
+        for number in to_take(view.me, open_parts, members, work.quiet(members, now)):
+            if now < work.not_before.get(number, now):
+                continue
+            if work.running and self._responses(number) > room:
+                return
+            room -= self._responses(number)
+            task = asyncio.create_task(self._deliver(work.version, self.plans[number]), name=f"evaluation {number}")
+            task.add_done_callback(lambda _: self.changes.notify())
+            work.running[number] = task
+
+    def _room(self) -> int:
+        """Responses asked for at once: what my engines decode, and as many in their queues."""
+        return 2 * self.material.spec.rollout.batch_slots * max(1, len(self.look().engines))
+
+    def _responses(self, number: int) -> int:
+        plan = self.plans[number]
+        return len(plan.prompts) * self._draws[plan.source].samples
+
+    def _gather(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+        """Take note of what has ended. Raises what is neither an engine's nor a reward's failure."""
+        for number, task in list(work.running.items()):
+            if number in parts:
+                task.cancel()  # another was faster; if it is done already, this does nothing
+            if not task.done():
+                continue
+            del work.running[number]
+            if task.cancelled() and task.cancelling():
+                continue
+            try:
+                stands = task.result()
+            except EngineError as error:
+                log.warning("evaluation of %s, part %d: %s", work.version, number, error)
+                stands = False
+            except asyncio.CancelledError:  # nobody cancelled it, so at once it would end the same way
+                log.warning("evaluation of %s, part %d: a task that it waited for was cancelled", work.version, number)
+                stands = False
+            if stands:
+                work.delivered.add(number)
+            else:
+                tries = work.tries[number] = work.tries.get(number, 0) + 1
+                work.not_before[number] = now + retry_delay(tries)
+
+    async def _conclude(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
+        """Compose the evaluation, one peer after the other: all would write the same."""
+        view = self.look()
+        members = order(work.version, view.mirror.members)
+        place = members.index(view.me) if view.me in members else len(members)
+        work.complete_since = now if work.complete_since is None else work.complete_since
+        if now - work.complete_since >= place * TURN_SECONDS:
+            evaluation = compose(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
+            if not self.material.spec.evaluates_after(work.version.step, last=view.is_over):
+                evaluation = evaluation.model_copy(update={"asked": True})
+            await self._book.conclude(evaluation)
+
+    async def _deliver(self, version: Version, plan: PartPlan) -> bool:
+        """Answer a part and write it down; whether it stands. Raises EngineError, DataError."""
+        return await self._book.add_part(await self._answer(version, plan))
+
+    async def _answer(self, version: Version, plan: PartPlan) -> EvalPart:
+        draws, practice = self._draws[plan.source], self.material.evaluated[plan.source]
+        tries = [(index, number) for index in plan.prompts for number in range(draws.samples)]
+        batches = [tries[first : first + EVAL_BATCH] for first in range(0, len(tries), EVAL_BATCH)]
+        turns = asyncio.Semaphore(max(1, self._room() // EVAL_BATCH))
+        answered = await all_or_none(self._batch(turns, version, practice, batch) for batch in batches)
+        marks = list(itertools.chain.from_iterable(answered))
+        unscored = [one for one in marks if one.shown.unscored]
+        if unscored:
+            log.warning(
+                "evaluation of %s, set %s: %d of %d responses could not be scored; the first, to prompt %d: %s",
+                version,
+                plan.source,
+                len(unscored),
+                len(marks),
+                unscored[0].index,
+                unscored[0].shown.unscored,
+            )
+        firsts = [one.shown for one in marks[:: draws.samples] if one.index < self.material.spec.eval.show]
+        by_prompt = [marks[at : at + draws.samples] for at in range(0, len(marks), draws.samples)]
+        return EvalPart(
+            version=version,
+            number=plan.number,
+            parts=plan.parts,
+            source=plan.source,
+            first=plan.first,
+            samples=draws.samples,
+            correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
+            reward=math.fsum(one.shown.reward for one in marks if not one.shown.unscored),
+            rewards={
+                label: total_of(label, marks) for label in sorted({label for one in marks for label in one.parts})
+            },
+            unscored=len(unscored),
+            why_unscored=unscored[0].shown.unscored if unscored else "",
+            shown=tuple(firsts),
+            by=self.look().me,
+        )
+
+    async def _batch(
+        self,
+        turns: asyncio.Semaphore,
+        version: Version,
+        practice: Practice,
+        tries: Sequence[tuple[int, int]],
+    ) -> list[Mark]:
+        """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError, DataError."""
+        name, draws = practice.source.name, self._draws[practice.source.name]
+        (first, number), me = tries[0], self.look().me
+        rid = f"{self.material.uid}/eval/{version}/{name}/{first}.{number}/{me}"
+        seeds = [eval_seed(self.material, version, name, *one) if draws.temperature else 0 for one in tries]
+        async with turns:  # a request that waits in an engine's queue would run into its time limit there
+            prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
+            token_ids = [prompts[index].token_ids for index, _ in tries]
+            samples: Sequence[Answered]
+            if self._conversing is None:
+                samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
+            else:
+                renderer = self._sets[name].opened.renderer
+                scenes = [Conversation(version, prompts[index], renderer, practice.params) for index, _ in tries]
+                samples = await self._conversing.each(scenes, seeds, rid)
+        of_prompt: dict[int, list[Answered]] = {}
+        for (index, _), sample in zip(tries, samples, strict=True):
+            of_prompt.setdefault(index, []).append(sample)
+        judgements = (
+            marked(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
+        )
+        try:
+            return list(itertools.chain.from_iterable(await all_or_none(judgements)))
+        finally:
+            for prompt in prompts.values():
+                practice.forget(prompt)
+
+
+# -------------------- eval_book
+# Parts and evaluations, written to the store: guarded transactions, made once. What stands, the mirror tells.
+
+
+class StoredEvaluations:
+    """Implements `controllers.evaluating.EvaluationBook`."""
+
+    def __init__(self, ledger: Ledger, mirror: Callable[[], JobMirror]) -> None:
+        self._ledger = ledger
+        self._mirror = mirror
+
+    async def add_part(self, part: EvalPart) -> bool:
+        """Whether the part stands now, or needs not stand any more; False if that is not known."""
+        report = await self._ledger.run(rules.record_part(self._mirror().keys, part))
+        return report.outcome is not TxnOutcome.UNKNOWN
+
+    async def conclude(self, evaluation: Evaluation) -> None:
+        """Write it down, if head still is what was evaluated."""
+        mirror = self._mirror()
+        if mirror.head is not None and mirror.head.record.version == evaluation.version:
+            await self._ledger.run(rules.record_evaluation(mirror.keys, mirror.head, evaluation))

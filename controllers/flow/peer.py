@@ -1,0 +1,439 @@
+"""The flow's side of a controller: `Peer` as `gcore.flows` promises it.
+
+It issues what is due, has it answered as its source says, scores it, and waits for what the driver and the other peers
+do. What a source filters out, or cannot be shown, ends without being issued. What becomes of a production is the step's business (`controllers.step`); evaluation is `controllers.evaluating`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from controllers.changes import Changes, rest_s
+from controllers.flow.episodes import Conversation, Responding
+from controllers.flow.evaluation import EvaluationBook, Evaluator
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.job_data import EpochOrders, Material, sample_seed
+from controllers.flow.step import Collectives, JobStep, Look
+from controllers.inference.pool import EngineBook
+from controllers.inference.rules import Expect, Following
+from controllers.telemetry.notices import FaultBook
+from controllers.telemetry.step_stats import Stopwatch
+from gcore.data.dataset import DataChanged
+from gcore.data.stream import OpenSource, PromptFiltered
+from gcore.errors import DataError, EngineError, GcoreError, SpecError
+from gcore.flows.api import Step
+from gcore.flows.filters import CheckedFilter, filtered
+from gcore.rollout.client import SamplingParams
+from gcore.rollout.length_prediction import NONE, Siblings, SourceLengths, expected, left
+from gcore.rollout.postprocess import dropped, scored_group
+from gcore.system.clock import Clock
+from gcore.system.concurrency import end_all
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
+
+# -------------------- expecting
+# What this controller remembers of lengths, and which of the due prompts it begins first because of that.
+#
+# Of each source the newest groups are known, and of each prompt that was answered here how its responses compared with its
+# source's at that time (`gcore.rollout.lengths`): in a later data epoch that is what is expected of it. In the first epoch, and
+# of a prompt whose shard was another controller's then, only the source's lengths are known. All of it is lost with the process,
+# and nothing is wrong without it: it only says who goes first, and to which engine.
+#
+# With `rollout.order: longest_first` the prompts that became due at the same head go longest expected first; what became due at an
+# earlier one goes before all of them. So nothing can be passed over for ever, however few may be in flight at once. All that is due
+# is produced in any case, and what a seal takes is another's rule: the order changes when a prompt is begun, not whether.
+
+NEWEST_GROUPS = 64
+"""Groups of a source that stand for its recent lengths."""
+
+
+EVERY = 8
+"""After so many more groups they are looked at anew."""
+
+
+MOST_PROMPTS = 65_536
+"""Prompts that are remembered; those that were answered the longest time ago are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A prompt, whatever the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
+
+    source: str
+    number: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`since`: head's version when it became due; `tokens`: what was expected of a response to it then."""
+
+    since: Version
+    tokens: float
+
+
+@dataclass
+class _Source:
+    newest: deque[tuple[int, ...]] = field(default_factory=lambda: deque(maxlen=NEWEST_GROUPS))
+    fresh: int = 0
+    """Groups that were not looked at yet."""
+    lengths: SourceLengths = field(default_factory=lambda: SourceLengths(()))
+
+
+class Expecting:
+    """Mutable; one event loop. `entry` says which prompt a ref stands for."""
+
+    def __init__(self, entry: Callable[[PromptRef], Entry]) -> None:
+        self._entry = entry
+        self._sources: dict[str, _Source] = {}
+        self._prompts: OrderedDict[tuple[str, int], Siblings] = OrderedDict()
+        self._turns: dict[PromptRef, Turn] = {}
+        """Of what is due; worked out once."""
+
+    def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
+        """So long were the responses to it."""
+        entry = self._entry(ref)
+        source = self._sources.setdefault(entry.source, _Source())
+        source.newest.append(tuple(lengths))
+        source.fresh += 1
+        if source.fresh >= EVERY or len(source.newest) <= EVERY:
+            source.lengths, source.fresh = SourceLengths.of(source.newest), 0
+        self._prompts[entry.source, entry.number] = Siblings.of(source.lengths, lengths)
+        self._prompts.move_to_end((entry.source, entry.number))
+        while len(self._prompts) > MOST_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def tokens(self, ref: PromptRef) -> float:
+        """What a response to it is expected to have."""
+        entry = self._entry(ref)
+        return expected(self._lengths(entry), self._siblings(entry), 0, entry.longest)
+
+    def of(self, ref: PromptRef, *, weighs: bool = True) -> Expect:
+        """What responses to it are expected to have still to come, as they grow."""
+        return Expect(partial(self._left, self._entry(ref)), weighs)
+
+    def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
+        """The refs that are due, in the order in which they are begun."""
+        self._turns = {ref: self._turns.get(ref) or Turn(head, self.tokens(ref)) for ref in due}
+        return longest_first(due, self._turns)
+
+    def _left(self, entry: Entry, finished: Sequence[int], growing: Sequence[int]) -> float:
+        return left(self._lengths(entry), self._siblings(entry), finished, growing, entry.longest)
+
+    def _lengths(self, entry: Entry) -> SourceLengths:
+        known = self._sources.get(entry.source)
+        return known.lengths if known is not None else SourceLengths(())
+
+    def _siblings(self, entry: Entry) -> Siblings:
+        return self._prompts.get((entry.source, entry.number), NONE)
+
+
+def longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, Turn]) -> list[PromptRef]:
+    """What has been due for longer first, of that the longest; among equals as they come. Pure."""
+    return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
+
+
+# -------------------- demonstrating
+# The answer that a prompt's entry holds, as if the model had given it: what supervised training is fed. Pure.
+#
+# The answer is the field that the reward of the prompt's source names. Text is taken as it is, anything else as JSON writes it;
+# the tokenizer's end of sequence comes after it. It is never cut: half an answer is another answer.
+
+
+def demonstration(prompt: Prompt, opened: OpenSource, version: Version, max_new_tokens: int) -> Group | Outcome:
+    """A group of one sample with reward 0 and log-probabilities of 0, in the name of `version`; or that it has failed."""
+    field = opened.source.reward.answer
+    answer = prompt.fields.get(field)
+    if answer is None:
+        return Outcome("failed", f"the entry has no answer in field {field!r} (reward.answer)")
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    try:
+        tokens = opened.renderer.tokenizer.encode(text, add_special_tokens=False)
+    except DataError as error:
+        return Outcome("failed", error.what)
+    end = opened.renderer.eos_token_id
+    tokens = tokens if end is None else (*tokens, end)
+    if not tokens:
+        return Outcome("failed", f"the answer in field {field!r} has no tokens, and the tokenizer names no end")
+    if len(tokens) > max_new_tokens:
+        return Outcome("failed", f"the answer has {len(tokens)} tokens, more than max_new_tokens ({max_new_tokens})")
+    spans = (VersionSpan(version, 0, len(tokens)),)
+    sample = Sample(tokens, (0.0,) * len(tokens), text, "stop", spans)
+    return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
+
+
+class JobPeer:
+    """Implements `gcore.flows.Peer`."""
+
+    def __init__(
+        self,
+        material: Material,
+        look: Look,
+        changes: Changes,
+        engines: EngineBook,
+        holdings: Holdings,
+        evaluations: EvaluationBook,
+        clock: Clock,
+        stopwatch: Stopwatch,
+        orders: EpochOrders,
+        filters: tuple[CheckedFilter, ...],
+        collectives: Collectives,
+        faults: FaultBook,
+        conversing: Responding | None = None,
+    ) -> None:
+        """`conversing`: of a job with an environment, or an agent."""
+        self.material = material
+        self.look = look
+        self.changes = changes
+        self.holdings = holdings
+        self._engines = engines
+        self._conversing = conversing
+        self._evaluator = Evaluator(material, look, changes, engines, evaluations, clock, conversing)
+        self.clock = clock
+        self._stopwatch = stopwatch
+        self._orders = orders
+        self._filters = filters
+        self._filtered: set[PromptRef] = set()
+        """Prompts whose group has passed the filters, and is not held yet."""
+        self.collectives = collectives
+        self.faults = faults
+        self._early: set[asyncio.Task[None]] = set()
+        """Responses that are judged before their groups are finished."""
+        rollout = material.spec.rollout
+        self._longest_first = rollout.order == "longest_first"
+        self._weighs_tokens = rollout.balance == "tokens"
+        expects = self._longest_first or self._weighs_tokens or material.spec.placement.lends
+        self._expecting = Expecting(self._entry) if expects else None
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
+
+        Of an ended job no step waits for anything: to give it one more would be a loop that never lets go.
+        """
+        while True:
+            await self.changes.until(lambda: self.look().mirror.head is not None)
+            mirror = self.look().mirror
+            assert mirror.head is not None
+            head = mirror.head.record
+            self.collectives.begin(head.version)
+            if self.look().is_over or (mirror.status and mirror.status.record.phase.ended):
+                await self.holdings.in_flight.give_up_all()
+                return
+            yield JobStep(self, head.version)
+
+    async def close(self) -> None:
+        """Nothing is in flight any more when this returns."""
+        await self.holdings.in_flight.give_up_all()
+        await end_all(self._early)
+
+    async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
+        """Due refs of my shards that nobody has offered and I have not begun, oldest first; until the step takes no more."""
+        assert isinstance(step, JobStep)
+        while step.takes_prompts():
+            seen, began = self.changes.count, self.clock.monotonic()
+            room = max(self.material.spec.rollout.concurrency - len(self.holdings.in_flight), 0)
+            due = [] if self.material.is_held_back else self._due()[:room]
+            rest = rest_s(self.clock.monotonic() - began)
+            for ref in due:
+                prompt = self._issued_too_often(ref) or self._shown(ref)
+                if isinstance(prompt, Prompt):
+                    step.hand_out(prompt)
+                    self._stopwatch.produced(self.clock.monotonic())
+                    yield prompt
+                else:
+                    step.end(ref, prompt, self.material.stream.found(ref)[0].name)
+                    self.changes.notify()
+                # Lets what was started begin, and the driver keep up, while there is more to hand out.
+                await self.clock.sleep(0)
+                step.raise_defect()
+                if not step.takes_prompts():
+                    return
+                if self.look().leaving:
+                    break
+            step.put_back()
+            # What changed while prompts were handed out was not looked at yet.
+            if step.takes_prompts() and self.changes.count == seen:
+                await self.changes.wait()
+                if rest > 0:
+                    await self.clock.sleep(rest)
+            step.raise_defect()
+
+    def _issued_too_often(self, ref: PromptRef) -> Outcome | None:
+        """What becomes of a prompt that was issued in vain so often, and whose last group became too old."""
+        tries = self.holdings.reissues.get(ref, 0)
+        if ref not in self.holdings.went_stale or tries <= self.material.spec.flow.max_reissues:
+            return None
+        return Outcome("failed", f"stale: issued {tries} times, the last group was too old before a step could take it")
+
+    def _shown(self, ref: PromptRef) -> Prompt | Outcome:
+        """The prompt, or how it ends because there is nothing to show to an engine. Raises DataChanged."""
+        try:
+            return self.material.stream.prompt(ref)
+        except PromptFiltered as filtered:
+            return Outcome("filtered", filtered.what)
+        except DataChanged:
+            raise  # or every prompt of every epoch would fail, one after the other
+        except GcoreError as error:
+            return Outcome("failed", str(error))
+
+    async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
+        """Responses of head's version, drawn as the prompt's source says, or greedy; of several turns if the job has an
+        environment. Raises EngineError, and RewardError for an environment that failed."""
+        view = self.look()
+        assert view.mirror.head is not None
+        count = self.material.spec.flow.samples_per_prompt if samples is None else samples
+        reissue = self.holdings.reissues.get(prompt.ref, 0)
+        seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
+        rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}{'/greedy' if greedy else ''}"
+        version = view.mirror.head.record.version
+        params = self.material.sources[prompt.source].params
+        if greedy:
+            params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
+        if self._conversing is not None:
+            return await self._conversed(prompt, version, params, seeds, rid, greedy=greedy)
+        prompts = [prompt.token_ids] * count
+        decode = self.material.stream.found(prompt.ref)[0].renderer.tokenizer.decode
+        follow = self._following(prompt.ref) if self.material.spec.rollout.staleness else None
+        ended = None if greedy else self._judging_early(prompt)
+        expect = None if self._expecting is None else self._expecting.of(prompt.ref, weighs=self._weighs_tokens)
+        made = await self._engines.generate(version, prompts, params, seeds, rid, follow, decode, ended, expect)
+        if any(sample.finish_reason == "abort" for sample in made):
+            raise EngineError(f"the engine gave up on prompt {prompt.ref}", fix="It is issued again")
+        if self._expecting is not None and not greedy:
+            self._expecting.note(prompt.ref, [len(sample.token_ids) for sample in made])
+        return made
+
+    async def _conversed(
+        self,
+        prompt: Prompt,
+        version: Version,
+        params: SamplingParams,
+        seeds: tuple[int, ...],
+        rid: str,
+        *,
+        greedy: bool,
+    ) -> tuple[Sample, ...]:
+        """Responses of several turns, side by side. Raises EngineError, and RewardError for an environment that failed."""
+        assert self._conversing is not None
+        scene = Conversation(
+            version,
+            prompt,
+            self.material.stream.found(prompt.ref)[0].renderer,
+            params,
+            self._following(prompt.ref) if self.material.spec.rollout.staleness else None,
+        )
+        made = await self._conversing.side_by_side(scene, seeds, rid, None if greedy else self._judging_early(prompt))
+        if self._expecting is not None and not greedy:
+            self._expecting.note(prompt.ref, [sample.own_tokens for sample in made])
+        return made
+
+    def _judging_early(self, prompt: Prompt) -> Callable[[int, Sample], None] | None:
+        """Hands each response to the source's judges as soon as it is finished; None if there are none.
+
+        What is still being judged when the prompt's production ends, however it ends, is given up with it.
+        """
+        practice, production = self.material.sources[prompt.source], self._production(prompt)
+        if not practice.has_judges or production is None:
+            return None
+        self._remember_until_it_ends(prompt)
+
+        def judge(place: int, sample: Sample) -> None:
+            if sample.finish_reason == "abort" or production.done():
+                return
+            task = asyncio.create_task(practice.judge_early(prompt, sample), name=f"judge {prompt.ref} {place}")
+            self._early.add(task)
+            task.add_done_callback(self._judged_early)
+            production.add_done_callback(lambda _: task.cancel())
+
+        return judge
+
+    def _production(self, prompt: Prompt) -> asyncio.Task[Any] | None:
+        """What makes the prompt's group: not always the task that this runs in, for a flow may have several rollouts side by side."""
+        return self.holdings.in_flight.task_of(prompt.ref) or asyncio.current_task()
+
+    def _remember_until_it_ends(self, prompt: Prompt) -> None:
+        """What judges cannot judge of the prompt is asked again when it is issued again, and not before."""
+        practice, production = self.material.sources[prompt.source], self._production(prompt)
+        if practice.has_judges and production is not None:
+            production.add_done_callback(lambda _: practice.forget(prompt))
+
+    def _judged_early(self, task: asyncio.Task[None]) -> None:
+        self._early.discard(task)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self.holdings.in_flight.defect = self.holdings.in_flight.defect or defect
+            self.changes.notify()
+
+    def _following(self, ref: PromptRef) -> Following:
+        """The answers to `ref` begin with head's weights, whichever they are by then, and go on with newer ones."""
+
+        def wanted() -> Version:
+            head = self.look().mirror.head
+            assert head is not None
+            return head.record.version
+
+        return Following(wanted, lambda version: self.holdings.in_flight.note_version(ref, version))
+
+    async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
+        """The answer of the prompt's entry, in the name of head's version."""
+        view = self.look()
+        assert view.mirror.head is not None
+        opened, _ = self.material.stream.found(prompt.ref)
+        longest = self.material.sources[prompt.source].params.max_new_tokens
+        return demonstration(prompt, opened, view.mirror.head.record.version, longest)
+
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
+        """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
+        rollout, practice = self.material.spec.rollout, self.material.sources[prompt.source]
+        outcome = dropped(samples, rollout.truncated)
+        if outcome is not None:
+            return outcome
+        self._remember_until_it_ends(prompt)
+        results = await practice.scored(prompt, samples)
+        group = scored_group(prompt, samples, results, rollout, practice.source.sampling)
+        self.holdings.note_scores(group)
+        return group
+
+    async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
+        """What the spec's filters make of the group. Raises FilterError."""
+        if isinstance(group, Outcome):
+            return group
+        result = filtered(self._filters, group, prompt.fields)
+        if isinstance(result, Group):
+            self._filtered.add(prompt.ref)
+        return result
+
+    def check_filtered(self, group: Group) -> None:
+        """Raises SpecError for a group that the spec's filters have not seen: its flow does not ask them."""
+        if self._filters and group.ref not in self._filtered:
+            raise SpecError(
+                f"flow {self.material.spec.flow.name!r} trains a group that flow.filters has not seen",
+                where="flow.filters",
+                fix="Let the flow ask peer.filter for every group, or take the filters out of the spec",
+            )
+        self._filtered.discard(group.ref)
+
+    async def evaluate(self) -> None:
+        """Held-out prompts are answered, once for a version that is due, by all peers together."""
+        await self._evaluator.evaluate()
+
+    def _due(self) -> list[PromptRef]:
+        view = self.look()
+        assert view.mirror.head is not None
+        if view.mirror.assign is None or view.leaving:
+            return []
+        mine = set(view.mirror.assign.record.shards_of(view.me))
+        due = [ref for ref in view.due if ref.shard in mine]
+        ready = self._orders.ready(due, view.epochs, mine, self.holdings.refs())
+        fresh = [ref for ref in ready if not self.holdings.knows(ref)]
+        if self._expecting is None or not self._longest_first:
+            return fresh
+        return self._expecting.in_turn(fresh, view.mirror.head.record.version)
+
+    def _entry(self, ref: PromptRef) -> Entry:
+        opened, number = self.material.stream.found(ref)
+        return Entry(opened.name, number, self.material.sources[opened.name].params.max_new_tokens)

@@ -1,0 +1,435 @@
+"""One step as a peer lives through it, and the productions under way in it: `gcore.flows`' `Step` and `Batch`.
+
+What is finished goes into the holdings if it can still be trained; what failed for want of an engine is issued again by
+whoever owns the shard, later and later if no engine could be reached (a broken one would burn all tries of a prompt in a
+moment); what raised anything else is a defect of the flow or a plug-in and ends the flow. Nothing here
+issues prompts or asks an engine (`controllers.peer`), and nothing is written to the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+from controllers.changes import Changes
+from controllers.flow.group_buffer import Holdings
+from controllers.flow.job_data import Material
+from controllers.rules.view import JobView, turn
+from controllers.telemetry.notices import FaultBook
+from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
+from gcore.flows.filters import FilterError, given, misfit
+from gcore.ledger.collectives import Agreed, Part, agree, answer, awaited, check_given, give, over, summed, with_given
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.selection import is_acceptable, is_ancestor
+from gcore.ledger.transactions import Ledger
+from gcore.plugins import trace_of
+from gcore.reward.api import RewardError
+from gcore.store.types import Store
+from gcore.system.clock import Clock, retry_delay
+from gcore.system.concurrency import is_cancelled
+from gcore.types import Group, Outcome, Prompt, PromptRef, Version
+
+# -------------------- collectives
+# A peer's side of what peers tell each other in a step (`gcore.ledger.collectives` has the rules).
+#
+# `gather` gives this peer's value, waits for the others', and reads the one answer; who fixes it follows from a hash, and
+# when that one does not, the next does. `answer_others` runs beside the flow: while others wait in a step that this peer's
+# flow has left behind, it says so, or they would wait for ever. Nothing here is needed for a step to be trained.
+
+LOOK_AGAIN_S = 1.0
+
+
+TURN_S = 0.5
+"""How long the next in turn waits for the one before to fix an answer."""
+
+
+class Mirrored(Protocol):
+    """Where the job's records come from."""
+
+    def __call__(self) -> JobMirror:
+        """As last heard."""
+        ...
+
+
+class Collectives:
+    """One peer's, of one job, for one incarnation."""
+
+    def __init__(self, store: Store, mirror: Mirrored, me: str, lease: int, changes: Changes, clock: Clock) -> None:
+        self._store = store
+        self._mirror = mirror
+        self._me = me
+        self._lease = lease
+        self._changes = changes
+        self._clock = clock
+        self._at = Version(-1, -1)
+
+    def begin(self, at: Version) -> None:
+        """The flow is in the step that begins with version `at`, or waits for it."""
+        self._at = at
+        self._changes.notify()
+
+    async def gather(self, at: Version, name: str, value: Any) -> tuple[Any, ...]:
+        """The agreed values, in the order of the peers' names. Raises ValueError."""
+        check_given(name, value)
+        began: float | None = None
+        while (agreed := self._agreed(at, name)) is None:
+            mine = self._parts().get(self._me)
+            if mine is None or mine.at < at or (mine.at == at and name not in mine.given):
+                await self._give(with_given(mine, self._me, at, name, value))
+            elif awaited(at, name, self._members(), self._parts()):
+                began = None
+                await self._changes.wait(LOOK_AGAIN_S)
+            else:
+                now = self._clock.monotonic()
+                began = now if began is None else began
+                left = turn(self._members(), self._me, f"agree {at} {name}") * TURN_S - (now - began)
+                if left > 0:
+                    await self._changes.wait(left)
+                else:
+                    await self._fix(at, name)
+        return tuple(value for _, value in sorted(agreed.values.items()))
+
+    async def sum(self, at: Version, name: str, value: float) -> float:
+        """The sum of the agreed values. Raises ValueError."""
+        summed([value])
+        return summed(await self.gather(at, name, value))
+
+    async def answer_others(self) -> None:
+        """For ever: say that the flow is past a step, when others wait in it."""
+        while True:
+            mine = self._parts().get(self._me)
+            told = mine.at if mine is not None else Version(-1, -1)
+            if told < self._at and self._somebody_waits():
+                await self._give(Part(incarnation=self._me, at=self._at))
+            else:
+                await self._changes.wait(LOOK_AGAIN_S)
+
+    def _somebody_waits(self) -> bool:
+        """Whether a step before mine has something given and not agreed."""
+        return any(
+            self._agreed(part.at, name) is None
+            for member, part in self._parts().items()
+            if member != self._me and part.at < self._at
+            for name in part.given
+        )
+
+    async def _give(self, new: Part) -> None:
+        mirror = self._mirror()
+        await self._make(
+            give(mirror.keys, mirror.written(mirror.keys.part(self._me), mirror.parts.get(self._me)), new, self._lease)
+        )
+
+    async def _fix(self, at: Version, name: str) -> None:
+        mirror = self._mirror()
+        forgotten = over(self._members(), self._parts(), (found_at(s.record) for s in mirror.agreed.values()))
+        await self._make(agree(mirror.keys, answer(at, name, self._parts()), forgotten))
+
+    async def _make(self, txn: Any) -> None:
+        """Make it, and wait until something is heard: what was written, by me or by another, comes through the watch."""
+        heard = self._mirror().revision
+        try:
+            report = await Ledger(self._store, self._mirror().keys).run(txn)
+        except StoreUnavailable:
+            await self._clock.sleep(LOOK_AGAIN_S)
+            return
+        waited = self._clock.monotonic()
+        while self._mirror().revision < max(report.revision, heard + 1):
+            await self._changes.wait(LOOK_AGAIN_S)
+            if self._clock.monotonic() - waited >= LOOK_AGAIN_S:
+                return  # made or not, looking again does no harm
+
+    def _parts(self) -> Mapping[str, Part]:
+        return {member: stored.record for member, stored in self._mirror().parts.items()}
+
+    def _members(self) -> frozenset[str]:
+        return frozenset(self._mirror().members)
+
+    def _agreed(self, at: Version, name: str) -> Agreed | None:
+        stored = self._mirror().agreed.get(f"{at}/{name}")
+        return stored.record if stored is not None else None
+
+
+def found_at(agreed: Agreed) -> tuple[Version, str]:
+    """Where an answer stands."""
+    return agreed.version, agreed.name
+
+
+log = logging.getLogger(__name__)
+
+
+class Look(Protocol):
+    """Where the present view of the job comes from."""
+
+    def __call__(self) -> JobView:
+        """The view now."""
+        ...
+
+
+class Producer(Protocol):
+    """What a step needs of its peer."""
+
+    @property
+    def look(self) -> Look:
+        """The present view."""
+        ...
+
+    @property
+    def changes(self) -> Changes:
+        """Wakes whoever looks."""
+        ...
+
+    @property
+    def holdings(self) -> Holdings:
+        """What the peer holds."""
+        ...
+
+    @property
+    def clock(self) -> Clock:
+        """Time."""
+        ...
+
+    @property
+    def material(self) -> Material:
+        """What the job is made of."""
+        ...
+
+    @property
+    def collectives(self) -> Collectives:
+        """What peers tell each other."""
+        ...
+
+    @property
+    def faults(self) -> FaultBook:
+        """Where it is told what plug-ins raise, and why prompts fail."""
+        ...
+
+    def check_filtered(self, group: Group) -> None:
+        """Raises SpecError for a group that the spec's filters have not seen."""
+        ...
+
+
+class JobStep:
+    """Implements `gcore.flows.Step`: the step after `version`, in its lineage."""
+
+    def __init__(self, peer: Producer, version: Version) -> None:
+        self._peer = peer
+        self.version = version
+        self._handed_out: Prompt | None = None
+        self._told: set[str] = set()
+        """Names that were given something under."""
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self.version.step + 1
+
+    def is_current(self) -> bool:
+        """Whether head still is where this step begins."""
+        head = self._peer.look().mirror.head
+        return head is not None and head.record.version == self.version and not self._ended()
+
+    def is_open(self) -> bool:
+        """Whether its batch still wants groups."""
+        seal = self._peer.look().seal
+        return self.is_current() and (seal is None or seal.collects)
+
+    def takes_prompts(self) -> bool:
+        """Whether prompts may be begun: for its own batch, and for later ones where some staleness is allowed, until it is committed."""
+        return self.is_open() or (self.is_current() and self._peer.material.spec.rollout.staleness > 0)
+
+    def _ended(self) -> bool:
+        status = self._peer.look().mirror.status
+        return status is not None and status.record.phase.ended
+
+    def hand_out(self, prompt: Prompt) -> None:
+        """`prompt` is the flow's now; the next `start` is for it."""
+        self.put_back()
+        self._handed_out = prompt
+        self._peer.holdings.in_flight.begin(prompt.ref, self.version, self._peer.clock.monotonic())
+
+    def take(self) -> Prompt:
+        """The prompt handed out last, once. Raises RuntimeError if there is none."""
+        if self._handed_out is None:
+            raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() gave one")
+        prompt, self._handed_out = self._handed_out, None
+        return prompt
+
+    def put_back(self) -> None:
+        """A prompt that the flow did not start is not in flight."""
+        if self._handed_out is not None:
+            self._peer.holdings.in_flight.end(self._handed_out.ref)
+            self._handed_out = None
+
+    def keep(self, group: Group) -> None:
+        """Hold a finished group, unless it can no longer be trained.
+
+        What is held is not issued again, so nothing may be held that no seal would take; nor what was issued in a lineage
+        that was cut off meanwhile, whatever made it: with a curriculum the ref may stand for another prompt by now.
+        Raises EngineError if head is where it was and other weights had a part in the group, and where some staleness is
+        allowed also if the group has become too old: it was issued in vain, and counts.
+        """
+        view = self._peer.look()
+        assert view.mirror.head is not None
+        head = view.mirror.head.record
+        if not is_ancestor(head, self.version):
+            return
+        if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
+            self._peer.holdings.keep(group)
+            return
+        made_by = ", ".join(map(str, group.versions))
+        if view.rules.staleness and all(is_ancestor(head, version) for version in group.versions):
+            why = f"stale: prompt {group.ref} was made by {made_by}, too old for step {head.step + 1}"
+            raise EngineError(why, fix="It is issued again")
+        if not view.rules.staleness and self.is_current():
+            raise EngineError(f"prompt {group.ref} was made by {made_by}, not {self.version}", fix="It is issued again")
+
+    def end(self, ref: PromptRef, outcome: Outcome, source: str, trace: str = "") -> None:
+        """Hold an outcome, unless it belongs to a lineage that was cut off meanwhile: then `ref` is issued again.
+
+        Why a prompt failed is an event too, once for each reason, with the plug-in's own `trace`: a count alone would say
+        nothing to whoever follows the job.
+        """
+        if outcome.kind == "failed":
+            self._peer.faults.note(outcome.reason, trace)
+        view = self._peer.look()
+        assert view.mirror.head is not None
+        if is_ancestor(view.mirror.head.record, self.version):
+            self._peer.holdings.end(ref, outcome, view.me, self.version, source)
+
+    def fail(self, defect: BaseException) -> None:
+        """A production raised what is not an outcome: the flow or a plug-in is wrong."""
+        flights = self._peer.holdings.in_flight
+        flights.defect = flights.defect or defect
+
+    def raise_defect(self) -> None:
+        """Raise what a production raised, rather than issue its prompt for ever."""
+        if self._peer.holdings.in_flight.defect is not None:
+            raise self._peer.holdings.in_flight.defect
+
+    @asynccontextmanager
+    async def collect(self) -> AsyncIterator[JobBatch]:
+        """Leaves when the batch is sealed, and gives up what is in flight then.
+
+        Where some staleness is allowed it leaves when the step is committed, or is not to come, for until then prompts of later
+        steps are begun; what is in flight goes on.
+        """
+        batch = JobBatch(self._peer, self)
+        try:
+            yield batch
+        finally:
+            self.put_back()
+            if not self._peer.material.spec.rollout.staleness:
+                await batch.give_up()
+
+    async def train(self) -> None:
+        """Until head moved, or the batch is open again."""
+        await self._peer.changes.until(lambda: not self.is_current() or self.is_open())
+
+    async def publish(self) -> None:
+        """Until one of my engines serves head's version, or there is nothing to wait for."""
+
+        def served() -> bool:
+            view = self._peer.look()
+            assert view.mirror.head is not None
+            version = view.mirror.head.record.version
+            return self._ended() or not view.engines or any(e.version == version for e in view.engines.values())
+
+        await self._peer.changes.until(served)
+
+    async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """What all peers give under `name`. Raises ValueError."""
+        self._use(name)
+        return await self._peer.collectives.gather(self.version, name, value)
+
+    async def sum(self, name: str, value: float) -> float:
+        """The sum of what all peers give under `name`. Raises ValueError."""
+        self._use(name)
+        return await self._peer.collectives.sum(self.version, name, value)
+
+    def _use(self, name: str) -> None:
+        # The second value would be passed over, for what is given is never changed.
+        if name in self._told:
+            raise ValueError(f"{name!r} was used in this step; give what is told again another name")
+        self._told.add(name)
+
+
+class JobBatch:
+    """Implements `gcore.flows.Batch`: productions under way, one task each."""
+
+    def __init__(self, peer: Producer, step: JobStep) -> None:
+        self._peer = peer
+        self._step = step
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        """Produce the prompt that `peer.prompts` handed out last."""
+        try:
+            prompt = self._step.take()
+        except RuntimeError:
+            produce.close()
+            raise
+        task = asyncio.create_task(self._produce(prompt, produce), name=f"prompt {prompt.ref}")
+        self._tasks.add(task)
+        self._peer.holdings.in_flight.launch(prompt.ref, task)
+        task.add_done_callback(self._done)
+
+    async def give_up(self) -> None:
+        """Cancel what is under way; whatever is still due is issued again."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._step.fail(defect)
+            self._peer.changes.notify()
+
+    async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        holdings, ref = self._peer.holdings, prompt.ref
+        try:
+            result = given(await produce, ref)
+            if isinstance(result, Group):
+                if (why := misfit(result, self._peer.material.spec.train)) is not None:
+                    raise RewardError(why, fix="Correct the flow, or choose another for this estimator")
+                self._peer.check_filtered(result)
+                # A flow that makes its groups itself need not know of sources.
+                self._step.keep(result if result.source else replace(result, source=prompt.source))
+            else:
+                self._step.end(ref, result, prompt.source)
+        except (RewardError, FilterError) as error:
+            self._step.end(ref, Outcome("failed", str(error)), prompt.source, trace_of(error))
+        except EngineError as error:
+            tries = self._in_vain(prompt, error.what)  # not its "It is issued again"
+            if isinstance(error, EngineUnreachable) and tries <= self._peer.material.spec.flow.max_reissues:
+                await self._peer.clock.sleep(retry_delay(tries))  # still in flight, so not issued meanwhile
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            self._in_vain(prompt, "a task that it waited for was cancelled")  # else for ever, without a word
+        except SystemExit as error:  # let through, it would end this process
+            self._step.fail(error)
+        finally:
+            if holdings.in_flight.end(ref):
+                self._lost(prompt)
+            self._peer.changes.notify()
+
+    def _in_vain(self, prompt: Prompt, why: str) -> int:
+        """It came to nothing, and is issued again; once too often, and it has failed. How many tries there were."""
+        tries = self._peer.holdings.lose(prompt.ref)
+        log.info("prompt %s, try %d: %s", prompt.ref, tries, why)
+        if tries > self._peer.material.spec.flow.max_reissues:
+            self._step.end(prompt.ref, Outcome("failed", f"issued {tries} times, the last: {why}"), prompt.source)
+        return tries
+
+    def _lost(self, prompt: Prompt) -> None:
+        """It took so long that its weights became too old; once too often, and it has failed."""
+        tries = self._peer.holdings.lose(prompt.ref)
+        log.info("prompt %s, try %d: given up, for its weights became too old", prompt.ref, tries)
+        if tries > self._peer.material.spec.flow.max_reissues:
+            reason = f"stale: issued {tries} times, the last one took more than rollout.staleness allows"
+            self._step.end(prompt.ref, Outcome("failed", reason), prompt.source)

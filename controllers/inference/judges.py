@@ -1,0 +1,457 @@
+"""The judges of a job on one controller, opened: each with what it is shown, and with what puts its questions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from controllers.inference.judge_engines import JudgeEngines
+from gcore.config.reward import JudgeSpec
+from gcore.config.spec import JobSpec
+from gcore.data.renderer import PromptRenderer
+from gcore.errors import DataError, StoreUnavailable
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.ledger.usage import NOTHING, JudgeUse, NodeSpent, added, cost_of, spend, taken_off, to_add_up
+from gcore.observability.metrics import Metrics
+from gcore.reward.judges.external import ExternalAsk, key_of
+from gcore.reward.judges.judge import Judge
+from gcore.reward.judges.rate_limit import Cause, Gate
+from gcore.reward.judges.types import Answer, Ask, Value, Valued, Why
+from gcore.schema import UnreadableRecord
+from gcore.store.keys import JobKeys
+from gcore.store.types import KeyValue, Store
+from gcore.system.clock import Clock
+from gcore.worker.sandbox.pool import Scoring
+
+# -------------------- judge_counts
+# What becomes of the questions that this controller puts to judges, counted and told: metrics, what waits, and one event for answers
+# that cannot be read. Of judges that others serve also what they cost, and what holds requests back. Decides nothing.
+
+TOLD_AT = 10
+"""Unreadable answers are told at the first, and each time that there are so many times as many."""
+
+
+READABLE = "Let its template ask for what its verdict.parser reads, or change the parser"
+
+
+class JudgeCounts:
+    """Of one job, on one controller. Implements `gcore.reward.generative.asking.Seen`, and `Told` of its `gate`."""
+
+    def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
+        """`tell`: notes an event, by topic."""
+        self._metrics = metrics
+        self._tell = tell
+        self._open: Counter[str] = Counter()
+        self._answered = 0
+        """What is tried in vain is no progress: a wait for a server that refuses everything must be told."""
+        self._unreadable: Counter[str] = Counter()
+        self._next_told: dict[str, int] = {}
+        self._waits: dict[str, str] = {}
+        """By judge: why its requests are held back."""
+
+    @property
+    def scoring(self) -> Scoring:
+        """What is waited for now."""
+        waiting = sum(self._open.values())
+        names = " and ".join(sorted(repr(name) for name, count in self._open.items() if count > 0))
+        count = "1 question waits" if waiting == 1 else f"{waiting} questions wait"
+        why = "".join(f"; {one}" for _, one in sorted(self._waits.items()))
+        return Scoring(waiting, self._answered, f"{count} for judge {names}{why}")
+
+    def begun(self, judge: str) -> None:
+        """A question is put."""
+        if judge not in self._open:
+            self._metrics.know_judge(judge)
+        self._open[judge] += 1
+        self._metrics.judge_open.labels(judge).set(self._open[judge])
+
+    def ended(self, judge: str) -> None:
+        """A question that was put has an answer, or will have none."""
+        self._open[judge] -= 1
+        self._metrics.judge_open.labels(judge).set(self._open[judge])
+
+    def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
+        """A question was answered."""
+        self._answered += 1
+        self._metrics.judge_seconds.labels(judge).observe(seconds)
+        self._metrics.judge_questions.labels(judge, "answered").inc()
+        self._metrics.judge_tokens.labels(judge, "question").inc(tokens_in)
+        self._metrics.judge_tokens.labels(judge, "answer").inc(tokens_out)
+
+    def failed(self, judge: str, why: Why) -> None:
+        """A try was in vain."""
+        self._metrics.judge_questions.labels(judge, why).inc()
+
+    def verdict(self, judge: str, value: float) -> None:
+        """A question was judged."""
+        self._metrics.judge_verdicts.labels(judge).observe(value)
+
+    def unreadable(self, judge: str, example: str, why: str) -> None:
+        """An answer could not be read."""
+        self._metrics.judge_unreadable.labels(judge).inc()
+        self._unreadable[judge] += 1
+        count = self._unreadable[judge]
+        if count >= self._next_told.get(judge, 1):
+            self._next_told[judge] = count * TOLD_AT
+            many = "an answer" if count == 1 else f"{count} answers"
+            sentence = f"judge {judge!r} gave {many} that cannot be read, such as {example!r}: {why}. {READABLE}"
+            self._tell(f"judge-{judge}", sentence)
+
+    def remembered(self, judge: str) -> None:
+        """A question was not asked, for its verdict was known."""
+        self._metrics.judge_questions.labels(judge, "remembered").inc()
+
+    def disagreed(self, judge: str, share: float) -> None:
+        """In this share of a group's pairs, the two orders contradicted each other."""
+        self._metrics.judge_disagreement.labels(judge).observe(share)
+
+    def paid(self, judge: str, cost: float) -> None:
+        """A request was answered, and costs that."""
+        self._metrics.judge_cost.labels(judge).inc(cost)
+
+    def held(self, judge: str, cause: Cause, seconds: float) -> None:
+        """The next request was held back for so long."""
+        self._metrics.judge_held.labels(judge, cause).inc(seconds)
+
+    def waits(self, judge: str, why: str) -> None:
+        """The next request waits, and why; nothing: it does not."""
+        if why:
+            self._waits[judge] = why
+        else:
+            self._waits.pop(judge, None)
+
+    def trouble(self, judge: str, topic: str, sentence: str) -> None:
+        """To be told in an event."""
+        self._tell(f"judge-{topic}-{judge}", sentence)
+
+
+# -------------------- spending
+# What a job spends on judges that others serve, as one controller sees and writes it (`gcore.ledger.spending`).
+#
+# Each controller adds what it has asked to its node's record: the first answer at once, further ones every `WRITE_S`, and what is left
+# when the job or the controller ends. All controllers see all records, so each knows what the whole job has spent, but for what the
+# others have not written yet. Nothing more is asked for once that has reached `most_cost`.
+#
+# So it may be exceeded by what is under way when that is seen: the requests of all controllers that are in flight (`in_flight` of
+# each), and what the others had answered in the last `WRITE_S` seconds, or since the store was away from them. The same is what may
+# be forgotten, once, of each controller that is killed. No request is counted before its answer has come.
+
+WRITE_S = 2.0
+"""Between two writes of one controller."""
+
+
+LAST_WRITE_S = 5.0
+"""What is left when it ends is tried to be written for so long."""
+
+
+class Spending:
+    """Of one job, on one controller. Implements `gcore.reward.generative.gate.Purse`. Mutable; one event loop."""
+
+    def __init__(
+        self,
+        judges: Collection[JudgeSpec],
+        store: Store,
+        keys: JobKeys,
+        node: str,
+        me: str,
+        clock: Clock,
+        mirror: Callable[[], JobMirror],
+        nodes: Callable[[], Collection[str]],
+        paid: Callable[[str, float], None] = lambda judge, cost: None,
+    ) -> None:
+        """`me`: the incarnation. `nodes`: those that are there. `paid`: told what each answer costs."""
+        self._judges = {judge.name: judge.external for judge in judges if judge.external is not None}
+        self._store = store
+        self._keys = keys
+        self._node = node
+        self._me = f"{me}.{uuid.uuid4().hex[:8]}"
+        """A life begins whenever the job is taken up, which one incarnation may do again: it then knows nothing of what it asked before."""
+        self._clock = clock
+        self._mirror = mirror
+        self._nodes = nodes
+        self._paid = paid
+        self._mine: dict[str, JudgeUse] = {}
+        """What was asked here in this life."""
+        self._landed: dict[str, JudgeUse] = {}
+        """Of that, what stands in some record."""
+        self._elsewhere: dict[str, JudgeUse] = {}
+        """Of that, what stands in a record that is not this life's."""
+        self._known: Stored[NodeSpent] | None = None
+        """The node's record as it was last written or read here."""
+        self._news = asyncio.Event()
+
+    def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
+        """A request was answered."""
+        use = JudgeUse(requests=1, tokens_in=tokens_in, tokens_out=tokens_out)
+        self._mine = added((self._mine, {judge: use}))
+        self._paid(judge, cost_of(use, self._judges[judge]))
+        self._news.set()
+
+    def cost(self, judge: str) -> float:
+        """What the whole job has spent on a judge, as far as it is known here."""
+        mirror = self._mirror()
+        seen, own = mirror.spent, mirror.spent.get(self._node)
+        if self._known is not None and mirror.revision < self._known.revision:
+            own = self._known  # which will be heard of
+        others = (stored.record.uses for node, stored in seen.items() if node != self._node)
+        total = added((*others, self._next(own.record if own is not None else None).uses))
+        return cost_of(total.get(judge, NOTHING), self._judges[judge])
+
+    def overdrawn(self, judge: str) -> str:
+        """That all is spent which the job may spend on a judge; nothing while it is not."""
+        most = self._judges[judge].most_cost
+        if most is None or (cost := self.cost(judge)) < most:
+            return ""
+        return (
+            f"judge {judge!r} has spent {cost:.{'2f' if cost >= 1 else '4g'}} of the {most:g} that its external.most_cost allows, so nothing more is asked; a "
+            "job's spec stays as it is: cancel the job, export its model, and start one from that with more to spend"
+        )
+
+    async def run(self) -> None:
+        """For ever: write down what was spent."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if not await self._write():
+                self._news.set()
+            await self._clock.sleep(WRITE_S)
+
+    async def finish(self) -> None:
+        """Write down what is left."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WRITE_S):
+                while self._mine != self._landed and not await self._write():
+                    await self._clock.sleep(WRITE_S / 10)
+
+    async def _write(self) -> bool:
+        """Whether the store has taken what was there when this began."""
+        try:
+            kv = await self._store.get(self._keys.spent(self._node))
+            there = _read(kv)
+            if there is not None and there.by == self._me:  # a write whose answer never came may have been made
+                self._landed = added((there.life, self._elsewhere))
+                self._known = Stored(there, kv.mod_revision) if kv is not None else None
+            else:
+                self._elsewhere = self._landed
+            mine, new = self._mine, self._next(there)
+            gone = to_add_up(self._mirror().spent, self._node, self._nodes())
+            old = None if kv is None else Stored(new, kv.mod_revision)  # compared by its revision alone
+            txn = spend(self._keys, old, new, gone)
+            report = await Ledger(self._store, self._keys).run(txn)
+        except StoreUnavailable:
+            return False
+        if report.outcome is not TxnOutcome.WON:
+            return False
+        self._landed = mine
+        before = added((new.before, *(stored.record.uses for stored in gone.values())))
+        self._known = Stored(new.model_copy(update={"before": before}), report.revision)
+        return True
+
+    def _next(self, there: NodeSpent | None) -> NodeSpent:
+        """The node's record with all that was asked here, after the one that is there."""
+        if there is not None and there.by == self._me:
+            return there.model_copy(update={"life": taken_off(self._mine, self._elsewhere)})
+        before = {} if there is None else there.uses
+        return NodeSpent(node=self._node, by=self._me, before=before, life=taken_off(self._mine, self._landed))
+
+
+def _read(kv: KeyValue | None) -> NodeSpent | None:
+    """What stands there; nothing if it is damaged, and is written anew."""
+    try:
+        return None if kv is None else NodeSpent.decode(kv.value, kv.key)
+    except UnreadableRecord:
+        return None
+
+
+# -------------------- external_judges
+# The judges of a job that others serve, on one controller: what asks each, and what is told of all of them.
+#
+# Every controller asks for itself. The pace is for the whole cluster, so each takes its share: the rate, divided by how many controllers
+# work on the job as its records say. While one comes or goes they may see that at different moments, and for so long the shares of
+# all may add up to a little more or less than the whole. What may be spent is for the whole job too (`controllers.spending`).
+#
+# That a judge may cost no more is told once for all, by the first of the members; that its key is not taken, by each node for
+# itself. What to ask, and what becomes of it, is others' business.
+
+LOOK_S = 1.0
+"""It is looked so often whether all is spent."""
+
+
+class ExternalJudges:
+    """Of one job, on one controller."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        store: Store,
+        keys: JobKeys,
+        node: str,
+        me: str,
+        clock: Clock,
+        counts: JudgeCounts,
+        mirror: Callable[[], JobMirror],
+        nodes: Callable[[], Collection[str]],
+        tell: Callable[[str, str], None],
+        environ: Mapping[str, str],
+    ) -> None:
+        """`nodes`: those that are there. `tell`: notes an event, by topic. `environ`: where the keys are."""
+        self._judges = [judge for judge in spec.judges if judge.external is not None]
+        self._me = me
+        self._clock = clock
+        self._counts = counts
+        self._mirror = mirror
+        self._tell = tell
+        self._environ = environ
+        self.spending = Spending(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
+        self._asks: dict[str, ExternalAsk] = {}
+        self._told: set[str] = set()
+        """Judges of which it was told here that all is spent."""
+
+    def asker(self, number: int, judge: JudgeSpec) -> ExternalAsk:
+        """What puts questions to judge `number`: one, however often a preparation is tried. Raises DataError without its key."""
+        assert judge.external is not None
+        if (known := self._asks.get(judge.name)) is not None:
+            return known
+        key = key_of(judge, self._environ, f"judges.{number}")
+        gate = Gate(judge.name, judge.external, self.spending, self._counts, self._clock, self._peers)
+        ask = ExternalAsk(judge, key, gate, self.spending, self._counts, self._clock)
+        self._asks[judge.name] = ask
+        return ask
+
+    async def run(self) -> None:
+        """For ever: write down what is spent, and tell when it is all that may be."""
+        if not self._judges:
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.spending.run(), name="spending")
+            group.create_task(self._watch(), name="most cost")
+
+    async def close(self) -> None:
+        """Write down what is left, and close all connections."""
+        await self.spending.finish()
+        for ask in self._asks.values():
+            await ask.close()
+
+    def _peers(self) -> int:
+        return len(self._mirror().members)
+
+    async def _watch(self) -> None:
+        while True:
+            for judge in self._judges:
+                self._tell_spent(judge)
+            await self._clock.sleep(LOOK_S)
+
+    def _tell_spent(self, judge: JudgeSpec) -> None:
+        assert judge.external is not None
+        mirror, topic = self._mirror(), f"judge-cost-{judge.name}"
+        if judge.name in self._told or topic in mirror.troubles or self._me != min(mirror.members, default=None):
+            return
+        if self.spending.overdrawn(judge.name):
+            self._told.add(judge.name)
+            most = f"{judge.external.most_cost:g}"
+            self._tell(
+                topic, f"judge {judge.name!r} has spent the {most} that the job may spend on it, and the job waits"
+            )
+
+
+def open_judges(
+    spec: JobSpec, engines: JudgeEngines, counts: JudgeCounts, clock: Clock, external: ExternalJudges | None = None
+) -> Mapping[str, Judge]:
+    """By name. `spec` names the models' folders on this node. `external`: asks those judges that others serve, if there are any.
+
+    Blocks. Raises SpecError, DataError.
+    """
+    return {
+        judge.name: Judge.of(
+            judge,
+            _opened(number, judge, engines, counts, external),
+            counts,
+            clock,
+            where=f"judges.{number}",
+        )
+        for number, judge in enumerate(spec.judges)
+    }
+
+
+def renderer_of(number: int, judge: JudgeSpec) -> PromptRenderer:
+    """How questions become tokens, for judge `number`, which the cluster serves. Blocks. Raises DataError."""
+    assert judge.model is not None
+    with named(number, judge):
+        return PromptRenderer.load(Path(judge.model.path), chat=judge.chat, system=judge.system)
+
+
+@contextmanager
+def named(number: int, judge: JudgeSpec) -> Iterator[None]:
+    """What is wrong with its model is told of judge `number`, by the keys of its own section: whoever finds it speaks of the policy's."""
+    try:
+        yield
+    except DataError as error:
+        where = f"judges.{number} ({judge.name!r})" + (f", {_own(number, error.where)}" if error.where else "")
+        raise type(error)(error.what, where=where, fix=_own(number, error.fix or "") or None) from error
+
+
+def _own(number: int, text: str) -> str:
+    """`text` with the keys of judge `number` for those of the policy."""
+    text = text.replace("or name one in `template`", "or take another model")
+    text = re.sub(r"(?<![\w.])model\.chat\b", f"judges.{number}.chat", text)
+    return re.sub(r"(?<![\w.])model\.(path|trust_remote_code|max_length)\b", rf"judges.{number}.model.\1", text)
+
+
+def _opened(
+    number: int, judge: JudgeSpec, engines: JudgeEngines, counts: JudgeCounts, external: ExternalJudges | None
+) -> Ask | Value:
+    if judge.kind == "classifier":
+        assert judge.model is not None
+        renderer = renderer_of(number, judge)
+        valuer = engines.valuer(judge, renderer, judge.model.max_length or renderer.max_length)
+        return OpenValue(valuer, judge.name, counts)
+    return Open(_asker(number, judge, engines, external), judge.name, counts)
+
+
+def _asker(number: int, judge: JudgeSpec, engines: JudgeEngines, external: ExternalJudges | None) -> Ask:
+    if judge.model is None:
+        assert external is not None
+        return external.asker(number, judge)
+    renderer = renderer_of(number, judge)
+    return engines.asker(judge, renderer, judge.model.max_length or renderer.max_length)
+
+
+class Open:
+    """Counts the questions that are open. Implements `Ask`."""
+
+    def __init__(self, ask: Ask, judge: str, counts: JudgeCounts) -> None:
+        self._ask = ask
+        self._judge = judge
+        self._counts = counts
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """As what it counts."""
+        self._counts.begun(self._judge)
+        try:
+            return await self._ask(question, seeds)
+        finally:
+            self._counts.ended(self._judge)
+
+
+class OpenValue:
+    """The same of a classifier. Implements `Value`."""
+
+    def __init__(self, value: Value, judge: str, counts: JudgeCounts) -> None:
+        self._value = value
+        self._judge = judge
+        self._counts = counts
+
+    async def __call__(self, question: str) -> Valued:
+        """As what it counts."""
+        self._counts.begun(self._judge)
+        try:
+            return await self._value(question)
+        finally:
+            self._counts.ended(self._judge)

@@ -1,0 +1,291 @@
+"""The rollout replicas that this controller is responsible for: bringing them the weights, and seeing how they are. What is asked of
+them is `controllers.generating`'s.
+
+Each engine has one controller at a time that routes to it and publishes to it (`controllers.owning`). Two that both believe it do
+no harm: samples carry the version they were made with, and the seal checks that. An engine that does not serve head's version is not routed to.
+
+One that the plan puts to sleep gets nothing new from the moment at which that is heard. What it has under way comes back with the
+tokens it has, and goes on elsewhere; then it gives its memory back, and what it serves is forgotten, so that after it has woken
+it is brought the current weights before anything is asked of it.
+
+One that owes answers and gives none is left by everybody who waits for it (`controllers.pulse` says when); it is asked on how it
+is, in the background, and is used again once it answers. To end one that hangs is its node's business (`controllers.staffing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from controllers.changes import Changes
+from controllers.inference.requests import Generating, Line, Pool
+from controllers.inference.rules import EnginePatience, Pulse, Verdict
+from controllers.rules.view import EngineView
+from gcore.errors import EngineError, EngineUnreachable
+from gcore.observability.metrics import Metrics
+from gcore.rollout.client import EngineReach, plain_reach
+from gcore.system.clock import Clock, SystemClock
+from gcore.types import Version
+from gcore.worker.records import WorkerRecord
+
+log = logging.getLogger(__name__)
+
+
+LOOK_S = 0.25
+"""How everybody is, is looked at so often: patience is a matter of seconds."""
+
+
+LOAD_S = 0.5
+"""For an engine to say what it has to do."""
+
+
+REMEMBERED = 5
+"""Of so many that slept, or woke, the median counts: one that took long for once must not make every change dear."""
+
+
+SHUT_S = 2.0
+"""So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
+
+
+class EngineBook:
+    """Engines by instance id. `aim` says which are mine; `views` is what `decide` sees."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        timeout_s: float,
+        connect: EngineReach = plain_reach,
+        *,
+        clock: Clock | None = None,
+        patience: EnginePatience | None = None,
+        metrics: Metrics | None = None,
+        told_every: int | None = None,
+        pool: Pool = "rollout",
+        rows: int | None = None,
+    ) -> None:
+        """`rows`: responses that one runs at once; None: nobody knows, and nothing that waits at one goes to another."""
+        self._changes = changes
+        self._timeout_s = timeout_s
+        self._connect = connect
+        self._clock = clock or SystemClock()
+        self._patience = patience or EnginePatience(request_s=timeout_s)
+        self._metrics = metrics or Metrics()
+        self._lines: dict[str, Line] = {}
+        self._probes: set[asyncio.Task[None]] = set()
+        generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
+        self._rebalance = generating.rebalance
+        self.rows = rows
+        self.generate = generating.generate
+        """Responses from my engines."""
+        self.classify = generating.classify
+        """Scores from my engines, which serve a classifier."""
+        self._looked = -LOOK_S
+        self._shut: frozenset[str] = frozenset()
+        self._slept: deque[float] = deque(maxlen=REMEMBERED)
+        self._woke: deque[float] = deque(maxlen=REMEMBERED)
+        self.unseated = generating.unseated
+        self.foreseen = generating.foreseen
+        """How many responses, or scores, no engine has yet."""
+
+    @property
+    def views(self) -> dict[str, EngineView]:
+        """What is known of my engines."""
+        return {instance: line.view for instance, line in self._lines.items()}
+
+    @property
+    def slept_s(self) -> float | None:
+        """What it takes to put one to sleep here; None: none was."""
+        return median(self._slept) if self._slept else None
+
+    @property
+    def woke_s(self) -> float | None:
+        """And to wake one, until it is asked again."""
+        return median(self._woke) if self._woke else None
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """Those that owe something."""
+        return frozenset(instance for instance, line in self._lines.items() if line.in_flight)
+
+    async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
+        """These are mine from now on."""
+        for instance in list(self._lines):
+            if instance not in workers or workers[instance].address != self._lines[instance].view.address:
+                line = self._lines.pop(instance)
+                line.leave()
+                await line.client.close()
+                self._changes.notify()
+        for instance, worker in workers.items():
+            if instance not in self._lines:
+                client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s, instance=instance)
+                now = self._clock.monotonic()
+                view = EngineView(instance, worker.address, None)
+                self._lines[instance] = Line(client, view, pulse=Pulse(now))
+                self._changes.notify()
+        self.shut(self._shut)
+
+    def shut(self, instances: Collection[str]) -> None:
+        """The plan says that these sleep, and the others do not."""
+        self._shut = frozenset(instances)
+        now = self._clock.monotonic()
+        for instance, line in self._lines.items():
+            if (line.shut is not None) != (instance in self._shut):
+                line.shut = now if instance in self._shut else None
+                self._changes.notify()
+
+    async def sleep(self, instance: str) -> None:
+        """Have its memory back. Raises EngineError."""
+        line = self._known(instance)
+        line.distrust()
+        with self._told(line):
+            if not await line.client.sleeps():
+                began = self._clock.monotonic()
+                await line.client.sleep()
+                self._slept.append(self._clock.monotonic() - began)
+        line.view = replace(line.view, version=None, asleep=True)
+
+    async def wake(self, instance: str, version: Version | None) -> None:
+        """Give it its memory again. `version`: what its weights are called, if they are the same for ever; else they are brought to
+        it next (`publish`). Raises EngineError."""
+        line = self._known(instance)
+        line.waking = self._clock.monotonic()
+        with self._told(line):
+            await (line.client.take_memory() if version is None else line.client.wake(version))
+        line.view = replace(line.view, version=None, asleep=False)
+        line.woken = True
+
+    @contextmanager
+    def _told(self, line: Line) -> Iterator[None]:
+        """What goes wrong within stands in the line's view."""
+        try:
+            yield
+            line.view = replace(line.view, trouble="")
+        except EngineError as error:
+            line.view = replace(line.view, trouble=error.what)
+            raise
+        finally:
+            self._changes.notify()
+
+    async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
+        """What these of mine run, and what waits there. One that does not say so is taken to run what it was asked from here."""
+
+        async def load(line: Line) -> tuple[int, int]:
+            running: int | None = None
+            waiting: int | None = None
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(LOAD_S):
+                    running, waiting = await line.client.load()
+            return (line.in_flight if running is None else running), waiting or 0
+
+        asked = {name: self._lines[name] for name in instances if name in self._lines}
+        awake = {name: line for name, line in asked.items() if not line.view.asleep}
+        found = dict(zip(awake, await asyncio.gather(*map(load, awake.values())), strict=True))
+        return {name: found.get(name, (0, 0)) for name in asked}
+
+    def _known(self, instance: str) -> Line:
+        line = self._lines.get(instance)
+        if line is None:
+            # It may have ended, or become a peer's, between the decision and the deed.
+            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
+        return line
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.aim({})
+
+    async def publish(self, instance: str, version: Version, folder: Path) -> None:
+        """Bring one engine to `version`. Raises EngineError.
+
+        Of one that is met, was distrusted or has failed it is found out first what it serves: a peer may have brought it there.
+        """
+        line = self._known(instance)
+        line.coming = version
+        asked = self._clock.monotonic()
+        try:
+            served = await line.client.served() if line.view.version is None else line.view.version
+            if served is None and await (line.client.released() if line.woken else line.client.sleeps()):
+                # A controller that is gone put it to sleep, or another since this one woke it: it is woken first.
+                line.view, line.woken = replace(line.view, asleep=True), False
+                raise EngineError(f"{instance} sleeps", fix="It is woken first")
+            if line.view.version is None and served == version:
+                # Whoever brought it there may have died before it let the engine go on; going on twice does no harm.
+                await line.client.resume()
+            else:
+                await line.client.update_weights(str(folder), version)
+            if line.woken:
+                self._woke.append(self._clock.monotonic() - line.waking)
+            line.woken = False
+            line.view = replace(line.view, version=version, trouble="", asleep=False)
+            line.pulse = line.pulse.answers(self._clock.monotonic())
+        except EngineError as error:
+            # What it serves now is anybody's guess: it is asked, and let go on, when this is tried again.
+            line.view = replace(line.view, version=None, trouble="" if line.view.asleep else error.what)
+            if isinstance(error, EngineUnreachable):
+                line.pulse = line.pulse.in_vain(asked)
+                self._looked = -LOOK_S  # that it is silent is seen before the next try is decided on
+            raise
+        finally:
+            line.coming = None
+            self._changes.notify()
+
+    def distrust(self, instance: str) -> None:
+        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
+        if instance in self._lines:
+            self._lines[instance].distrust()
+            self._changes.notify()
+
+    def look_after(self) -> None:
+        """Look how everybody is; leave who is silent, and ask on. Called at each look by whoever drives the job."""
+        now = self._clock.monotonic()
+        if now < self._looked + LOOK_S:
+            return
+        self._looked = now
+        for instance, line in self._lines.items():
+            if line.coming is not None:
+                continue  # bringing it weights has a limit of its own
+            busy = bool(line.requests)
+            line.pulse = line.pulse.look(self._patience, now, busy=busy)
+            verdict = line.pulse.verdict(self._patience, now)
+            view = replace(
+                line.view,
+                version=line.view.version if verdict is Verdict.WELL else None,
+                silent=verdict is not Verdict.WELL,
+                hung=verdict is Verdict.HUNG,
+                why=line.pulse.why(self._patience, now),
+            )
+            if verdict is not Verdict.WELL or (line.shut is not None and now >= line.shut + SHUT_S):
+                line.leave()
+            if view != line.view:
+                line.view = view
+                self._changes.notify()
+            if line.pulse.wants_probe(self._patience, now, line.probed, busy=busy) and (
+                line.probe is None or line.probe.done()
+            ):
+                line.probed = now
+                line.probe = asyncio.get_running_loop().create_task(self._probe(line), name=f"probe {instance}")
+                self._probes.add(line.probe)
+                line.probe.add_done_callback(self._probes.discard)
+        if self.rows is not None:
+            self._rebalance(self.rows)
+
+    async def _probe(self, line: Line) -> None:
+        try:
+            async with asyncio.timeout(self._patience.probe_s):
+                await line.client.scheduler_state()
+        except (EngineUnreachable, TimeoutError) as error:
+            log.debug("%s: %s", line.client.base_url, error)
+            return
+        except EngineError as error:  # who refuses has answered
+            log.debug("%s: %s", line.client.base_url, error)
+        line.pulse = line.pulse.answers(self._clock.monotonic())
+
+    def serves(self, version: Version) -> bool:
+        """Whether one of my engines serves `version`."""
+        return any(line.view.version == version for line in self._lines.values())

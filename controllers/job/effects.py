@@ -1,0 +1,257 @@
+"""Carries out what keeps the store and the run's folder small: see `controllers.housekeeping` and `controllers.sweeping`.
+
+What leaves the store stands in the run's folder before; what leaves the folder is named by no record any more. Each is one
+guarded transaction, and it may be cut off anywhere: what it left is seen and done by whoever looks next. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controllers.flow.group_buffer import Holdings
+from controllers.inference.pool import EngineBook
+from controllers.rules.actions import Applied, ForgetEvaluations, Prune, Retain, Sweep
+from controllers.rules.view import JobView
+from controllers.rules.world import models_of, placeable
+from controllers.workers.ranks import RankLinks
+from gcore.engines.emulated.launch import remark
+from gcore.ledger import archive, chain, transactions
+from gcore.ledger import retention as sweeping
+from gcore.ledger.records.chain import Checkpoint
+from gcore.ledger.records.job import JobPhase, JobStatus, Moves, Plan, SplitPart, Trouble
+from gcore.ledger.retention import orphaned
+from gcore.ledger.transactions import Ledger, OpenSlots, Transaction, TxnOutcome, keeping_to
+from gcore.models.layout import FIRST, checkpoint_folder, versions_in
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+from gcore.system.fault_injection import At, point
+from gcore.types import Version
+from placement.initial import begun
+from placement.moves import Deciding, beginning_move, split_from
+from placement.placer import Moving, first_plan, placed, too_few
+from placement.slots import Wanted
+
+if TYPE_CHECKING:
+    from controllers.inference.judge_engines import JudgeEngines
+    from controllers.storage.run_folder import OwnFolder
+
+# -------------------- hands
+# What actions are carried out with, and the small things that several of them need. Decides nothing, writes nothing.
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What actions are carried out with."""
+
+    store: Store
+    ledger: Ledger
+    lease: int
+    address: str
+    ranks: RankLinks
+    engines: EngineBook
+    holdings: Holdings
+    clock: Clock
+    stats: Callable[[JobView], dict[str, float]]
+    """Numbers for the log entry of the step that is committed."""
+    run_dir: Path
+    tell: Callable[[str, str], None] = lambda topic, sentence: None
+    """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
+    away: Callable[[], str] = str
+    """Why this node does not see the run's folder any more, or nothing. Blocks."""
+    own: OwnFolder | None = None
+    """This node's own folder of the run, where nodes share none."""
+    memory_dir: Path | None = None
+    """Where copies of the job's train states lie in this node's memory."""
+    judges: JudgeEngines | None = None
+    """The engines of the job's judges."""
+
+
+def place(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
+    """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
+    if view.spec.placement.is_live:
+        stored = view.mirror.plan
+        wanted = None if split is None else split_from(split)
+        there, job = placeable(view), Moving.by(view.spec, models_of(view.mirror))
+        current = None if stored is None or stored.record.stands_still else stored.record
+        plan = placed(
+            there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin
+        )
+        if plan is None:
+            raise too_few(there)
+        return plan
+    return first_plan(placeable(view), Wanted.by(view.spec), world=world, generation=generation)
+
+
+def slots(view: JobView) -> OpenSlots:
+    """What stands at head and at the step after it; it must be there."""
+    slots = view.mirror.open_slots
+    assert slots is not None
+    return slots
+
+
+def writer(view: JobView) -> chain.Writer:
+    """Me, with a name for this one transaction."""
+    return chain.Writer(view.me, uuid.uuid4().hex[:16])
+
+
+def warning(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
+    """Tells people what went wrong beside the run; nothing if somebody else has told something of the topic meanwhile. `time`:
+    now, in seconds since the epoch."""
+    mirror = view.mirror
+    trouble = Trouble(topic=topic, node=view.node, sentence=sentence, time=time)
+    return transactions.warn(
+        mirror.keys, mirror.written(mirror.keys.trouble(topic), mirror.troubles.get(topic)), trouble
+    )
+
+
+def new_world() -> str:
+    """A name that no train world had."""
+    return uuid.uuid4().hex[:12]
+
+
+TOPIC = "archive"
+
+
+FORGET_TOPIC = "checkpoints"
+"""What trouble with old files is called in the store."""
+
+
+async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
+    """Out of the record first, then their files."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    txn = transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
+    return await _left(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, hands)
+
+
+async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
+    """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
+    folder, enough of them have written it down by now (`controllers.spreading`)."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    entries = [mirror.log[seq].record for seq in action.seqs]
+    txn = transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs)
+    keep = functools.partial(archive.append, hands.run_dir, view.me, entries)
+    return await _moved(keep, txn, f"prune {len(entries)} log entries", hands)
+
+
+async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
+    """Out of the store, then the checkpoints that a change of the world has cut off."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
+    sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
+    return await _left(txn, mirror.checkpoints.record.entries, sentence, view, hands)
+
+
+async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Hands) -> Applied:
+    """First to the run's folder, then out of the store."""
+    mirror = view.mirror
+    assert mirror.head is not None
+    assert mirror.checkpoints is not None
+    old = [mirror.evaluations[version].record for version in action.versions]
+    txn = sweeping.forget_evaluations(mirror.keys, mirror.head, mirror.checkpoints, action.versions)
+    keep = functools.partial(archive.append_evaluations, hands.run_dir, view.me, old)
+    return await _moved(keep, txn, f"forget {len(old)} evaluations", hands)
+
+
+async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Hands) -> Applied:
+    """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it.
+
+    A folder that is not the one, beneath a mount that is gone or in place of one that was moved, takes it too, and nobody
+    would find it there.
+    """
+    if away := await asyncio.to_thread(hands.away):
+        why = f"{away}; old records stay in the store, which grows"
+        hands.tell(TOPIC, why)
+        return Applied(TxnOutcome.UNKNOWN, why)
+    try:
+        if hands.own is None:
+            await asyncio.to_thread(keep)
+    except OSError as error:
+        why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
+        hands.tell(TOPIC, why)
+        return Applied(TxnOutcome.UNKNOWN, why)
+    hands.tell(TOPIC, "")
+    report = await hands.ledger.run(txn)
+    return Applied(report.outcome, sentence, report.revision)
+
+
+async def _left(txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, hands: Hands) -> Applied:
+    """Out of the store by `txn`; then the checkpoints' files that are not `kept` and no world will go back to.
+
+    Not only those that were just forgotten: a deed that was cut off may have left others behind.
+    """
+    # Listed before head is compared: what a later lineage writes while this controller sleeps is not among them.
+    lying = await _lying(hands)
+    if isinstance(lying, OSError):
+        return _unread(hands, lying)
+    report = await hands.ledger.run(txn)
+    if report.outcome is TxnOutcome.WON:
+        await _delete(orphaned(view.head, kept, lying), hands)
+    return Applied(report.outcome, sentence, report.revision)
+
+
+async def _lying(hands: Hands) -> frozenset[Version] | OSError:
+    """The checkpoints that lie in the run's folder, or why that cannot be told. In a thread: the folder's mount may hang."""
+    try:
+        found = await asyncio.to_thread(versions_in, checkpoint_folder(hands.run_dir, FIRST).parent)
+    except OSError as error:
+        return error
+    hands.tell(FORGET_TOPIC, "")
+    return found
+
+
+def _unread(hands: Hands, error: OSError) -> Applied:
+    why = f"the run's folder cannot be read ({error.strerror or error}): {hands.run_dir}; old checkpoints stay until it can"
+    hands.tell(FORGET_TOPIC, why)
+    return Applied(TxnOutcome.UNKNOWN, why)
+
+
+async def _delete(versions: Iterable[Version], hands: Hands) -> None:
+    for version in versions:
+        point(At.FORGET, "before")
+        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
+        point(At.FORGET, "after")
+
+
+# -------------------- starting
+# A job begins: base entry, base checkpoint and first plan in one transaction, and, of a job whose slots move, why it is that plan.
+#
+# What it begins with is `placement.beginning`'s to say. What is wrong with it by what is estimated is told to people, and holds nothing up.
+
+STARTING_TOPIC = "beginning"
+"""What a warning of what a job begins with is called in the store."""
+
+
+async def start_job(view: JobView, hands: Hands) -> Applied:
+    """Begin it. Raises SpecError while there are too few slots."""
+    mirror, spec = view.mirror, view.spec
+    assert mirror.status is not None
+    advance = chain.base(len(view.rules.shape.lengths), new_world(), writer(view))
+    there, models, pin, world = placeable(view), models_of(mirror), mirror.pin, advance.head.world
+    moves, warning = None, ""
+    if spec.placement.is_live:
+        found = await asyncio.to_thread(begun, there, spec, models, world=world, pin=pin)
+        warning, now = found.beginning.warning, hands.clock.wall()
+        at = Deciding(step=0, seq=0, by=view.node, time=now)
+        moves = Moves().plus(beginning_move(found.plan, found.beginning.reason, found.beginning.expected_s, at))
+    else:
+        found = begun(there, spec, models, world=world)
+    reason = "training" + remark(one.slot for one in found.plan.engines)
+    running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=hands.clock.wall())
+    txn = transactions.start(mirror.keys, mirror.status, advance, found.plan, running, moves)
+    report = await hands.ledger.run(keeping_to(view.share, txn))
+    if warning and report.outcome is not TxnOutcome.STALE:
+        hands.tell(STARTING_TOPIC, warning)
+    return Applied(report.outcome, f"{txn.kind}", report.revision)

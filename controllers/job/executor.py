@@ -1,0 +1,309 @@
+"""Carries decisions out: each action becomes one guarded transaction, or one call to a rank or an engine.
+
+A lost compare is an outcome, not an error: the caller looks again. Nothing here decides anything; where an action needs
+what the view does not hold (a log entry, a checkpoint's files), it is read here and the transaction compares it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import grpc
+
+from controllers.inference.judge_engines import JudgeEngines
+from controllers.job import effects as tidying
+from controllers.job.effects import Hands, slots, start_job, warning, writer
+from controllers.job.rollback import account, roll_back
+from controllers.rules.actions import (
+    Account,
+    Accumulate,
+    Action,
+    Applied,
+    Apply,
+    Archive,
+    Assign,
+    BeginEpoch,
+    BringStart,
+    Commit,
+    Discard,
+    Feed,
+    FetchCheckpoint,
+    FetchWeights,
+    ForgetEvaluations,
+    Gather,
+    GiveBack,
+    GiveUp,
+    Join,
+    Lead,
+    Leave,
+    MakeSeal,
+    Place,
+    Prune,
+    Publish,
+    PutOffer,
+    Ready,
+    Register,
+    ReleaseRank,
+    Replan,
+    Reseal,
+    RestoreRank,
+    Retain,
+    Rollback,
+    SayFolder,
+    SetPhase,
+    Sleep,
+    StartJob,
+    Sweep,
+    TakeStock,
+    TellMoves,
+    Wake,
+    Warn,
+)
+from controllers.rules.view import JobView
+from controllers.storage import replication as own_folder
+from controllers.workers.ranks import NotConnected
+from gcore.errors import EngineError
+from gcore.ledger import transactions
+from gcore.ledger.records.chain import HeldState, Member, NodeCopies, WorldState
+from gcore.ledger.records.job import JobStatus, Leader
+from gcore.ledger.transactions import Transaction, TxnOutcome, keeping_to
+from gcore.models.layout import weights_folder
+from gcore.models.replicas import lying
+from gcore.system.fault_injection import At, Moving, point
+
+
+async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
+    """Carry `action` out, once. Raises GcoreError only for what cannot be tried again."""
+    match action:
+        case Feed():
+            return await _feed(action, view, hands)
+        case Apply() | Accumulate():
+            return await _apply(action, view, hands)
+        case ReleaseRank() | RestoreRank():
+            return await _have_rested(action, hands)
+        case Publish():
+            return await _publish(action, hands)
+        case Sleep():
+            return await _sleep(action, hands)
+        case Wake():
+            return await _wake(action, hands)
+        case GiveUp():
+            hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
+            return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
+        case StartJob():
+            return await start_job(view, hands)
+        case Account():
+            return await account(action, view, hands)
+        case Rollback():
+            return await roll_back(action, view, hands)
+        case TakeStock():
+            return await _take_stock(action, view, hands)
+        case Retain():
+            return await tidying.retain(action, view, hands)
+        case Prune():
+            return await tidying.prune(action, view, hands)
+        case Sweep():
+            return await tidying.sweep(action, view, hands)
+        case ForgetEvaluations():
+            return await tidying.forget_evaluations(action, view, hands)
+        case SayFolder() | FetchWeights() | FetchCheckpoint() | BringStart() | Gather() | Archive() | Discard():
+            return await own_folder.carry_out(action, view, hands)
+        case _:
+            txn = _transaction(action, view, hands)
+            report = await hands.ledger.run(txn)
+            return Applied(report.outcome, f"{txn.kind} {_name(action)}", report.revision)
+
+
+def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
+    """The transaction of an action that is nothing but one."""
+    mirror, keys = view.mirror, view.mirror.keys
+    match action:
+        case Join():
+            member = Member(incarnation=view.me, node=view.node, address=hands.address)
+            return transactions.join(keys, member, hands.lease)
+        case Leave():
+            return transactions.leave(keys, mirror.members[view.me], hands.lease)
+        case Assign():
+            return transactions.assign(keys, mirror.assign, action.assignment)
+        case PutOffer():
+            return transactions.offer(
+                keys, mirror.written(keys.offer(view.me), mirror.offers.get(view.me)), action.offer, hands.lease
+            )
+        case MakeSeal():
+            assert mirror.plan is not None
+            assert mirror.job is not None
+            mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
+            return transactions.seal(
+                keys,
+                slots(view),
+                action.chosen,
+                mirror.plan.record,
+                mini_batches,
+                view.me,
+                weight,
+                checkpoint=action.checkpoint,
+            )
+        case BeginEpoch():
+            assert mirror.head is not None
+            assert mirror.checkpoints is not None
+            old = mirror.epochs.get(action.record.epoch)
+            return transactions.begin_epoch(keys, mirror.head, mirror.checkpoints, old, action.record, action.forgotten)
+        case Replan():
+            assert mirror.plan is not None
+            return keeping_to(view.share, transactions.replan(keys, mirror.plan, action.plan))
+        case GiveBack():
+            assert view.share is not None
+            return transactions.give_back(keys, mirror.plan, view.share, action.slots)
+        case Lead():
+            known = mirror.written(keys.leader, mirror.leader)
+            return transactions.lead(keys, known, Leader(node=view.node, incarnation=view.me), hands.lease)
+        case Place() | TellMoves():
+            return _moves(action, view)
+        case Reseal():
+            return transactions.reseal(keys, slots(view), action.step, view.me)
+        case Ready():
+            return transactions.ready(keys, slots(view), action.step)
+        case Commit():
+            assert view.seal is not None
+            keep = view.spec.checkpoints_after(action.step, last=view.seal.last, asked=view.seal.checkpoint)
+            return transactions.commit(
+                keys, slots(view), view.rules.shape, writer(view), keep_cursors=keep, stats=hands.stats(view)
+            )
+        case Register():
+            assert mirror.head is not None
+            assert mirror.checkpoints is not None
+            entry = mirror.log[action.checkpoint.seq]
+            return transactions.register(keys, mirror.head, mirror.checkpoints, entry, action.checkpoint)
+        case Warn():
+            return warning(view, action.topic, action.sentence, hands.clock.wall())
+        case SetPhase():
+            assert mirror.status is not None
+            status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
+            return transactions.set_status(keys, mirror.status, status, slots(view) if action.at_head else None)
+        case _:
+            raise TypeError(f"{action} is not one transaction")
+
+
+def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
+    mirror, keys = view.mirror, view.mirror.keys
+    assert mirror.leader is not None
+    assert mirror.plan is not None
+    known = mirror.moves_revision
+    if isinstance(action, TellMoves):
+        # Not the record that is there now: that may have a move more, which the account knows nothing of.
+        return transactions.tell_moves(keys, mirror.leader, action.account.since, action.account.moves)
+    moves, plan = mirror.moves.plus(action.proposal.move), action.proposal.plan
+    if plan is None:
+        return transactions.tell_moves(keys, mirror.leader, known, moves)
+    txn = transactions.place(
+        keys, mirror.leader, mirror.plan, plan, known, moves, mirror.written(keys.pin, mirror.pins.get(""))
+    )
+    return keeping_to(view.share, txn)
+
+
+async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
+    seal = view.seal
+    assert seal is not None
+    missing = sorted(view.missing(seal, action.rank).items())
+    found = [(hands.holdings.group(digest), frozenset(samples)) for digest, samples in missing]
+    parts = [(group, samples) for group, samples in found if group is not None]
+    sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
+
+    async def feed() -> None:
+        point(At.FEED, "before")
+        await hands.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
+        point(At.FEED, "after")
+
+    return await _told(feed(), sentence)
+
+
+async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> Applied:
+    seal = view.seal
+    assert seal is not None
+    whole = isinstance(action, Apply)
+    sentence = f"train {'' if whole else f'{seal.ready_parts} parts of '}{action.token} on rank {action.rank}"
+    known = view.ranks.get(action.rank)
+    stored = seal.encode(known.speaks if known is not None else None)
+
+    async def train() -> None:
+        point(At.APPLY, "before")
+        await hands.ranks.apply(action.rank, seal, stored, whole=whole)
+        point(At.APPLY, "after")
+
+    return await _told(train(), sentence)
+
+
+async def _have_rested(action: ReleaseRank | RestoreRank, hands: Hands) -> Applied:
+    goes = isinstance(action, ReleaseRank)
+    sentence = f"rank {action.rank} {'gives its memory back' if goes else 'takes its memory again'}"
+    step = action.step if isinstance(action, ReleaseRank) else None
+    return await _told(hands.ranks.rest(action.rank, step), sentence)
+
+
+async def _publish(action: Publish, hands: Hands) -> Applied:
+    async def publish() -> None:
+        point(At.PUBLISH, "before")
+        await hands.engines.publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
+        point(At.PUBLISH, "after")
+
+    return await _told(publish(), f"publish {action.version} to {action.instance}")
+
+
+async def _sleep(action: Sleep, hands: Hands) -> Applied:
+    async def sleep() -> None:
+        point(Moving.SLEEP, "before")
+        await (_of_judges(hands) if action.judge else hands.engines).sleep(action.instance)
+        point(Moving.SLEEP, "after")
+
+    return await _told(sleep(), f"put to sleep {action.instance}")
+
+
+async def _wake(action: Wake, hands: Hands) -> Applied:
+    async def wake() -> None:
+        point(Moving.WAKE, "before")
+        if action.judge:
+            await _of_judges(hands).wake(action.instance)
+        else:
+            await hands.engines.wake(action.instance, None)
+        point(Moving.WAKE, "after")
+
+    return await _told(wake(), f"wake {action.instance}")
+
+
+async def _told(call: Awaitable[None], sentence: str) -> Applied:
+    """One call to a rank or an engine. Where it fails nobody knows how far it came."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    except (NotConnected, EngineError) as error:
+        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    return Applied(TxnOutcome.WON, sentence)
+
+
+def _of_judges(hands: Hands) -> JudgeEngines:
+    assert hands.judges is not None
+    return hands.judges
+
+
+async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied:
+    keys = view.mirror.keys
+    found = () if hands.memory_dir is None else await asyncio.to_thread(lying, hands.memory_dir, keys.uid)
+    shards: dict[WorldState, list[int]] = {}
+    for header in found:
+        shards.setdefault(header.of, []).append(header.shard)
+    held = tuple(HeldState(state=state, shards=tuple(own)) for state, own in shards.items())
+    stock = NodeCopies(node=view.node, by=view.me, seq=action.seq, held=held)
+    report = await hands.ledger.run(
+        transactions.take_stock(
+            keys, view.mirror.written(keys.copies(view.node), view.mirror.copies.get(view.node)), stock, hands.lease
+        )
+    )
+    there = ", ".join(map(str, shards)) or "none"
+    return Applied(report.outcome, f"take stock of copies of train states: {there}", report.revision)
+
+
+def _name(action: Action) -> str:
+    step = getattr(action, "step", None)
+    return f"step {step}" if step is not None else ""

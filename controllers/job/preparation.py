@@ -1,0 +1,278 @@
+"""What a node must have before it works on a job: the folder that all its nodes see, the model, and the data as they were when
+the job was created.
+
+What is wrong ends the job, with a sentence: nothing could be made here. With exceptions. Data that have changed are looked at
+again and again, and so is whatever is wrong once the job has trained a step: its progress would be lost for a file that can
+be put back, or for a disk that is mounted later than the daemon is started. A store that does not answer, and a lease that
+has ended (and with it, soon, this life of the controller), say nothing of the job. And a node that the plan does not name,
+because it came later, only stays away, and tries again: the others get on without it. Whatever is waited for so is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from controllers.changes import Changes
+from controllers.flow.job_data import Material, material_of
+from controllers.identity import Identity
+from controllers.storage.run_folder import StorageProof, is_apart
+from gcore.config.reward import JudgeModel
+from gcore.config.spec import JobSpec, ModelSpec
+from gcore.data.dataset import DataChanged
+from gcore.data.stream import DataIdentity, identify_data, open_prompts
+from gcore.errors import GcoreError, LeaseLost, StoreUnavailable
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import JobRecord, ModelFetch
+from gcore.models.hubs import ModelError, hub_model
+from gcore.models.resolve import ResolvedModel, resolve_model
+from gcore.reward.judges.judge import Judge
+from gcore.reward.pool import Scorer
+from gcore.store.keys import JobKeys
+from gcore.store.types import Put, Store
+from gcore.worker.control import TETHER
+
+PUT_BACK = "Put them back as they were, or start it with --new to end the job and begin afresh on these"
+
+
+def check_unchanged(job: JobRecord, data: DataIdentity) -> None:
+    """Raises DataChanged if the data are not those that the job was created with.
+
+    Its prompt refs would mean others; and its accuracies, of which the best is looked for, would be of other questions.
+    """
+    if data.prompts != job.prompts or (job.data_digest and data.digest != job.data_digest):
+        raise DataChanged(
+            f"the data have changed since the job was created (then {job.prompts} prompts, now {data.prompts})",
+            where=data.where,
+            fix=PUT_BACK,
+        )
+    if job.held_out_digest and data.held_out != job.held_out_digest:
+        raise DataChanged(
+            "the held-out prompts have changed since the job was created", where=data.where_held_out, fix=PUT_BACK
+        )
+
+
+def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+# -------------------- fetching
+# Brings a job's model to this node before anything of the job starts here, and tells how far it is.
+#
+# A folder is looked at and that is all. A model of a hub is fetched by a process of its own (`python -m gcore.models`),
+# at the commit that the job was created with, so that all nodes load the same weights; it dies with this controller, and
+# what it fetched stays in the hub's cache. Progress stands in the store under the controller's lease, for people.
+
+STEPS = 20
+"""So many times is progress written to the store, at most."""
+
+
+Progress = Callable[[int, int], None]
+
+
+async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Progress) -> ResolvedModel:
+    """The model on this machine. Raises ModelError. Cancelling ends the transfer."""
+    if hub_model(model.path) is None:
+        return await asyncio.to_thread(resolve_model, model.path, trust_remote_code=model.trust_remote_code)
+    request = {"path": model.path, "revision": revision, "trust_remote_code": model.trust_remote_code}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", str(TETHER), str(os.getpid())),
+        *(sys.executable, "-P", "-m", "gcore.models", json.dumps(request)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    last: dict[str, Any] = {}
+    try:
+        while line := await process.stdout.readline():
+            last = json.loads(line)
+            if "total" in last:
+                progress(int(last["done"]), int(last["total"]))
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if "folder" in last:
+        return ResolvedModel(Path(last["folder"]), last["revision"], tuple(last["remote_code"]))
+    if "error" in last:
+        raise ModelError(last["error"], where=last["where"], fix=last["fix"])
+    raise ModelError(
+        f"the process that fetches it ended with {code} and no word", where=model.path, fix="See the controller's log"
+    )
+
+
+class FetchReport:
+    """Writes progress to the store, a few times, however often it is told. `run` beside the transfer."""
+
+    def __init__(self, store: Store, key: str, node: str, path: str, lease: int) -> None:
+        self._store = store
+        self._key = key
+        self._node = node
+        self._path = path
+        self._lease = lease
+        self._told = asyncio.Event()
+        self._now = (0, 0)
+
+    def note(self, done: int, total: int) -> None:
+        """So much is here."""
+        self._now = (done, total)
+        self._told.set()
+
+    async def run(self) -> None:
+        """Until cancelled. A model that was here all along is not worth a word."""
+        written = -1
+        while True:
+            await self._told.wait()
+            self._told.clear()
+            done, total = self._now
+            step = done * STEPS // max(total, 1)
+            if step == written or (written < 0 and done >= total):
+                continue
+            record = ModelFetch(node=self._node, path=self._path, done=done, total=total)
+            with contextlib.suppress(StoreUnavailable):  # only for people
+                await self._store.transact((), (Put(self._key, record.encode(), lease=self._lease),))
+                written = step
+
+
+log = logging.getLogger(__name__)
+
+
+M = TypeVar("M", ModelSpec, JudgeModel)
+
+
+DATA_AGAIN_S = 5.0
+"""Until data that were changed, or what a job with progress lacks, are looked at again."""
+
+
+LATE_AGAIN_S = 30.0
+"""Until a node that came later tries again."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One job on one node. `mirror`: the job's records as they are when it is called. `scorer`: its rewards; `judges`: opens its
+    judges, of a spec that names their models' folders on this node. Blocks."""
+
+    store: Store
+    keys: JobKeys
+    identity: Identity
+    cache_dir: Path
+    changes: Changes
+    mirror: Callable[[], JobMirror]
+    scorer: Scorer
+    lacks: Callable[[str], None] = lambda reason: None
+    """Told why the node cannot work on the job yet; nothing when it can."""
+    judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
+
+    async def material(self, spec: JobSpec, job: JobRecord) -> Material | None:
+        """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
+
+        Raises GcoreError.
+        """
+        said = ""
+        while not self._ended():
+            try:
+                material = await self._prepared(spec, job)
+            except GcoreError as error:
+                waits = isinstance(error, DataChanged | StoreUnavailable | LeaseLost) or self._has_progress()
+                if self._is_counted_on() and not waits:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("job %s is not worked on by %s: %s", job.uid, self.identity.node, said)
+                self.lacks(said)
+                await self._pause(DATA_AGAIN_S if waits else LATE_AGAIN_S)
+            else:
+                self.lacks("")
+                return material
+        return None
+
+    async def _prepared(self, spec: JobSpec, job: JobRecord) -> Material | None:
+        """The material, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
+        warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
+        try:
+            await StorageProof(
+                self.store, self.keys, self.identity, Path(job.run_dir), self._pause, is_apart(job)
+            ).run()
+            here = await self._with_models(spec, job)
+            material = None if here is None else await asyncio.to_thread(self._open, here, job)
+            if material is not None:
+                await warming
+            return material
+        finally:
+            warming.cancel()
+            await asyncio.wait({warming})
+
+    async def _with_models(self, spec: JobSpec, job: JobRecord) -> JobSpec | None:
+        """The spec, naming the models' folders on this node; None if the job ended before. Raises ModelError."""
+        model = await self._fetched(spec.model, job.model_revision)
+        judges = []
+        for judge in spec.judges:
+            if judge.model is None:
+                judges.append(judge)
+                continue
+            served = await self._fetched(judge.model, job.judge_revisions.get(judge.name, ""))
+            if served is not None:
+                judges.append(judge.model_copy(update={"model": served}))
+        if model is None or len(judges) < len(spec.judges):
+            return None
+        return spec.model_copy(update={"model": model, "judges": tuple(judges)})
+
+    async def _fetched(self, model: M, revision: str) -> M | None:
+        """The model's section, naming its folder on this node; None if the job ended before. Raises ModelError."""
+        node = self.identity.node
+        report = FetchReport(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
+        reporting = asyncio.create_task(report.run(), name=f"model {model.path}")
+        fetching = asyncio.create_task(fetch_model(model, revision, report.note), name=f"fetch {model.path}")
+        ended = asyncio.create_task(self.changes.until(self._ended))
+        try:
+            await asyncio.wait({fetching, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not fetching.done():
+                return None
+            return model.model_copy(update={"path": str(fetching.result().folder)})
+        finally:
+            for task in (fetching, reporting, ended):
+                task.cancel()
+            await asyncio.wait({fetching})
+
+    def _open(self, spec: JobSpec, job: JobRecord) -> Material:
+        check_unchanged(job, identify_data(spec, self.cache_dir))
+        prompts = open_prompts(spec, self.cache_dir, Path(spec.model.path))
+        return material_of(spec, job.uid, prompts, self.scorer, self.judges(spec))
+
+    def _is_counted_on(self) -> bool:
+        """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""
+        plan = self.mirror().plan
+        return plan is None or self.identity.node in plan.record.nodes
+
+    def _has_progress(self) -> bool:
+        """Whether a step of the job stands, which its end would throw away."""
+        head = self.mirror().head
+        return head is not None and head.record.step > 0
+
+    def _ended(self) -> bool:
+        status = self.mirror().status
+        return status is not None and status.record.phase.ended
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.changes.until(self._ended)

@@ -1,0 +1,411 @@
+"""The driver of one job on one controller: decide at every change, carry out what is ripe, wake up when something becomes so.
+
+It also keeps the lines to engines and ranks pointed at those of head's world, and starts and stops this node's workers as
+`controllers.staffing` says. What is decided is `controllers.decide`'s, how it is carried out `controllers.deeds`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import Protocol
+
+from controllers.changes import LOOK_AGAIN_S, Changes, rest_s
+from controllers.cluster.mirror import ClusterMirror
+from controllers.flow.group_buffer import Holdings
+from controllers.inference.judge_engines import JudgeEngines
+from controllers.inference.pool import EngineBook
+from controllers.job.effects import Hands
+from controllers.job.executor import apply
+from controllers.rules.actions import (
+    Accumulate,
+    Applied,
+    Apply,
+    Archive,
+    BringStart,
+    Discard,
+    Feed,
+    FetchCheckpoint,
+    FetchWeights,
+    ForgetEvaluations,
+    Gather,
+    Intent,
+    Prune,
+    Publish,
+    ReleaseRank,
+    RestoreRank,
+    Retain,
+    Rollback,
+    SayFolder,
+    Sleep,
+    Sweep,
+    TakeStock,
+    Wake,
+)
+from controllers.rules.decide import decide
+from controllers.rules.memory import put_to_sleep, responsible_for
+from controllers.rules.step import stands_by
+from controllers.rules.view import JobView, Remembered, Waits
+from controllers.rules.workers import StartEngine, StopWorker, staffing
+from controllers.telemetry.gauges import count_checkpoints, count_moves, show_flights
+from controllers.telemetry.notices import Telling, TroubleBook
+from controllers.workers.launcher import Staff
+from controllers.workers.ranks import RankLinks
+from gcore.engines.emulated.launch import is_emulated
+from gcore.errors import GcoreError, StoreUnavailable
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import JobPhase
+from gcore.ledger.transactions import TxnOutcome
+from gcore.observability.metrics import Metrics
+from gcore.system.clock import Clock
+from gcore.system.process import send_signal
+from gcore.train.rank.feed import WorldName
+
+# -------------------- deeds
+# What a driver has under way: each decision at most once at a time, and not again before what it did has been heard.
+#
+# What moves or reads many bytes goes on beside the driver, which must not wait for it. Nothing is decided here.
+
+log = logging.getLogger(__name__)
+
+
+MOVES_MUCH = (
+    *(Feed, Apply, Accumulate, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
+    *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard, Sleep, Wake),
+    *(ReleaseRank, RestoreRank),
+)
+"""What reads or writes many bytes."""
+
+
+SEEN_AT_ONCE = (Publish, Sleep, Wake)
+"""What writes nothing to the store, and shows in the view as soon as it is done: there is nothing to hear of."""
+
+
+STOP_S = 2.0
+
+
+HEARD_WITHIN_S = 5.0
+"""A deed that was done and is not heard of for so long is decided on again."""
+
+
+class Doer(Protocol):
+    """The job whose deeds these are."""
+
+    uid: str
+    changes: Changes
+    mirror: JobMirror
+
+    def hands(self) -> Hands:
+        """What actions are carried out with."""
+        ...
+
+    def look_anew(self) -> None:
+        """What is under way has changed."""
+        ...
+
+    async def fail(self, reason: str) -> None:
+        """End the job as failed."""
+        ...
+
+
+class Deeds:
+    """Intents by their condition: those in the background, and those that are held off until they are heard of."""
+
+    def __init__(self, job: Doer, metrics: Metrics, clock: Clock) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._clock = clock
+        self._background: dict[str, asyncio.Task[None]] = {}
+        self._held_off: dict[str, tuple[int, float]] = {}
+        """By condition: the revision with which it is heard of, and until when it is waited for."""
+        self._defect: BaseException | None = None
+
+    @property
+    def held_off(self) -> bool:
+        """Whether anything is."""
+        return bool(self._held_off)
+
+    def under_way(self) -> frozenset[str]:
+        """Conditions on which nothing is to be decided now."""
+        now, heard = self._clock.monotonic(), self._job.mirror.revision
+        held = (c for c, (revision, until) in self._held_off.items() if now < until and heard < revision)
+        return frozenset((*self._background, *held))
+
+    def forget_what_is_over(self, now: float) -> None:
+        """Drop what was heard of, or has been held off for long enough."""
+        heard = self._job.mirror.revision
+        self._held_off = {c: held for c, held in self._held_off.items() if now < held[1] and heard < held[0]}
+
+    def raise_defect(self) -> None:
+        """A defect in the background must not end in silence."""
+        if self._defect is not None:
+            raise self._defect
+
+    async def stop(self) -> None:
+        """Give up what is under way, and let it end, for a moment: a publication lets its engine go on."""
+        tasks = tuple(self._background.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+
+    async def carry_out(self, intent: Intent, view: JobView) -> None:
+        """Do it, or begin to."""
+        if isinstance(intent.action, MOVES_MUCH):
+            task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
+            task.add_done_callback(self._background_done)
+            self._background[intent.condition] = task
+            self._job.look_anew()
+            return
+        await self._now(intent, view)
+
+    async def _now(self, intent: Intent, view: JobView) -> None:
+        try:
+            done = await apply(intent.action, view, self._job.hands())
+        except StoreUnavailable as error:
+            done = Applied(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
+        except GcoreError as error:
+            await self._job.fail(str(error))
+            return
+        self._metrics.count_transaction(type(intent.action).__name__.lower(), done.outcome.value)
+        if done.outcome is TxnOutcome.WON:
+            count_checkpoints(self._metrics, intent.action, view)
+            count_moves(self._metrics, intent.action)
+        level = logging.INFO if done.outcome is TxnOutcome.WON else logging.DEBUG
+        log.log(level, "%s: %s", done.sentence, done.outcome, extra={"job": self._job.uid})
+        if done.outcome is TxnOutcome.WON and isinstance(intent.action, SEEN_AT_ONCE):
+            self._job.look_anew()
+            return
+        # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.
+        until = self._clock.monotonic() + (HEARD_WITHIN_S if done.outcome is TxnOutcome.WON else LOOK_AGAIN_S)
+        self._held_off[intent.condition] = (done.revision or self._job.mirror.revision + 1, until)
+        self._job.look_anew()
+
+    async def _in_background(self, intent: Intent, view: JobView) -> None:
+        try:
+            await self._now(intent, view)
+        finally:
+            self._background.pop(intent.condition, None)
+            self._job.changes.notify()
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._defect = self._defect or defect
+            self._job.changes.notify()
+
+
+LOOK_ANYWAY_S = 1.0
+"""A look is taken so often even if nothing was heard."""
+
+
+JOIN_S = 15.0
+"""So long are a node's engines left to its controller, which is there and has not joined the job yet."""
+
+
+SHOW_S = 1.0
+"""What is in flight is shown to people so often."""
+
+
+class Job(Protocol):
+    """What is driven."""
+
+    uid: str
+    changes: Changes
+    mirror: JobMirror
+    holdings: Holdings
+    waits: Waits
+    troubles: TroubleBook
+
+    @property
+    def me(self) -> str:
+        """This incarnation."""
+        ...
+
+    def look(self) -> JobView:
+        """The view now."""
+        ...
+
+    def look_anew(self) -> None:
+        """What is under way has changed."""
+        ...
+
+    def note_scoring(self) -> None:
+        """See what the rewards and the judges are at, of which no change tells."""
+        ...
+
+    def note_engines(self) -> None:
+        """See which engines have nothing to do."""
+        ...
+
+
+class Driver:
+    """Of one job, on one controller."""
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: ClusterMirror,
+        staff: Staff,
+        engines: EngineBook,
+        judges: JudgeEngines,
+        ranks: RankLinks,
+        deeds: Deeds,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._job = job
+        self._cluster = cluster
+        self._staff = staff
+        self._engines = engines
+        self._judges = judges
+        self._ranks = ranks
+        self._deeds = deeds
+        self._metrics = metrics
+        self._clock = clock
+        self._remembered = Remembered()
+        self._joined: set[str] = set()
+        """Nodes that have been members."""
+        self._absent: dict[str, float] = {}
+        """Nodes whose controller is there and has never joined, and since when."""
+        self._joining: frozenset[str] = frozenset()
+        self._staffed: tuple[float, tuple[object, ...]] | None = None
+        """When this node's workers were looked at last, and what of theirs was seen."""
+        self._asked_to_stop: dict[str, str] = {}
+        """By instance: the state in which a worker was asked last."""
+        self._failed: set[str] = set()
+        """Engines that have failed and were told."""
+        self._telling = Telling(job, metrics, clock)
+        self._shown = -SHOW_S
+        self._aimed_at: tuple[object, ...] | None = None
+
+    async def run(self) -> None:
+        """For ever. Raises what a deed in the background raised that is no GcoreError."""
+        while True:
+            began = self._clock.monotonic()
+            self._deeds.raise_defect()
+            self._ranks.raise_defect()
+            await self._aim()
+            self._engines.look_after()
+            self._judges.look_after(len(self._job.mirror.members))
+            self._job.note_scoring()
+            view = self._job.look()
+            asleep = put_to_sleep(view)
+            self._engines.shut(asleep)
+            self._judges.shut(asleep)
+            self._job.note_engines()
+            now = self._clock.monotonic()
+            self._staff_up(view, now)
+            if now >= self._shown + SHOW_S:
+                self._shown = now
+                show_flights(self._metrics, view.mirror, self._job.holdings, now)
+            intents = decide(view)
+            self._telling.look(view, (i.condition for i in intents), now)
+            delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
+            acted = False
+            for intent in intents:
+                if self._job.waits.ripe(intent.condition, intent.turn, now, after=intent.after):
+                    acted = True
+                    await self._deeds.carry_out(intent, view)
+                else:
+                    ripe_at = self._job.waits.since[intent.condition] + Waits.wait(intent.turn, intent.after)
+                    delays.append(max(ripe_at - now, 0.01))
+            self._deeds.forget_what_is_over(now)
+            if not acted:
+                took = self._clock.monotonic() - began
+                rest = min(rest_s(took, off_duty=stands_by(view)), *delays)
+                changed = self._job.changes.count
+                if rest > 0:
+                    await self._clock.sleep(rest)
+                if self._job.changes.count == changed:
+                    await self._job.changes.wait(min(delays) - rest)
+                if self._deeds.held_off:
+                    self._job.look_anew()
+
+    def _staff_up(self, view: JobView, now: float) -> None:
+        """Start and stop this node's workers of the job."""
+        if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
+            return
+        # Whether a process lives is asked of the kernel, for each of them: not at every look.
+        lines = {**view.engines, **view.judges}
+        mirror, hung = view.mirror, {name for name, engine in lines.items() if engine.hung}
+        seen = (view.workers, mirror.plan, mirror.head, mirror.claims, hung)
+        if self._staffed is not None and now < self._staffed[0] + LOOK_ANYWAY_S:
+            before = self._staffed[1]
+            if all(one is other for one, other in zip(seen[:-1], before[:-1], strict=True)) and hung == before[-1]:
+                return
+        self._staffed = (now, seen)
+        self._tell_failures(view)
+        emulated: list[StartEngine] = []
+        for action in staffing(view, self._staff.launches(view.workers), now):
+            if isinstance(action, StopWorker):
+                # Once: asked twice, a worker does not drain. What hangs is asked twice.
+                worker = view.workers[action.instance]
+                asked_in = self._asked_to_stop.get(action.instance)
+                if asked_in is None or (action.at_once and worker.state == "stopping" and asked_in != "stopping"):
+                    self._asked_to_stop[action.instance] = worker.state
+                    log.warning("stop %s: %s", action.instance, action.reason)
+                    send_signal(worker.process, signal.SIGTERM)
+            elif isinstance(action, StartEngine) and is_emulated(action.place.slot):
+                emulated.append(action)
+            else:
+                judge = f"-{action.place.judge}" if isinstance(action, StartEngine) and action.place.judge else ""
+                topic = f"{type(action).__name__}-{view.node}-{action.place.slot}{judge}"
+                self._job.troubles.hold(topic, self._staff.start(action, view))
+        if emulated:
+            self._staff.start_emulated(emulated, view)
+
+    def _tell_failures(self, view: JobView) -> None:
+        """Engines of this node that failed, hung ones among them. Of a rank the new world tells."""
+        mine = {
+            i: w
+            for i, w in view.workers.items()
+            if (w.node, w.job_uid) == (view.node, self._job.uid) and w.role != "train"
+        }
+        for instance, worker in mine.items():
+            if worker.state == "failed" and instance not in self._failed:
+                why = worker.reason or "without a word"
+                self._job.troubles.note(f"engine-{view.node}", f"{instance} failed, and another is started: {why}")
+        self._failed = {instance for instance, worker in mine.items() if worker.state == "failed"}
+
+    async def _aim(self) -> None:
+        """Point the lines at the ranks of head's world and at the engines that are mine."""
+        mirror = self._job.mirror
+        workers, members = self._cluster.workers, mirror.members
+        # Whoever is leaving asks nothing of engines any more.
+        staying = {name: stored.record for name, stored in members.items() if not stored.record.leaving}
+        joining = self._note_joining()
+        seen = (workers, members, joining, mirror.head, mirror.plan, mirror.claims)
+        if self._aimed_at is not None and all(one is other for one, other in zip(seen, self._aimed_at, strict=True)):
+            return
+        mine = self._remembered.get(
+            "mine",
+            (workers, members, joining),
+            lambda: responsible_for(self._job.uid, workers, staying, self._job.me, joining),
+        )
+        await self._engines.aim(mine if mirror.members else {})
+        await self._judges.aim(workers)
+        self._aimed_at = seen
+        if mirror.head is None or mirror.plan is None:
+            return
+        head = mirror.head.record
+        addresses = {}
+        for place in mirror.plan.record.ranks:
+            claim = mirror.claim(head.world, place.rank)
+            worker = self._cluster.workers.get(claim.instance) if claim else None
+            if worker is not None and worker.state == "serving":
+                addresses[place.rank] = worker.address
+        self._ranks.aim(WorldName(self._job.uid, head.world, head.lineage), addresses)
+
+    def _note_joining(self) -> frozenset[str]:
+        """The nodes whose controller is there and has never joined yet, but for those that do not for too long.
+
+        The engines of one that was away are others' by now, and stay so until it has joined again.
+        """
+        now = self._clock.monotonic()
+        self._joined |= {stored.record.node for stored in self._job.mirror.members.values()}
+        self._absent = {node: self._absent.get(node, now) for node in self._cluster.nodes if node not in self._joined}
+        joining = frozenset(node for node, since in self._absent.items() if now < since + JOIN_S)
+        if joining != self._joining:
+            self._joining = joining
+        return self._joining

@@ -1,0 +1,202 @@
+"""A new world, in one transaction: on from copies of head's own state if the nodes have them in memory, else back to a
+checkpoint, the newest whole one on the chain, with its cursors and tally.
+
+Where nodes share no folder, it is fetched first, from a node that has it. One that cannot be reached has damaged nothing; it is
+asked again. Only what every node that is there has damaged, or what none has, is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from controllers.job.effects import Hands, new_world, place, slots, warning, writer
+from controllers.rules.actions import Account, Applied, Rollback
+from controllers.rules.view import JobView, SavedCheckpoint
+from controllers.rules.world import lost_world, state_at_hand
+from controllers.storage.replication import bring
+from gcore.errors import GcoreError, SpecError
+from gcore.ledger import chain, transactions
+from gcore.ledger.archive import left_in
+from gcore.ledger.chain import digest_of
+from gcore.ledger.records.chain import Checkpoint, LogEntry
+from gcore.ledger.records.job import Plan
+from gcore.ledger.selection import resumable
+from gcore.ledger.statistics import NOTHING
+from gcore.ledger.transactions import Stored, Transaction, TxnOutcome, keeping_to
+from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
+from gcore.schema import spoken
+
+log = logging.getLogger(__name__)
+
+
+DAMAGED = "damaged"
+"""What the last trouble with a registered checkpoint is called in the store."""
+
+
+AWAY = "mount"
+"""And that with a folder that this node does not see any more."""
+
+
+LEFT_OUT_CAME = 2
+"""The schema version in which an entry can say that numbers were left out before it."""
+
+
+async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
+    """Load and verify first, then one transaction: weights and cursors always come from the same record."""
+    mirror = view.mirror
+    assert mirror.checkpoints is not None
+    assert mirror.plan is not None
+    head = slots(view).head.record
+    world = new_world()
+    try:
+        generation = mirror.plan.record.generation + 1
+        if action.stands_still:
+            plan = Plan(
+                generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True
+            )
+        else:
+            plan = place(view, world, generation=generation, split=action.split)
+    except SpecError as error:
+        # Nodes that are away may come back: a job that fitted once does not fail for want of them.
+        return Applied(TxnOutcome.STALE, f"rollback: {error}")
+    reason = action.reason
+    seen = await all_seen(view, hands.run_dir)
+    if seen.entry > head.seq:
+        reason += f"; the store stands at entry {head.seq} of the log, and the run's folder has entries up to {seen.entry}: it was put back"
+    # Copies in memory go with whoever stands still.
+    state = None if action.stands_still else state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
+    if state is not None:
+        advance = chain.re_formed(head, state, world, writer(view), reason, seen=seen)
+        txn = _transaction(action, view, advance, plan)
+        report = await hands.ledger.run(txn)
+        sentence = (
+            f"{len(plan.ranks)} ranks go on from copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
+        )
+        return Applied(report.outcome, sentence, report.revision)
+    skipped: list[str] = []
+    for target in resumable(head, mirror.checkpoints.record.entries):
+        if action.between_steps and target.step != head.step:
+            # Head's own checkpoint is damaged, or copies went since it was decided: no training is given up for a larger world.
+            return Applied(TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}")
+        entry = await _entry_of(target, view, hands)
+        cursors = entry.cursors if entry is not None else None
+        if hands.own is not None and target.file:
+            brought = await bring(SavedCheckpoint.of(target), view, hands, hands.own, read_all=True)
+            problem = brought.problem
+            if problem and not brought.is_final:
+                return Applied(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
+        else:
+            problem = await asyncio.to_thread(damage, hands.run_dir, target)
+        if problem and hands.own is None and (away := await asyncio.to_thread(hands.away)):
+            # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
+            hands.tell(AWAY, away)
+            return Applied(TxnOutcome.UNKNOWN, f"rollback: {away}")
+        hands.tell(AWAY, "")
+        if cursors is None:
+            problem = f"its log entry {target.seq} is not there"
+        if problem or entry is None or cursors is None:
+            log.warning("checkpoint %s is skipped: %s", target.file, problem)
+            skipped.append(f"checkpoint {target.file} is skipped: {problem.rstrip('.')}")
+            continue
+        reason = "; ".join([reason, *skipped])
+        await _tell(skipped, target, view, hands)
+        tally, parent = entry.tally or NOTHING, digest_of(entry)
+        advance = chain.rolled_back(
+            head, target, cursors, world, writer(view), reason, tally=tally, parent_digest=parent, seen=seen
+        )
+        txn = _transaction(action, view, advance, plan)
+        report = await hands.ledger.run(txn)
+        sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
+        return Applied(report.outcome, sentence, report.revision)
+    raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
+
+
+async def all_seen(view: JobView, run_dir: Path) -> chain.Seen:
+    """The highest numbers of which anything is left anywhere, as far as this node sees. While a node of version 1 is there, whose
+    records have no word for it, no number of the log is left out."""
+    lineage, left = await asyncio.gather(
+        asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(left_in, run_dir)
+    )
+    told = (stored.record.entry for stored in view.mirror.folders.values())
+    entry = max((left.entry, *told)) if spoken() >= LEFT_OUT_CAME else 0
+    return chain.Seen(lineage=max(lineage, left.lineage, lineages_seen(view)), entry=entry)
+
+
+def lineages_seen(view: JobView) -> int:
+    """The highest lineage of which engines, ranks and nodes tell. Higher than head's only where the store was put back."""
+    served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
+    fed = [token.lineage for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
+    held = [one.lineage for stored in view.mirror.folders.values() for one in stored.record.checkpoints]
+    return max((*served, *fed, *held), default=0)
+
+
+def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: Plan) -> Transaction:
+    mirror = view.mirror
+    assert mirror.checkpoints is not None
+    assert mirror.plan is not None
+    txn = transactions.rollback(
+        mirror.keys,
+        slots(view),
+        mirror.checkpoints,
+        advance,
+        mirror.plan,
+        plan,
+        slots_as_seen=action.slots_as_seen,
+    )
+    return keeping_to(view.share, txn)
+
+
+def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
+    """What is wrong with a checkpoint's files, or nothing. The base has none: it is the job's model."""
+    if not checkpoint.file:
+        return ""
+    folder = run_dir / checkpoint.file
+    try:
+        verify_checkpoint(folder)
+        if manifest_digest(folder) != checkpoint.digest:
+            return "it is not the one that was registered"
+    except CheckpointDamaged as error:
+        return str(error)
+    return ""
+
+
+async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Hands) -> None:
+    """What is damaged is told by an event of its own: nobody reads why a world began anew if all goes well after it.
+
+    One that is not written is not written again: whoever lost the compare finds it told.
+    """
+    instead = f"the one before it is used, of step {target.step}" if target.file else "the first model is used"
+    sentence = f"{'; '.join(skipped)}; {instead}"
+    known = view.mirror.troubles.get(DAMAGED)
+    if skipped and (known is None or known.record.sentence != sentence):
+        await hands.ledger.run(warning(view, DAMAGED, sentence, hands.clock.wall()))
+
+
+async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry | None:
+    """The target's log entry, whose cursors and tally are gone back to."""
+    known: Stored[LogEntry] | None = view.mirror.log.get(target.seq)
+    if known is not None:
+        return known.record
+    kv = await hands.store.get(view.mirror.keys.log(target.seq))
+    return LogEntry.decode(kv.value, kv.key) if kv is not None else None
+
+
+# -------------------- accounting
+# Writing down outcomes without a step, in one transaction.
+#
+# While head's train world is lost, the store may have been put back to an older state, and a rollback is about to say so
+# (`controllers.rolling`). What is written before that would take a number under which the run's folder has something else: so it
+# waits for the rollback. A world that is well has trained what head says, and there is nothing to look for.
+
+
+async def account(action: Account, view: JobView, hands: Hands) -> Applied:
+    """One entry for `action.outcomes`, unless the run's folder knows of a later one than head."""
+    head = slots(view).head.record
+    if lost_world(view) is not None and (seen := await all_seen(view, hands.run_dir)).entry > head.seq:
+        sentence = f"account: the run's folder has entries up to {seen.entry}, head is entry {head.seq}: a rollback comes first"
+        return Applied(TxnOutcome.STALE, sentence)
+    advance = chain.accounted(head, action.outcomes, view.rules.shape, writer(view))
+    report = await hands.ledger.run(transactions.account(view.mirror.keys, slots(view), advance))
+    return Applied(report.outcome, f"account for {len(action.outcomes)} prompts", report.revision)

@@ -1,0 +1,159 @@
+"""A daemon's part in one job: it works on it, leaves it when it cannot read its records, its spec or its data any more, or meets
+a defect of gcore, and takes it up again when it can.
+
+What could not be read may be another by now: whoever wrote it is gone, and it with its lease; it was put right; a plug-in was
+installed; a data file was put back (for which whoever takes the job up waits, and says so: `controllers.preparing`). Nobody would tell, and a job that all daemons have left says of itself only how it stood, so each looks again.
+
+A defect is met by one job and not by all, so it ends that job's runner and not the daemon: all that was believed of the job is thrown
+away, as at the daemon's own end. Its traceback is in the log. Who meets one again and again, and is the last to leave, ends the job as
+failed: nobody else would say why it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from controllers.changes import LOOK_AGAIN_S, Changes
+from controllers.identity import Identity
+from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
+from gcore.ledger import transactions
+from gcore.ledger.records.job import JobPhase, JobStatus
+from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.schema import UnreadableRecord
+from gcore.store.keys import JobKeys
+from gcore.store.types import Store
+from gcore.system.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+AGAIN_S = 10.0
+"""From leaving a job to the next look at it."""
+
+
+MOST_DEFECTS = 3
+"""In a row; then the job is ended, if nobody else works on it."""
+
+
+LONGEST_SAID = 500
+"""Characters of what a defect says, in the reason of the job's end."""
+
+
+CALM_S = 600.0
+"""Who has worked on a job for so long begins to count anew."""
+
+
+class NotHere(GcoreError):
+    """This node lacks what the job needs, which can be put right, and the job must not end for it."""
+
+
+class Runner(Protocol):
+    """One try at a job: `controllers.job`'s."""
+
+    uid: str
+
+    async def run(self) -> None:
+        """Until the job has ended. Raises UnreadableRecord, UsageError, NotHere."""
+        ...
+
+    async def withdraw(self) -> None:
+        """Be no member of it."""
+        ...
+
+    async def end_left(self, reason: str) -> None:
+        """End it as failed, if it has no members."""
+        ...
+
+
+async def work_on(new_runner: Callable[[], Runner], is_active: Callable[[], bool], changes: Changes) -> None:
+    """Until the job has ended. While it cannot be worked on here it is left to others; the daemon goes on with the rest."""
+    said: set[str] = set()
+    defects, loop = 0, asyncio.get_running_loop()
+    while True:
+        began, runner = loop.time(), new_runner()
+        wrong, defect = await _tried(runner)
+        if not wrong and defect is None:
+            return
+        for sentence in wrong - said:  # each once, and again only if something else was wrong meanwhile
+            log.error("%s", sentence)
+        said = wrong
+        if defect is not None:
+            # The loop's handler logs it with its traceback; where a defect has to end everything, in a simulation, it does.
+            loop.call_exception_handler({"message": f"job {runner.uid} met a defect of gcore", "exception": defect})
+        await runner.withdraw()
+        defects = 0 if loop.time() - began >= CALM_S else defects
+        if (place := _place(defect)) is not None:
+            defects += 1
+            if defects >= MOST_DEFECTS:
+                await runner.end_left(f"a defect of gcore was met {defects} times in a row: {place}")
+        del runner, defect  # a job's memory is not kept while it is left
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(AGAIN_S):
+                await changes.until(lambda: not is_active())
+                return
+
+
+async def _tried(runner: Runner) -> tuple[set[str], ExceptionGroup[Exception] | None]:
+    """What was wrong, and the defect that was met; nothing if the job has ended. Raises LeaseLost."""
+    wrong: set[str] = set()
+    defect: ExceptionGroup[Exception] | None = None
+    try:
+        await runner.run()
+    except* LeaseLost:
+        raise  # it is the life's, not the job's
+    except* (UnreadableRecord, UsageError, NotHere) as errors:
+        wrong = {f"job {runner.uid} is not worked on here: {error}" for error in _leaves(errors)}
+    except* Exception as errors:  # noqa: BLE001  the edge of the job: the others of this daemon go on
+        defect = errors
+    return wrong, defect
+
+
+def _place(defects: ExceptionGroup[Exception] | None) -> str | None:
+    """What was raised, and where; None if it is only what the node lacks, or the store."""
+    own = (one for one in _leaves(defects) if not isinstance(one, GcoreError | OSError)) if defects else ()
+    defect = next(iter(own), None)
+    if defect is None:
+        return None
+    at = traceback.extract_tb(defect.__traceback__)
+    where = f" at {Path(at[-1].filename).name}:{at[-1].lineno}" if at else ""
+    said = f": {said[:LONGEST_SAID]}" if (said := str(defect)) else ""
+    return f"{type(defect).__name__}{said}{where}; the daemon's log has the traceback"
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+# -------------------- quitting
+# What is said to the store by a controller that cannot work on a job: that it is no member, and, where nobody is left, the end.
+#
+# Goes by the store alone, for nothing is heard of the job here by then. When that is so is `controllers.retaking`'s to say.
+
+
+async def withdraw(store: Store, keys: JobKeys, identity: Identity, clock: Clock) -> None:
+    """Be no member of a job, so that the others do not count on this controller; however long the store is away."""
+    ledger, leaves = Ledger(store, keys), transactions.withdraw(keys, identity.incarnation, identity.node)
+    while (await ledger.run(leaves)).outcome is TxnOutcome.UNKNOWN:
+        await clock.sleep(LOOK_AGAIN_S)
+
+
+async def end_left(store: Store, keys: JobKeys, clock: Clock, reason: str) -> None:
+    """End a job as failed, if nobody works on it any more and the store is there."""
+    with contextlib.suppress(StoreUnavailable, UnreadableRecord):
+        kv = await store.get(keys.state)
+        if kv is None or (await store.list(keys.member_prefix)).kvs:
+            return
+        old = Stored(JobStatus.decode(kv.value, kv.key), kv.mod_revision)
+        if not old.record.phase.ended:
+            new = JobStatus(phase=JobPhase.FAILED, reason=reason, changed=clock.wall())
+            await Ledger(store, keys).run(transactions.set_status(keys, old, new, None))

@@ -1,0 +1,345 @@
+"""The newest steps of a job as whoever plans is shown them: each controller keeps them as they are committed, so that any can plan.
+
+A step's seal, which has its lengths, is deleted with its commit; its books come a little later. What a controller did not see (it has
+just begun, or was paused) it takes from the log, which knows means only. Which split such a step ran with is found back from the plan
+there is, through the moves since; where a plan changed otherwise (nodes came or went), nobody knows it of the steps before, and
+they are not shown: a step that is taken for one of another split teaches worse than none.
+
+Whoever plans counts slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine, which runs what all of
+them run (`of_slots`), and has room for as many requests as all of them have (`rows_of`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gcore.config.reward import JudgeSpec
+from gcore.config.spec import JobSpec
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.job import NEWEST_MOVES, Move, MoveKind, Moves, Plan, Stay
+from gcore.ledger.records.slot_accounting import EngineSums, StepBook, by_version, engines_of
+from gcore.ledger.transactions import Stored
+from gcore.schema import Part
+from gcore.system.files import object_in
+from gcore.types import Version
+from placement.lending import Rows
+from placement.measurements import Measured, lengths_of, measured
+from placement.moves import BETWEEN, Committed, base_split, split_from
+from placement.slots import Snapshot, Split, spanned
+
+MOST_STEPS = 64
+
+
+def question_s(books: Iterable[StepBook]) -> float | None:
+    """Seconds that a question ran in a judge's engine, on average. None: nobody was asked, or booked it."""
+    reward = engines_of(books).get("reward")
+    return reward.running_s / reward.requests if reward is not None and reward.requests and reward.running_s else None
+
+
+@dataclass
+class _Seen:
+    """A committed step. `entry`: without what the step did to each prompt; `lengths`: of its responses, None where nobody has its seal any
+    more; `split` None: nobody knows which it was. `slots`: that were there when it began, as far as is known. `booked`: nodes whose books are
+    in what was measured."""
+
+    entry: LogEntry
+    lengths: tuple[float, ...] | None
+    split: Split | None
+    slots: int = 0
+    booked: int = -1
+    measured: Measured | None = None
+    question_s: float | None = None
+    """What a question took of a judge's engine."""
+
+
+class StepHistory:
+    """Of one job, on one controller. Mutable."""
+
+    def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
+        """`judges`: those that the cluster serves. `scores`: all of them are classifiers, which write nothing."""
+        self._judges = max(judges, 1)
+        self._scores = scores
+        self._seen: dict[Version, _Seen] = {}
+        """Oldest first."""
+        self._slots = 0
+        """That were there when the newest step was committed, and so when the next one began."""
+        self._log: Mapping[int, Stored[LogEntry]] = {}
+        """From which what was not seen was taken."""
+
+    @classmethod
+    def of(cls, served: Sequence[JudgeSpec]) -> StepHistory:
+        """Of a job with these judges, which the cluster serves."""
+        scores = bool(served) and all(judge.kind == "classifier" for judge in served)
+        return cls(judges=len(served), scores=scores)
+
+    def note(self, before: JobMirror, after: JobMirror, there: Callable[[], Snapshot]) -> None:
+        """A change of the job's records. `there`: the nodes that there are now, for a step did not run on places of those that are away."""
+        if after.head is None or before.head is None or before.plan is None or before.head == after.head:
+            return
+        head = before.head.record
+        later = (one.record for seq, one in sorted(after.log.items()) if seq > head.seq)
+        entry = next((one for one in later if one.kind == "train"), None)
+        if entry is None or (entry.lineage, entry.step) != (head.lineage, head.step + 1):
+            return  # what was missed is taken from the log
+        slot = before.seals.get(entry.step)
+        lengths = lengths_of(slot.record) if slot is not None else None
+        snapshot = there()
+        began, self._slots = self._slots, snapshot.slots
+        self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
+
+    def steps(self, mirror: JobMirror) -> tuple[Measured, ...]:
+        """The steps on head's chain, oldest first, with what the books say by now."""
+        assert mirror.head is not None
+        assert mirror.plan is not None
+        if mirror.log is not self._log:
+            self._log = mirror.log
+            self._take_missed(mirror.plan.record, mirror.moves)
+        books = by_version({node: stored.record for node, stored in mirror.books.items()})
+        newest: dict[int, Measured] = {}
+        sizes = spanned(mirror.plan.record)
+        for version, seen in self._seen.items():
+            if seen.split is None:
+                newest.pop(version.step, None)
+                continue
+            there = books.get(version, {})
+            if seen.measured is None or len(there) > seen.booked:
+                told = map(in_questions, there.values()) if self._scores else there.values()
+                found = measured(told, seen.entry, seen.lengths, seen.split, sizes, least=seen.slots)
+                seen.measured = of_slots(found, self._judges)
+                seen.question_s = question_s(there.values())
+                seen.booked = len(there)
+            if version.step <= mirror.head.record.step:
+                newest[version.step] = seen.measured  # a step that was cut off has a later one of its number
+        return tuple(newest[step] for step in sorted(newest))
+
+    def start_s(self) -> float | None:
+        """Seconds of the newest start of a rank that a step told."""
+        told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
+        return next((seconds for seconds in told if seconds is not None), None)
+
+    def committed(self, mirror: JobMirror) -> tuple[Committed, ...]:
+        """All steps that are known, those that were cut off too, oldest first; without those of which nobody knows what they took."""
+        self.steps(mirror)  # with what the books say by now
+        return tuple(
+            Committed(
+                step=version.step,
+                seq=seen.entry.seq,
+                seconds=seen.entry.stats["seconds"],
+                tokens=seen.entry.stats.get("response_length"),
+                question_s=seen.question_s,
+            )
+            for version, seen in self._seen.items()
+            if "seconds" in seen.entry.stats
+        )
+
+    def took(self, step: int, after: int) -> float | None:
+        """Seconds of that step, as it was committed first after head's sequence number was `after`; None: it was not, or nobody knows."""
+        there = (seen.entry for version, seen in self._seen.items() if version.step == step and seen.entry.seq > after)
+        entry = next(there, None)
+        return None if entry is None else entry.stats.get("seconds")
+
+    def _take_missed(self, plan: Plan, moves: Moves) -> None:
+        trained = [stored.record for _, stored in sorted(self._log.items()) if stored.record.kind == "train"]
+        missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]
+        if missed:
+            splits = splits_of(trained, plan, moves)
+            self._add({_version(entry): _Seen(_kept(entry), None, splits.get(entry.seq)) for entry in missed})
+
+    def _add(self, more: dict[Version, _Seen]) -> None:
+        together = sorted((self._seen | more).items(), key=lambda one: one[1].entry.seq)
+        self._seen = dict(together[-MOST_STEPS:])
+
+
+def rows_of(spec: JobSpec) -> Rows:
+    """Requests that the engines of a slot run at once, at most, by pool."""
+    return Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
+
+
+def of_slots(step: Measured, judges: int) -> Measured:
+    """What a slot's engines of so many judges do together, in place of what each does. All of them are taken to be asked equally often."""
+    if judges == 1:
+        return step
+    speed = tuple(replace(one, running=one.running * judges) if one.pool == "reward" else one for one in step.speed)
+    return replace(step, speed=speed)
+
+
+def in_questions(book: StepBook) -> StepBook:
+    """Pools are measured by tokens, and a classifier writes none: each question that it is asked counts as one."""
+
+    def counted(sums: EngineSums) -> EngineSums:
+        return sums.model_copy(update={"tokens": sums.requests})
+
+    engines = {pool: counted(sums) if pool == "reward" else sums for pool, sums in book.engines.items()}
+    loads = {pool: tuple(map(counted, one)) if pool == "reward" else one for pool, one in book.loads.items()}
+    return book.model_copy(update={"engines": engines, "loads": loads})
+
+
+def _kept(entry: LogEntry) -> LogEntry:
+    """What is kept of it: of a step of a thousand prompts the rest is thousands of objects."""
+    return entry.model_copy(update={"delta": (), "cursors": None, "tally": None})
+
+
+def _version(entry: LogEntry) -> Version:
+    return Version(entry.lineage, entry.step)
+
+
+def splits_of(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> dict[int, Split]:
+    """The splits of committed steps, by their entries' numbers: from the newest back to the first of which nobody can say. `trained`:
+    oldest first; `plan`, `moves`: as they are now."""
+    split, world = base_split(plan), plan.world
+    done = [move for move in moves.moves if move.state == "done" and move.kind in (MoveKind.BEGIN, *BETWEEN)]
+    forgotten = moves.moves[0].seq if moves.total > len(moves.moves) else -1
+    found: dict[int, Split] = {}
+    for entry in reversed(trained):
+        while done and done[-1].seq >= entry.seq:
+            move = done.pop()
+            split, world = split_from(move.before), entry.world if move.kind is MoveKind.WORLD else world
+        is_made_so = not done or split_from(done[-1].after) == split
+        is_of_world = entry.world == world and entry.ranks in (None, split.train)
+        if not is_made_so or not is_of_world or entry.seq <= forgotten:
+            break  # the plan changed in between, and no move says how
+        found[entry.seq] = split
+    return found
+
+
+# -------------------- moves_file
+# `moves.jsonl` in a run's folder: every move of the placement, for people, of which the store keeps the newest only.
+#
+# A line a move, by its number; what is known of it later (its outcome) is a line more with the same number, and the last one holds. A
+# stretch of decisions that moved nothing is a line once it is over, by when it began.
+# Whoever leads writes it, beside everything else: a folder that takes nothing loses lines and holds nothing up.
+
+log = logging.getLogger(__name__)
+
+
+NAME = "moves.jsonl"
+
+
+TAIL = 1 << 20
+"""Bytes at the end of the file in which who begins to write it looks for the newest moves. What stands further up is written once more."""
+
+
+One = TypeVar("One", bound=Part)
+
+
+class MovesFile:
+    """Of one run, as one controller writes it. Blocks: call it in a thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / NAME
+        self._known: dict[int, dict[str, Any]] | None = None
+        self._stays: dict[float, dict[str, Any]] = {}
+
+    def keep(self, moves: Moves, *, to_the_end: bool = False) -> None:
+        """Write down what is new in `moves`; `to_the_end`: the stretch without moves that goes on, too. Never raises."""
+        try:
+            if self._known is None:
+                lines = _last_lines(self._file)
+                self._known, self._stays = _by_number(lines), _by_beginning(lines)
+            known = self._known
+            first = moves.total - len(moves.moves)
+            trees = {
+                first + place: tree
+                for place, move in enumerate(moves.moves)
+                if (tree := _tree(move, self._file)) is not None
+            }
+            news = {number: tree for number, tree in trees.items() if known.get(number) != tree}
+            over = moves.stays if to_the_end else moves.stays[:-1]
+            stays = {stay.began: tree for stay in over if (tree := _tree(stay, self._file)) is not None}
+            more = [{"stay": tree} for began, tree in stays.items() if self._stays.get(began) != tree]
+            if news or more:
+                told = [*({"number": n, "move": tree} for n, tree in news.items()), *more]
+                with self._file.open("a", encoding="utf-8") as file:
+                    if _is_torn(self._file):
+                        file.write("\n")  # or the first line would be lost with the one that was cut off
+                    file.writelines(json.dumps(tree) + "\n" for tree in told)
+            # The store tells of no others any more.
+            self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
+            self._stays = stays
+        except OSError as error:
+            self._known = None
+            log.warning("%s takes no move: %s", self._file, error)
+
+
+def _tree(move: Move | Stay, file: Path) -> dict[str, Any] | None:
+    """As it is written; None for one whose words are no text, as half of a character that a policy made up."""
+    try:
+        tree: dict[str, Any] = json.loads(move.model_dump_json(exclude_defaults=True))
+    except ValueError as error:
+        log.warning("%s takes nothing of step %s: %s", file, move.step, error)
+        return None
+    return tree
+
+
+def read(file: Path) -> dict[int, dict[str, Any]]:
+    """The moves that stand in a file, by number; a line that was cut off is passed over. Raises OSError, but for a file that is not there."""
+    return _by_number(_lines(file))
+
+
+def _lines(file: Path) -> list[str]:
+    """Raises OSError, but for a file that is not there."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _last_lines(file: Path) -> list[str]:
+    """Those at the end of a file. Raises OSError, but for a file that is not there."""
+    try:
+        with file.open("rb") as whole:
+            size = whole.seek(0, 2)
+            whole.seek(max(size - TAIL, 0))
+            return whole.read().decode(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _is_torn(file: Path) -> bool:
+    """Whether its last line was cut off, as where who wrote it was killed or the disk was full. Raises OSError."""
+    with file.open("rb") as whole:
+        size = whole.seek(0, 2)
+        whole.seek(max(size - 1, 0))
+        return whole.read(1) not in (b"", b"\n")
+
+
+def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        tree = object_in(line)
+        if tree is not None and isinstance(tree.get("number"), int) and isinstance(tree.get("move"), dict):
+            found[tree["number"]] = tree["move"]
+    return dict(sorted(found.items()))
+
+
+def _by_beginning(lines: Iterable[str]) -> dict[float, dict[str, Any]]:
+    found: dict[float, dict[str, Any]] = {}
+    for line in lines:
+        stay = (object_in(line) or {}).get("stay")
+        if isinstance(stay, dict):
+            with contextlib.suppress(ValueError, TypeError):
+                found[float(stay.get("began", 0.0))] = stay
+    return dict(sorted(found.items()))
+
+
+def moves_in(file: Path) -> list[Move]:
+    """The same as records, oldest first; what cannot be read is passed over. Raises OSError."""
+    return list(_records(read(file).values(), Move))
+
+
+def stays_in(file: Path) -> list[Stay]:
+    """The stretches without moves that stand there, oldest first. Raises OSError."""
+    return list(_records(_by_beginning(_lines(file)).values(), Stay))
+
+
+def _records(trees: Iterable[dict[str, Any]], kind: type[One]) -> Iterator[One]:
+    for tree in trees:
+        with contextlib.suppress(ValueError):
+            yield kind.model_validate_json(json.dumps(tree))

@@ -1,0 +1,344 @@
+"""Within a step: whether slots are lent between rollout and the judges now, and that what was lent goes back while ranks train.
+
+A thin effect around `placement.loads`: it asks every node about once a second what its engines have to do, and sees by the same
+answers when a plan has taken effect, so that it is known what changes cost. Where nothing is lent it asks only for as long as a plan
+is taking effect. What it wants is a proposal, which whoever plans (`controllers.planner`) passes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from controllers.inference.judge_engines import JudgeEngines
+from controllers.inference.pool import EngineBook
+from controllers.planning.history import StepHistory
+from controllers.rules.memory import mine, put_to_sleep, takes_turns
+from controllers.rules.view import JobView
+from controllers.rules.world import awaits_world, placeable
+from gcore.api.rpc import VersionedStub
+from gcore.api.tls import PLAIN, Connector
+from gcore.api.v1 import placement_pb2 as pb
+from gcore.api.v1 import placement_pb2_grpc
+from gcore.config.spec import JobSpec
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import NEWEST_MOVES, MoveKind, Moves, NodeRecord, Plan
+from gcore.system.clock import Clock
+from placement.assign import assigned
+from placement.lending import EngineLoad, Loads, Rows, Speeds, is_settled, lending, present, speeds_of, wanted
+from placement.measurements import Measured
+from placement.moves import (
+    BATCH_IS_WHOLE,
+    CHANGING,
+    Deciding,
+    Proposal,
+    base_split,
+    between_steps,
+    changing_took_s,
+    costs,
+)
+from placement.placer import Moving
+from placement.policies.base import Decision, SwitchCosts
+
+if TYPE_CHECKING:
+    from placement.laws import Paces
+
+# -------------------- polling
+# What a job's engines have to do now: told by each controller of those it sees to, asked for by the one that plans, about once a
+# second, and never over the store. What a node that does not answer in time told last counts for a few seconds more.
+
+ANSWER_S = 2.0
+"""For a peer's answer, which asks engines that may be busy."""
+
+
+STALE_S = 5.0
+"""So long does an answer count where no newer one has come."""
+
+
+WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
+"""Before any engine has woken here, it is taken for so many times what it took to put one to sleep, and so much more."""
+
+
+async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | None) -> pb.LoadsReply:
+    """What this controller's engines have to do."""
+    known, asleep = mine(view), put_to_sleep(view)
+    loads = await engines.loads(known)
+    if judges is not None:
+        loads |= await judges.loads(known)
+    tokens, foreseen = engines.foreseen()
+    reply = pb.LoadsReply(unseated={"rollout": engines.unseated()}, left_tokens=tokens, foreseen=foreseen)
+    for name, engine in sorted(known.items()):
+        worker = view.workers.get(name)
+        if worker is None or name not in loads:
+            continue
+        running, waiting = loads[name]
+        reply.engines.add(
+            node=worker.node,
+            slot=worker.slot,
+            judge=worker.judge,
+            running=running,
+            waiting=waiting,
+            ready=engine.version is not None and not engine.silent and name not in asleep,
+            asleep=engine.asleep,
+        )
+    slept, woke = [engines.slept_s], [engines.woke_s]
+    if judges is not None:
+        reply.unseated["reward"] = judges.unseated()
+        slept.append(judges.changed_s[0])
+        woke.append(judges.changed_s[1])
+    sleep_s, wake_s = (max((one for one in found if one is not None), default=None) for found in (slept, woke))
+    if sleep_s is not None:
+        reply.change_s = sleep_s + (wake_s if wake_s is not None else WAKES_AS * sleep_s + WAKE_PRIOR_S)
+    return reply
+
+
+class Polling:
+    """Asks all controllers of a cluster. Close it."""
+
+    def __init__(self, uid: str, clock: Clock, connector: Connector = PLAIN) -> None:
+        self._connector = connector
+        self._generation = connector.generation
+        self._uid = uid
+        self._clock = clock
+        self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
+        """By address, when and what was told last."""
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.change_s: float | None = None
+        """What it takes that an engine is put to sleep and another woken, on the node where it takes longest; None: no node that is there
+        knows."""
+
+    async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
+        """Of all engines, as far as their controllers answer."""
+        addresses = {record.for_peers for record in nodes.values() if record.for_peers}
+        if self._generation != self._connector.generation:  # what is open goes on with a certificate that ends
+            self._generation = self._connector.generation
+            await self.close()
+        for gone in self._channels.keys() - addresses:
+            await self._channels.pop(gone).close()
+        found = await asyncio.gather(*map(self._ask, sorted(addresses)))
+        now = self._clock.monotonic()
+        self._told |= {
+            at: (now, reply) for at, reply in zip(sorted(addresses), found, strict=True) if reply is not None
+        }
+        self._told = {at: told for at, told in self._told.items() if at in addresses and now < told[0] + STALE_S}
+        replies = [reply for _, (_, reply) in sorted(self._told.items())]
+        unseated: dict[str, int] = {}
+        for reply in replies:
+            for pool, count in reply.unseated.items():
+                unseated[pool] = unseated.get(pool, 0) + count
+        self.change_s = max((reply.change_s for reply in replies if reply.change_s > 0), default=None)
+        engines = {load.key: load for reply in replies for load in map(_load, reply.engines)}
+        tokens, foreseen = sum(reply.left_tokens for reply in replies), sum(reply.foreseen for reply in replies)
+        return Loads(tuple(engines.values()), unseated, tokens, foreseen)
+
+    async def _ask(self, address: str) -> pb.LoadsReply | None:
+        channel = self._channels.get(address) or self._channels.setdefault(address, self._connector.channel(address))
+        stub: Any = VersionedStub(placement_pb2_grpc.PlacementStub(channel))  # type: ignore[no-untyped-call]
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            reply: pb.LoadsReply = await stub.Loads(pb.LoadsRequest(job_uid=self._uid), timeout=ANSWER_S)
+            return reply
+        return None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+def _load(told: pb.EngineLoad) -> EngineLoad:
+    return EngineLoad(told.node, told.slot, told.judge, told.running, told.waiting, told.ready, told.asleep)
+
+
+# -------------------- forgone
+# Loans that were not made because a change is taken to cost more than they would gain, though nobody has measured yet what a change costs.
+#
+# Until an engine of the job has changed over, that cost is a guess, and meant to be a high one: it is worked out from how long engines took to
+# be put to sleep, which is long while everything starts. A guess that forbids every loan would never be put right, because nothing is
+# measured where nothing moves. So what these loans would have gained is added up, of each step the best one. Once the sum is as much as the
+# guess, the next loan is made all the same. A controller that plans from then on adds up anew. Where changes really are so dear, what one of
+# them costs is lost, and that is no more than what was given up before.
+
+WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
+
+
+def is_a_guess(moves: Moves, took: Mapping[int, float]) -> bool:
+    """Whether it was never measured what it takes that engines change over. `took`: what was measured by now, by the plan's generation,
+    whether or not the record of moves has it yet."""
+    if changing_took_s(moves) is not None:
+        return False
+    return not any(move.kind in CHANGING and move.state == "done" and move.generation in took for move in moves.moves)
+
+
+@dataclass
+class Forgone:
+    """Of one job, on the controller that plans."""
+
+    _gains: dict[int, float] = field(default_factory=dict)
+    """By step."""
+
+    def weighed(self, free: Proposal | None, step: int, guess_s: float) -> Proposal | None:
+        """The loan that is made all the same. `free`: what would be lent within `step` if a change cost nothing; `guess_s`: what it is
+        taken to cost."""
+        gain = 0.0 if free is None else free.move.gain_s or 0.0
+        self._gains[step] = max(self._gains.get(step, 0.0), gain)
+        if free is None or sum(self._gains.values()) < guess_s:
+            return None
+        update = {"cost_s": round(guess_s, 3), "reason": f"{free.move.reason}; {WORTH_KNOWING}"}
+        return Proposal(free.move.model_copy(update=update), free.plan)
+
+
+log = logging.getLogger(__name__)
+
+
+SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
+"""A plan that has not taken effect for so long is taken to have cost so much, and holds up no more: one of engines, one with a new world."""
+
+
+class Lender:
+    """Of one job, on the controller that plans, for one incarnation."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        uid: str,
+        moving: Moving,
+        rows: Rows,
+        clock: Clock,
+        history: StepHistory,
+        connector: Connector = PLAIN,
+    ) -> None:
+        self._spec = spec
+        self._moving = moving
+        self._rows = rows
+        self._clock = clock
+        self._history = history
+        self._polling = Polling(uid, clock, connector)
+        self._paces: Paces | None = None
+        self._forgone = Forgone()
+        self._settled = 0
+        """The generation that everything was seen to be as."""
+        self._since: tuple[int, float] = (0, 0.0)
+        """The plan's generation, and since when it is known."""
+        self._came = 0
+        """The newest generation that was heard as it was written, by who has led ever since: only of such a one is known how long it took. Who
+        leads after another begins to look late, when the other's lease is over."""
+        self.took: dict[int, float] = {}
+        """By generation, the seconds until it had taken effect."""
+
+    def note(self, before: JobMirror, after: JobMirror, me: str) -> None:
+        """A change of the job's records. `me`: the incarnation that plans here, when it leads."""
+        if after.plan is not None and after.plan.record.generation != self._since[0]:
+            self._since = after.plan.record.generation, self._clock.monotonic()
+            self._came = self._since[0] if before.plan is not None else 0
+        if after.leader is None or after.leader.record.incarnation != me:
+            self._came = 0
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the newest plan is taking effect."""
+        return self._since[0] != self._settled
+
+    async def proposal(self, view: JobView, at: Deciding) -> Proposal | None:
+        """What is to be lent, or to go back, now."""
+        stored = view.mirror.plan
+        assert stored is not None
+        plan, placement = stored.record, self._spec.placement
+        waits = awaits_world(view)  # another plan would take its place, and whatever is lent goes back by it anyway
+        lends = placement.lends and not view.mirror.pin.fixes and bool(self._moving.judges) and not waits
+        is_whole = view.seal is not None and not view.seal.collects and not view.rules.staleness
+        if (is_whole or view.mirror.pin.fixes) and not waits and (back := self._given_back(view, plan, at)) is not None:
+            return back
+        if not lends and not self.is_settling:
+            return None  # nobody needs to know what engines have to do
+        loads = await self._polling.loads(view.nodes)
+        self._look_whether_settled(view, plan, loads)
+        cost = self.costs(view).move_s
+        if not lends or is_whole or self.is_settling or self._clock.monotonic() < self._since[1] + cost:
+            return None
+        speeds = await asyncio.to_thread(self._speeds, self._history.steps(view.mirror))
+        if speeds is None:
+            return None
+        if log.isEnabledFor(logging.DEBUG):
+            found = wanted(present(plan, loads), loads, speeds, cost, self._rows)
+            log.debug("to lend: %s, a change takes %.2f s", found, cost)
+        members = frozenset(stored.record.node for stored in view.mirror.members.values())
+        proposal = lending(plan, loads, speeds, cost, members, self._rows, at)
+        if proposal is None and is_a_guess(view.mirror.moves, self.took):
+            free = lending(plan, loads, speeds, 0.0, members, self._rows, at)
+            proposal = self._forgone.weighed(free, view.head.step, cost)
+        moved = view.mirror.moves.newest
+        # Nothing changes by it, so it would be told again each second: once in a step is enough.
+        has_told = placement.dry_run and moved is not None and moved.within and moved.step == view.head.step
+        return None if has_told else proposal
+
+    def costs(self, view: JobView) -> SwitchCosts:
+        """What changes cost, by what was measured of them."""
+        known = costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
+        slots = [slot for node in view.nodes.values() for slot in node.slots]
+        turns = any(takes_turns(self._spec, slot) for slot in slots)
+        return replace(known, turn_s=known.move_s if turns else 0.0)
+
+    def _look_whether_settled(self, view: JobView, plan: Plan, loads: Loads) -> None:
+        generation, since = self._since
+        if generation != plan.generation or not self.is_settling:
+            return
+        moved, took = view.mirror.moves.newest, self._clock.monotonic() - since
+        of_world = moved is not None and moved.generation == generation and moved.kind is MoveKind.WORLD
+        most = WORLD_SETTLE_S if of_world else SETTLE_S
+        # Where a node came back with fewer slots, what the plan has on the others never comes up.
+        engines = tuple(place for place in plan.engines if not view.has_lost(place.node, place.slots))
+        known = plan.model_copy(update={"engines": engines})
+        is_there = is_settled(known, loads, view.nodes) and (not of_world or _world_serves(view, plan))
+        if not is_there and took < most:
+            return
+        self._settled = generation
+        if moved is not None and moved.generation == generation == self._came:
+            self.took[generation] = min(took, most)
+            self.took = {one: took for one, took in self.took.items() if one > generation - NEWEST_MOVES}
+
+    def _speeds(self, history: tuple[Measured, ...]) -> Speeds | None:
+        """How fast engines are now. None: nobody knows yet. In a thread."""
+        if self._paces is None:
+            from placement.laws import Paces  # numpy: a daemon that no job lends in is started without it
+
+            self._paces = Paces()
+        self._paces.see(history)
+        return speeds_of(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
+
+    def _given_back(self, view: JobView, plan: Plan, at: Deciding) -> Proposal | None:
+        """What was lent goes back while ranks train, so that the next step does not wait for it."""
+        if plan.lent_from is None:
+            return None
+        there = placeable(view)
+        base = base_split(plan, there)
+        back = Decision(base, f"{base}: {BATCH_IS_WHOLE}")
+        generation, job = plan.generation + 1, self._moving
+        after = assigned(
+            base,
+            plan,
+            there,
+            job.judges,
+            world=plan.world,
+            generation=generation,
+            reason=back.reason,
+            sizes=job.sizes,
+        )
+        return None if after is None else between_steps(back, plan, after, base, at, BATCH_IS_WHOLE)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._polling.close()
+
+
+def _world_serves(view: JobView, plan: Plan) -> bool:
+    """Whether every rank of the plan's world has been claimed by a worker that serves."""
+    claims = [view.mirror.claim(plan.world, place.rank) for place in plan.ranks]
+    workers = [view.workers.get(claim.instance) if claim is not None else None for claim in claims]
+    return all(worker is not None and worker.state == "serving" for worker in workers)

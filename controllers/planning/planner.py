@@ -1,0 +1,564 @@
+"""Whoever leads plans: once for each step that was trained it asks which split is to come next (`controllers.next_split`), and within a step,
+about once a second, whether slots are lent (`controllers.lender`). What comes of it is a proposal, which `controllers.leading` has written
+down while it is still about what there is.
+
+It knows when to ask, keeps account of what came of moves, and tells people what is in the way; what is to move, it does not decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+from controllers.changes import Changes
+from controllers.planning.history import MovesFile, StepHistory, rows_of
+from controllers.planning.lender import Lender
+from controllers.rules.placement import is_due, leads
+from controllers.rules.view import JobView
+from controllers.rules.world import is_at_hand, may_use_copies, models_of, placeable, snapshot
+from controllers.telemetry.notices import TroubleBook
+from gcore.api.tls import PLAIN, Connector
+from gcore.config.spec import JobSpec
+from gcore.errors import GcoreError
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import MOST_REASON, MoveKind, Moves, Plan, Stay
+from gcore.plugins import RAISED, sentence_of
+from gcore.system.clock import Clock
+from gcore.types import Version
+from placement.assign import assigned
+from placement.lending import Rows
+from placement.moves import (
+    Accounted,
+    Deciding,
+    Proposal,
+    base_split,
+    between_steps,
+    is_told,
+    stayed,
+    with_outcomes,
+    with_stay,
+    with_taken,
+    with_unasked,
+)
+from placement.placer import Moving, bounds_of, first_split, obeying
+from placement.policies.base import Decision, Policy, Situation, Start, SwitchCosts, find_policy
+from placement.slots import Bounds, Snapshot, Split, counted
+
+# -------------------- consulting
+# Making a placement policy and asking it, which may be anybody's code: in a thread of its own, for so long at most, and nothing rests on
+# what it gives before that was looked at.
+#
+# A policy that hangs keeps its thread; nobody is asked again while it does, and the process may end without it.
+
+T = TypeVar("T")
+
+
+ANSWER_S = 30.0
+"""For a policy, or a decision, which gcore's own policies make in a fifth of a second."""
+
+
+MOST_IDLE, MOST_NAME = 8, 24
+"""Pools that it may say something of, and characters of a pool's name: both stand in the record of moves, which the store takes whole."""
+
+
+MOST_SLOTS = 1_000_000
+"""Of a pool. What has thousands of digits cannot even be told of."""
+
+
+class PolicyFailed(GcoreError):
+    """A policy gave no decision."""
+
+
+class Consulting:
+    """One policy at a time. Belongs to one event loop."""
+
+    def __init__(self, limit_s: float = ANSWER_S) -> None:
+        self._limit_s = limit_s
+        self._thread: threading.Thread | None = None
+
+    async def made(self, make: Callable[[], object]) -> Policy:
+        """The policy, from what finds and makes it. Raises PolicyFailed."""
+        return await self._in_thread(lambda: planning(make()))
+
+    async def asked(self, policy: Policy, situation: Situation) -> Decision:
+        """What it decides. Raises PolicyFailed."""
+        return await self._in_thread(lambda: checked(policy.plan(situation)))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        if self._thread is not None and self._thread.is_alive():
+            raise PolicyFailed("it has not answered what it was asked before")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def ask() -> None:
+            # Nothing of what it raises is raised in the loop as it is: StopIteration and CancelledError mean something else there.
+            try:
+                settle = partial(_give, answer, call())
+            except BaseException as error:  # noqa: BLE001 - the edge to foreign code: a policy may raise anything
+                failed = PolicyFailed(error.what if isinstance(error, PolicyFailed) else sentence_of(error))
+                failed.__cause__ = error
+                settle = partial(_fail, answer, failed)
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(settle)
+
+        self._thread = threading.Thread(target=ask, name="placement policy", daemon=True)
+        self._thread.start()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await asyncio.wait({answer})
+        except TimeoutError:
+            raise PolicyFailed(f"it has not answered for {self._limit_s:.0f} s") from None
+        self._thread = None
+        return answer.result()
+
+
+def _give(answer: asyncio.Future[T], given: T) -> None:
+    if not answer.done():
+        answer.set_result(given)
+
+
+def _fail(answer: asyncio.Future[T], failed: PolicyFailed) -> None:
+    if not answer.done():
+        answer.set_exception(failed)
+
+
+def planning(made: object) -> Policy:
+    """What was made, if it plans. Raises PolicyFailed."""
+    if not callable(getattr(made, "plan", None)):
+        raise PolicyFailed(f"what makes it gave {type(made).__name__!r}, which has no method plan")
+    return cast(Policy, made)
+
+
+def checked(given: object) -> Decision:
+    """What a policy gave, if it is a decision. Raises PolicyFailed."""
+    if not isinstance(given, Decision) or not isinstance(given.split, Split):
+        raise PolicyFailed(f"it gave {type(given).__name__!r}, and a Decision with a Split is wanted")
+    split = given.split
+    slots = (split.rollout, split.reward, split.train)
+    if split.mode not in ("coexisting", "colocated") or not all(map(_is_slots, slots)):
+        raise PolicyFailed("its split is of something else than whole numbers of slots")
+    if not isinstance(given.reason, str) or not isinstance(given.idle, Mapping):
+        raise PolicyFailed("its reason is no text, or what it says of idle pools no mapping")
+    idle = dict(given.idle)  # from here on nothing that it changes is looked at
+    told = [one for one in (given.expected_s, given.before_s) if one is not None]
+    numbers = [given.cost_s, given.gain_s, *told, *idle.values()]
+    if not all(isinstance(one, int | float) and isfinite(one) for one in numbers):
+        raise PolicyFailed("its figures are no numbers")
+    if len(idle) > MOST_IDLE or not all(isinstance(pool, str) and len(pool) <= MOST_NAME for pool in idle):
+        raise PolicyFailed("what it says of idle pools is not by pool")
+    return replace(given, idle=idle, reason=given.reason.encode("utf-8", "replace").decode())
+
+
+def _is_slots(count: object) -> bool:
+    return type(count) is int and 0 <= count <= MOST_SLOTS
+
+
+# -------------------- next_split
+# Between two steps: which split the job's policy wants for the next ones, and what is proposed because of it.
+#
+# The policy is asked about what is possible on the slots that are there, in a thread of its own (`controllers.consulting`). What it gives is held
+# to what a person fixed and to what can be had (`placement.live`), and becomes places on slots (`placement.assign`). A policy that raises, or
+# wants what cannot be had, moves nothing. When it is asked, and what comes of the answer, is the planner's (`controllers.planner`): nothing is
+# written here, and nobody is told.
+
+log = logging.getLogger(__name__)
+
+
+class _CannotBe(Exception):
+    """Why nothing is moved, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What came of it. `proposal` None: nothing is to move. `kept`: why the policy keeps the split there is; None: it does not. `expected_s`:
+    what it expects of a step on that one. `trouble`: what stands in the way, for people; empty: nothing does; None: that was not looked at."""
+
+    proposal: Proposal | None = None
+    kept: str | None = None
+    expected_s: float | None = None
+    trouble: str | None = None
+
+
+class NextSplit:
+    """Of one job, on one controller, for one incarnation. `moving`: what the job says of its placement; `rows`: requests that engines run."""
+
+    def __init__(self, spec: JobSpec, moving: Moving, rows: Rows, history: StepHistory) -> None:
+        self._spec = spec
+        self._moving = moving
+        self._rows = rows
+        self._history = history
+        self._consulting = Consulting()
+        self._policy: Policy | None = None
+
+    def forget(self) -> None:
+        """Somebody else plans: who plans here next asks a new policy."""
+        self._policy = None
+
+    async def wished(self, view: JobView, costs: SwitchCosts, at: Deciding) -> Wish:
+        """What the policy wants for the next steps. `costs`: of changes."""
+        stored = view.mirror.plan
+        assert stored is not None
+        plan, pin = stored.record, view.mirror.pin
+        if pin.frozen:
+            return Wish()  # what is lent goes back all the same (`controllers.lender`)
+        there = placeable(view)
+        if not {place.node for place in plan.ranks} <= {one.node for one in there.nodes}:
+            return Wish()  # who holds a rank is away: it comes back with it, or the world is lost and placed anew
+        base = base_split(plan, there)
+        try:
+            decision = await self._decision(view, plan, there, base, costs)
+            proposal = await asyncio.to_thread(self._proposal, decision, plan, there, base, at)
+        except _CannotBe as error:
+            return Wish(trouble=str(error))
+        if proposal is not None and is_told(view.mirror.moves, proposal.move):
+            proposal = None
+        if decision.split == base:
+            return Wish(proposal, decision.reason, decision.expected_s, "")
+        return Wish(proposal, trouble="")
+
+    async def _decision(self, view: JobView, plan: Plan, there: Snapshot, base: Split, costs: SwitchCosts) -> Decision:
+        """What is possible of what the policy decides. Raises _CannotBe."""
+        pin, policy = view.mirror.pin, self._spec.placement.policy
+        limits = bounds_of(there, self._moving, pin, len(plan.ranks))
+        if not (is_at_hand(view) or may_use_copies(view)):
+            limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
+        slots = counted(limits.slots, "slot")
+        first = first_split(limits, self._moving)
+        if first is None:
+            raise _CannotBe(f"the pools do not fit on {slots} with {pin}; nothing is moved")
+        asked = await self._asked(view, limits, base, first, costs)
+        decision = await asyncio.to_thread(obeying, asked, limits, pin)  # it may look through all splits there are
+        if decision is None:
+            raise _CannotBe(f"{pin}, and that cannot be had on {slots}; nothing is moved")
+        if decision.split != base and not limits.allows(decision.split):
+            raise _CannotBe(
+                f"policy {policy!r} wants {decision.split}, which cannot be had on {slots}; nothing is moved"
+            )
+        return decision
+
+    async def _asked(self, view: JobView, limits: Bounds, base: Split, first: Split, costs: SwitchCosts) -> Decision:
+        """What the policy decides. Raises _CannotBe."""
+        name, steps = self._spec.placement.policy, self._spec.flow.steps
+        situation = Situation(
+            bounds=limits,
+            now=base,
+            history=self._history.steps(view.mirror),
+            costs=costs,
+            steps_left=None if steps is None else steps - view.head.step,
+            overlaps=self._spec.rollout.staleness > 0,
+            lends=self._spec.placement.lends,
+        )
+        try:
+            if self._policy is None:
+                start = Start(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
+                self._policy = await self._consulting.made(lambda: find_policy(name)(start))
+            return await self._consulting.asked(self._policy, situation)
+        except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
+            log.exception("placement policy %s", name)
+            self._policy = None
+            why = error.what if isinstance(error, PolicyFailed) else sentence_of(error)
+            raise _CannotBe(f"placement policy {name!r} failed, and nothing is moved: {why}") from error
+
+    def _proposal(self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: Deciding) -> Proposal | None:
+        """What it makes of the plan. In a thread: a thousand slots take a moment. Raises _CannotBe."""
+        return between_steps(decision, plan, self._placed(decision, plan, there), base, at)
+
+    def _placed(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
+        """The plan of its split; None: of one with another train world, which a rollback places. Raises _CannotBe."""
+        split = decision.split
+        if split.train != len(plan.ranks):
+            return None
+        after = assigned(
+            split,
+            plan,
+            there,
+            self._moving.judges,
+            world=plan.world,
+            generation=plan.generation + 1,
+            reason=f"{split}: {decision.reason}"[:MOST_REASON],
+            sizes=self._moving.sizes,
+        )
+        if after is None:
+            raise _CannotBe(
+                f"policy {self._spec.placement.policy!r} wants {split}, and as the ranks lie no node has whole engines' slots for that; "
+                "nothing is moved"
+            )
+        return after
+
+
+# -------------------- staying
+# What the controller that plans remembers of decisions that moved nothing, and when it tells the store.
+#
+# The record of all moves is written as a whole each time. So the store is told of a stretch when it begins, and along with whatever else is
+# told of moves, and otherwise every few seconds only. What a stretch is, and when it is over, `placement.stays` says; nothing is written
+# here.
+#
+# It also keeps what was expected of each step of a stretch, until it is known what the step took (`StepHistory.took`).
+
+TELL_S = 10.0
+
+
+Took = Callable[[int, int], float | None]
+"""Seconds of that step, committed after that sequence number of head's; None: it is not known."""
+
+
+class Staying:
+    """Of one job, on the controller that plans."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._newest: Stay | None = None
+        self._stored: Stay | None = None
+        """The newest stretch as the store had it at the last look."""
+        self._since = 0.0
+        """Since when the store has it so."""
+
+    def note(self, moves: Moves, at: Deciding, reason: str, expected_s: float | None, took: Took) -> None:
+        """A decision moved nothing. `expected_s`: what it expects of the next step."""
+        known = self._newest or (moves.stays[-1] if moves.stays else None)
+        if known is not None:
+            known = _with_taken(known, took)
+        self._newest = stayed(known, moves, at, reason, expected_s)
+
+    def forget(self) -> None:
+        """Somebody else plans."""
+        self._newest = None
+
+    def told(self, moves: Moves, took: Took, *, at_once: bool) -> Moves:
+        """The record as it is to stand in the store: with the newest stretch, if it is time to tell it. `at_once`: the record is written in any
+        case, so it is."""
+        if self._newest is not None:
+            self._newest = _with_taken(self._newest, took)
+        stay = self._newest
+        stored = next((one for one in moves.stays if stay is not None and one.began == stay.began), None)
+        now = self._clock.monotonic()
+        if stored != self._stored:
+            self._stored, self._since = stored, now
+        if stay is None or stay == stored:
+            return moves
+        is_time = at_once or stored is None or now >= self._since + TELL_S
+        return with_stay(moves, stay) if is_time else moves
+
+
+def _with_taken(stay: Stay, took: Took) -> Stay:
+    return with_taken(stay, took(stay.step + 1, stay.seq))
+
+
+POLL_S, SOON_S = 1.0, 0.25
+"""How often it is looked whether slots are lent; and while a move takes effect, to know how long that takes."""
+
+
+BOOKS_S = 0.5
+"""So long are the books of the newest step waited for, before the policy is asked."""
+
+
+class Planned(Protocol):
+    """The job that is planned."""
+
+    uid: str
+    node: str
+    changes: Changes
+    troubles: TroubleBook
+
+    @property
+    def me(self) -> str:
+        """This incarnation."""
+        ...
+
+    @property
+    def mirror(self) -> JobMirror:
+        """Its records as last heard."""
+        ...
+
+    def look(self) -> JobView:
+        """The view now."""
+        ...
+
+    def look_anew(self) -> None:
+        """What is proposed has changed."""
+        ...
+
+
+class Planner:
+    """Of one job, on one controller, for one incarnation."""
+
+    def __init__(self, job: Planned, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
+        self._job = job
+        self._spec = spec
+        self._clock = clock
+        self._file = MovesFile(run_dir)
+        self._moving = Moving.by(spec, models_of(job.mirror))
+        self._rows = rows_of(spec)
+        self._history = StepHistory.of(spec.served_judges)
+        self._next = NextSplit(spec, self._moving, self._rows, self._history)
+        self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history, connector)
+        self._staying = Staying(clock)
+        self._decided: Version | None = None
+        self._stood: tuple[object, ...] = ()
+        """How step and leadership stood when they were looked at last."""
+        self._wait_s = POLL_S
+        self._before: Plan | None = None
+        """The plan before the newest."""
+        self._kept: Moves | None = None
+        self.proposal: Proposal | None = None
+        self.account: Accounted | None = None
+
+    def note(self, before: JobMirror, after: JobMirror) -> None:
+        """A change of the job's records."""
+        self._history.note(before, after, lambda: snapshot(self._job.look()))
+        self._lender.note(before, after, self._job.me)
+        if before.plan is not None and after.plan is not None and before.plan is not after.plan:
+            self._before = before.plan.record
+
+    async def run(self) -> None:
+        """For ever."""
+        try:
+            while True:
+                self._wait_s = POLL_S
+                await self._turn()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._wait_s):
+                        await self._job.changes.until(self._is_news)
+        finally:
+            leader = self._job.mirror.leader
+            if self._kept is not None and (leader is None or leader.record.incarnation == self._job.me):
+                # Who planned to the end writes down the end.
+                self._file.keep(self._at_the_end(self._job.mirror), to_the_end=True)
+            await self._lender.close()
+
+    def _is_news(self) -> bool:
+        """Whether there is another step, its batch is closed, or somebody else leads."""
+        return self._standing() != self._stood
+
+    def _standing(self) -> tuple[object, ...]:
+        mirror = self._job.mirror
+        leader = None if mirror.leader is None else mirror.leader.record.incarnation
+        if mirror.head is None:
+            return None, leader
+        head = mirror.head.record
+        seal = mirror.seals.get(head.step + 1)
+        return head.lineage, head.step, seal is not None and not seal.record.collects, leader
+
+    async def _turn(self) -> None:
+        mirror = self._job.mirror
+        self._stood = self._standing()
+        if mirror.head is None or mirror.plan is None:
+            return
+        view = self._job.look()
+        if not leads(view) or view.is_over:
+            self._propose(None, None)
+            if not leads(view):
+                self._next.forget()
+                self._staying.forget()
+            return
+        step = trained(view.mirror)
+        if self._decided is None and step is not None and has_moved(view.mirror, step):
+            self._decided = step  # who planned before has decided on it
+        if step is not None and self._decided != step:
+            await self._booked(view)
+            view = self._job.look()
+            if not leads(view) or trained(view.mirror) != step:
+                return
+            proposal = await self._between(view)
+            self._decided = step
+        elif self.proposal is not None and not self.proposal.move.within and is_due(self.proposal, view):
+            proposal = self.proposal  # the store has not taken it yet; a loan in its place would be the end of it
+        else:
+            stored = view.mirror.plan
+            proposal = await self._lender.proposal(view, self._deciding(view))
+            if self._job.mirror.plan is not stored:
+                return
+        self._propose(proposal, self._accounted(view))
+        await self._keep(view)
+        if self._lender.is_settling or (proposal is not None and proposal.plan is not None):
+            self._wait_s = SOON_S
+
+    def _propose(self, proposal: Proposal | None, account: Accounted | None) -> None:
+        if (proposal, account) != (self.proposal, self.account):
+            self.proposal, self.account = proposal, account
+            self._job.look_anew()
+            self._job.changes.notify()
+
+    async def _booked(self, view: JobView) -> None:
+        """Until the books of the newest step are there, or for a moment."""
+        until = self._clock.monotonic() + BOOKS_S
+        members = {stored.record.node for stored in view.mirror.members.values()}
+        while (left := until - self._clock.monotonic()) > 0:
+            books = self._job.mirror.books
+            if all(node in books and books[node].record.at(view.head.version) is not None for node in members):
+                return
+            await self._job.changes.wait(left)
+
+    async def _between(self, view: JobView) -> Proposal | None:
+        """What the policy wants for the next steps; what else it says is told."""
+        at = self._deciding(view)
+        wish = await self._next.wished(view, self._lender.costs(view), at)
+        if wish.kept is not None:
+            self._staying.note(view.mirror.moves, at, wish.kept, wish.expected_s, self._history.took)
+        if wish.trouble is not None:
+            self._job.troubles.hold(f"placement-{self._job.node}", wish.trouble)
+        return wish.proposal
+
+    def _deciding(self, view: JobView) -> Deciding:
+        dry = self._spec.placement.dry_run
+        return Deciding(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
+
+    def _accounted(self, view: JobView) -> Accounted | None:
+        """The moves with what is known by now of what came of them; None: nothing new."""
+        assert view.mirror.plan is not None
+        known = view.mirror.moves
+        steps, plan = self._history.committed(view.mirror), view.mirror.plan.record
+        told = with_unasked(known, self._before, plan, self._deciding(view), formed_because(view))
+        found = with_outcomes(told, steps, self._lender.took, view.head.seq, plan)
+        found = self._staying.told(found, self._history.took, at_once=found != known)
+        return None if found == known else Accounted(found, view.mirror.moves_revision)
+
+    def _at_the_end(self, mirror: JobMirror) -> Moves:
+        """The moves, with what came of those in the last step; the store is told of it no more."""
+        moves = mirror.moves
+        if mirror.head is not None and mirror.plan is not None:
+            steps, seq = self._history.committed(mirror), mirror.head.record.seq
+            moves = with_outcomes(moves, steps, self._lender.took, seq, mirror.plan.record)
+        return self._staying.told(moves, self._history.took, at_once=True)
+
+    async def _keep(self, view: JobView) -> None:
+        """Every move stands in the run's folder too: the store keeps the newest."""
+        if view.mirror.moves is not self._kept:
+            self._kept = view.mirror.moves
+            await asyncio.to_thread(self._file.keep, self._kept)
+
+
+def has_moved(mirror: JobMirror, step: Version) -> bool:
+    """Whether a move was decided on after that step already."""
+    asked = (MoveKind.SPLIT, MoveKind.WORLD)
+    seq = next((s.record.seq for s in mirror.log.values() if Version(s.record.lineage, s.record.step) == step), 0)
+    return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
+
+
+def formed_because(view: JobView) -> str:
+    """Why the train world that there is was placed, and what it cost; empty: it is the first, or the log has it no more."""
+    assert view.mirror.plan is not None
+    world, log = view.mirror.plan.record.world, view.log
+    seq = max((seq for seq, one in log.items() if one.kind == "rollback" and one.world == world), default=None)
+    if seq is None:
+        return ""
+    earlier = max((one for one in log if one < seq), default=seq)
+    again = log[earlier].step - log[seq].step
+    return log[seq].reason + (f"; {counted(again, 'step')} had to be made again" if again > 0 else "")
+
+
+def trained(mirror: JobMirror) -> Version | None:
+    """The newest step that was trained, of those that the log has. A rollback to it changes nothing about it."""
+    assert mirror.head is not None
+    entries = [stored.record for stored in mirror.log.values() if stored.record.kind == "train"]
+    on_chain = [one for one in entries if one.step <= mirror.head.record.step]
+    newest = max(on_chain, key=lambda one: one.seq, default=None)
+    return None if newest is None else Version(newest.lineage, newest.step)

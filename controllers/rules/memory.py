@@ -1,0 +1,293 @@
+"""Engines and train ranks that share a slot, and take turns in its memory: rules of `controllers.decide`. Pure, like all rules.
+
+At staleness 0 they never compute at the same time, so only one of them need have its memory at a time. When a batch is READY the
+engines on the ranks' slots go to sleep (`controllers.sleeping` does it: nothing new, what is under way given back, then cache and
+weights), then the ranks there take their memory again, and train. After the commit they give all of it back, and only then do the
+engines wake, are brought the new weights, and are asked again. Nothing of a rank is needed for that: what was committed lies in the
+run's folder. While a rank loads it is its turn too.
+
+That a rank has its memory and the engines beside it sleep is the word to train. Only who sees that has the rank restored and says
+Apply, which is their node's controller; while it is away, others say it a little later. Nobody waits for another without end: a rank that is told to train takes its
+memory by itself, and is told so after `PATIENCE_S` whoever sleeps; one that cannot give its memory back keeps it, and the engines
+wake beside it.
+
+`placement.memory` says which jobs do so. Which engines run where is the plan's to say, how memory is released each worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Literal
+
+from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, Sleep, Wake
+from controllers.rules.view import EngineView, JobView, RankView, turn
+from gcore.config.spec import JobSpec
+from gcore.ledger.records.chain import Member, SealState
+from gcore.ledger.records.job import SLEEP_CAME, EnginePlace, Plan, RankPlace
+from gcore.schema import spoken
+from gcore.system.slots import is_cuda
+from gcore.train.rank.launch import PARTS
+from gcore.worker.records import WorkerRecord
+
+PATIENCE_S = 60.0
+"""After so long a READY batch is trained even if engines have not made room."""
+
+
+AWAY_S = 5.0
+"""And so long is a node's controller waited for before another tells its ranks to give memory back, or to train."""
+
+
+def takes_turns(spec: JobSpec, slot: str) -> bool:
+    """Whether an engine and a rank of the job that share `slot` have its memory one after the other."""
+    if spec.placement.memory is not None:
+        return spec.placement.memory == "in_turns"
+    apart = spec.placement.policy == "static" or spec.rollout.staleness > 0 or spec.train.stream
+    return is_cuda(slot) and not apart
+
+
+def shared(view: JobView) -> Mapping[int, RankPlace]:
+    """The ranks of head's world that take turns, by rank."""
+    plan = view.mirror.plan
+    if plan is None or spoken() < SLEEP_CAME:  # an older node would ask an engine that sleeps, and wait for it
+        return {}
+    return view.remembered.get(
+        "turns",
+        (view.spec, plan),
+        lambda: {place.rank: place for place in plan.record.ranks if takes_turns(view.spec, place.slot)},
+    )
+
+
+def asleep_for_ranks(view: JobView) -> frozenset[str]:
+    """The engines of the job that sleep because it is a rank's turn."""
+    places = shared(view)
+    if not places or view.mirror.head is None:
+        return frozenset()
+    mirror = view.mirror
+    sources = (mirror.plan, mirror.head, mirror.seals, mirror.claims, view.workers, view.ranks)
+    turns = view.remembered.get("ranks' turns", sources, lambda: {r: _its_turn(view, r) for r in places})
+    known = {**view.engines, **view.judges}
+    found = set()
+    for rank, its_turn in turns.items():
+        for instance in _engines_on(view, places[rank]):
+            engine = known.get(instance)
+            # Of a rank that nobody has heard yet it is not known whether it has its memory: all stays as it is.
+            if its_turn or (its_turn is None and engine is not None and engine.asleep):
+                found.add(instance)
+    return frozenset(found)
+
+
+def _its_turn(view: JobView, rank: int) -> bool | None:
+    """Whether the slot's memory is the rank's; None: not known yet."""
+    if _is_ready(view) or not _serves(view, rank):
+        return True
+    known = view.ranks.get(rank)
+    return None if known is None else not (known.released >= PARTS or known.unrested)
+
+
+def turning(view: JobView) -> Iterator[Intent]:
+    """Ranks give their memory back behind a commit, and take it again before they train."""
+    for rank, place in shared(view).items():
+        known = view.ranks.get(rank)
+        if known is None or not _serves(view, rank):
+            continue
+        if _is_ready(view):
+            seal = view.seal
+            assert seal is not None
+            if known.released and known.applied != seal.token and _all_sleep(view, place):
+                yield Intent(RestoreRank(rank), f"restore {rank} {seal.token}", after=_patience(view, place))
+        elif not known.released >= PARTS and not known.unrested and _is_at_head(view, known):
+            topic = f"release {rank} {view.head.world} {view.head.step}"
+            yield Intent(ReleaseRank(rank, view.head.step), topic, after=_patience(view, place))
+
+
+def held_back_s(view: JobView, rank: int) -> float:
+    """Seconds that a rank of a READY batch is given before it is told to train: to take its memory, and for the engines beside it to give
+    theirs back. A rank that has just loaded has its memory before anybody slept. Who does not see its engines leaves it to who does."""
+    known, place = view.ranks.get(rank), shared(view).get(rank)
+    if known is None or place is None:
+        return 0.0
+    if known.released:
+        return PATIENCE_S
+    if place.node != view.node:
+        return AWAY_S
+    return 0.0 if _all_sleep(view, place) else PATIENCE_S
+
+
+def in_the_way(view: JobView) -> tuple[str, ...]:
+    """The nodes whose engines have not made room for the ranks of a READY batch, as far as this controller sees it, or whose ranks have
+    not taken it."""
+    if not _is_ready(view):
+        return ()
+    resting = {rank for rank, known in view.ranks.items() if known.released}
+    return tuple(sorted({place.node for rank, place in shared(view).items() if rank in resting}))
+
+
+def _is_ready(view: JobView) -> bool:
+    seal = view.seal
+    return seal is not None and seal.state is SealState.READY
+
+
+def _is_at_head(view: JobView, known: RankView) -> bool:
+    """Whether a rank has done no more, and no less, than what is committed; one that has trained nothing has just loaded that."""
+    return known.applied is None or (known.applied.lineage, known.applied.step) == (view.head.lineage, view.head.step)
+
+
+def _serves(view: JobView, rank: int) -> bool:
+    """Whether a rank of head's world is loaded."""
+    assert view.mirror.plan is not None
+    if view.mirror.plan.record.world != view.head.world:
+        return False
+    claim = view.mirror.claim(view.head.world, rank)
+    worker = view.workers.get(claim.instance) if claim is not None else None
+    return worker is not None and worker.state == "serving"
+
+
+def _engines_on(view: JobView, place: RankPlace) -> Iterator[str]:
+    """The engines that serve the job on a rank's slot, its judges' too."""
+    by_slot = view.remembered.get(
+        "engines by slot", (view.workers,), lambda: _by_slot(view.workers, view.mirror.keys.uid)
+    )
+    yield from by_slot.get((place.node, place.slot), ())
+
+
+def _by_slot(workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for instance, worker in sorted(workers.items()):
+        if worker.role != "train" and worker.job_uid == job_uid and worker.state == "serving":
+            for slot in worker.slots:
+                found.setdefault((worker.node, slot), []).append(instance)
+    return found
+
+
+def _all_sleep(view: JobView, place: RankPlace) -> bool:
+    """Whether this controller sees every engine on a rank's slot asleep."""
+    known = {**view.engines, **view.judges}
+    return all(name in known and known[name].asleep for name in _engines_on(view, place))
+
+
+def _patience(view: JobView, place: RankPlace) -> float:
+    """Who is nearer sees to a rank."""
+    return 0.0 if place.node == view.node else AWAY_S
+
+
+# -------------------- owning
+# Whose engine an engine is: its node's controller's, or, while that is away, the peer's whom a hash names. Pure.
+#
+# All engines of a slot are one controller's, and all of the slots that one of them spans: whoever wakes one has to know that the other
+# sleeps.
+#
+# While a node's controller is there and about to join, its engines are nobody's. Otherwise whoever joins a large job first would
+# have all the engines of all the others for a moment: to find out what they serve, and to let them go again.
+#
+# Two that both believe it for a moment do no harm (`controllers.engines`).
+
+
+def responsible_for(
+    job_uid: str,
+    workers: Mapping[str, WorkerRecord],
+    members: Mapping[str, Member],
+    me: str,
+    joining: Collection[str] = (),
+    role: Literal["rollout", "reward"] = "rollout",
+) -> dict[str, WorkerRecord]:
+    """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash.
+
+    `joining`: nodes whose controller is waited for. An engine of a judge is asked by everybody; who puts it to sleep and wakes it
+    is one, found in the same way.
+    """
+    here = {m.node: incarnation for incarnation, m in sorted(members.items())}
+    begins = _begins(worker for worker in workers.values() if worker.role != "train" and worker.job_uid == job_uid)
+    mine = {}
+    for instance, worker in sorted(workers.items()):
+        if worker.role != role or worker.job_uid != job_uid or worker.state != "serving":
+            continue
+        owner = here.get(worker.node)
+        if owner is None and worker.node in joining:
+            continue
+        begin = begins.get((worker.node, worker.slot), worker.slot)
+        if owner == me or (
+            owner is None and me in members and turn(members, me, f"engines of {worker.node} {begin}") == 0
+        ):
+            mine[instance] = worker
+    return mine
+
+
+def _begins(engines: Iterable[WorkerRecord]) -> dict[tuple[str, str], str]:
+    """By node and slot, where the widest engine there begins; of slots whose engines span no other nothing is said."""
+    wide = sorted((one for one in engines if one.further), key=lambda one: len(one.slots))
+    return {(one.node, slot): one.slot for one in wide for slot in one.slots}
+
+
+# -------------------- sleeping
+# Engines that the plan puts to sleep, and wakes: rules of `controllers.decide`. Pure, like all rules.
+#
+# What sleeps is resident on its slot and has given its memory back, so that another engine there has it. In this order: nothing new
+# goes to it (every controller sees to that as soon as it hears of the plan), what it has under way is given back with the tokens it
+# has, its memory is freed. Waking: the memory, then the current weights, as a publication like any other, then requests. Of
+# several on a slot none wakes before those that are to sleep do.
+#
+# One controller sees to an engine: its node's, or while that is away the one that a hash names (`controllers.owning`). Doing it twice
+# does no harm. Which engines are to sleep is the plan's to say, and the ranks' whose memory they share (`controllers.taking_turns`).
+
+AGAIN_S = 0.5
+"""An engine that could not be put to sleep, or woken, is tried again after so long."""
+
+
+def places_of(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[str, EnginePlace]:
+    """The place that the plan has for each engine of the job, by instance."""
+    places = {(place.node, place.slots, place.judge): place for place in plan.engines} if plan is not None else {}
+    engines = {i: w for i, w in workers.items() if w.job_uid == job_uid and w.role != "train"}
+    found = {instance: places.get((w.node, w.slots, w.judge)) for instance, w in engines.items()}
+    return {instance: place for instance, place in found.items() if place is not None}
+
+
+def sleepers(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> frozenset[str]:
+    """The engines of the job that the plan puts to sleep."""
+    if plan is None or not any(place.asleep for place in plan.engines):
+        return frozenset()
+    return frozenset(name for name, place in places_of(plan, workers, job_uid).items() if place.asleep)
+
+
+def put_to_sleep(view: JobView) -> frozenset[str]:
+    """The same, of a view, with those whose slot is a train rank's now."""
+    plan, uid = view.mirror.plan, view.mirror.keys.uid
+    planned = view.remembered.get(
+        "sleepers", (plan, view.workers), lambda: sleepers(plan.record if plan is not None else None, view.workers, uid)
+    )
+    return planned | asleep_for_ranks(view)
+
+
+def resting(view: JobView) -> Iterator[Intent]:
+    """Engines sleep and wake as the plan says."""
+    asleep = put_to_sleep(view)
+    engines = mine(view)
+    if not asleep and not any(engine.asleep for engine in engines.values()):
+        return
+    moving = {name.split()[1] for name in view.under_way if name.startswith(("publish ", "sleep ", "wake "))}
+    still_awake = {slot for name in asleep & engines.keys() if not engines[name].asleep for slot in _slots(view, name)}
+    for name, engine in sorted(engines.items()):
+        if name in moving or engine.silent:
+            continue
+        judge = view.workers[name].judge
+        if name in asleep and not engine.asleep:
+            yield Intent(Sleep(name, judge), f"sleep {name}", after=AGAIN_S if engine.trouble else 0.0)
+        elif name not in asleep and engine.asleep and still_awake.isdisjoint(_slots(view, name)):
+            yield Intent(Wake(name, judge), f"wake {name}", after=AGAIN_S if engine.trouble else 0.0)
+
+
+def mine(view: JobView) -> dict[str, EngineView]:
+    """The engines that this controller puts to sleep and wakes."""
+    members = {name: stored.record for name, stored in view.mirror.members.items() if not stored.record.leaving}
+    own = dict(view.engines)
+    if view.judges:
+        uid, sources = view.mirror.keys.uid, (view.workers, view.mirror.members)
+        judges = view.remembered.get(
+            "my judges", sources, lambda: responsible_for(uid, view.workers, members, view.me, role="reward")
+        )
+        own |= {name: engine for name, engine in view.judges.items() if name in judges}
+    return {name: engine for name, engine in own.items() if name in view.workers}
+
+
+def _slots(view: JobView, instance: str) -> set[tuple[str, str]]:
+    worker = view.workers[instance]
+    return {(worker.node, slot) for slot in worker.slots}

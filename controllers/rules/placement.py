@@ -1,0 +1,276 @@
+"""A job keeps to its share of the slots: rules of `controllers.decide`. Pure, like all rules.
+
+Slots that it is granted are used as new nodes are (`controllers.forming`). Slots that it is to give back are left between two steps:
+engines at once, by a change of the plan; a train world by a new one, formed from head's own state. If what is left is too little to run
+on, the job stands still: its plan places nothing, its workers end, and nothing is issued or sealed until it has slots again. It goes on
+then as after the loss of its world, from head's own checkpoint, so that no committed step is lost and none is trained twice.
+
+Who stands still, or forms a world and has no copies of head's state at hand, needs a checkpoint of head. So the steps that are sealed
+meanwhile have one (`Seal.checkpoint`), and while head's is being written nothing more is sealed.
+
+What the plan uses no more, and where nothing of the job runs, is given back (`GiveBack`). Who is given what, and when, is decided in
+`placement.shares`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from controllers.rules.actions import GiveBack, Intent, Lead, Place, Replan, Rollback, SetPhase, TellMoves
+from controllers.rules.view import SETTLE_S, JobView, turn
+from controllers.rules.world import (
+    GAVE_BACK,
+    HAS_AGAIN,
+    LEFT,
+    awaits_world,
+    is_at_hand,
+    is_between_steps,
+    lost_world,
+    snapshot,
+)
+from gcore import schema
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.cluster import Slot
+from gcore.ledger.records.job import SLEEP_CAME, JobPhase, Move, MoveKind, Pin, Plan
+from gcore.ledger.selection import resumable
+from placement.moves import Accounted, Proposal
+from placement.placer import Moving, placed
+from placement.slots import Wanted, slots_lacking
+
+AGAIN_S = 0.3
+"""Slots that are granted one after the other are looked at together."""
+
+
+def is_suspended(view: JobView) -> bool:
+    """Whether the job stands still: its plan places nothing."""
+    plan = view.mirror.plan
+    return plan is not None and plan.record.stands_still
+
+
+def slots_of_plan(plan: Plan) -> frozenset[Slot]:
+    """All that it uses."""
+    engines = {(place.node, slot) for place in plan.engines for slot in place.slots}
+    return frozenset(engines | {(rank.node, rank.slot) for rank in plan.ranks})
+
+
+def surplus(view: JobView) -> frozenset[Slot]:
+    """What the plan uses and the job is not granted. Of a job whose last step is trained nothing, while its world lives: it ends
+    sooner than it would leave."""
+    if view.share is None or view.mirror.plan is None or (view.is_over and lost_world(view) is None):
+        return frozenset()
+    return view.remembered.get("surplus", (view.mirror.plan, view.share), lambda: _surplus(view))
+
+
+def _surplus(view: JobView) -> frozenset[Slot]:
+    assert view.mirror.plan is not None
+    assert view.share is not None
+    return slots_of_plan(view.mirror.plan.record) - view.share.granted
+
+
+def fits(view: JobView) -> bool:
+    """Whether the job can run on what it is granted and is there."""
+    if view.claim.ends:
+        return False
+    return view.remembered.get("fits", (view.nodes, view.share, view.claim), lambda: _fits(view))
+
+
+def _fits(view: JobView) -> bool:
+    there = snapshot(view)
+    if view.spec.placement.is_live:
+        assert view.mirror.plan is not None
+        return placed(there, Moving.by(view.spec), world="any", generation=0, current=None, wanted=None) is not None
+    return there.slots > 0 and not slots_lacking(there, Wanted.by(view.spec))
+
+
+def without(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
+    """The plan without the engines on these slots; None if a rank is on one, or a pool would have no engine left."""
+    if any((rank.node, rank.slot) in slots for rank in plan.ranks):
+        return None
+    engines = tuple(one for one in plan.engines if slots.isdisjoint((one.node, slot) for slot in one.slots))
+    served = {one.judge for one in engines if not one.asleep or one.judge}
+    if served != {one.judge for one in plan.engines if not one.asleep or one.judge}:
+        return None
+    gone = len(plan.engines) - len(engines)
+    reason = f"{plan.reason}; then {gone} engine{'s' * (gone > 1)} left, for {GAVE_BACK}"
+    return plan.model_copy(
+        update={"generation": plan.generation + 1, "engines": engines, "lent_from": None, "reason": reason}
+    )
+
+
+def is_checkpointed(view: JobView) -> bool:
+    """Whether head's step has a registered checkpoint; the model that the job began with needs none."""
+    assert view.mirror.checkpoints is not None
+    saved = resumable(view.head, view.mirror.checkpoints.record.entries)
+    return bool(saved) and saved[0].step == view.head.step
+
+
+def wants_checkpoint(view: JobView) -> bool:
+    """Whether the next step is to have a checkpoint, because slots cannot be given back without one of it."""
+    given = surplus(view)
+    if not given or is_suspended(view):
+        return False
+    if not fits(view):
+        return not is_checkpointed(view)
+    assert view.mirror.plan is not None
+    return without(view.mirror.plan.record, given) is None and not is_at_hand(view)
+
+
+def awaits_checkpoint(view: JobView) -> bool:
+    """Whether nothing is to be sealed, because head's checkpoint is on its way and slots are given back with it."""
+    if not wants_checkpoint(view):
+        return False
+    version = view.head.version
+    if version in view.saved:
+        return True
+    writes = (rank.writing for rank in view.ranks.values() if rank.writing is not None)
+    return any(one.version == version and not one.over for one in writes)
+
+
+def yielding(view: JobView) -> Iterator[Intent]:
+    """Leave what is not the job's any more, between two steps."""
+    given = surplus(view)
+    if not given or is_suspended(view):
+        return
+    assert view.mirror.plan is not None
+    plan, why = view.mirror.plan.record, _why(view)
+    if not fits(view) and lost_world(view) is not None:
+        # Nothing more will be trained here. It goes on as after any loss, when it has slots.
+        topic = f"suspend {plan.generation} {view.head.world}"
+        yield Intent(Rollback(why, slots_as_seen=True, stands_still=True), topic, view.turn(topic), after=SETTLE_S)
+    if not is_between_steps(view):
+        return
+    if not fits(view):
+        if is_checkpointed(view):
+            topic = f"suspend {plan.generation}"
+            action = Rollback(why, between_steps=True, slots_as_seen=True, stands_still=True)
+            yield Intent(action, topic, view.turn(topic))
+        return
+    topic = f"yield {plan.generation} {view.head.seq}"
+    smaller = without(plan, given)
+    if smaller is not None:
+        yield Intent(Replan(smaller), topic, view.turn(topic))
+    elif is_at_hand(view) and lost_world(view) is None:
+        yield Intent(Rollback(why, between_steps=True, slots_as_seen=True), topic, view.turn(topic))
+
+
+def _why(view: JobView) -> str:
+    if view.claim.ends:
+        return f"{LEFT}: {view.claim.ends}"
+    if view.claim.paused:
+        return f"{LEFT}: the job is paused"
+    return GAVE_BACK if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
+
+
+def resuming(view: JobView) -> Iterator[Intent]:
+    """A job that stood still goes on once it has slots, from head's own checkpoint."""
+    if is_suspended(view) and fits(view):
+        assert view.mirror.plan is not None
+        assert view.share is not None
+        topic = f"resume {view.mirror.plan.record.generation} {view.share.revision}"
+        yield Intent(Rollback(HAS_AGAIN, slots_as_seen=True), topic, view.turn(topic), after=AGAIN_S)
+
+
+def ending(view: JobView) -> Iterator[Intent]:
+    """One that was to end as soon as it stands still does."""
+    if view.claim.ends and is_suspended(view):
+        done = SetPhase(JobPhase.CANCELLED, view.claim.ends, at_head=True)
+        yield Intent(done, "end", view.turn("end"))
+
+
+def giving_back(view: JobView) -> Iterator[Intent]:
+    """Say of slots that they are free, when nothing of the job is on them."""
+    if view.share is None:
+        return
+    left = view.remembered.get("free", (view.share, view.mirror.plan, view.workers), lambda: _free(view))
+    if left:
+        topic = f"give back {view.share.revision} {len(left)}"
+        yield Intent(
+            GiveBack(left),
+            topic,
+            turn(view.mirror.members or view.nodes, view.me if view.mirror.members else view.node, topic),
+        )
+
+
+def _free(view: JobView) -> frozenset[Slot]:
+    assert view.share is not None
+    left = view.share.share.surplus
+    if not left:
+        return left
+    if view.mirror.plan is not None:
+        left -= slots_of_plan(view.mirror.plan.record)
+    uid = view.mirror.keys.uid
+    return left - {
+        (worker.node, slot) for worker in view.workers.values() if worker.job_uid == uid for slot in worker.slots
+    }
+
+
+# -------------------- leading
+# Who plans a job's placement, and that its moves are written down: rules of `controllers.decide`. Pure, like all rules.
+#
+# One controller at a time plans: who holds a key under its lease. Any may take it when nobody does, or when whoever does works on the
+# job no more. Nothing rests on that there is only one: a plan is written by a transaction that compares the plan that was seen, and the
+# leadership, so that of two one loses and looks again; and who dies at any moment leaves a plan that is whole.
+
+TAKE_S = 0.2
+"""So long is it left to the one whose turn it is."""
+
+
+def moves_slots(view: JobView) -> bool:
+    """Whether a policy moves this job's slots, and every node knows engines that sleep."""
+    return view.spec.placement.is_live and schema.spoken() >= SLEEP_CAME
+
+
+def leads(view: JobView) -> bool:
+    """Whether this controller plans."""
+    leader = view.mirror.leader
+    if is_suspended(view):
+        return False
+    return moves_slots(view) and leader is not None and leader.record.incarnation == view.me and not view.leaving
+
+
+def leading(view: JobView) -> Iterator[Intent]:
+    """Take the leadership, if nobody has it who works on the job and stays."""
+    if not moves_slots(view) or view.leaving:
+        return
+    leader = view.mirror.leader
+    member = view.mirror.members.get(leader.record.incarnation) if leader is not None else None
+    if leader is None or member is None or (member.record.leaving and len(view.mirror.members) > 1):
+        name = "nobody" if leader is None else leader.record.incarnation
+        topic = f"lead after {name}"
+        yield Intent(Lead(), topic, view.turn(topic), after=TAKE_S)
+
+
+def placing(view: JobView) -> Iterator[Intent]:
+    """Write down what was decided, while it is about the plan and the step that are there; else what came of earlier moves."""
+    if not leads(view) or view.is_over:
+        return
+    proposal = view.proposal
+    if proposal is not None:
+        if is_due(proposal, view):
+            move = proposal.move
+            yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
+    elif view.account is not None and is_news(view.account, view.mirror):
+        yield Intent(TellMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
+
+
+def is_due(proposal: Proposal, view: JobView) -> bool:
+    """Whether it is about the plan and the step that are there, is not written, a person lets it be, and it is in the way of no train world
+    that is wanted."""
+    assert view.mirror.plan is not None
+    move = proposal.move
+    is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
+    is_of_now = move.generation == view.mirror.plan.record.generation + 1 and move.step == view.head.step
+    is_in_the_way = proposal.plan is not None and awaits_world(view)
+    return is_of_now and not is_written and not is_in_the_way and _obeys(move, view.mirror.pin)
+
+
+def is_news(account: Accounted, mirror: JobMirror) -> bool:
+    """Whether it says more than the record, and is about that record; else whoever plans makes another."""
+    return account.since == mirror.moves_revision and account.moves != mirror.moves
+
+
+def _obeys(move: Move, pin: Pin) -> bool:
+    """Whether a person lets it be, who may have fixed something since it was decided. What was lent goes back in any case."""
+    if move.kind is MoveKind.RETURN or not pin.fixes:
+        return True
+    return not pin.frozen and not pin.off(move.after)

@@ -1,0 +1,385 @@
+"""What a controller decides about what outlives a step, where some staleness is allowed: naming it, and giving it up.
+
+Others count what is in flight here, and wait for what would become too old, as far as the offer names it. So it does, with
+whatever else is written, or a little after it was begun: before the step for which it was begun can have been committed.
+Nothing is waited for without end: what a seal waits for because of its age is given up after a while, and issued again;
+after so many times it has failed. Pure, and nothing at staleness 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from controllers.rules import view as turns
+from controllers.rules.actions import (
+    Account,
+    Accumulate,
+    Apply,
+    Commit,
+    Feed,
+    GiveUp,
+    Intent,
+    MakeSeal,
+    Publish,
+    PutOffer,
+    Ready,
+    Reseal,
+    SetPhase,
+)
+from controllers.rules.memory import held_back_s, put_to_sleep
+from controllers.rules.placement import awaits_checkpoint, wants_checkpoint
+from controllers.rules.replication import gathering, is_spread, is_witnessed
+from controllers.rules.view import SETTLE_S, JobView
+from controllers.rules.world import held_for_growth
+from gcore.ledger.records.chain import Head, InFlightRef, Member, Offer, Seal, SealState
+from gcore.ledger.records.job import JobPhase, Plan
+from gcore.ledger.selection import MOST_OUTCOMES, AccountNow, NotYet, SealNow, Short, is_ancestor, refuse_seal
+from gcore.ledger.staleness import steps_left
+from gcore.ledger.statistics import why_short
+from gcore.ledger.transactions import Stored
+from gcore.types import PromptRef, Version
+
+EVALUATION_PATIENCE_S = 900.0
+"""A batch of what was carried waits so long for the evaluation of the weights before it, or for another part of it. A flow
+may never ask for it."""
+
+
+def named_in_flight(view: JobView) -> tuple[InFlightRef, ...]:
+    """What this peer's offer says of what is in flight."""
+    if not view.rules.staleness:
+        return ()
+    return tuple(InFlightRef(ref=ref, version=version) for ref, version in sorted(view.in_flight.items()))
+
+
+def is_misnamed(view: JobView, head: Head, stored: Offer | None) -> bool:
+    """Whether the stored offer lacks what is in flight, or has what no longer is.
+
+    What is not named when head moves could be passed over by a seal that it should have been waited for.
+    """
+    if not view.rules.staleness:
+        return False
+    named = {one.ref: one.version for one in stored.in_flight} if stored else {}
+    if any(named.get(ref) != version for ref, version in view.in_flight.items()):
+        return True
+    ended = named.keys() - view.in_flight.keys() - view.holdings.keys() - view.outcomes.keys()
+    return any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in ended)
+
+
+def expiring(view: JobView) -> Iterator[Intent]:
+    """What has been waited for too long, and what can no longer be trained, is given up."""
+    assert view.mirror.head is not None
+    if not view.rules.staleness:
+        return
+    head = view.mirror.head.record
+    awaited = frozenset(view.awaited)
+    for ref, version in view.in_flight.items():
+        topic = f"late {ref} {version}"
+        if head.cursors.is_terminal(view.rules.shape, ref) or not is_ancestor(head, version):
+            yield Intent(GiveUp(ref, "its prompt has ended, or its lineage", stale=False), topic)
+        elif steps_left(view.rules, head, version) < 0:
+            yield Intent(GiveUp(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
+        elif ref in awaited:
+            why = f"it was waited for {view.spec.rollout.timeout_s:g} s"
+            yield Intent(GiveUp(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
+
+
+def owes_evaluation(view: JobView) -> bool:
+    """Whether head's weights are still to be evaluated. What is carried could close the next batch before they are."""
+    assert view.mirror.head is not None
+    head = view.mirror.head.record
+    if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
+        return False
+    return str(head.version) not in view.mirror.evaluations
+
+
+# -------------------- eval_turns
+# Which parts of an evaluation a controller answers, and when it takes those of others. Pure.
+#
+# The members that have engines stand in an order that depends on the version; part after part goes to one after the other, so
+# that all get as many. When nothing has come for a while from whoever owns a part, the next in the order takes it over, and goes
+# from the end, because its owner goes from the beginning. When a member is gone, the order is another at once. Two that answer
+# one part do no harm: the first to write it down wins.
+
+TAKEOVER_S = 20.0
+"""So long nothing must have come from a part's owner before the next peer takes it; twice as long, and from both, before
+the one after it does, and so on."""
+
+
+def order(version: Version, members: Collection[str]) -> tuple[str, ...]:
+    """The members in the order of the version's evaluation."""
+    return turns.order(members, f"eval {version}")
+
+
+def equipped(members: Mapping[str, Stored[Member]], plan: Plan | None) -> tuple[str, ...]:
+    """The members on whose nodes the plan has rollout engines; all of them if that is none."""
+    nodes = plan.rollout_nodes if plan is not None else frozenset()
+    return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
+        sorted(members)
+    )
+
+
+def place_of(me: str, number: int, members: tuple[str, ...]) -> int:
+    """My place in the order of part `number`: 0 answers it. Whoever is not among the `members` comes last."""
+    return (members.index(me) - number) % len(members) if me in members else len(members)
+
+
+def to_take(
+    me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
+) -> tuple[int, ...]:
+    """Which of the parts that nobody has delivered are for me now, the most urgent first.
+
+    `members` in the version's order; `quiet_s`: since when each of them has delivered nothing.
+    """
+
+    def is_mine(number: int, place: int) -> bool:
+        ahead = (members[(number + before) % len(members)] for before in range(place))
+        return all(quiet_s[name] >= place * TAKEOVER_S for name in ahead)
+
+    places = {number: place_of(me, number, members) for number in open_parts}
+    mine = [number for number, place in places.items() if is_mine(number, place)]
+    return tuple(sorted(mine, key=lambda number: (places[number], -number if places[number] else number)))
+
+
+# -------------------- coalescing
+# How long an offer waits for more, so that a step takes few writes and its seal comes no later for it; and who need not look so
+# often, because what comes next is another's. Pure.
+#
+# Every offer wakes every peer, so they are to be few: a dozen peers that each wrote their groups as they finish would keep one
+# another, and the store, busy for the whole step. But a seal can come only when the offers hold its quota. So each peer tells what
+# it has when that is its share of what the cluster still lacks, and all of it when its part is done. Then the quota cannot be
+# met by what nobody has told (of n parts that make up a whole one is at least an n-th), and what lacks shrinks with each
+# telling: about as many writes a peer as what lacks can be divided, not as many as there are groups.
+#
+# What is less than a share waits a while, because the quota is not all that others look at: what ended without a group has
+# others issue more, and people see how far the step is.
+
+COALESCE_S = 0.3
+"""A share of what lacks waits so long for more."""
+
+
+OUTCOME_S = 1.0
+"""Less than a share waits so long if there are outcomes in it,"""
+
+
+GROUPS_S = 3.0
+"""and so long if there are none."""
+
+
+def patience_s(view: JobView, groups: int, outcomes: int) -> float:
+    """Seconds that an offer waits which would tell of so many groups and outcomes, while this peer has more to come."""
+    chosen = view.chosen
+    lacking = chosen.missing if isinstance(chosen, NotYet) else 0
+    if view.rules.part is not None:  # as much as makes a part is worth a write
+        lacking = min(lacking, view.rules.part)
+    if groups + outcomes >= lacking / max(1, len(view.mirror.members)):
+        return COALESCE_S
+    return OUTCOME_S if outcomes else GROUPS_S
+
+
+def stands_by(view: JobView) -> bool:
+    """Whether a sealed batch is on its way, none of it from here any more, and others are the first to do what follows.
+
+    Ranks tell every peer of each part that comes; with many peers, looking at each would keep all of them busy that feed.
+    """
+    seal = view.seal if view.mirror.head is not None else None
+    if seal is None or seal.state is not SealState.SEALED:
+        return False
+    if any(condition.startswith("feed ") for condition in view.under_way):
+        return False
+    mine = view.held_for(seal)
+    if any(mine & view.missing(seal, rank).keys() for rank in range(seal.world_size)):
+        return False
+    return view.turn(f"ready {seal.token}") > 0 and view.turn(f"exchange {seal.token}") > 0
+
+
+EXCHANGE_LIMIT_S = 60.0
+"""A sealed batch of which nothing arrives for so long is given up."""
+
+
+def offering(view: JobView) -> Iterator[Intent]:
+    """What this peer holds and has not offered, once its part is complete, or a little later.
+
+    An offer that names what is terminal by now does no harm: whoever seals checks it. One that names what this peer has
+    dropped and what could be sealed again (after a rollback it may be fresh once more) must go, or it would be sealed and
+    given up for ever. Of outcomes only so many as one entry takes: the others follow when those are written down.
+    """
+    stored = view.mirror.offers.get(view.me)
+    sources = (view.me, view.holdings, view.outcomes, view.in_flight, stored, view.mirror.seals, view.mirror.head)
+    untold = view.remembered.get("untold", sources, lambda: _untold(view, stored.record if stored else None))
+    if untold is not None:
+        if untold.void or not view.busy:
+            after = 0.0
+        else:
+            after = COALESCE_S if untold.misnamed else patience_s(view, untold.groups, untold.outcomes)
+        yield Intent(PutOffer(untold.offer), "offer", after=after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Untold:
+    """An offer, and what in it the stored one has not: how many groups and outcomes.
+
+    `void`: the stored one names a group that is no longer held; `misnamed`: it is wrong about what is in flight.
+    """
+
+    offer: Offer
+    groups: int
+    outcomes: int
+    void: bool
+    misnamed: bool
+
+
+def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
+    head = view.head
+    ended = dict(sorted(view.outcomes.items(), key=lambda item: in_stream_order(view, item[0]))[:MOST_OUTCOMES])
+    named = {g.digest: g.ref for g in stored.groups} if stored else {}
+    # By their versions too: an outcome of a cut-off lineage does not stand for the one that came after it.
+    named_outcomes = {(o.ref, o.versions) for o in stored.outcomes} if stored else set()
+    groups = sum(g.digest not in named for g in view.unsealed)
+    outcomes = len({(ref, outcome.versions) for ref, outcome in ended.items()} - named_outcomes)
+    held = {group.digest for group in view.holdings.values()}
+    dropped = [ref for digest, ref in named.items() if digest not in held]
+    void = any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in dropped)
+    misnamed = is_misnamed(view, head, stored)
+    if not (groups or outcomes or void or misnamed):
+        return None
+    # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
+    offer = Offer(
+        incarnation=view.me,
+        groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
+        outcomes=tuple(ended[ref] for ref in sorted(ended)),
+        in_flight=named_in_flight(view),
+    )
+    return _Untold(offer, groups, outcomes, void, misnamed)
+
+
+def in_stream_order(view: JobView, ref: PromptRef) -> tuple[int, int]:
+    """Where `ref` comes in the order (position, shard)."""
+    return view.rules.shape.position(ref), ref.shard
+
+
+def sealing(view: JobView) -> Iterator[Intent]:
+    """The batch is closed as soon as the offers hold its quota; a part of it, when enough of it is certain."""
+    head = view.head
+    slot = view.seal
+    if view.is_over or (slot is not None and slot.state is not SealState.OPEN) or awaits_checkpoint(view):
+        return
+    seals = [stored.record for stored in view.mirror.seals.values()]
+    chosen = view.chosen
+    topic = f"seal {head.seq} {slot.attempt if slot else 0}"
+    if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
+        owed = owes_evaluation(view)
+        # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
+        waits = f"{topic} evaluated {len(view.mirror.eval_parts_of(head.version))}" if owed else topic
+        yield Intent(
+            MakeSeal(head.step + 1, chosen, wants_checkpoint(view)),
+            waits,
+            view.turn(topic),
+            after=EVALUATION_PATIENCE_S if owed else 0.0,
+        )
+    elif view.part is not None and refuse_seal(view.rules, head, seals, view.part) is None:
+        yield Intent(MakeSeal(head.step + 1, view.part), f"part of {topic}", view.turn(topic))
+    elif isinstance(chosen, AccountNow):
+        yield Intent(Account(chosen.outcomes), f"account {head.seq}", view.turn(topic))
+    elif isinstance(chosen, Short):
+        why = why_short(view.rules, head, chosen, view.log.values())
+        yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", view.turn(topic))
+
+
+def exchanging(view: JobView) -> Iterator[Intent]:
+    """A SEALED batch, or a part of one, goes to the ranks; what cannot be delivered is given up."""
+    seal = view.seal
+    if seal is None or seal.state not in (SealState.SEALED, SealState.PARTIAL):
+        return
+    missing = {rank: view.missing(seal, rank) for rank in range(seal.world_size)}
+    topic = f"exchange {seal.token}"
+    if not any(missing.values()):
+        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic), after=held_for_growth(view))
+        return
+    undelivered = {digest for of_rank in missing.values() for digest in of_rank}
+    lost = lost_groups(view, seal, undelivered)
+    if lost:
+        yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
+    else:
+        # Named by how much is missing: whatever arrives begins the wait anew, for a large batch over a slow line gets there.
+        left = sum(len(samples) for of_rank in missing.values() for samples in of_rank.values())
+        why = f"{len(undelivered)} groups were not delivered, and nothing arrived for {EXCHANGE_LIMIT_S:.0f} s"
+        yield Intent(Reseal(seal.step, why), f"overdue {seal.token} {left}", view.turn(topic), after=EXCHANGE_LIMIT_S)
+    mine = view.held_for(seal)
+    for rank, of_rank in missing.items():
+        if rank in view.ranks and mine & of_rank.keys() and not lost:
+            yield Intent(Feed(rank, seal.token), f"feed {rank} {seal.token}")
+
+
+def lost_groups(view: JobView, seal: Seal, undelivered: set[str]) -> str:
+    """Why some of the undelivered groups will never come, or nothing."""
+    held = {group.digest for group in view.holdings.values()}
+    for group in seal.groups:
+        if group.digest not in undelivered:
+            continue
+        if group.holder == view.me and group.digest not in held:
+            return f"{view.me} no longer holds the group of prompt {group.ref}"
+        if group.holder not in view.mirror.members:
+            return f"{group.holder} is gone and with it the group of prompt {group.ref}"
+    return ""
+
+
+def accumulating(view: JobView) -> Iterator[Intent]:
+    """READY parts of a step are added to its gradients by every rank, while the rest of it is collected and exchanged."""
+    seal = view.seal
+    if seal is None or not seal.ready_parts or seal.state is SealState.READY:
+        return
+    if any(view.contradicts(rank) for rank in view.ranks.values()):
+        return  # `controllers.lost` sees to it
+    for rank in range(seal.world_size):
+        known = view.ranks.get(rank)
+        if known is not None and view.begun(known) < seal.ready_parts:
+            topic = f"accumulate {rank} {seal.lineage} {seal.step} {seal.ready_parts}"
+            yield Intent(Accumulate(rank, seal.token), topic, view.turn(f"accumulate {seal.step} {seal.ready_parts}"))
+
+
+def training(view: JobView) -> Iterator[Intent]:
+    """A READY batch is trained by every rank, then committed."""
+    seal = view.seal
+    if seal is None or seal.state is not SealState.READY:
+        return
+    if any(view.contradicts(rank) for rank in view.ranks.values()):
+        return  # `controllers.lost` sees to it
+    behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
+    if not behind and not is_witnessed(view, seal.token):
+        yield from gathering(view, seal.token)
+    elif not behind:
+        yield Intent(Commit(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
+    for rank in behind:
+        if rank in view.ranks:
+            topic, mine = f"apply {rank} {seal.token}", view.turn(f"exchange {seal.token}")
+            yield Intent(Apply(rank, seal.token), topic, mine, after=held_back_s(view, rank))
+
+
+def publishing(view: JobView) -> Iterator[Intent]:
+    """Engines serve what was committed; only after the commit, and only those that are awake.
+
+    One after the other: the end of the one before would let the engine go on while it is given the next.
+    """
+    version = view.head.version
+    kinds = ("publish ", "sleep ", "wake ")
+    under_way = {condition.split()[1] for condition in view.under_way if condition.startswith(kinds)}
+    asleep = put_to_sleep(view)
+    for engine in view.engines.values():
+        if engine.asleep or engine.instance in asleep:
+            continue
+        if engine.instance in under_way or (is_spread(view) and not _is_here(view, engine.instance)):
+            continue
+        if engine.version != version and version in view.staged and not engine.silent:
+            yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")
+
+
+def _is_here(view: JobView, instance: str) -> bool:
+    """Whether an engine is on this node: where nodes share no folder, it sees no weights but its own node's."""
+    worker = view.workers.get(instance)
+    return worker is not None and worker.node == view.node
+
+
+def _applied(view: JobView, rank: int) -> object:
+    known = view.ranks.get(rank)
+    return known.applied if known else None

@@ -1,0 +1,487 @@
+"""All that one cycle of a job looks at, frozen: the mirror of the store, and what this controller knows itself.
+
+`decide` reads it; nothing in it can change under its hands. It may be late. Every transaction that follows from it
+compares the revisions it was seen at.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import is_
+from typing import Any, TypeVar
+
+from gcore.config.spec import JobSpec
+from gcore.ledger import staleness as carried
+from gcore.ledger.balance import StepLayout, balance, content_sha256, digests_of, next_part, parts_sha256
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import (
+    Checkpoint,
+    EndedRef,
+    EpochRecord,
+    Head,
+    LogEntry,
+    Offer,
+    OfferedGroup,
+    Seal,
+    SealState,
+)
+from gcore.ledger.records.cluster import Claim, KnownShare, Queued
+from gcore.ledger.records.job import NodeRecord
+from gcore.ledger.selection import (
+    Choice,
+    NotYet,
+    Offered,
+    OfferedPart,
+    PartNow,
+    StreamRules,
+    Walked,
+    choose,
+    due,
+    is_over,
+    resumable,
+    sealed_refs,
+)
+from gcore.ledger.statistics import standing
+from gcore.schema import SCHEMA_VERSION
+from gcore.train.rank.launch import Start
+from gcore.types import PromptRef, Token, Version
+from gcore.worker.records import WorkerRecord
+from gcore.worker.sandbox.pool import Scoring
+from placement.moves import Accounted, Proposal
+
+# -------------------- turns
+# Who goes first, and when the others follow.
+#
+# Any peer may make any transaction; to spare the store losing ones (a loser's body is written to its log all the same), a
+# preferred peer tries at once and each other a little later. Only politeness rests on this, never safety. Pure.
+
+TURN_SECONDS = 1.0
+"""How long each peer leaves the one before it."""
+
+
+SETTLE_S = 1.0
+"""A loss is looked at twice: registrations and claims reach a controller through different watches."""
+
+
+def order(members: Iterable[str], topic: str) -> tuple[str, ...]:
+    """The members in the order of `topic`."""
+    return _order(frozenset(members), topic)
+
+
+@functools.lru_cache(maxsize=1024)  # the same few topics are looked at again and again
+def _order(members: frozenset[str], topic: str) -> tuple[str, ...]:
+    return tuple(sorted(members, key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest()))
+
+
+def turn(members: Iterable[str], me: str, topic: str) -> int:
+    """My place in the order of `topic`: 0 goes first. A peer that is not among the members goes last."""
+    ordered = order(members, topic)
+    return ordered.index(me) if me in ordered else len(ordered) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Since when each condition has held without a break."""
+
+    since: Mapping[str, float]
+
+    def note(self, conditions: Iterable[str], now: float) -> Waits:
+        """Conditions that hold now keep their beginning, or begin; the others are forgotten."""
+        return Waits({c: self.since.get(c, now) for c in conditions})
+
+    def ripe(self, condition: str, turn: int, now: float, *, after: float = 0.0) -> bool:
+        """Whether it is my turn: the condition has held for `after` plus my place in the order."""
+        return now - self.since.get(condition, now) >= self.wait(turn, after)
+
+    @staticmethod
+    def wait(turn: int, after: float) -> float:
+        """How long a peer of that place waits, in seconds."""
+        return after + turn * TURN_SECONDS
+
+
+# -------------------- remembered
+# What was worked out from records, kept while the records are the same objects. No policy, and nothing that could be wrong.
+#
+# A controller looks at its job whenever anything changes, and most changes (a response that came, a rank that got on) concern
+# none of the records from which the long computations follow: what is due, what a seal would take, which rank takes which
+# sample. Records are never changed, only replaced, so that they are the same objects says that the result is the same too.
+#
+# Holds the newest result of each name only. For one event loop.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    sources: tuple[object, ...]
+    result: Any
+
+
+class Remembered:
+    """Results by name."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+
+    def get(self, name: Hashable, sources: tuple[object, ...], work: Callable[[], T]) -> T:
+        """What `work` gives, or gave from these very `sources`. It may follow from nothing else."""
+        known = self._known.get(name)
+        if known is None or len(known.sources) != len(sources) or not all(map(is_, known.sources, sources)):
+            known = self._known[name] = _Known(sources, work())
+        result: T = known.result
+        return result
+
+
+@dataclass(frozen=True)
+class CheckpointWriting:
+    """A checkpoint on its way to the disk: `written` of `total` bytes; `error`: why the last try failed, empty if none did.
+
+    `over`: nothing more comes of it, for the next that is due is the next try.
+    """
+
+    version: Version
+    total: int
+    written: int
+    error: str
+    over: bool
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A train rank of head's world, as it last reported."""
+
+    rank: int
+    holding: Token | None = None
+    held: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Group digest -> indexes of its samples."""
+    applied: Token | None = None
+    content: bytes = b""
+    """What was applied (`gcore.ledger.content`); empty: it does not say."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    phase: str = ""
+    writing: CheckpointWriting | None = None
+    """How the newest write of a checkpoint stands, on the rank that writes them."""
+    trouble: str = ""
+    """What the run's folder does not take from it, beside checkpoints, and is tried again."""
+    progress: int = 0
+    """Grows whenever it gets anywhere."""
+    begun: int = 0
+    """Parts of step `begun_step` that it has begun; `begun_content` says which (`gcore.ledger.parts.parts_sha256`)."""
+    begun_step: int = 0
+    begun_content: bytes = b""
+    released: frozenset[str] = frozenset()
+    """What it has given the memory back of (`gcore.train.rest_rules`)."""
+    unrested: str = ""
+    """Why it could not give its memory back behind the newest step, if it could not."""
+    speaks: int = SCHEMA_VERSION
+    """The schema version in which it is spoken to."""
+    clock: float | None = None
+    """Its monotonic clock when it said this; None: it does not say what its time was."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """What its time until then was: seconds in each phase since it began."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is whole and on the disk, as rank 0 reported it."""
+
+    version: Version
+    file: str
+    digest: str
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> SavedCheckpoint:
+        """One that is registered."""
+        return cls(checkpoint.version, checkpoint.file, checkpoint.digest)
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """A rollout replica that this controller is responsible for; `version` None: not known yet.
+
+    `silent`: it owes an answer and gives none; `hung`: for so long that it is to be ended; `why` says so to people. `trouble`:
+    why it did not take its weights the last time, if it did not. `asleep`: its memory is given back, and what it serves is
+    forgotten.
+    """
+
+    instance: str
+    address: str
+    version: Version | None
+    silent: bool = False
+    hung: bool = False
+    why: str = ""
+    trouble: str = ""
+    asleep: bool = False
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One look at a job."""
+
+    spec: JobSpec
+    rules: StreamRules
+    mirror: JobMirror
+    me: str
+    node: str
+    nodes: Mapping[str, NodeRecord]
+    workers: Mapping[str, WorkerRecord]
+    ranks: Mapping[int, RankView] = field(default_factory=dict)
+    engines: Mapping[str, EngineView] = field(default_factory=dict)
+    judges: Mapping[str, EngineView] = field(default_factory=dict)
+    """The engines of the job's judges, all of the cluster's: whoever has something to be judged asks any of them."""
+    holdings: Mapping[PromptRef, OfferedGroup] = field(default_factory=dict)
+    outcomes: Mapping[PromptRef, EndedRef] = field(default_factory=dict)
+    in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
+    """What this peer has begun and not finished, with the oldest weights that have, or may have, a part in it."""
+    busy: bool = False
+    """Whether this peer still produces something that is due."""
+    under_way: frozenset[str] = frozenset()
+    """Conditions whose action runs in the background now."""
+    saved: Mapping[Version, SavedCheckpoint] = field(default_factory=dict)
+    """Checkpoints that ranks reported, registered or not."""
+    staged: frozenset[Version] = frozenset()
+    """Versions whose weights lie in the run's folder."""
+    brought: frozenset[str] = frozenset()
+    """Train worlds whose starting checkpoint lies proved in this node's own folder; where nodes share none."""
+    arranging: bool = False
+    """Whether this peer works out the order that a curriculum gives."""
+    share: KnownShare | None = None
+    """Which slots are the job's; None: all that there are."""
+    claim: Claim = field(default_factory=Claim)
+    """What it claims of them."""
+    queued: Queued | None = None
+    """Why it waits for slots, if it does."""
+    unable: Mapping[str, int] = field(default_factory=dict)
+    """Nodes that cannot read what is written now, and the newest schema version that each reads; none of them is among `nodes`."""
+    lacks: str = ""
+    """Why this node cannot work on the job yet."""
+    scoring: Scoring | None = None
+    """What this peer's rewards are at."""
+    judging: Scoring | None = None
+    """What this peer's questions to judges are at."""
+    crewing: Scoring | None = None
+    """Who waits for a process of this peer's agents or tools."""
+    hopeless: str = ""
+    """Why a worker of the job cannot be started here, after several tries."""
+    leaving: bool = False
+    """Whether this controller was asked to end, and hands over."""
+
+    proposal: Proposal | None = None
+    """The move that this controller wants, as who plans the placement."""
+    account: Accounted | None = None
+    """And what it has to tell of earlier ones."""
+
+    remembered: Remembered = field(default_factory=Remembered, repr=False, compare=False)
+    """What earlier looks worked out from the same records."""
+
+    @cached_property
+    def offered(self) -> Offered:
+        """All live offers, ref by ref."""
+        return self.remembered.get("offered", self._batch, self._offered)
+
+    def _offered(self) -> Offered:
+        offers = [stored.record for stored in self.mirror.offers.values()]
+        return Offered.collect(self.rules, self.head, offers, self._part)
+
+    def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OfferedPart:
+        # When one peer writes its offer, those of all others are what they were.
+        sources = (offer, rules, head)
+        return self.remembered.get(("offer", offer.incarnation), sources, lambda: OfferedPart.of(rules, head, offer))
+
+    @cached_property
+    def due(self) -> tuple[PromptRef, ...]:
+        """The refs that must still be produced for the next seal, by whomever; oldest first."""
+        rule = carried.due if self.rules.staleness else due
+        return self.remembered.get(
+            "due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
+        )
+
+    @cached_property
+    def chosen(self) -> Choice:
+        """What the next seal would take."""
+        rule = carried.choose if self.rules.staleness else choose
+        return self.remembered.get(
+            "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
+        )
+
+    @cached_property
+    def part(self) -> PartNow | None:
+        """The part of the next step that is worth sealing while others of its batch are missing; None if there is none."""
+        if self.rules.part is None or not isinstance(self.chosen, NotYet):
+            return None
+        return self.remembered.get(
+            "part", self._batch, lambda: next_part(self.rules, self.head, self._seals, self.offered, order=self._order)
+        )
+
+    @property
+    def _order(self) -> Walked:
+        """The refs that are neither terminal nor sealed; offers, which come more often than seals, change nothing in it."""
+        sources = (self.rules, self.mirror.head, self.mirror.seals)
+        return self.remembered.get("order", sources, lambda: Walked(self.rules, self.head, self._seals))
+
+    @cached_property
+    def awaited(self) -> tuple[PromptRef, ...]:
+        """What the next seal waits for because it would be too old after it; nothing at staleness 0."""
+        if not self.rules.staleness:
+            return ()
+        return self.remembered.get(
+            "awaited", self._batch, lambda: carried.awaited(self.rules, self.head, self._seals, self.offered)
+        )
+
+    @property
+    def _batch(self) -> tuple[object, ...]:
+        """Everything from which it follows what the next seal takes."""
+        mirror = self.mirror
+        return self.rules, mirror.head, mirror.seals, mirror.offers
+
+    @cached_property
+    def epochs(self) -> Mapping[int, EpochRecord]:
+        """The data epochs that have begun, of a job with a curriculum."""
+        return standing(self.head, [stored.record for stored in self.mirror.epochs.values()])
+
+    @property
+    def writing(self) -> CheckpointWriting | None:
+        """How the newest write of a checkpoint stands in head's world; None if it has begun none."""
+        return next((rank.writing for rank in self.ranks.values() if rank.writing is not None), None)
+
+    @property
+    def hindered(self) -> str:
+        """What the run's folder does not take from head's world, beside checkpoints; nothing if it takes all."""
+        return next((rank.trouble for rank in self.ranks.values() if rank.trouble), "")
+
+    @cached_property
+    def log(self) -> Mapping[int, LogEntry]:
+        """The newest stretch of the log, by sequence number."""
+        log = self.mirror.log
+        return self.remembered.get("log", (log,), lambda: {seq: stored.record for seq, stored in log.items()})
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left to make."""
+        return is_over(self.rules, self.head)
+
+    def is_evaluated_after(self, step: int, *, last: bool) -> bool:
+        """Whether the weights of `step` are evaluated: because it is their turn, or somebody asked for it."""
+        asked = self.mirror.asked
+        by_hand = asked is not None and asked.step == step and self.spec.eval.wanted
+        return by_hand or self.spec.evaluates_after(step, last=last)
+
+    @property
+    def _seals(self) -> list[Seal]:
+        return [stored.record for stored in self.mirror.seals.values()]
+
+    @property
+    def head(self) -> Head:
+        """The newest entry of the chain; there must be one."""
+        assert self.mirror.head is not None
+        return self.mirror.head.record
+
+    def has_lost(self, node: str, slots: Collection[str]) -> bool:
+        """Whether a node that is there has not all of these slots: it came back with fewer than it was planned with."""
+        record = self.nodes.get(node)
+        return record is not None and not set(slots) <= set(record.slots)
+
+    def turn(self, topic: str) -> int:
+        """My place among the members in trying what `topic` names."""
+        return turn(self.mirror.members, self.me, topic)
+
+    @property
+    def seal(self) -> Seal | None:
+        """The slot of the next step, if there is one."""
+        stored = self.mirror.seals.get(self.head.step + 1)
+        return stored.record if stored else None
+
+    @property
+    def unsealed(self) -> tuple[OfferedGroup, ...]:
+        """Groups this peer holds that no open seal has, oldest first."""
+        return self.remembered.get("unsealed", (self.holdings, self.mirror.seals), self._unsealed)
+
+    def _unsealed(self) -> tuple[OfferedGroup, ...]:
+        sealed = sealed_refs(self._seals)
+        return tuple(g for ref, g in sorted(self.holdings.items()) if ref not in sealed)
+
+    def contradicts(self, rank: RankView) -> bool:
+        """Whether `rank` has trained, under the token of the next step's seal, what is not in it; or has begun parts of that
+        step which are not READY in it.
+
+        A store that was put back to an older state gives tokens out again. A rank that does not say what it has trained is
+        believed.
+        """
+        seal = self.seal
+        if begun := self.begun(rank):
+            ready = 0 if seal is None else seal.ready_parts
+            if seal is None or begun > ready or rank.begun_content != parts_sha256(digests_of(seal, begun)):
+                return True
+        if seal is None or seal.state is SealState.OPEN or rank.applied != seal.token or not rank.content:
+            return False
+        return rank.content != self.remembered.get("content", (seal,), lambda: content_sha256(seal))
+
+    def begun(self, rank: RankView) -> int:
+        """Parts of the next step that `rank` has begun."""
+        return rank.begun if rank.begun_step == self.head.step + 1 else 0
+
+    def layout(self, seal: Seal) -> StepLayout:
+        """Which rank takes which sample of `seal`."""
+        return self.remembered.get("layout", (seal,), lambda: balance(seal))
+
+    def held_for(self, seal: Seal) -> frozenset[str]:
+        """The digests of the groups of `seal` that this peer brings."""
+        groups = seal.groups
+        return self.remembered.get(
+            "held for", (seal, self.me), lambda: frozenset(group.digest for group in groups if group.holder == self.me)
+        )
+
+    def missing(self, seal: Seal, rank: int) -> Mapping[str, set[int]]:
+        """What `rank` has not reported of its share: group digest -> sample indexes."""
+        known = self.ranks.get(rank)
+        return self.remembered.get(("missing", rank), (seal, known), lambda: self._missing(seal, rank, known))
+
+    def _missing(self, seal: Seal, rank: int, known: RankView | None) -> Mapping[str, set[int]]:
+        held = known.held if known is not None and self._holds(known.holding, seal) else {}
+        missing: dict[str, set[int]] = {}
+        for slot in self.layout(seal).of_rank(rank):
+            digest = seal.groups[slot.group].digest
+            if slot.sample not in held.get(digest, frozenset()):
+                missing.setdefault(digest, set()).add(slot.sample)
+        return missing
+
+    def _holds(self, holding: Token | None, seal: Seal) -> bool:
+        """Whether what a rank says it holds of `holding` counts for `seal`: of a streamed step it outlives the attempt."""
+        if holding is None or self.rules.part is None:
+            return holding == seal.token
+        return (holding.lineage, holding.step) == (seal.lineage, seal.step)
+
+
+# -------------------- world_start
+# What head's train world starts from. Pure.
+
+
+def world_start(view: JobView) -> Start | None:
+    """What head's world starts from: what its lineage's rollback named, copies or a checkpoint, or the base."""
+    assert view.mirror.head is not None
+    assert view.mirror.checkpoints is not None
+    head = view.mirror.head.record
+    entries = view.mirror.checkpoints.record.entries
+    if head.lineage == 0:
+        return Start(step=0)
+    for entry in view.mirror.log.values():
+        if entry.record.kind == "rollback" and entry.record.lineage == head.lineage:
+            if entry.record.state is not None:
+                return Start(step=entry.record.step, state=entry.record.state)
+            named = (c for c in resumable(head, entries) if c.seq == entry.record.parent)
+            return next((Start(step=c.step, checkpoint=c.file) for c in named), None)
+    return None
+
+
+def start_checkpoint(view: JobView) -> Checkpoint | None:
+    """The registered checkpoint that head's world starts from, if it does from one."""
+    assert view.mirror.checkpoints is not None
+    start = world_start(view)
+    if start is None or not start.checkpoint:
+        return None
+    entries = view.mirror.checkpoints.record.entries
+    return next((c for c in entries if c.file == start.checkpoint), None)

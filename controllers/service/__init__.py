@@ -1,1 +1,0 @@
-"""What a controller answers: the job API."""

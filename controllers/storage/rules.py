@@ -1,0 +1,81 @@
+"""What of what lies on a node is not needed any more, by the policy of its configuration (`gcore.config.garbage`). Pure.
+
+What a job that has not ended uses stays, whatever the policy says, and so does what nobody knows: a folder whose job is not in
+this store is somebody's. Reads and deletes nothing (`controllers.clearing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gcore.config.node import GarbageSection, Keep
+
+Kind = Literal["run", "cache", "log", "scratch"]
+
+
+DAY_S, GIB = 86400.0, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something that lies there. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must stay, or nothing."""
+
+    kind: Kind
+    path: Path
+    bytes: int
+    used: float
+    needed_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether it goes, and why, or why it stays."""
+
+    found: Found
+    goes: bool
+    why: str
+
+
+def policies(section: GarbageSection) -> Mapping[Kind, Keep]:
+    """For each kind. What an ended job's processes left on the node goes at once."""
+    return {"run": section.runs, "cache": section.caches, "log": section.logs, "scratch": Keep(newest=0)}
+
+
+def judged(found: Iterable[Found], section: GarbageSection, now: float) -> tuple[Verdict, ...]:
+    """Each with its verdict, the newest of each kind first."""
+    everything = sorted(found, key=lambda one: (one.kind, -one.used, str(one.path)))
+    verdicts: list[Verdict] = []
+    for kind, keep in policies(section).items():
+        verdicts += _of_kind([one for one in everything if one.kind == kind], keep, now)
+    return tuple(verdicts)
+
+
+def _of_kind(found: list[Found], keep: Keep, now: float) -> list[Verdict]:
+    total = sum(one.bytes for one in found if one.needed_by)  # what stays in any case takes its room first
+    verdicts, place = [], 0
+    for one in found:
+        if one.needed_by:
+            verdicts.append(Verdict(one, False, one.needed_by))
+            continue
+        place += 1
+        why = _why_it_goes(one, keep, place, total + one.bytes, now)
+        if not why:
+            total += one.bytes
+        verdicts.append(Verdict(one, bool(why), why or "the policy keeps it"))
+    return verdicts
+
+
+def _why_it_goes(one: Found, keep: Keep, place: int, total: int, now: float) -> str:
+    """Of what nothing needs, the `place`-th newest, with which all that stay take `total` bytes."""
+    if keep.everything or place <= (keep.newest or 0):
+        return ""
+    if keep.days is not None and now - one.used > keep.days * DAY_S:
+        return f"older than {keep.days:g} days"
+    if keep.total_gib is not None and total > keep.total_gib * GIB:
+        return f"what is newer takes {keep.total_gib:g} GiB"
+    if keep.days is None and keep.total_gib is None:
+        return f"not among the newest {keep.newest}" if keep.newest else "its job has ended"
+    return ""

@@ -1,0 +1,351 @@
+"""A job's events, derived from the changes of its records.
+
+Every controller derives the same events with the same sequence numbers (from the store's revisions), so that a follower
+can go on with any of them after the last number it saw, and nothing comes twice or is lost, as long as it is not `MOST_EVENTS`
+behind. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from controllers.identity import node_of
+from controllers.telemetry.step_stats import key_of, mostly_truncated
+from gcore.config.data import ONLY_SOURCE
+from gcore.config.train import FlowSpec
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, LogEntry, Member
+from gcore.ledger.records.job import (
+    NEWEST_MOVES,
+    Evaluation,
+    FaultRecord,
+    JobRecord,
+    JobStatus,
+    ModelFetch,
+    Moves,
+    Trouble,
+)
+from gcore.ledger.statistics import commonest_reason
+from gcore.store.keys import JobKeys
+from gcore.store.types import WatchBatch, WatchEvent
+from placement.moves import in_words
+
+# -------------------- derived_events
+# What happened to a job, in the words and numbers of its events, from one change of one of its records. Pure.
+#
+# Which number an event has, and whether it is told at all, is for `controllers.service.events`.
+
+MOST_MOVES = 8
+"""Moves that one write of their record may tell of."""
+
+
+MOST_CHECKPOINTS = 8
+"""Checkpoints that one write of their record tells of each, the newest; those before them are summed up. Usually a write registers one;
+whoever lists the records later finds all of them in the last."""
+
+
+Derived = tuple[str, str, dict[str, Any]]
+"""An event's kind, its message and its data."""
+
+
+def derive(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
+    """What a change of one of a job's records tells, `before` it and `after` the batch that brought it. Raises UnreadableRecord."""
+    key, kv = change.kv.key, change.kv
+    if change.kind == "delete":
+        if key.startswith(keys.member_prefix):
+            node = node_of(key.removeprefix(keys.member_prefix))
+            yield "member", f"{node} is gone", {"node": node, "joined": False}
+        return
+    if key == keys.state:
+        status = JobStatus.decode(kv.value, key)
+        yield "state", f"{status.phase}: {status.reason}", {"state": status.phase.value, "reason": status.reason}
+    elif key == keys.job:
+        job = JobRecord.decode(kv.value, key)
+        if job.remote_code:
+            files = ", ".join(job.remote_code)
+            what = f"Python code that comes with the model runs in every engine and rank, as the spec asks for: {files}"
+            yield "warning", what, {"files": list(job.remote_code)}
+    elif key.startswith(keys.fetch_prefix):
+        fetch = ModelFetch.decode(kv.value, key)
+        data = {"node": fetch.node, "model": fetch.path, "done": fetch.done, "total": fetch.total}
+        yield "model", f"{fetch.node} is {fetch.sentence}", data
+    elif key.startswith(keys.fault_prefix):
+        fault = FaultRecord.decode(kv.value, key)
+        yield "fault", fault.what, {"node": fault.node, "what": fault.what, "trace": fault.trace}
+    elif key.startswith(keys.trouble_prefix):
+        trouble = Trouble.decode(kv.value, key)
+        data = {"cause": trouble.topic, "node": trouble.node, "reason": trouble.sentence}
+        yield "warning", f"{trouble.node}: {trouble.sentence}", data
+    elif key == keys.assign:
+        yield _shards(before, Assignment.decode(kv.value, key))
+    elif key == keys.checkpoints:
+        known = {c.seq for c in before.checkpoints.record.entries} if before.checkpoints else set()
+        entries = Checkpoints.decode(kv.value, key).entries
+        yield from _registered([one for one in entries if one.seq not in known and one.file])
+    elif key.startswith(keys.member_prefix):
+        node = node_of(key.removeprefix(keys.member_prefix))
+        if Member.decode(kv.value, key).leaving:
+            yield "member", f"{node} is leaving: its shards go to the others", {"node": node, "leaving": True}
+        else:
+            yield "member", f"{node} has joined", {"node": node, "joined": True}
+    elif key == keys.moves:
+        yield from _moves(before.moves, Moves.decode(kv.value, key))
+    elif key.startswith(keys.log_prefix):
+        yield from _entry(before, LogEntry.decode(kv.value, key), after)
+    elif key.startswith(keys.eval_prefix):
+        yield _evaluation(Evaluation.decode(kv.value, key))
+
+
+def truncated(source: str, step: Mapping[str, Any]) -> Derived:
+    """The warning that most responses of a source were cut off in a step (its data)."""
+    share = step["stats"].get(key_of("truncated", source), step["stats"].get("truncated", 0.0))
+    message = (
+        f"{share:.0%} of the responses of source {source!r} were cut off in step {step['step']}; raise max_new_tokens, or "
+        "see rollout.truncated"
+    )
+    return "warning", message, {"cause": "truncated", "source": source, "share": share, "step": step["step"]}
+
+
+def _shards(before: JobMirror, new: Assignment) -> Derived:
+    old = before.assign.record if before.assign else None
+    moved = 0
+    if old is not None and len(old.owners) == len(new.owners):
+        moved = sum(old.owner(shard) != new.owner(shard) for shard in range(len(new.owners)))
+    shares = {node_of(member): list(new.shards_of(member)) for member in new.members}
+    spread = ", ".join(f"{node} {len(shards)}" for node, shards in sorted(shares.items()))
+    what = f"{moved} shards moved" if old is not None else "shards are dealt out"
+    return "shards", f"{what}: {spread}", {"moved": moved, "shares": shares}
+
+
+def _registered(new: Sequence[Checkpoint]) -> Iterator[Derived]:
+    """Checkpoints that were not known, oldest first."""
+    earlier = new[:-MOST_CHECKPOINTS]
+    if earlier:
+        last = earlier[-1]
+        data = {"step": last.step, "lineage": last.lineage, "file": last.file, "count": len(earlier)}
+        many = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
+        yield "checkpoint", f"{many} up to step {last.step}: registered before the newest {MOST_CHECKPOINTS}", data
+    for one in new[-MOST_CHECKPOINTS:]:
+        data = {"step": one.step, "lineage": one.lineage, "file": one.file}
+        yield "checkpoint", f"checkpoint of step {one.step} is registered", data
+
+
+def _moves(before: Moves, after: Moves) -> Iterator[Derived]:
+    """Each new move, with its reason; one that was wanted and has come to be. What came of a move is for `gcore placement explain`."""
+    known = {(move.generation, move.time): move.state for move in before.moves}
+    for move in after.moves[-MOST_MOVES:]:
+        if known.get((move.generation, move.time)) != move.state:
+            data = {
+                "step": move.step,
+                "kind": move.kind.value,
+                "state": move.state,
+                "generation": move.generation,
+                "before": move.before.model_dump(),
+                "after": move.after.model_dump(),
+                "reason": move.reason,
+            }
+            yield "placement", in_words(move), data
+
+
+def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Derived]:
+    if entry.kind == "train":
+        by_node: dict[str, int] = {}
+        for ended in entry.delta:
+            if ended.kind == "trained":
+                node = node_of(ended.holder)
+                by_node[node] = by_node.get(node, 0) + 1
+        known = _known_steps(after.job.record) if after.job else None
+        steps = known or int(entry.stats.get("planned_steps", 0))
+        data = {
+            "step": entry.step,
+            "steps": steps,
+            "steps_estimated": known is None and steps != entry.step,
+            "lineage": entry.lineage,
+            "stats": entry.stats,
+            "groups_by_node": by_node,
+            "filtered": sum(e.kind == "filtered" for e in entry.delta),
+            "failed": sum(e.kind == "failed" for e in entry.delta),
+        }
+        yield "step", f"step {entry.step} is committed", data
+        if entry.stats.get("groups_lacking") and entry.stats.get("planned_steps") != entry.step:
+            yield _smaller(entry, sum(by_node.values()))
+        skipped = int(entry.stats.get("skipped_updates", 0))
+        if skipped:
+            updates = f"{skipped} update{'s' if skipped > 1 else ''} of step {entry.step} skipped"
+            yield "skipped", f"{updates}: gradient not finite", {"step": entry.step, "updates": skipped}
+    elif entry.kind == "rollback":
+        from_step = before.head.record.step if before.head else entry.step
+        data = {"from_step": from_step, "to_step": entry.step, "lineage": entry.lineage, "reason": entry.reason}
+        yield "rollback", f"back from step {from_step} to {entry.step}: {entry.reason}", data
+    elif entry.kind == "account":
+        yield _untrained(entry)
+
+
+def _known_steps(job: JobRecord) -> int | None:
+    """The job's last step, if that is known from its beginning."""
+    return FlowSpec.model_validate(job.spec.get("flow", {})).last_step(job.prompts)
+
+
+def _smaller(entry: LogEntry, groups: int) -> Derived:
+    """A step with fewer groups than its quota must not be a mystery."""
+    lacking, used = int(entry.stats["groups_lacking"]), int(entry.stats.get("prompts_used", 0))
+    message = (
+        f"step {entry.step} trained {groups} of {groups + lacking} groups: there were no more after {used} prompts "
+        "(flow.max_prompts_per_step, the end of the last epoch, or data.window)"
+    )
+    return "warning", message, {"cause": "smaller", "step": entry.step, "groups": groups, "lacking": lacking}
+
+
+def _untrained(entry: LogEntry) -> Derived:
+    kinds = {kind: sum(one.kind == kind for one in entry.delta) for kind in ("filtered", "failed")}
+    common = commonest_reason(entry.delta)
+    message = ", ".join(f"{n} {'prompt' if n == 1 else 'prompts'} {kind}" for kind, n in kinds.items() if n)
+    if common is not None:
+        reason, times = common
+        message += f": {reason}" if times == len(entry.delta) else f"; the commonest reason, {times} times: {reason}"
+    return "account", message, {"count": len(entry.delta), **kinds, "reason": common[0] if common else ""}
+
+
+def _evaluation(evaluation: Evaluation) -> Derived:
+    data = {
+        "step": evaluation.version.step,
+        "lineage": evaluation.version.lineage,
+        "accuracy": evaluation.accuracy,
+        "count": evaluation.count,
+        "unscored": evaluation.unscored,
+        "samples": [sample.model_dump() for sample in evaluation.samples],
+        "by_source": {name: score.model_dump(exclude_defaults=True) for name, score in evaluation.by_source.items()},
+    }
+    message = f"accuracy {evaluation.accuracy:.1%} after step {evaluation.version.step}"
+    if evaluation.unscored:
+        why = next((f": {score.why_unscored}" for score in evaluation.by_source.values() if score.why_unscored), "")
+        message += f"; {evaluation.unscored} responses could not be scored and count as not correct{why}"
+    return "eval", message, data
+
+
+PER_REVISION = 16
+"""Room for the events of one revision: their numbers lie between its own and the next one's (`_in_their_room`)."""
+
+
+MOST_EVENTS = 10_000
+"""Events that a controller remembers of a job: the newest. A long job has one for every step, with all its numbers, and whoever
+asks for what is older finds it in the run's folder."""
+
+
+SUMMED_UP = frozenset({"checkpoint", "placement"})
+"""Kinds of events that come from a record with a list of what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened."""
+
+    sequence: int
+    time: float
+    kind: str
+    message: str
+    data: dict[str, Any]
+    again: bool = False
+    """Whether it may have been told under another number by who heard of it when it happened: it comes from a record that is written
+    again and again, as it was found later."""
+
+    @property
+    def data_json(self) -> str:
+        """The data as JSON."""
+        return json.dumps(self.data)
+
+
+def by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
+    """A batch in pieces of one revision each, but for one that tells everything anew: which changes come together is chance, and
+    every controller is to derive the same events from them."""
+    if batch.reset or len({event.kv.mod_revision for event in batch.events}) < 2:
+        yield batch
+        return
+    for revision, events in groupby(batch.events, key=lambda event: event.kv.mod_revision):
+        yield WatchBatch(tuple(events), revision)
+
+
+class EventLog:
+    """The newest events of one job that this controller has heard of, ascending."""
+
+    def __init__(self, keys: JobKeys) -> None:
+        self._keys = keys
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._warned: set[str] = set()
+        """The sources whose responses were mostly cut off in some step: said once."""
+        self._moved: deque[tuple[Any, ...]] = deque(maxlen=NEWEST_MOVES)
+        """The newest moves that were told."""
+        self._last = -1
+
+    def note(self, before: JobMirror, batch: WatchBatch, after: JobMirror, wall: float) -> None:
+        """Add what `batch` brought; what is known already is not added again."""
+        ordered = sorted(batch.events, key=self._place)
+        for revision, changes in groupby(ordered, key=lambda change: change.kv.mod_revision):
+            told = [one for change in changes for one in self._told(before, change, after)]
+            for sequence, (kind, message, data) in enumerate(_in_their_room(told), revision * PER_REVISION):
+                if sequence > self._last:
+                    again = batch.reset and kind in SUMMED_UP
+                    self.events.append(Event(sequence, wall, kind, message, data, again=again))
+                    self._last = sequence
+
+    def _told(self, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
+        """What one change tells."""
+        derived = [one for one in derive(self._keys, before, change, after) if self._is_new(one)]
+        yield from derived
+        yield from self._warnings(derived, after)
+
+    def _place(self, change: WatchEvent) -> tuple[int, int, str]:
+        """The order of changes. Of one revision, what is never written over comes first, then the state: whoever hears of them so late
+        that the others were written over gives these the same numbers. Last is what tells more, the later it is heard."""
+        key = change.kv.key
+        lasting = key.startswith((self._keys.log_prefix, self._keys.eval_prefix)) or key == self._keys.job
+        lists = key in (self._keys.checkpoints, self._keys.moves)
+        return change.kv.mod_revision, 0 if lasting else 1 if key == self._keys.state else 3 if lists else 2, key
+
+    def _is_new(self, derived: Derived) -> bool:
+        """Whether a move is not told yet: writes that are heard together would tell of it each."""
+        kind, _, data = derived
+        if kind != "placement":
+            return True
+        move = data["generation"], data["step"], data["kind"], data["state"]
+        known = move in self._moved
+        self._moved.append(move)
+        return not known
+
+    def _warnings(self, derived: Sequence[Derived], after: JobMirror) -> Iterator[Derived]:
+        """What a person should see at once in what happened. Every controller that heard of the same says the same."""
+        for kind, _, data in derived:
+            if kind != "step":
+                continue
+            sources = list(after.head.record.tally.sources) if after.head is not None else []
+            only = sources[0] if len(sources) == 1 else ONLY_SOURCE
+            fresh = [source for source in mostly_truncated(data["stats"], only) if source not in self._warned]
+            for source in fresh[: PER_REVISION - len(derived)]:
+                self._warned.add(source)
+                yield truncated(source, data)
+
+    def after(self, sequence: int, *, goes_on: bool = False) -> list[Event]:
+        """The events with greater numbers. `goes_on`: for whoever has heard of events before; what may have been told already is not
+        told again."""
+        newer = []
+        for event in reversed(self.events):
+            if event.sequence <= sequence:
+                break
+            if not (goes_on and event.again):
+                newer.append(event)
+        return newer[::-1]
+
+
+def _in_their_room(told: list[Derived]) -> list[Derived]:
+    """The events of one revision, as many as have numbers of their own; those beyond are counted in the last one."""
+    if len(told) <= PER_REVISION:
+        return told
+    kept, more = told[: PER_REVISION - 1], told[PER_REVISION - 1 :]
+    kinds = Counter(kind for kind, _, _ in more)
+    what = ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
+    return [*kept, ("note", f"{len(more)} things more that came with these: {what}", {"more": dict(kinds)})]

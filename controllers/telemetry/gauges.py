@@ -1,0 +1,203 @@
+"""What a job's records say, shown as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from controllers.flow.group_buffer import Holdings
+from controllers.rules.actions import Action, Place, Register, Retain, Warn
+from controllers.rules.retention import CHECKPOINT_TROUBLE
+from controllers.rules.view import JobView, Waits
+from controllers.rules.waits import Wait
+from controllers.telemetry.step_stats import named_parts, split_key
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.job import Move, MoveKind, Moves
+from gcore.observability.metrics import Metrics, MoveFigures
+from gcore.observability.step_metrics import PHASES
+from gcore.store.types import StoreStanding, WatchBatch
+from gcore.system.clock import Clock
+from placement.assign import split_of
+
+
+def show_flights(metrics: Metrics, mirror: JobMirror, holdings: Holdings, now: float) -> None:
+    """What this peer has in flight and holds, and how old the oldest in flight is. `now`: the monotonic clock."""
+    if mirror.job is None or mirror.head is None:
+        return
+    job, head = mirror.job.record.full_name, mirror.head.record
+    metrics.groups_in_flight.labels(job).set(len(holdings.in_flight))
+    metrics.groups_offered.labels(job).set(len(holdings.offers))
+    oldest = holdings.in_flight.oldest()
+    metrics.oldest_seconds.labels(job).set(0.0 if oldest is None else max(now - oldest[1].since, 0.0))
+    versions = holdings.in_flight.versions(head).values()
+    metrics.oldest_steps.labels(job).set(max((head.step - version.step for version in versions), default=0))
+
+
+def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], waits: Waits, now: float) -> None:
+    """For how long what the job waits for has been waited for, by cause. `now`: the monotonic clock."""
+    if mirror.job is None:
+        return
+    seconds: dict[str, float] = {}
+    for wait in waiting:
+        held = now - waits.since.get(wait.key, now)
+        seconds[wait.cause] = max(seconds.get(wait.cause, 0.0), held)
+    metrics.show_waits(mirror.job.record.full_name, seconds)
+
+
+def count_checkpoints(metrics: Metrics, action: Action, view: JobView) -> None:
+    """Count what a deed that was done made of checkpoints."""
+    match action:
+        case Register():
+            metrics.checkpoints.labels("registered").inc()
+        case Retain() if view.mirror.checkpoints is not None:
+            metrics.checkpoints.labels("forgotten").inc(len(view.mirror.checkpoints.record.entries) - len(action.kept))
+        case Warn() if action.topic == CHECKPOINT_TROUBLE:
+            metrics.checkpoints.labels("failed").inc()
+
+
+def count_moves(metrics: Metrics, action: Action) -> None:
+    """Count a move of the placement that was written."""
+    if isinstance(action, Place):
+        for kind in MoveKind:
+            metrics.moves.labels(kind.value, action.proposal.move.state)
+        metrics.moves.labels(action.proposal.move.kind.value, action.proposal.move.state).inc()
+
+
+def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:
+    """Set the job's gauges, and count what `me` wrote in this batch. History that is only read again is not counted."""
+    if mirror.job is None or mirror.head is None:
+        return
+    job = mirror.job.record.full_name
+    metrics.step.labels(job).set(mirror.head.record.step)
+    metrics.lineage.labels(job).set(mirror.head.record.lineage)
+    metrics.members.labels(job).set(len(mirror.members))
+    if mirror.assign is not None:
+        metrics.shards_owned.labels(job).set(len(mirror.assign.record.shards_of(me)))
+    newest = max(mirror.evaluations.values(), key=lambda e: e.revision, default=None)
+    if newest is not None:
+        metrics.show_stats(job, {"accuracy": newest.record.accuracy})
+        for source, score in newest.record.by_source.items():
+            metrics.show_source(job, source, {"accuracy": score.accuracy})
+            measured = {"accuracy": score.accuracy, "unscored": float(score.unscored), **score.metrics}
+            metrics.show_evaluation(job, source, measured)
+    for source, tally in mirror.head.record.tally.sources.items():
+        prompts = {"trained": tally.kept, "filtered": tally.filtered, "failed": tally.failed}
+        metrics.show_source(job, source, {}, prompts)
+    for event in batch.events:
+        if not event.kv.key.startswith(mirror.keys.log_prefix) or event.kind == "delete":
+            continue
+        entry = LogEntry.decode(event.kv.value, event.kv.key)
+        if entry.kind == "train":
+            metrics.show_stats(job, {"groups_lacking": 0.0} | entry.stats)
+            _show_sources(metrics, job, mirror, entry)
+            metrics.show_parts(job, named_parts(entry.stats))
+        if entry.writer == me and not batch.reset:
+            for name, phase in PHASES.items():
+                if name in entry.stats:
+                    metrics.step_seconds.labels(phase).observe(entry.stats[name])
+            for ended in entry.delta:
+                metrics.prompt_outcomes.labels(ended.kind).inc()
+
+
+def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry) -> None:
+    """A step's numbers by source; a job with one source has them as the step's own."""
+    assert mirror.head is not None
+    found = [(split, value) for key, value in entry.stats.items() if (split := split_key(key)) is not None]
+    for (name, source), value in found:
+        metrics.show_source(job, source, {name: value})
+    sources = list(mirror.head.record.tally.sources)
+    if not found and len(sources) == 1:
+        metrics.show_source(job, sources[0], entry.stats)
+
+
+# -------------------- placement_gauges
+# What a job's placement is, shown as metrics: the split, the newest move of each kind with what was expected of it and what came of
+# it, and what the newest decision expects of a step. Pure but for the gauges; counts nothing.
+
+
+def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> None:
+    """Set the gauges of what has changed."""
+    if after.job is None:
+        return
+    job = after.job.record.full_name
+    if after.plan is not None and after.plan is not before.plan:
+        split = split_of(after.plan.record)
+        metrics.show_split(job, {"rollout": split.rollout, "reward": split.reward, "train": split.train})
+    if after.movings is before.movings:
+        return
+    for kind, move in newest_by_kind(after.moves).items():
+        metrics.show_move(job, kind, figures_of(move))
+    if (expected := expected_s(after.moves)) is not None:
+        metrics.expected.labels(job).set(expected)
+
+
+def newest_by_kind(moves: Moves) -> dict[str, Move]:
+    """The newest move of each kind that was made, or would have been."""
+    return {move.kind.value: move for move in moves.moves if move.state in ("done", "would")}
+
+
+def figures_of(move: Move) -> MoveFigures:
+    """What was expected of a move, and what came of it. A step's gain is what it became shorter by."""
+    outcome = move.outcome
+    expected = move.gain_s
+    if move.before_s is not None and move.expected_s is not None:
+        expected = move.before_s - move.expected_s
+    gained = took = None
+    if outcome is not None:
+        took = outcome.took_s
+        if outcome.before_s is not None and outcome.step_s is not None:
+            gained = outcome.before_s - outcome.step_s
+    return MoveFigures(expected, gained, move.cost_s, took)
+
+
+def expected_s(moves: Moves) -> float | None:
+    """What the newest decision, whether it moved anything or not, expects of a step."""
+    told = [(move.time, move.expected_s) for move in moves.moves if move.expected_s is not None]
+    told += [(stay.time, stay.expected_s) for stay in moves.stays if stay.expected_s is not None]
+    return max(told, default=(0.0, None), key=lambda one: one[0])[1]
+
+
+# -------------------- store_gauges
+# How much the store holds: of each job, as this controller hears of its records; and of all, as etcd's members say themselves.
+#
+# For people and alerts: nothing is decided by it. A member that does not answer is shown no more; that it does not is told by the calls
+# that fail.
+
+ASK_EVERY_S = 15.0
+
+
+class JobSize:
+    """The keys and bytes of one job. Mutable; as much memory as the job has keys, which are bounded."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self.bytes = 0
+
+    @property
+    def keys(self) -> int:
+        """That the store holds of it."""
+        return len(self._sizes)
+
+    def note(self, batch: WatchBatch) -> None:
+        """A change of the job's records."""
+        if batch.reset:
+            self._sizes, self.bytes = {}, 0
+        for event in batch.events:
+            self.bytes -= self._sizes.pop(event.kv.key, 0)
+            if event.kind == "put":
+                size = self._sizes[event.kv.key] = len(event.kv.key.encode()) + len(event.kv.value)
+                self.bytes += size
+
+    def show(self, metrics: Metrics, job: str) -> None:
+        """Set the job's gauges."""
+        metrics.job_keys.labels(job).set(self.keys)
+        metrics.job_bytes.labels(job).set(self.bytes)
+
+
+async def watch_members(
+    standing: Callable[[], Awaitable[Mapping[str, StoreStanding]]], metrics: Metrics, clock: Clock
+) -> None:
+    """Show what the store's members say of themselves, for ever. `standing`: asks them; a member that does not answer is not in it."""
+    while True:
+        metrics.show_members(await standing())
+        await clock.sleep(ASK_EVERY_S)

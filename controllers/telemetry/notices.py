@@ -1,0 +1,213 @@
+"""Publishes what a job waits for: since when, as metrics, and as an event once a wait has stood still for too long.
+
+Looked at by whoever drives the job, and before there is anything to drive, while the node prepares, by itself; what is waited
+for is worked out once a second, for it is told to people, and a driver looks at its job many times in one.
+Decides nothing: which waits there are is `controllers.waiting`'s to say, which are told `controllers.overdue`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from controllers.rules.view import JobView, Waits
+from controllers.rules.waits import LOCAL, Wait, overdue, sentence, waiting_for
+from controllers.telemetry.gauges import show_waits
+from gcore.errors import StoreUnavailable
+from gcore.ledger.records.job import FaultRecord, Trouble
+from gcore.observability.metrics import Metrics
+from gcore.store.keys import JobKeys
+from gcore.store.types import Compare, Put, Store
+from gcore.system.clock import Clock
+
+# -------------------- troubles
+# What goes wrong beside a job's steps, or stands still, told once in its events: from one controller to the store.
+#
+# A sentence is written under its topic, over the one before; an event tells each. While the store is away they wait, as many as
+# there is room for, and come late. Whoever notes something sees to it that it does so once. What follows is decided elsewhere.
+
+log = logging.getLogger(__name__)
+
+
+RETRY_S = 1.0
+
+
+MOST_WAITING = 64
+"""Sentences that the store has not taken yet: the newest."""
+
+
+class TroubleBook:
+    """Of one job, on one controller."""
+
+    def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
+        self._store = store
+        self._keys = keys
+        self._node = node
+        self._clock = clock
+        self._waiting: deque[Trouble] = deque(maxlen=MOST_WAITING)
+        self._held: dict[str, str] = {}
+        self._news = asyncio.Event()
+
+    def note(self, topic: str, sentence: str) -> None:
+        """To be told. `topic`: one of few, a word."""
+        log.warning("%s", sentence)
+        now = self._clock.wall()
+        self._waiting.append(Trouble(topic=topic, node=self._node, sentence=sentence, time=now))
+        self._news.set()
+
+    def hold(self, topic: str, sentence: str) -> None:
+        """As `note`, once for as long as it is what holds of `topic`. Nothing: it is over."""
+        if sentence and self._held.get(topic) != sentence:
+            self.note(topic, sentence)
+        self._held[topic] = sentence
+
+    async def run(self) -> None:
+        """For ever: write down what was noted, and what was left."""
+        self._news.set()
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                trouble = self._waiting[0]  # which it stays until it is written, also if this is cancelled
+                if not await self._is_written(trouble):
+                    await self._clock.sleep(RETRY_S)
+                elif self._waiting and self._waiting[0] is trouble:
+                    self._waiting.popleft()
+
+    async def _is_written(self, trouble: Trouble) -> bool:
+        # An unknown answer is asked again: an event twice is better than none.
+        try:
+            await self._store.transact((), (Put(self._keys.trouble(trouble.topic), trouble.encode()),))
+        except StoreUnavailable:
+            return False
+        return True
+
+
+LOOK_S = 1.0
+
+
+class Job(Protocol):
+    """Whose waits these are."""
+
+    waits: Waits
+    troubles: TroubleBook
+
+    def look(self) -> JobView:
+        """The view now."""
+        ...
+
+
+class Telling:
+    """Of one job, on one controller."""
+
+    def __init__(self, job: Job, metrics: Metrics, clock: Clock) -> None:
+        self._job = job
+        self._metrics = metrics
+        self._clock = clock
+        self._told: set[str] = set()
+        """Waits without progress that were told and last."""
+        self._waiting: tuple[Wait, ...] = ()
+        self._looked = -LOOK_S
+        """When what is waited for was worked out last."""
+
+    async def run(self) -> None:
+        """Until cancelled, for a job that nobody drives yet."""
+        while True:
+            self.look(self._job.look(), (), self._clock.monotonic())
+            await self._clock.sleep(LOOK_S)
+
+    def look(self, view: JobView, others: Iterable[str], now: float) -> None:
+        """Note since when everything holds that is waited for, and the conditions in `others`; tell what is to be told."""
+        due = now >= self._looked + LOOK_S
+        if due:
+            self._looked, self._waiting = now, tuple(waiting_for(view))
+        waiting = self._waiting
+        held = [*others, *(w.key for w in waiting), *(w.stall for w in waiting)]
+        self._job.waits = self._job.waits.note(held, now)
+        if due:
+            show_waits(self._metrics, view.mirror, waiting, self._job.waits, now)
+            self._tell(view, waiting, now)
+
+    def _tell(self, view: JobView, waiting: Sequence[Wait], now: float) -> None:
+        due = {wait.stall: wait for wait in overdue(view, waiting, self._job.waits, now)}
+        for stall, wait in due.items():
+            if stall not in self._told:
+                topic = f"wait-{wait.cause}" + (f"-{view.node}" if wait.cause in LOCAL else "")
+                self._job.troubles.note(topic, sentence(wait))
+                self._metrics.stalls.labels(wait.cause).inc()
+        self._told &= {wait.stall for wait in waiting}
+        self._told |= due.keys()
+
+
+@asynccontextmanager
+async def telling(job: Job, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
+    """What the job waits for is told while the block runs. Raises what the telling raised, which is a defect."""
+    tasks = [asyncio.create_task(work) for work in (Telling(job, metrics, clock).run(), job.troubles.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+
+# -------------------- faults
+# What plug-ins raised, with their own tracebacks, and why prompts failed, kept for the job's events.
+#
+# The same error of the same code is written once for a job, whoever meets it; a controller writes a bounded number. An event
+# tells it; what becomes of the prompt or of the job is decided elsewhere. What the store did not take stands in the controller's log,
+# and is written when it is met again.
+
+MOST_FAULTS = 16
+"""Of one job, by one controller: a plug-in whose every error is another one must not fill the store."""
+
+
+MOST_OF_JOB = 64
+"""Of one job, by all controllers that it ever had; each may write one more."""
+
+
+class FaultBook:
+    """Of one job, on one controller."""
+
+    def __init__(self, store: Store, keys: JobKeys, node: str) -> None:
+        self._store = store
+        self._keys = keys
+        self._node = node
+        self._known: set[str] = set()
+        self._to_write: asyncio.Queue[tuple[str, FaultRecord]] = asyncio.Queue()
+
+    def note(self, what: str, trace: str = "") -> None:
+        """To be written down, unless it is known."""
+        name = hashlib.blake2b((trace or what).encode(errors="replace"), digest_size=8).hexdigest()
+        if name in self._known or len(self._known) >= MOST_FAULTS:
+            return
+        self._known.add(name)
+        told = f"{what}\n{trace}" if trace else what
+        log.warning("%s", told.encode(errors="backslashreplace").decode())  # a log takes no half surrogate pair
+        self._to_write.put_nowait((name, FaultRecord(node=self._node, what=what, trace=trace)))
+
+    async def run(self) -> None:
+        """For ever: write down what was noted."""
+        while True:
+            await self._write(*await self._to_write.get())
+
+    async def finish(self) -> None:
+        """Write down what is left."""
+        while not self._to_write.empty():
+            await self._write(*self._to_write.get_nowait())
+
+    async def _write(self, name: str, record: FaultRecord) -> None:
+        key = self._keys.fault(name)
+        try:
+            if len((await self._store.list(self._keys.fault_prefix)).kvs) >= MOST_OF_JOB:
+                return
+            await self._store.transact((Compare(key, 0),), (Put(key, record.encode()),))
+        except StoreUnavailable:
+            self._known.discard(name)  # it is told when it is met again

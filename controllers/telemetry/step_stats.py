@@ -1,0 +1,249 @@
+"""Where a step's time went, as this controller saw it. For people; nothing is decided by it.
+
+`wait_for_batch_s` is how long the ranks had nothing to train: from the commit before to the moment when each has its part, less what
+they trained by then of a step that comes in parts (`streamed_s`). How long engines had nothing to do stands beside it
+(`controllers.engine_waits`): the two name what holds steps up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from controllers.accounting.attribution import EngineWaits
+from controllers.rules.view import JobView
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import EndedRef, Head, Seal, SealedGroup, SealState
+from gcore.ledger.selection import StreamRules, issue_ratio
+from gcore.ledger.staleness import staleness_stats
+from gcore.ledger.statistics import gathered
+from gcore.types import Group
+
+# -------------------- by_source
+# A step's numbers, source by source. For people: log entry, metrics, events, views. Pure.
+#
+# A key is a name of `PER_SOURCE` and the source's, as in "reward/sums". A job with one source has none of them: they would
+# say again what the step's own numbers say.
+
+PER_SOURCE = ("reward", "response_length", "truncated", "groups", "filtered", "failed")
+"""Mean reward, mean length in tokens, share of responses that were cut off; prompts that were trained, filtered, failed."""
+
+
+MOSTLY = 0.5
+"""Above this share of cut-off responses in a step a person is warned."""
+
+
+def key_of(name: str, source: str) -> str:
+    """The name of a source's number."""
+    return f"{name}/{source}"
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """Inverse of `key_of`; None for a number that is no source's."""
+    name, slash, source = key.partition("/")
+    return (name, source) if slash and source and name in PER_SOURCE else None
+
+
+def truncated_share(groups: Sequence[SealedGroup]) -> float:
+    """Share of responses that were cut off, 0 to 1."""
+    samples = sum(len(group.response_tokens) for group in groups)
+    return sum(group.truncated for group in groups) / samples if samples else 0.0
+
+
+def by_source(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
+    """The numbers of a sealed step. `several`: whether the job has more than one source."""
+    return dict(_numbers(groups, outcomes)) if several else {}
+
+
+def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Iterator[tuple[str, float]]:
+    for source in sorted({group.source for group in groups}):
+        its = [group for group in groups if group.source == source]
+        lengths = [tokens for group in its for tokens in group.own_tokens]
+        yield key_of("reward", source), math.fsum(group.reward for group in its) / len(its)
+        yield key_of("response_length", source), sum(lengths) / len(lengths)
+        yield key_of("truncated", source), truncated_share(its)
+        yield key_of("groups", source), float(len(its))
+    for source, kind in sorted({(ended.source, ended.kind) for ended in outcomes}):
+        count = sum(ended.source == source and ended.kind == kind for ended in outcomes)
+        yield key_of(kind, source), float(count)
+
+
+def without_rewards(stats: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a step whose groups are demonstrations: nothing was scored, and a reward of 0 would say that it was."""
+    unscored = {"reward", "reward_before_filter"}
+    return {
+        key: value
+        for key, value in stats.items()
+        if key not in unscored and ((found := split_key(key)) is None or found[0] not in unscored)
+    }
+
+
+def mostly_truncated(stats: Mapping[str, float], only: str) -> list[str]:
+    """The sources of which more than half the responses of a step were cut off. `only`: the source of a job with one."""
+    shares = {found[1]: value for key, value in stats.items() if (found := split_key(key)) and found[0] == "truncated"}
+    if not shares and "truncated" in stats:
+        shares = {only: stats["truncated"]}
+    return sorted(source for source, share in shares.items() if share > MOSTLY)
+
+
+# -------------------- reward_parts
+# What rewards are made of, part by part, as a step's numbers. For people; nothing is decided by it. Pure.
+#
+# A group carries the means of its samples' parts; a step's number is the mean over the groups of the sources whose rewards have
+# that part. A part that a sample does not have (nothing was taken off for its length, say) counts as 0 there.
+
+PREFIX = "reward_part/"
+
+
+MOST, LONGEST = 6, 32
+"""Parts that a group carries, in the order in which its samples name them, and characters of a name: they go through the store."""
+
+
+def group_parts(group: Group) -> dict[str, float]:
+    """The mean of each part over the group's samples."""
+    names = dict.fromkeys(name for sample in group.samples for name, _ in sample.reward_parts)
+    shown = list(names)[:MOST]
+    count = len(group.samples)
+    totals = {name: math.fsum(dict(sample.reward_parts).get(name, 0.0) for sample in group.samples) for name in shown}
+    # Six digits: it is for people, and each takes room in every offer and seal.
+    return {name[:LONGEST]: float(f"{total / count:.6g}") for name, total in totals.items()}
+
+
+def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
+    """The numbers of a sealed step: `reward_part/NAME`."""
+    having: dict[str, set[str]] = {}
+    for group in groups:
+        for name in group.parts:
+            having.setdefault(name, set()).add(group.source)
+    stats = {}
+    for name, sources in having.items():
+        of_it = [group.parts.get(name, 0.0) for group in groups if group.source in sources]
+        stats[PREFIX + name] = math.fsum(of_it) / len(of_it)
+    return stats
+
+
+def named_parts(stats: Mapping[str, float]) -> dict[str, float]:
+    """The parts among a step's numbers, by name."""
+    return {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
+
+
+# -------------------- before_filter
+# What a step took and what was filtered on the way, in numbers. For people: log entry, metrics, events, views. Pure.
+#
+# prompts_used         prompts that ended in the step or, since the step before, without one
+# filter_rate          share of them that were filtered
+# prompts_per_group    prompts used for a trained group
+# issue_ratio          prompts that were issued at once for each group still wanted
+# groups_lacking       groups that the quota lacks; only where the step is smaller than it
+# reward_before_filter, response_length_before_filter
+#                      mean over all groups whose responses were scored, the filtered ones too; groups count alike,
+#                      lengths are in tokens. `reward` and `response_length` are those of what was trained
+# planned_steps        how many steps the job will have had, where that is an estimate
+
+
+def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, float]:
+    """Of the step that `seal` closes, which follows `head`."""
+    used = gathered(head.tally.since_step, seal.outcomes)
+    groups = len(seal.groups)
+    prompts = used.ended + groups
+    stats = {"prompts_used": float(prompts), "issue_ratio": issue_ratio(rules, head)}
+    if prompts:
+        stats["filter_rate"] = used.filtered / prompts
+    if groups:
+        stats["prompts_per_group"] = prompts / groups
+    if groups < rules.quota:
+        stats["groups_lacking"] = float(rules.quota - groups)
+    if scored := used.scored + groups:
+        lengths = math.fsum(sum(g.own_tokens) / len(g.own_tokens) for g in seal.groups if g.response_tokens)
+        stats["reward_before_filter"] = (used.reward + math.fsum(g.reward for g in seal.groups)) / scored
+        stats["response_length_before_filter"] = (used.length + lengths) / scored
+    if rules.steps is None and seal.planned_steps is not None:
+        stats["planned_steps"] = float(seal.planned_steps)
+    return stats
+
+
+PHASES = ("cut", "reference", "old_logprobs", "values", "update", "saving", "copies")
+"""Of a rank's step: what it does from READY on, or of a streamed one before that."""
+
+
+class Stopwatch:
+    """Notes when head moved, and when the batch was sealed and ready. All in seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._sealed: float | None = None
+        self._ready: float | None = None
+        self._producing: float | None = None
+        self.engines = EngineWaits()
+
+    def note(self, before: JobMirror, after: JobMirror, now: float) -> None:
+        """A change of the job's records."""
+        if after.head is None:
+            return
+        slot = after.seals.get(after.head.record.step + 1)
+        if before.head is None or before.head.record.version != after.head.record.version:
+            # Who comes back in the middle of a step does not know since when it is under way.
+            is_late = before.head is None and slot is not None
+            self._began, self._sealed, self._ready, self._producing = None if is_late else now, None, None, None
+            self.engines.begin(now)
+        if slot is None or slot.record.collects:
+            self._sealed = self._ready = None
+            return
+        self._sealed = now if self._sealed is None else self._sealed
+        if slot.record.state is SealState.READY and self._ready is None:
+            self._ready = now
+
+    def produced(self, now: float) -> None:
+        """The weights were published, and the first prompt of the step is issued."""
+        if self._producing is None:
+            self._producing = now
+
+    def stats(self, view: JobView, now: float) -> dict[str, float]:
+        """Numbers for the log entry of the READY step, committed now."""
+        seal = view.seal
+        if seal is None or view.mirror.head is None:
+            return {}
+        sampled = sampling_stats(view.rules, view.mirror.head.record, seal)
+        if not seal.groups:
+            return sampled
+        samples = [n for group in seal.groups for n in group.own_tokens]
+        computed = sum(n for group in seal.groups for n in group.response_tokens)
+        tokens = computed + sum(group.prompt_tokens * len(group.response_tokens) for group in seal.groups)
+        stats = {
+            "reward": sum(group.reward for group in seal.groups) / len(seal.groups),
+            "samples": float(len(samples)),
+            "tokens": float(tokens),
+            "response_length": sum(samples) / len(samples),
+            "truncated": truncated_share(seal.groups),
+        } | sampled
+        stats |= {"parts": float(len(seal.parts))} if seal.parts else {}
+        stats |= staleness_stats(seal) if view.rules.staleness else {}
+        stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
+        stats |= part_stats(seal.groups)
+        if view.spec.train.loss == "sft":
+            stats = without_rewards(stats)
+        ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
+        if ranks:
+            stats = dict(ranks[0].metrics) | stats
+        if self._began is not None and self._sealed is not None and self._ready is not None:
+            # A batch that was carried may be closed before anything is begun for later ones.
+            producing = min(self._producing if self._producing is not None else self._began, self._sealed)
+            seconds = max(now - self._began, 1e-9)
+            streamed = _streamed_s(stats, now - self._ready, self._ready - self._began) if seal.parts else 0.0
+            stats |= {"streamed_s": streamed} if seal.parts else {}
+            stats |= {
+                "seconds": seconds,
+                "publish_s": producing - self._began,
+                "collect_s": self._sealed - producing,
+                "exchange_s": self._ready - self._sealed,
+                "train_s": now - self._ready,
+                "wait_for_batch_s": self._ready - self._began - streamed,
+                "tokens_per_second": tokens / seconds,
+            } | self.engines.stats(now)
+        return stats
+
+
+def _streamed_s(stats: Mapping[str, float], after: float, before: float) -> float:
+    """Seconds that ranks trained within the `before` ones until the batch was READY, of a step whose rest took `after`."""
+    trained = sum(stats.get(f"{phase}_seconds", 0.0) for phase in PHASES)
+    return min(max(trained - after, 0.0), before)

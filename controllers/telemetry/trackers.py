@@ -1,0 +1,265 @@
+"""Keeps the process of one tracker going: started, woken, watched, started again; by one controller of all at a time.
+
+The first peer in the tracker's order of turns has the process; when that changes, or the controller dies, the process is let
+go of, gives its tracker what there is, and the next peer starts its own, which goes on from the stored cursor. A process that
+died, or has not moved for long though there is more to give, is started again, later and later; a warning event says so, once
+for each reason. Nothing of this is waited for by anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from controllers.changes import Changes
+from controllers.rules.view import turn
+from gcore.config.spec import TrackerSpec
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import JobRecord
+from gcore.observability.metrics_file import FILE
+from gcore.observability.tracking import BUSY, Document, tracker_folder
+from gcore.system.clock import Clock
+
+Warn = Callable[[str, str], Awaitable[None]]
+"""Tells people: what has trouble, and a sentence."""
+
+
+log = logging.getLogger(__name__)
+
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 120.0
+
+
+LOG = "output.log"
+
+
+LET_GO_S = 5.0
+"""For a process to end by itself once it was let go of."""
+
+
+LOOK_S = 1.0
+
+
+MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
+"""Bytes of what a tracker's package printed: when there are more, so many stay, the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """In seconds."""
+
+    stall_s: float = 180.0
+    """Without a word while there is more to give, or before the tracker is open."""
+    end_s: float = 30.0
+    """For the last lines of a job that has ended."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What a process has said."""
+
+    offset: int = 0
+    ready: bool = False
+    error: str = ""
+    moved: float = 0.0
+
+
+class TrackerKeeper:
+    """One controller's part in one tracker of one job. `told`: notified when there are new lines."""
+
+    def __init__(
+        self,
+        me: str,
+        home: Path,
+        tracker: TrackerSpec,
+        look: Callable[[], JobMirror],
+        told: Changes,
+        warn: Warn,
+        clock: Clock,
+        patience: Patience | None = None,
+    ) -> None:
+        self._me = me
+        self._home = home
+        self._tracker = tracker
+        self._look = look
+        self._told = told
+        self._warn = warn
+        self._clock = clock
+        self._patience = patience or Patience()
+        self._warned = ""
+
+    async def run(self) -> None:
+        """Until the job's end was given to the tracker by this controller, or is another's to give."""
+        retry = FIRST_RETRY_S
+        while True:
+            while not self._is_mine():
+                if self._ended():
+                    return
+                await self._told.wait(timeout=LOOK_S)
+            heard = _Heard(moved=self._clock.monotonic())
+            code = await self._live(heard)
+            if code == 0 and self._ended():
+                return
+            if code not in (0, BUSY):
+                reason = heard.error or f"its process ended with {code}"
+                await self._tell(f"tracker {self._tracker.name!r} fails and is started again: {reason}")
+            retry = FIRST_RETRY_S if code in (0, BUSY) else min(2 * retry, LONGEST_RETRY_S)
+            await self._clock.sleep(retry)
+
+    async def _live(self, heard: _Heard) -> int:
+        """One process from start to end; its exit code, negative for a signal."""
+        job = self._job()
+        folder = tracker_folder(Path(job.run_dir), self._tracker.name)
+        try:
+            output = await asyncio.to_thread(_open_log, folder)
+        except OSError as error:
+            heard.error = f"{folder} cannot be written ({error.strerror or error})"
+            return 1
+        try:
+            with output:
+                process = await self._started(job, output)
+        except OSError as error:  # no memory, no room for one more process
+            heard.error = f"its process cannot be started ({error.strerror or error})"
+            return 1
+        assert process.stdin is not None
+        process.stdin.write(Document(job.uid, job.name, job.spec, dict(self._tracker.options)).encode())
+        listening = asyncio.create_task(self._listen(process, heard))
+        try:
+            await self._watch(process, heard)
+            if process.returncode is None:
+                await self._let_go(process)
+        except BaseException:
+            await self._let_go(process)
+            raise
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            await asyncio.to_thread(_bound, folder / LOG)  # it may have ended because the disk was full
+        assert process.returncode is not None
+        return process.returncode
+
+    async def _started(self, job: JobRecord, output: BinaryIO) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "gcore.tracking", "--home", str(self._home)),
+            *("--run-dir", job.run_dir, "--tracker", self._tracker.name),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
+        )
+
+    async def _watch(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
+        """Until it has ended, is no longer mine, or has to be killed, which is done here."""
+        assert process.stdin is not None
+        ended_at: float | None = None
+        waiting = asyncio.create_task(process.wait())
+        try:
+            while not waiting.done():
+                now = self._clock.monotonic()
+                ended_at = now if ended_at is None and self._ended() else ended_at
+                if ended_at is not None and now - ended_at > self._patience.end_s:
+                    return
+                if ended_at is None and not self._is_mine():
+                    return
+                await asyncio.to_thread(_bound, tracker_folder(Path(self._job().run_dir), self._tracker.name) / LOG)
+                if await self._stalled(heard, now):
+                    heard.error = f"it has not moved for {self._patience.stall_s:.0f} s"
+                    _kill(process)
+                    await waiting
+                    return
+                if not process.stdin.transport.get_write_buffer_size():
+                    with contextlib.suppress(ConnectionError):
+                        process.stdin.write(b"\n")
+                news = asyncio.create_task(self._told.wait(timeout=LOOK_S))
+                await asyncio.wait({waiting, news}, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+        finally:
+            waiting.cancel()
+
+    async def _stalled(self, heard: _Heard, now: float) -> bool:
+        size = await asyncio.to_thread(_size, Path(self._job().run_dir) / FILE)
+        if heard.ready and heard.offset >= size:
+            heard.moved = now
+        return now - heard.moved > self._patience.stall_s
+
+    async def _listen(self, process: asyncio.subprocess.Process, heard: _Heard) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            heard.moved = self._clock.monotonic()
+            heard.offset = said.get("offset", heard.offset)
+            heard.ready = heard.ready or "ready" in said
+            heard.error = str(said.get("error", heard.error))
+
+    async def _let_go(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                await process.wait()
+        except TimeoutError:
+            _kill(process)
+            await process.wait()
+
+    async def _tell(self, sentence: str) -> None:
+        log.warning("%s", sentence)
+        if sentence != self._warned:
+            self._warned = sentence
+            await self._warn(f"tracker-{self._tracker.name}", sentence)
+
+    def _is_mine(self) -> bool:
+        members = self._look().members
+        return self._me in members and turn(members, self._me, f"tracker {self._tracker.name}") == 0
+
+    def _ended(self) -> bool:
+        status = self._look().status
+        return status is not None and status.record.phase.ended
+
+    def _job(self) -> JobRecord:
+        job = self._look().job
+        assert job is not None
+        return job.record
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """With whatever it started: it is its own group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _open_log(folder: Path) -> BinaryIO:
+    folder.mkdir(parents=True, exist_ok=True)
+    _bound(folder / LOG)
+    return (folder / LOG).open("ab")
+
+
+def _bound(output: Path) -> None:
+    """Only its end stays of an output that is too long: what a package prints must not fill the disk of the run."""
+    with contextlib.suppress(OSError):
+        if output.stat().st_size <= MOST_OUTPUT:
+            return
+        with output.open("r+b") as file:
+            file.seek(-KEPT_OUTPUT, os.SEEK_END)
+            end = file.read(KEPT_OUTPUT)
+            file.truncate(0)
+        with output.open("ab") as file:  # as its process writes: behind whatever came meanwhile
+            file.write(b"(what was printed before is left out)\n" + end)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

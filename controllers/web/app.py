@@ -1,0 +1,171 @@
+"""The page over HTTP: which path is what. Threads of the HTTP server ask, the daemon's event loop answers.
+
+Whatever is asked is answered in bounded time: with what was asked for, or with a status and one sentence. At most `MOST_AT_ONCE`
+questions are with the loop; more are told to come again. What a model or a person wrote is only ever text: JSON to the page, which puts it
+into text nodes, under a policy that lets nothing run but the page's own script (`policy_of`). Knows nothing of who may ask what but that
+somebody says whose question it is (`who`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import concurrent.futures
+import functools
+import hashlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, acting_for
+from controllers.api.edge.errors import NotFound
+from controllers.web.content import Shown, Tree
+from gcore.errors import GcoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+log = logging.getLogger(__name__)
+
+
+MOST_AT_ONCE = 8
+
+
+ANSWER_S = 10.0
+
+
+UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+MOST_DIGITS = 18
+
+
+SAFE = [
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+]
+
+
+Told = Tree | list[Tree]
+
+
+Who = Callable[["WSGIEnvironment"], Caller]
+
+
+class PageApp:
+    """A WSGI application. `loop`: where `shown` lives."""
+
+    def __init__(
+        self, shown: Shown, loop: asyncio.AbstractEventLoop, who: Who = lambda environ: NOBODY_IS_TOLD_APART
+    ) -> None:
+        self._shown = shown
+        self._loop = loop
+        self._who = who
+        self._turns = threading.BoundedSemaphore(MOST_AT_ONCE)
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """See PEP 3333."""
+        path = environ["PATH_INFO"]
+        if path == "/":
+            text, policy = page()
+            start_response("200 OK", [("Content-Type", "text/html; charset=utf-8"), policy, *SAFE])
+            return [text]
+        question = self._question(path, environ.get("QUERY_STRING", ""))
+        if question is None:
+            return _answer(start_response, "404 Not Found", {"error": "There are /, /metrics and /targets here."})
+        if not self._turns.acquire(blocking=False):
+            said = "Too many ask at once. Ask again in a second."
+            return _answer(start_response, "503 Service Unavailable", {"error": said})
+        try:
+            status, tree = self._ask(question, self._who(environ))
+        finally:
+            self._turns.release()
+        return _answer(start_response, status, tree)
+
+    def _question(self, path: str, query: str) -> Callable[[], Coroutine[Any, Any, Told]] | None:
+        if path == "/page/jobs":
+            return self._shown.cluster
+        if path == "/targets":
+            return self._shown.targets
+        place, _, rest = path.removeprefix("/page/jobs/").partition("/")
+        if not path.startswith("/page/jobs/") or not UID.fullmatch(place):
+            return None
+        if rest == "slots":
+            return functools.partial(self._shown.slots, place)
+        if rest == "":
+            return functools.partial(self._shown.job, place, after_of(query))
+        return None
+
+    def _ask(self, question: Callable[[], Coroutine[Any, Any, Told]], caller: Caller) -> tuple[str, Told]:
+        answering = _for(caller, question)
+        try:
+            asked = asyncio.run_coroutine_threadsafe(answering, self._loop)
+        except RuntimeError:  # the daemon is ending
+            answering.close()
+            return "503 Service Unavailable", {"error": "This controller is ending. Ask another."}
+        try:
+            return "200 OK", asked.result(ANSWER_S)
+        except NotFound as error:
+            return "404 Not Found", {"error": str(error)}
+        except StoreUnavailable as error:
+            return "503 Service Unavailable", {"error": str(error)}
+        except (TimeoutError, concurrent.futures.CancelledError):
+            asked.cancel()
+            return "504 Gateway Timeout", {"error": "There was no answer in time. The store may be slow, or the disk."}
+        except GcoreError as error:
+            return "500 Internal Server Error", {"error": str(error)}
+        except Exception:
+            log.exception("the page could not be answered")
+            return "500 Internal Server Error", {"error": "This is a defect. The controller's log has more."}
+
+
+async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Told]]) -> Told:
+    with acting_for(caller):
+        return await question()
+
+
+def after_of(query: str) -> int:
+    """The number after which events are asked for; none that makes sense: all."""
+    said = parse_qs(query, max_num_fields=8).get("after", ["-1"])[-1] if query.count("&") < 8 else "-1"
+    return int(said) if said.isascii() and said.isdigit() and len(said) <= MOST_DIGITS else -1
+
+
+def _answer(start_response: StartResponse, status: str, tree: Told) -> Iterable[bytes]:
+    start_response(status, [("Content-Type", "application/json"), *SAFE])
+    return [json.dumps(tree, separators=(",", ":")).encode()]
+
+
+@functools.cache
+def page() -> tuple[bytes, tuple[str, str]]:
+    """The page, and the policy under which a browser runs it."""
+    text = resources.files("controllers.web").joinpath("page.html").read_text(encoding="utf-8")
+    return text.encode(), ("Content-Security-Policy", policy_of(text))
+
+
+def policy_of(text: str) -> str:
+    """What a page's own script and style may do: themselves, and ask this controller. All else, from wherever, does not run or load."""
+    scripts, styles = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hashes(scripts)}",
+            f"style-src {_hashes(styles)}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
+
+def _hashes(texts: Iterable[str]) -> str:
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in texts)

@@ -1,0 +1,434 @@
+"""What the page shows: the cluster's jobs, and one of them. Read from the store, from this controller's runner of a job that has not
+ended, and from the ends of the files in the run's folder.
+
+Whoever asks is told of the jobs in the namespaces that are theirs; any other is not there. Samples, specs and logs are shown nowhere on the
+page. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.errors import NotFound
+from controllers.api.job_messages import described, list_jobs, stand, with_news
+from controllers.api.store_reader import StoredJobs
+from controllers.rules.waits import waiting_for
+from controllers.telemetry.events import Event, EventLog
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.config.node import EVERY_ADDRESS
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.job import Move
+from gcore.ledger.records.slot_accounting import FOLDER, BookLine, parse
+from gcore.observability.metrics_file import FILE, Line, decode
+from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
+from gcore.system.clock import Clock
+from placement.moves import in_words, numbers_in_words, outcome_in_words
+
+if TYPE_CHECKING:
+    from controllers.job.runner import JobRunner
+
+# -------------------- curves
+# A run's numbers step by step, as the page draws them: from the end of `metrics.jsonl`, along the chain that holds.
+#
+# A rollback takes the steps behind it out. Of more steps than a curve has room for every second, fourth, ... is left out, never the newest.
+# Blocks on the disk; reads a bounded part of the file.
+
+MOST_BYTES = 4 << 20
+"""Of the file's end."""
+
+
+MOST_POINTS = 400
+
+
+NAMES = (
+    "reward",
+    "accuracy",
+    "kl",
+    "kl_reference",
+    "entropy",
+    "response_length",
+    "clip_fraction",
+    "grad_norm",
+    "loss",
+    "mismatch_kl",
+    "staleness",
+    "filter_rate",
+    "tokens_per_second",
+    "seconds",
+    "publish_s",
+    "collect_s",
+    "exchange_s",
+    "train_s",
+)
+
+
+@dataclass
+class Curves:
+    """Points by number: `step` and `value`, ascending. `newest`: the last step; `partial`: earlier ones were not looked at."""
+
+    points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    newest: int = 0
+    partial: bool = False
+
+
+def read(run_dir: Path, most_bytes: int = MOST_BYTES) -> Curves:
+    """Of a run's folder; empty where there is no file yet. Raises OSError."""
+    try:
+        with (run_dir / FILE).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - most_bytes, 0))
+            lines = file.read(most_bytes).split(b"\n")
+    except FileNotFoundError:
+        return Curves()
+    partial = size > most_bytes
+    return curves_of((line for one in lines[partial:] if (line := decode(one)) is not None), partial=partial)
+
+
+def stamp(run_dir: Path) -> object:
+    """Differs when there is anything new to read. Raises OSError, but for a file that is not there."""
+    try:
+        return (run_dir / FILE).stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def curves_of(lines: Iterable[Line], *, partial: bool = False) -> Curves:
+    """The curves of a run's lines. Pure."""
+    steps: dict[int, dict[str, float]] = {}
+    evals: dict[int, float] = {}
+    for line in lines:
+        kind, step = line["kind"], line.get("step", 0)
+        if kind == "rollback":
+            steps = {at: one for at, one in steps.items() if at <= step}
+            evals = {at: one for at, one in evals.items() if at <= step}
+        elif kind == "step":
+            steps[step] = _numbers(line)
+        elif kind == "eval" and "accuracy" in (found := _numbers(line)):
+            evals[step] = found["accuracy"]
+    curves = Curves(newest=max(steps, default=0), partial=partial)
+    for name in NAMES:
+        points = [(at, one[name]) for at, one in sorted(steps.items()) if name in one]
+        if name == "accuracy":
+            points = sorted(evals.items())
+        if points:
+            curves.points[name] = thinned(points)
+    return curves
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    metrics: Any = line.get("metrics")
+    told = metrics if isinstance(metrics, dict) else {}
+    return {name: value for name, value in told.items() if math.isfinite(value)}
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
+    """At most so many of them, evenly, with the last."""
+    every = -(-len(points) // most)
+    return list(points[(len(points) - 1) % every :: every]) if every > 1 else list(points)
+
+
+# -------------------- timeline
+# What slots did when, as the page draws it: the newest steps that nodes have booked, with the spans of each slot.
+#
+# From the ends of the books in the run's folder, so of a bounded part of them. Each node goes by its own clock. Blocks on the disk.
+
+TIMELINE_MOST_BYTES = 512 << 10
+"""Of the end of a node's books."""
+
+
+MOST_STEPS, MOST_LINES = 8, 128
+"""Of each node's books; and of all of them together: with many nodes fewer steps are drawn."""
+
+
+MOST_NODES = 64
+
+
+MOST_SLOTS = 256
+"""Rows of the picture, of all nodes."""
+
+
+@dataclass
+class Row:
+    """A slot: [begin, end, state] each, in seconds since the epoch. A state that nobody can tell is empty."""
+
+    node: str
+    slot: str
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+
+
+@dataclass
+class Timeline:
+    """`steps`: [begin, end, step] by the first node's books; `more`: slots that have no row."""
+
+    rows: list[Row] = field(default_factory=list)
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+    more: int = 0
+
+    def tree(self) -> dict[str, object]:
+        """As JSON."""
+        return asdict(self)
+
+
+def timeline_read(run_dir: Path) -> Timeline:
+    """Of a run's folder. Raises OSError."""
+    found = Timeline()
+    books = sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]
+    steps = max(min(MOST_STEPS, MOST_LINES // max(len(books), 1)), 1)
+    for path in books:
+        _add(found, list(_newest(path, steps)))
+    return found
+
+
+def timeline_stamp(run_dir: Path) -> object:
+    """Differs when there is anything new to read. Raises OSError."""
+    return [(path.name, path.stat().st_size) for path in sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]]
+
+
+def _newest(path: Path, steps: int) -> Iterator[BookLine]:
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TIMELINE_MOST_BYTES, 0))
+        texts = file.read(TIMELINE_MOST_BYTES).decode(errors="replace").splitlines()
+    yield from (line for text in texts[-steps:] if (line := parse(text)) is not None)
+
+
+def _add(found: Timeline, lines: list[BookLine]) -> None:
+    rows: dict[str, Row] = {}
+    for line in lines:
+        began = line.book.began
+        for slot, spans in sorted(line.spans.items()):
+            row = rows.setdefault(slot, Row(line.node, slot))
+            row.spans += [(round(began + one.begin, 3), round(began + one.end, 3), one.most) for one in spans]
+        if not found.rows:
+            found.steps.append((round(began, 3), round(line.until, 3), line.book.version.step))
+    room = MOST_SLOTS - len(found.rows)
+    found.rows += list(rows.values())[:room]
+    found.more += max(len(rows) - room, 0)
+
+
+# -------------------- kept
+# What was read of a run's folder, kept until there is something new in it: however many look at a job's page, its files are read once a
+# step. Keeps the newest few runs. Blocks on the disk; any thread. A disk that hangs keeps one thread: others wait for it `TURN_S`, for the
+# daemon has few threads, and other work for them than pages.
+
+MOST_RUNS = 16
+
+
+TURN_S = 1.0
+
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """Of one kind. `stamp` differs when `read` would bring something new. Raises what they raise, and TimeoutError, which is an OSError."""
+
+    def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
+        self._stamp = stamp
+        self._read = read
+        self._known: OrderedDict[Path, tuple[object, T]] = OrderedDict()
+        self._turn = threading.Lock()
+
+    def of(self, run_dir: Path) -> T:
+        """Of a run's folder."""
+        if not self._turn.acquire(timeout=TURN_S):
+            raise TimeoutError(f"{run_dir} is not read: the disk has not answered to who asked before")
+        try:
+            now = self._stamp(run_dir)
+            known = self._known.get(run_dir)
+            if known is None or known[0] != now:
+                known = self._known[run_dir] = now, self._read(run_dir)
+            self._known.move_to_end(run_dir)
+            while len(self._known) > MOST_RUNS:
+                self._known.popitem(last=False)
+            return known[1]
+        finally:
+            self._turn.release()
+
+
+MOST_JOBS = 200
+
+
+MOST_EVENTS = 200
+
+
+MOST_SAID = 2000
+"""Characters of one event's message."""
+
+
+LIST_ANEW_S = 5.0
+"""So long is a list of the jobs good: it takes reading the records of each."""
+
+
+Tree = dict[str, Any]
+
+
+class Shown:
+    """Of one controller. Raises NotFound, StoreUnavailable."""
+
+    def __init__(self, node: str, jobs: StoredJobs, runner: Callable[[str], JobRunner | None], clock: Clock) -> None:
+        self._node = node
+        self._jobs = jobs
+        self._runner = runner
+        self._clock = clock
+        self._listed: dict[frozenset[str] | None, tuple[float, pb.ListJobsReply]] = {}
+        self._listing = asyncio.Lock()
+        self._curves = Kept(stamp, read)
+        self._timelines = Kept(timeline_stamp, timeline_read)
+
+    async def cluster(self) -> Tree:
+        """All jobs, the newest first, with who is there."""
+        listing, known = await asyncio.gather(self._jobs.cluster(), self._list())
+        return {
+            "node": self._node,
+            "time": self._clock.wall(),
+            "nodes": [{"name": node.name, "slots": len(node.slots)} for node in listing.nodes],
+            "jobs": [_told(one) for one in known.jobs],
+            "more": bool(known.next_page_token),
+        }
+
+    async def targets(self) -> list[Tree]:
+        """Where every controller serves its metrics, as Prometheus asks for it (`http_sd_configs`)."""
+        nodes = (await self._jobs.cluster()).nodes
+        return [
+            {"targets": [reached_at(one.metrics_address, one.address)], "labels": {"node": one.name}}
+            for one in nodes
+            if one.metrics_address
+        ]
+
+    async def _list(self) -> pb.ListJobsReply:
+        """The newest jobs of whoever asks, as of a moment ago."""
+        mine = caller().namespaces
+        async with self._listing:
+            now = self._clock.monotonic()
+            self._listed = {one: known for one, known in self._listed.items() if now - known[0] < LIST_ANEW_S}
+            if mine not in self._listed:
+                self._listed[mine] = now, await list_jobs(self._jobs, pb.ListJobsRequest(page_size=MOST_JOBS))
+            return self._listed[mine][1]
+
+    async def job(self, uid: str, after: int) -> Tree:
+        """One job, with the newest of its events after a number."""
+        mirror = await self._mirror(uid)
+        assert mirror.job is not None
+        message = await self._standing(with_news(described(mirror), mirror))
+        folder = Path(mirror.job.record.run_dir)
+        drawn: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError):
+            drawn = asdict(await asyncio.to_thread(self._curves.of, folder))
+        return {
+            **_told(message),
+            "node": self._node,
+            "time": self._clock.wall(),
+            "waiting": self._waiting(uid),
+            "warnings": [{"sentence": one.sentence, "node": one.node, "time": one.time} for one in message.warnings],
+            "curves": drawn,
+            "split": _split(mirror),
+            "moves": [_move(one) for one in reversed(mirror.moves.moves)],
+            "events": [_event(one) for one in (await self._events(uid, after))[-MOST_EVENTS:]],
+        }
+
+    async def _standing(self, message: pb.Job) -> pb.Job:
+        """With what the job has of the cluster's slots, and why it waits for some."""
+        await stand(self._jobs, [message], await self._jobs.shares())
+        return message
+
+    async def slots(self, uid: str) -> Tree:
+        """What the slots of a job did in the newest steps."""
+        mirror = await self._mirror(uid)
+        assert mirror.job is not None
+        try:
+            found = await asyncio.to_thread(self._timelines.of, Path(mirror.job.record.run_dir))
+        except OSError:
+            found = Timeline()
+        return found.tree()
+
+    async def _mirror(self, uid: str) -> JobMirror:
+        runner = self._runner(uid)
+        known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
+        mirror = runner.mirror if runner is not None and known else await self._jobs.mirror(uid)
+        if mirror.job is None or not may_see(_namespace(mirror)):
+            raise NotFound(f"there is no job {uid[:40]!r}", fix="The page's list shows the jobs there are")
+        return mirror
+
+    def _waiting(self, uid: str) -> list[Tree]:
+        runner = self._runner(uid)
+        if runner is None or not runner.is_working:
+            return []
+        now, since = self._clock.monotonic(), runner.waits.since
+        waits = waiting_for(runner.look())
+        return [{"what": wait.what, "seconds": round(now - since.get(wait.key, now), 1)} for wait in waits]
+
+    async def _events(self, uid: str, after: int) -> list[Event]:
+        runner = self._runner(uid)
+        if runner is not None:
+            return runner.chronicle.events.after(after)
+        keys = JobKeys(uid)
+        batch = await self._jobs.batch(uid)
+        history = EventLog(keys)
+        history.note(JobMirror(keys), batch, JobMirror(keys).fold(batch), 0.0)
+        return history.after(after)
+
+
+def reached_at(listens: str, address: str) -> str:
+    """Where others reach what a node serves at `listens`: one that listens at every address is reached as its daemon at `address` is."""
+    host, _, port = listens.rpartition(":")
+    return f"{address.rpartition(':')[0]}:{port}" if host.strip("[]") in EVERY_ADDRESS else listens
+
+
+def _namespace(mirror: JobMirror) -> str:
+    assert mirror.job is not None
+    return mirror.job.record.namespace
+
+
+def _told(message: pb.Job) -> Tree:
+    accuracy = [one.accuracy for one in message.sources if one.HasField("accuracy")]
+    return {
+        "uid": message.uid,
+        "name": full_name(message.name, message.namespace or DEFAULT_NAMESPACE),
+        "state": pb.JobState.Name(message.state).removeprefix("JOB_STATE_").replace("UNSPECIFIED", "UNREADABLE"),
+        "reason": message.reason[:MOST_SAID],
+        "created": message.created,
+        "ended": message.ended,
+        "step": message.step,
+        "steps": message.steps,
+        "lineage": message.lineage,
+        "slots": message.slots,
+        "place": message.queue_position,
+        "accuracy": accuracy[0] if len(accuracy) == 1 else None,
+        "shares": {share.node: len(share.shards) for share in message.shares},
+    }
+
+
+def _split(mirror: JobMirror) -> Tree:
+    if mirror.plan is None:
+        return {}
+    places: dict[str, int] = {"train": len(mirror.plan.record.ranks)}
+    for place in mirror.plan.record.engines:
+        if not place.asleep:
+            pool = "reward" if place.judge else "rollout"
+            places[pool] = places.get(pool, 0) + 1
+    return places
+
+
+def _move(move: Move) -> Tree:
+    return {
+        "time": move.time,
+        "step": move.step,
+        "state": move.state,
+        "said": in_words(move),
+        "expected": numbers_in_words(move),
+        "outcome": outcome_in_words(move),
+    }
+
+
+def _event(event: Event) -> Tree:
+    return {"sequence": event.sequence, "time": event.time, "kind": event.kind, "message": event.message[:MOST_SAID]}

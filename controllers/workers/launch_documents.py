@@ -1,0 +1,159 @@
+"""The launch documents of this node's workers: what each child runs, and what it is told. Pure.
+
+The torch engine and SGLang's worker are told the same things in the same words, as far as both have them; which of the
+two it is, only `rollout.engine` says. Starts nothing (`controllers.staff`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gcore.api.tls import Connector, ServingTls
+from gcore.config.node import NodeConfig
+from gcore.config.spec import JobSpec
+from gcore.engines.emulated.launch import HostLaunch, PlacedEngine, ServedJudge, is_emulated
+from gcore.engines.sglang.command import HOW
+from gcore.errors import GcoreError
+from gcore.ledger.records.job import EnginePlace
+from gcore.models.layout import FIRST_WEIGHTS
+from gcore.system.slots import is_cuda, threads_of
+from placement.slots import sizes_of
+
+ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "torch": (sys.executable, "-P", "-m", "gcore.rollout.engine"),
+    "sglang": (sys.executable, "-P", "-m", "gcore.rollout.sglang"),
+}
+
+
+RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
+
+
+EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
+
+
+START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
+"""From an engine's start to its serving. SGLang loads big models, and captures its graphs."""
+
+
+class NoSglang(GcoreError):
+    """A job wants SGLang on a node that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A worker's child: its command, its launch document, and what its environment has besides."""
+
+    command: tuple[str, ...]
+    document: Mapping[str, Any]
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_limit_s: float = START_LIMITS_S["torch"]
+
+
+def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child:
+    """An engine of `spec`, for the policy or for a judge, on slots of the node of `config`. Raises NoSglang."""
+    judge = next((one for one in spec.judges if one.name == place.judge), None)
+    model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
+    assert model is not None
+    cuda = is_cuda(place.slot)
+    told: dict[str, Any] = {
+        "model": model.path,
+        "host": config.workers_listen_on,
+        "port": 0,
+        "batch_slots": serving.batch_slots,
+        "cache_tokens": serving.cache_tokens,
+        "prefill_chunk_tokens": serving.prefill_chunk_tokens,
+        "context_length": model.max_length,
+        "dtype": "bfloat16" if cuda else "float32",
+        "device": "cuda" if cuda else "cpu",
+        "threads": threads_of(place.slots),
+        "trust_remote_code": model.trust_remote_code,
+        "weight_version": str(FIRST_WEIGHTS),
+        "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
+    }
+    if serving.engine == "torch":
+        told |= {"kind": "engine", "deterministic": spec.rollout.deterministic}
+    else:
+        if config.sglang_python is None:
+            key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
+            raise NoSglang(f"{key} is sglang, and node {config.node} has no SGLang", fix=HOW)
+        told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
+        told["gpus"] = len(place.slots) if cuda else 1
+    return Child(ENGINE_COMMANDS[serving.engine], told, device_env(*place.slots), START_LIMITS_S[serving.engine])
+
+
+def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
+    """An engine of the process called `host`, under a name of its own."""
+    role, judge = ("reward", f"-{place.judge}") if place.judge else ("rollout", "")
+    instance = f"{role}-{host}{judge}-{place.slot.rpartition(':')[2]}"
+    return PlacedEngine(instance=instance, slot=place.slot, judge=place.judge, further=place.further)
+
+
+def emulated_host(
+    spec: JobSpec, config: NodeConfig, job_uid: str, name: str, engines: tuple[PlacedEngine, ...]
+) -> HostLaunch:
+    """The one process of a node's emulated engines, for the policy and for judges."""
+    asked = {engine.judge for engine in engines}
+    judges = tuple(
+        ServedJudge(
+            name=judge.name,
+            model=judge.model.path,
+            rows=judge.serving.batch_slots,
+            longest=judge.max_new_tokens,
+            verdict=judge.verdict.model_dump(mode="json"),
+        )
+        for judge in spec.judges
+        if judge.name in asked and judge.model is not None
+    )
+    return HostLaunch(
+        name=name,
+        node=config.node,
+        job_uid=job_uid,
+        store=config.etcd,
+        engines=engines,
+        model=spec.model.path,
+        host=config.workers_listen_on,
+        tls=serving_tls(config),
+        rows=spec.rollout.batch_slots,
+        longest=spec.rollout.max_new_tokens,
+        judges=judges,
+        slots=config.slots,
+        widest=sizes_of(spec).widest,
+        weight_version=str(FIRST_WEIGHTS),
+        lease_ttl_s=config.lease_ttl_s,
+        orphan_grace_s=config.orphan_grace_s,
+    )
+
+
+def guards(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
+    """What a worker's document says besides, of who may ask it: its node's certificate, and an engine's key."""
+    told: dict[str, Any] = {}
+    if (tls := serving_tls(config)) is not None:
+        told["tls"] = tls.model_dump()
+    if role != "train" and (key := connector.engine_key(instance)) is not None:
+        told["api_key"] = key
+    return told
+
+
+def serving_tls(config: NodeConfig) -> ServingTls | None:
+    """The certificate that a node's workers serve with."""
+    return None if config.tls is None else ServingTls(ca=config.tls.ca, cert=config.tls.cert, key=config.tls.key)
+
+
+def interface_env(config: NodeConfig) -> dict[str, str]:
+    """Over which network train ranks exchange gradients, if the configuration says."""
+    name = config.train_interface
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def rank_command(slot: str) -> tuple[str, ...]:
+    """What a train rank on a slot runs."""
+    return EMULATED_RANK_COMMAND if is_emulated(slot) else RANK_COMMAND
+
+
+def device_env(*slots: str) -> dict[str, str]:
+    """A worker sees its own devices only, in the order of its slots and numbered as the driver does, and asks no hub: its model is here."""
+    seen = ",".join(slot.removeprefix("cuda:") for slot in slots if is_cuda(slot))
+    return {"CUDA_VISIBLE_DEVICES": seen, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "HF_HUB_OFFLINE": "1"}

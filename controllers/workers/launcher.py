@@ -1,0 +1,294 @@
+"""Carries out what `controllers.staffing` decides: starts the supervisors of workers on this node, and remembers them until they have
+registered, and how often each start was tried.
+
+A worker is stopped by its own supervisor, which is told elsewhere. Nothing here touches a run's folder: where that hangs, this daemon must not.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from controllers.rules.view import JobView, world_start
+from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, engine_key, is_good, launch_key
+from controllers.workers.launch_documents import (
+    Child,
+    NoSglang,
+    device_env,
+    emulated_engine,
+    emulated_host,
+    engine_child,
+    guards,
+    interface_env,
+    rank_command,
+)
+from gcore.api.tls import PLAIN, Connector
+from gcore.config.node import AUTO, JobLimits, NodeConfig
+from gcore.engines.emulated.launch import start_host
+from gcore.models.replicas import memory_folder, open_folder
+from gcore.system.cgroups import MOUNT, CannotLimit, group_of_process, make_group, open_base, remove_group, settings
+from gcore.system.clock import Clock
+from gcore.system.process import CannotStart, is_running, last_words
+from gcore.system.slots import cores_bound_by, is_cuda, threads_of
+from gcore.worker.main import job_folder, start_worker, supervisor_log
+from gcore.worker.records import LaunchSpec, Role, WorkerRecord
+
+# -------------------- job_groups
+# A control group for each job on this node, with the limits of the daemon's configuration, where the machine allows it.
+#
+# `auto` makes them beside the daemon's own group, and only where that is one that systemd delegated to it (`DelegateSubgroup=daemon`):
+# a group that others use is not the daemon's to divide, and a service whose own group was divided cannot be started again while a
+# worker of it lives. Where there are none, jobs run without limits; that is logged once, with what to do. A group is made with the
+# first worker of its job, and goes when nothing of an ended job runs any more.
+
+log = logging.getLogger(__name__)
+
+
+DELEGATED = "daemon"
+"""What the group of its own that systemd has the daemon in is called."""
+
+
+PREFIX = "job-"
+
+
+def base_of(limits: JobLimits, mount: Path, own: str | None) -> Path:
+    """Where the groups of jobs are made, of a daemon in the group `own`. Raises CannotLimit."""
+    if limits.cgroup != AUTO:
+        return Path(limits.cgroup)
+    if own is None:
+        raise CannotLimit("this machine has no control groups of version 2", where=str(mount))
+    parent, _, name = own.rpartition("/")
+    if name != DELEGATED or not parent:
+        raise CannotLimit(
+            f"the daemon's control group is {own}, which is not one that was delegated to it",
+            where="limits.cgroup",
+            fix="Start it as deploy/systemd does (Delegate=yes, DelegateSubgroup=daemon), or name a group for jobs here",
+        )
+    return mount / parent.lstrip("/")
+
+
+class JobGroups:
+    """Of one daemon."""
+
+    def __init__(self, limits: JobLimits, mount: Path = MOUNT, proc: Path = Path("/proc/self/cgroup")) -> None:
+        self._wanted = settings(memory_gib=limits.memory_gib, cpus=limits.cpus, pids=limits.pids)
+        self._base: Path | None = None
+        self.why_not = ""
+        """Why jobs run without limits that the configuration has; nothing if they do not."""
+        if limits.of_groups:
+            try:
+                own = proc.read_text(encoding="utf-8") if proc.exists() else ""
+                base = base_of(limits, mount, group_of_process(own))
+                open_base(base, self._wanted)
+                self._base = base
+            except (CannotLimit, OSError) as error:
+                self._cannot(error)
+
+    def group_of(self, job_uid: str) -> str:
+        """The folder of a job's group, which is there from now on; nothing where there are no limits."""
+        if self._base is None:
+            return ""
+        group = self._base / f"{PREFIX}{job_uid}"
+        try:
+            make_group(group, self._wanted)
+        except CannotLimit as error:
+            self._cannot(error)
+            return ""
+        return str(group)
+
+    def sweep(self, active: Collection[str]) -> None:
+        """Remove the groups of jobs that have ended, as far as nothing of them runs."""
+        if self._base is None:
+            return
+        for group in self._base.glob(f"{PREFIX}*"):
+            if group.name.removeprefix(PREFIX) not in active:
+                remove_group(group)
+
+    def _cannot(self, error: Exception) -> None:
+        if not self.why_not:
+            log.warning("jobs run without the limits of this configuration on memory, cores and processes: %s", error)
+        self.why_not = str(error)
+
+
+MAX_LAUNCHES = 5
+"""Starts of one engine or rank in a row that did not last; then the job has no hope on this node."""
+
+
+LASTING_S = 60.0
+"""An engine that serves for so long counts as started well."""
+
+
+LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
+"""What stands before each sentence in a log: when, how bad, whose."""
+
+
+class Staff:
+    """Starts supervisors on this node, and remembers them until they have registered."""
+
+    def __init__(
+        self, config: NodeConfig, clock: Clock, connector: Connector = PLAIN, groups: JobGroups | None = None
+    ) -> None:
+        """`groups`: the control groups of jobs; None: there are none."""
+        self._connector = connector
+        self._groups = groups
+        self._config = config
+        self._clock = clock
+        self._started: dict[str, Launch] = {}
+        self._newest: dict[str, Launch] = {}
+        self._last: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
+        self._why: dict[str, str] = {}
+
+    def launches(self, workers: Mapping[str, WorkerRecord]) -> Launches:
+        """What is known now; forgets launches that registered or died, and the tries of what has lasted."""
+        now = self._clock.monotonic()
+        for key, launch in self._newest.items():
+            worker = workers.get(launch.instance)
+            if worker is not None and worker.state == "serving" and now - launch.at > LASTING_S:
+                self._tries.pop(key, None)
+            if worker is not None and worker.state == "failed" and worker.reason:
+                self._why[key] = worker.reason
+            if worker is not None or not is_running(launch.process):
+                self._started.pop(key, None)
+        return Launches(dict(self._started), dict(self._tries), dict(self._last))
+
+    def hopeless(self, workers: Mapping[str, WorkerRecord]) -> str:
+        """Which worker cannot be kept alive here, and why, after several tries; or nothing."""
+        for key, tries in self._tries.items():
+            newest = self._newest.get(key)
+            worker = workers.get(newest.instance) if newest else None
+            if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_good(worker)):
+                return f"{key} on {self._config.node} was started {tries} times and never lasted{self._cause(key)}"
+        return ""
+
+    def _cause(self, key: str) -> str:
+        """Why the newest did not, and which file says more. Reads nothing in the run's folder: where that hangs, this must not."""
+        why, newest = self._why.get(key, ""), self._newest.get(key)
+        file = None if newest is None else newest.log if why else newest.starter_log
+        if file is not None and not why:
+            why = LOGGED.sub("", last_words(file, 0))  # it never came so far as to say it in the store
+        return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
+
+    def start(self, action: StartEngine | StartRank, view: JobView) -> str:
+        """Spawn a supervisor; it registers itself. One that cannot be spawned (a full disk) is tried again later: why, or
+        nothing."""
+        why = ""
+        key = launch_key(action)
+        self._last[key] = self._clock.monotonic()
+        try:
+            self._newest[key] = self._started[key] = self._spawn(action, view)
+        except (CannotStart, NoSglang, OSError) as error:
+            self._newest.pop(key, None)
+            self._why[key] = str(error)
+            why = f"{key} cannot be started: {error}"
+        self._tries[key] = self._tries.get(key, 0) + 1
+        return why
+
+    def start_emulated(self, actions: Sequence[StartEngine], view: JobView) -> None:
+        """The same for engines on emulated slots, all in one process: none of them computes, and there may be very many."""
+        name = f"emulated-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        engines = ((engine_key(action.place), emulated_engine(action.place, name)) for action in actions)
+        placed = {
+            key: one.model_copy(update={"api_key": self._connector.engine_key(one.instance) or ""})
+            for key, one in engines
+        }
+        now = self._clock.monotonic()
+        launch = emulated_host(view.spec, self._config, view.mirror.keys.uid, name, tuple(placed.values()))
+        why, process = "", None
+        said = Path(self._config.home) / "logs" / f"{name}.log"
+        try:
+            process = start_host(launch, Path(self._config.home))
+            log.info("started %d emulated engines: %s", len(placed), name, extra={"job": view.mirror.keys.uid})
+        except CannotStart as error:
+            why = str(error)
+            log.warning("%s cannot be started: %s", name, error)
+        for key, one in placed.items():
+            self._last[key] = now
+            self._tries[key] = self._tries.get(key, 0) + 1
+            if process is None:
+                self._newest.pop(key, None)
+                self._why[key] = why
+            else:
+                self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
+
+    def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
+        """Raises CannotStart, NoSglang, OSError."""
+        assert view.mirror.job is not None
+        uid = view.mirror.keys.uid
+        run_dir = Path(view.mirror.job.record.run_dir)
+        slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
+        role: Role
+        world: str | None
+        rank: int | None
+        if isinstance(action, StartEngine):
+            judge = action.place.judge
+            role, world, rank = "reward" if judge else "rollout", None, None
+            child = engine_child(view.spec, action.place, self._config)
+        else:
+            judge, role, world, rank = "", "train", action.world, action.place.rank
+            child = self._rank_child(action, view)
+        instance = f"{role}-{self._config.node}-{uuid.uuid4().hex[:8]}"
+        logs = run_dir / "logs"  # made by the supervisor: where the run's folder hangs, this daemon must not
+        launch = LaunchSpec(
+            instance=instance,
+            node=self._config.node,
+            role=role,
+            job_uid=uid,
+            slot=slots[0],
+            store=self._config.etcd,
+            log_file=str(logs / f"{instance}.log"),
+            command=child.command,
+            env=dict(child.env),
+            threads=child.document["threads"],
+            child=dict(child.document) | guards(self._config, self._connector, role, instance),
+            world=world,
+            rank=rank,
+            judge=judge,
+            further=slots[1:],
+            cpus=cores_bound_by(slots),
+            cgroup="" if self._groups is None else self._groups.group_of(uid),
+            folder=str(job_folder(Path(self._config.home), uid)),
+            lease_ttl_s=self._config.lease_ttl_s,
+            orphan_grace_s=self._config.orphan_grace_s,
+            start_limit_s=child.start_limit_s,
+            watchdog_s=view.spec.train.watchdog_s if role == "train" else view.spec.rollout.watchdog_s,
+        )
+        process = start_worker(launch, Path(self._config.home))
+        log.info("started %s on %s: %s", launch_key(action), " ".join(slots), instance, extra={"job": uid})
+        said = supervisor_log(instance, Path(self._config.home))
+        return Launch(instance, process, self._clock.monotonic(), said, Path(launch.log_file))
+
+    def memory_dir(self, job_uid: str) -> Path:
+        """Where copies of a job's train states lie in this node's memory."""
+        return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
+
+    def _rank_child(self, action: StartRank, view: JobView) -> Child:
+        assert view.mirror.job is not None
+        assert view.mirror.head is not None
+        assert view.mirror.plan is not None
+        start = world_start(view)
+        assert start is not None
+        slot = action.place.slot
+        places = sorted(view.mirror.plan.record.ranks, key=lambda place: place.rank)
+        memory = self.memory_dir(view.mirror.keys.uid)
+        makes_copies = view.spec.train.copies_gb != 0 and open_folder(memory, self._config.home)
+        document = {
+            "kind": "rank",
+            "job_uid": view.mirror.keys.uid,
+            "world": action.world,
+            "lineage": view.mirror.head.record.lineage,
+            "rank": action.place.rank,
+            "world_size": len(places),
+            "spec": view.spec.model_dump(mode="json"),
+            "run_dir": view.mirror.job.record.run_dir,
+            "start": start.model_dump(mode="json"),
+            "host": self._config.workers_listen_on,
+            "threads": threads_of((slot,)),
+            "nodes": [place.node for place in places],
+            "memory_dir": str(memory) if makes_copies else "",
+        }
+        env = device_env(slot) | interface_env(self._config) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
+        return Child(rank_command(slot), document, env, view.spec.train.start_limit_s)

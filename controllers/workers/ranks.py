@@ -1,0 +1,392 @@
+"""The line to the train ranks of one world: what they report, and what they are sent.
+
+One `Watch` stream a rank keeps `views` current; feeds and applies are repeated by whoever decides, never in here: a call
+that fails is simply not reflected in what the rank reports. A rank of another world refuses everything. It is spoken to in
+the older of its schema version and this process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from controllers.rules.view import CheckpointWriting, RankView, SavedCheckpoint
+from gcore.api.rpc import VersionedStub
+from gcore.api.tls import PLAIN, Connector
+from gcore.api.v1 import train_pb2 as pb
+from gcore.api.v1 import train_pb2_grpc
+from gcore.errors import GcoreError
+from gcore.ledger.records.chain import Seal
+from gcore.schema import READABLE, SCHEMA_VERSION
+from gcore.system.clock import Clock
+from gcore.train.rank.feed import WorldName
+from gcore.train.rank.messages import (
+    CHUNK_BYTES,
+    read_held,
+    read_saved,
+    read_token,
+    read_writing,
+    write_payload,
+    write_token,
+    write_world,
+)
+from gcore.types import Group, Token, Version
+
+# -------------------- feeding
+# How what a rank is fed is cut into calls: parts of a bounded size, each with a time-out that follows from its bytes.
+#
+# So a large step over a slow line gets there, what has arrived is not sent again when a later part fails, and no message
+# comes near to what gRPC or protobuf can hold. A group is never cut. Pure.
+
+PART_BYTES = 16 << 20
+"""A feed is cut into parts of about so many bytes."""
+
+
+LEAST_S = 30.0
+"""For the smallest part: so long may a rank be busy with something else."""
+
+
+SLOWEST_BYTES_S = 1 << 20
+"""A line that brings less a second is none."""
+
+
+Share = tuple[Group, frozenset[int]]
+"""A group, and the indexes of those of its samples that are meant."""
+
+
+def parts_of(shares: Iterable[Share], limit: int = PART_BYTES) -> Iterator[tuple[Share, ...]]:
+    """The shares in their order, in parts of about `limit` bytes at most; a larger one is a part of its own."""
+    part: list[Share] = []
+    size = 0
+    for share in shares:
+        more = share_bytes(share)
+        if part and size + more > limit:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(share)
+        size += more
+    if part:
+        yield tuple(part)
+
+
+def share_bytes(share: Share) -> int:
+    """About what it takes on the line: four bytes for a token's id, four for its log-probability. Digests are little."""
+    group, samples = share
+    return 4 * len(group.prompt_ids) + sum(8 * len(group.samples[index].token_ids) for index in samples)
+
+
+def timeout_s(size: int) -> float:
+    """How long a call that brings `size` bytes may take."""
+    return LEAST_S + size / SLOWEST_BYTES_S
+
+
+# -------------------- held
+# What a rank holds, from its two sources: its stream, and its answers to feeds. They overtake each other, and both only grow.
+
+
+class Held(Mapping[str, frozenset[int]]):
+    """What a rank holds: as its stream last said, and as its answers to feeds of the same token did, which may be newer.
+
+    Read when somebody asks. A rank's word is as long as what it holds, and while a batch comes from many peers most of its
+    words are overtaken by the next before this controller looks.
+    """
+
+    def __init__(self, told: Iterable[pb.HeldGroup], answered: Mapping[str, frozenset[int]]) -> None:
+        self._told = told
+        self._answered = answered
+
+    @functools.cached_property
+    def _read(self) -> Mapping[str, frozenset[int]]:
+        return joined(read_held(self._told), self._answered)
+
+    def __getitem__(self, digest: str) -> frozenset[int]:
+        return self._read[digest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+    """All that either knows of."""
+    if one == other:
+        return one
+    joined = {**one, **other}
+    for digest, samples in one.items():
+        if not samples <= joined[digest]:
+            joined[digest] |= samples
+    return joined
+
+
+log = logging.getLogger(__name__)
+
+
+CALL_TIMEOUT_S = 30.0
+
+
+REST_TIMEOUT_S = 600.0
+"""A rank answers when its memory is put aside, or back: on the host many gigabytes go through a disk. Asking again does no harm."""
+
+
+CANNOT_REST = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
+"""There is no room for what it holds; or it is of a version that keeps its memory always."""
+
+
+RECONNECT_S = 0.3
+
+
+SAVED_KNOWN = 16
+"""Newest checkpoints that are remembered as saved; they are registered one by one, as they come."""
+
+
+class NotConnected(GcoreError):
+    """There is no line to the rank, or no longer: it may have ended between a decision and the deed."""
+
+
+@dataclass(slots=True)
+class _Line:
+    address: str
+    channel: grpc.aio.Channel
+    task: asyncio.Task[None]
+    generation: int
+    """Of the certificates with which it was made."""
+
+
+class RankLinks:
+    """Lines to the ranks of the current world. `aim` says which those are."""
+
+    def __init__(self, clock: Clock, on_change: Callable[[], None], connector: Connector = PLAIN) -> None:
+        self._connector = connector
+        self._clock = clock
+        self._on_change = on_change
+        self._world: WorldName | None = None
+        self._lines: dict[int, _Line] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._defect: BaseException | None = None
+        self.views: dict[int, RankView] = {}
+        """Replaced, never changed."""
+        self._told: dict[int, tuple[Token | None, Sequence[pb.HeldGroup]]] = {}
+        """By rank: what it holds, as its stream last said."""
+        self._answered: dict[int, tuple[Token | None, Mapping[str, frozenset[int]]]] = {}
+        """By rank: what it holds, as its answers to feeds said."""
+        self._unrested: dict[int, tuple[Token | None, str]] = {}
+        """By rank: behind which step it could not give its memory back, and why."""
+        self.saved: dict[Version, SavedCheckpoint] = {}
+
+    def aim(self, world: WorldName | None, addresses: Mapping[int, str]) -> None:
+        """Talk to these ranks of this world from now on."""
+        if world != self._world:
+            self._world = world
+            self.views, self._told, self._answered, self._unrested = {}, {}, {}, {}
+            for rank in list(self._lines):
+                self._drop(rank)
+        for rank in list(self._lines):
+            if addresses.get(rank) != self._lines[rank].address or self._is_outdated(self._lines[rank]):
+                self._drop(rank)
+        for rank, address in addresses.items():
+            if rank not in self._lines and world is not None:
+                channel = self._connector.channel(address)
+                task = asyncio.create_task(self._listen(world, rank, channel), name=f"rank {rank}")
+                task.add_done_callback(self._heard_out)
+                self._lines[rank] = _Line(address, channel, task, self._connector.generation)
+
+    def _is_outdated(self, line: _Line) -> bool:
+        """Whether it cannot connect any more as it was made: certificates have changed since. What stands goes on."""
+        broken = line.channel.get_state() is not grpc.ChannelConnectivity.READY
+        return broken and line.generation != self._connector.generation
+
+    def raise_defect(self) -> None:
+        """Nobody would hear of the rank any more, and the step be waited for for ever: that must not end in silence."""
+        if self._defect is not None:
+            raise self._defect
+
+    def _heard_out(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._defect = self._defect or defect
+            self._on_change()
+
+    async def close(self) -> None:
+        """End all lines."""
+        self.aim(None, {})
+
+    async def feed(
+        self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], share: int, sender: str
+    ) -> None:
+        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, NotConnected.
+
+        `share`: how many samples of the seal are the rank's, from all peers together.
+        """
+        self._reach(rank)
+        world = self._world
+        for part in parts_of(groups):
+            await self._feed_part(world, rank, seal, part, share, sender)
+
+    async def _feed_part(
+        self,
+        world: WorldName | None,
+        rank: int,
+        seal: Seal,
+        part: tuple[tuple[Group, frozenset[int]], ...],
+        share: int,
+        sender: str,
+    ) -> None:
+        # Off the event loop: it may be many MB, and the lease must be kept meanwhile.
+        payload, digest = await asyncio.to_thread(_payload_of, part)
+        line = self._reach(rank)
+        if world is None or world != self._world:
+            raise NotConnected(f"the world of rank {rank} is over", fix="Look again")
+        header = pb.FeedHeader(
+            schema_version=self._speaks(rank),
+            world=write_world(world),
+            token=write_token(seal.token),
+            sender=sender,
+            total_bytes=len(payload),
+            sha256=digest,
+            share=share,
+        )
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        reply = await stub.Feed(_chunks(header, payload), timeout=timeout_s(len(payload)))
+        if world == self._world:
+            self._note_held(rank, seal.token, reply.held)
+
+    async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
+        """Tell a rank to train on the READY seal, or on its READY parts. Raises grpc.aio.AioRpcError, NotConnected."""
+        line, world = self._reach(rank), self._world
+        assert world is not None
+        request = pb.ApplyRequest(
+            schema_version=self._speaks(rank), world=write_world(world), token=write_token(seal.token), seal=stored
+        )
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
+
+    async def rest(self, rank: int, step: int | None) -> None:
+        """Have a rank give its memory back, behind `step`, or (None) take it again. Raises grpc.aio.AioRpcError, NotConnected."""
+        line, world = self._reach(rank), self._world
+        assert world is not None
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
+        try:
+            if step is None:
+                await stub.Restore(pb.RestoreRequest(world=write_world(world)), timeout=REST_TIMEOUT_S)
+            else:
+                await stub.Release(pb.ReleaseRequest(world=write_world(world), step=step), timeout=REST_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            known = self.views.get(rank)
+            if error.code() in CANNOT_REST and known is not None and world == self._world:
+                log.warning("rank %d keeps its memory: %s", rank, error.details())
+                self._unrested[rank] = known.applied, error.details() or "it cannot"
+                self._show(replace(known, unrested=self._unrested[rank][1]))
+            raise
+
+    def _speaks(self, rank: int) -> int:
+        known = self.views.get(rank)
+        return min(READABLE) if known is None else known.speaks
+
+    def _reach(self, rank: int) -> _Line:
+        line = self._lines.get(rank)
+        if line is None:
+            raise NotConnected(f"rank {rank} is not connected", fix="Look again")
+        return line
+
+    def _drop(self, rank: int) -> None:
+        line = self._lines.pop(rank)
+        line.task.cancel()
+        # The channel is closed in the background: nobody waits for a dead rank.
+        closing = asyncio.ensure_future(line.channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _listen(self, world: WorldName, rank: int, channel: grpc.aio.Channel) -> None:
+        stub = VersionedStub(train_pb2_grpc.TrainRankStub(channel))
+        while True:
+            try:
+                async for state in stub.Watch(pb.WatchRequest(world=write_world(world))):
+                    if world == self._world:
+                        self._note(rank, state)
+            except grpc.aio.AioRpcError as error:
+                log.debug("rank %d: %s", rank, error.details())
+            await self._clock.sleep(RECONNECT_S)
+
+    def _note(self, rank: int, state: pb.RankState) -> None:
+        holding = read_token(state.holding) if state.HasField("holding") else None
+        applied = read_token(state.applied) if state.HasField("applied") else None
+        behind, why = self._unrested.get(rank, (None, ""))
+        self._told[rank] = holding, state.held
+        view = RankView(
+            rank=rank,
+            holding=holding,
+            held=self._held(rank, holding),
+            applied=applied,
+            content=state.report.content_sha256,
+            metrics=dict(state.report.metrics),
+            phase=state.phase,
+            writing=_writing(state),
+            trouble=state.trouble,
+            progress=state.progress,
+            begun=state.begun,
+            begun_step=state.streaming.step,
+            begun_content=state.begun_sha256,
+            released=frozenset(state.released),
+            unrested=why if behind == applied else "",
+            speaks=max(min(READABLE), min(SCHEMA_VERSION, state.schema_version)),
+            clock=state.clock or None,
+            phases=dict(state.phase_seconds),
+        )
+        for saved in _saved(state, view):
+            self.saved[saved.version] = saved
+        for forgotten in sorted(self.saved)[:-SAVED_KNOWN]:
+            del self.saved[forgotten]
+        self._show(view)
+
+    def _note_held(self, rank: int, token: Token, held: Iterable[pb.HeldGroup]) -> None:
+        view = self.views.get(rank, RankView(rank))
+        if view.holding is None or view.holding <= token:
+            known = self._answered.get(rank)
+            before = known[1] if known is not None and known[0] == token else {}
+            self._answered[rank] = token, joined(before, read_held(held))
+            self._show(replace(view, holding=token, held=self._held(rank, token)))
+
+    def _held(self, rank: int, token: Token | None) -> Held:
+        """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
+        told_of, told = self._told.get(rank, (None, ()))
+        answered_of, answered = self._answered.get(rank, (None, {}))
+        return Held(told if told_of == token else (), answered if answered_of == token else {})
+
+    def _show(self, view: RankView) -> None:
+        self.views = {**self.views, view.rank: view}
+        self._on_change()
+
+
+def _payload_of(part: Iterable[tuple[Group, frozenset[int]]]) -> tuple[bytes, bytes]:
+    payload = write_payload(part)
+    return payload, hashlib.sha256(payload).digest()
+
+
+def _saved(state: pb.RankState, view: RankView) -> Iterator[SavedCheckpoint]:
+    """The newest checkpoint that the rank has brought to the disk, if it has."""
+    if state.HasField("saved"):
+        found = read_saved(state.saved)
+        yield SavedCheckpoint(found.version, found.file, found.sha256)
+    elif view.applied and state.report.checkpoint_file:  # a rank of the version before: it wrote within the step
+        version = Version(view.applied.lineage, view.applied.step)
+        yield SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
+
+
+def _writing(state: pb.RankState) -> CheckpointWriting | None:
+    if not state.HasField("writing"):
+        return None
+    found = read_writing(state.writing)
+    return CheckpointWriting(found.version, found.total, found.written, found.error, found.over)
+
+
+async def _chunks(header: pb.FeedHeader, payload: bytes) -> AsyncIterator[pb.FeedChunk]:
+    yield pb.FeedChunk(header=header, data=payload[:CHUNK_BYTES])
+    for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+        yield pb.FeedChunk(data=payload[start : start + CHUNK_BYTES])

@@ -1,0 +1,108 @@
+"""Alias until 0.3: the old names of modules that packages of users import. Each import warns and gives the module of today.
+
+`AliasFinder` is last in `sys.meta_path`, so it costs nothing where a module is found under its own name. Programs that daemons
+start with `python -m` keep files of their old names instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+REMOVED_IN = "0.3"
+MOVED: dict[str, tuple[str, ...]] = {
+    "gcore.agents.api": ("gcore.rollout.agents.api",),
+    "gcore.atomic": ("gcore.system.files",),
+    "gcore.clock": ("gcore.system.clock",),
+    "gcore.config.cluster": ("gcore.config.local_cluster",),
+    "gcore.environments.api": ("gcore.rollout.environments.api",),
+    "gcore.estimators": ("gcore.ledger.evaluation",),
+    "gcore.metrics": (
+        "gcore.observability.metrics",
+        "gcore.observability.step_metrics",
+    ),
+    "gcore.metrics.calls": ("gcore.observability.metrics",),
+    "gcore.metrics.declared": ("gcore.observability.registry",),
+    "gcore.metrics.generation": ("gcore.observability.step_metrics",),
+    "gcore.metrics.judges": ("gcore.observability.step_metrics",),
+    "gcore.metrics.membership": ("gcore.observability.metrics",),
+    "gcore.metrics.slots": ("gcore.observability.metrics",),
+    "gcore.metrics.steps": ("gcore.observability.step_metrics",),
+    "gcore.metrics.store": ("gcore.observability.metrics",),
+    "gcore.prepare": ("gcore.quickstart",),
+    "gcore.prepare.lesson": ("gcore.quickstart.lessons",),
+    "gcore.prepare.progress": ("gcore.quickstart.folder",),
+    "gcore.prepare.small_model": ("gcore.quickstart.pretraining",),
+    "gcore.prepare.starter_tasks": ("gcore.quickstart.starter",),
+    "gcore.prepare.teaching": ("gcore.quickstart.pretraining",),
+    "gcore.prompts.curriculum": ("gcore.data.curriculum",),
+    "gcore.reward.generative": (
+        "gcore.config.reward",
+        "gcore.reward.judges.types",
+        "gcore.reward.judges.judge",
+        "gcore.reward.judges.template",
+        "gcore.reward.judges.parsers",
+    ),
+    "gcore.testing.contract": ("gcore.testing.contracts",),
+    "gcore.testing.fake_peer": ("gcore.testing.flows",),
+    "gcore.testing.tiny_model": ("gcore.testing.models",),
+    "gcore.train.algorithms.aggregate": ("gcore.train.algorithms.losses",),
+    "gcore.train.algorithms.corrections": ("gcore.train.algorithms.losses",),
+    "gcore.train.algorithms.kl": ("gcore.train.algorithms.losses",),
+    "gcore.train.algorithms.returns": ("gcore.train.algorithms.advantages",),
+    "gcore.train.algorithms.schedule": ("gcore.train.algorithms.schedules",),
+    "gcore.train.algorithms.shaping": ("gcore.train.algorithms.advantages",),
+    "gcore.train.algorithms.whitening": ("gcore.train.algorithms.advantages",),
+    "placement.live": (
+        "placement.policies.base",
+        "placement.placer",
+        "placement.policies.simple",
+        "placement.policies.dynamic",
+    ),
+    "placement.policies.climbing": ("placement.policies.simple",),
+    "placement.policies.fixed": ("placement.policies.simple",),
+    "placement.split": ("placement.slots",),
+}
+"""Old name -> the modules of today that have its public names; the first one that has a name gives it."""
+
+
+class AliasFinder(MetaPathFinder):
+    """Finds the old names of `MOVED`."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of an alias, or None for any other name."""
+        if name not in MOVED:
+            return None
+        return ModuleSpec(name, _AliasLoader(), is_package=any(other.startswith(name + ".") for other in MOVED))
+
+
+class _AliasLoader(Loader):
+    def exec_module(self, module: ModuleType) -> None:
+        """Warn once, and look names up in the modules of today."""
+        old, homes = module.__name__, MOVED[module.__name__]
+        instead = " or ".join(homes)
+        warnings.warn(
+            f"{old} has moved: import from {instead}; {old} goes in gcore {REMOVED_IN}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+
+        def look_up(name: str) -> object:
+            for home in () if name.startswith("__") else homes:
+                found = importlib.import_module(home)
+                if hasattr(found, name):
+                    return getattr(found, name)
+            raise AttributeError(f"module {old!r} has no attribute {name!r}; it has moved to {instead}")
+
+        module.__dict__["__getattr__"] = look_up
+
+
+def install() -> None:
+    """Make the old names importable. Does nothing the second time."""
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.append(AliasFinder())

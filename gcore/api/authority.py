@@ -1,0 +1,391 @@
+"""A private authority, and the certificates that it signs: for nodes, for users, for etcd.
+
+Keys are of the curve P-256, and never leave where they are made but as a file that its owner alone can read. Certificates are
+good for their names and for their time, and for being a server or a client as their kind needs. There is no list of those that
+were taken back: a key that came into wrong hands is answered by a new authority (docs/security.md says how, without a
+pause), so certificates are best short-lived. Knows no folders (`gcore.tls.folder`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from gcore.api.tls import NAME, CertName, check_user, name_in
+from gcore.errors import UsageError
+from gcore.system.files import whole_file
+
+SKEW = timedelta(minutes=5)
+"""So much earlier does a certificate begin: clocks differ."""
+
+
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its key, PEM."""
+
+    cert: bytes
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is in a certificate."""
+
+    common_name: str
+    issuer: str
+    whose: CertName | None
+    hosts: tuple[str, ...]
+    begins: datetime
+    ends: datetime
+    is_authority: bool
+    serves: bool
+    calls: bool
+    sha256: str
+
+
+def new_authority(name: str, *, days: int, now: datetime) -> Pair:
+    """An authority that signs nothing but certificates of others."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = _begun(subject, subject, key.public_key(), days, now)
+    cert = (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return _written(cert, key)
+
+
+def issue(
+    authority: Pair, common_name: str, whose: CertName | None, hosts: Sequence[str], *, days: int, now: datetime
+) -> Pair:
+    """A certificate for a node, a user, or (`whose` None) another server such as etcd's. Raises UsageError.
+
+    `hosts`: where a server answers, as names or IP addresses. A user's is for calling only.
+    """
+    signer = _read(authority.cert)
+    signing = _key(authority.key)
+    if signing.public_key() != signer.public_key():
+        raise UsageError("the authority's key is not that of its certificate", fix="Name the folder of one authority")
+    ends = now + timedelta(days=days)
+    if ends > signer.not_valid_after_utc:
+        raise UsageError(
+            f"the authority itself ends on {signer.not_valid_after_utc:%Y-%m-%d}",
+            fix="Issue for fewer days, or make a new authority and trust both for a while",
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    names: list[x509.GeneralName] = [_host(host) for host in hosts]
+    if whose is not None:
+        names.append(x509.UniformResourceIdentifier(whose.uri))
+    purposes = [_CLIENT] if whose is not None and whose.kind == "user" else [_SERVER, _CLIENT]
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    builder = _begun(subject, signer.subject, key.public_key(), days, now)
+    cert = (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False)
+        .sign(signing, hashes.SHA256())
+    )
+    return _written(cert, key)
+
+
+def seen(pem: bytes) -> Seen:
+    """What the first certificate of a file says. Raises UsageError."""
+    cert = _read(pem)
+    names = _names(cert)
+    purposes = _purposes(cert)
+    return Seen(
+        common_name=_common_name(cert.subject),
+        issuer=_common_name(cert.issuer),
+        whose=name_in(names.get_values_for_type(x509.UniformResourceIdentifier)) if names else None,
+        hosts=tuple(map(str, _hosts(names))) if names else (),
+        begins=cert.not_valid_before_utc,
+        ends=cert.not_valid_after_utc,
+        is_authority=_is_authority(cert),
+        serves=_SERVER in purposes,
+        calls=_CLIENT in purposes,
+        sha256=cert.fingerprint(hashes.SHA256()).hex(),
+    )
+
+
+def signed_by(pem: bytes, authority: bytes) -> bool:
+    """Whether this authority signed the certificate. Raises UsageError for what is no certificate."""
+    try:
+        _read(pem).verify_directly_issued_by(_read(authority))
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int, now: datetime
+) -> x509.CertificateBuilder:
+    begins = now.astimezone(UTC) - SKEW
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(public)
+    return (
+        builder.serial_number(x509.random_serial_number())
+        .not_valid_before(begins)
+        .not_valid_after(now.astimezone(UTC) + timedelta(days=days))
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    if not host or len(host) > 253 or not all(c.isascii() and (c.isalnum() or c in "-.*") for c in host):
+        raise UsageError(
+            f"{host[:80]!r} is no host", where="--host", fix="Name a host or an IP address, without a port"
+        )
+    return x509.DNSName(host)
+
+
+def _written(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+    plain = serialization.NoEncryption()
+    text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    return Pair(cert.public_bytes(serialization.Encoding.PEM), text)
+
+
+def _read(pem: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise UsageError("not a certificate (PEM)", fix="Name a file such as cert.pem or ca.pem") from error
+
+
+def _key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(pem, None)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            "the authority's key cannot be read", fix="It is the ca-key.pem of `gcore certs init`"
+        ) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UsageError("the authority's key is of another kind than gcore makes", fix="Issue with your own tools")
+    return key
+
+
+def _names(cert: x509.Certificate) -> x509.SubjectAlternativeName | None:
+    try:
+        return cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+
+
+def _hosts(names: x509.SubjectAlternativeName) -> Iterable[object]:
+    yield from names.get_values_for_type(x509.DNSName)
+    yield from names.get_values_for_type(x509.IPAddress)
+
+
+def _purposes(cert: x509.Certificate) -> x509.ExtendedKeyUsage | tuple[()]:
+    try:
+        return cert.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return ()
+
+
+def _is_authority(cert: x509.Certificate) -> bool:
+    try:
+        return cert.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
+def _common_name(name: x509.Name) -> str:
+    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
+# -------------------- folder
+# The folders of `gcore certs`: the authority's, and one for each certificate. Keys have the mode 0600, folders of keys 0700.
+#
+# AUTHORITY/ca.pem, ca-key.pem, engines.key (the cluster's key of engines, from which each replica's follows). NAME/ca.pem, cert.pem,
+# key.pem, and for a node engines.key: this folder is what goes to the node. Nothing is overwritten but by `renew`, which leaves a
+# certificate and a key that fit, in an order in which whoever reads in between goes on with what it had.
+
+CA, CA_KEY, ENGINES, CERT, KEY = "ca.pem", "ca-key.pem", "engines.key", "cert.pem", "key.pem"
+
+
+MOST_DAYS = 36500
+
+
+Purpose = Literal["node", "user", "etcd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A certificate that is to be issued."""
+
+    purpose: Purpose
+    name: str
+    hosts: tuple[str, ...] = ()
+    role: str = ""
+    namespaces: tuple[str, ...] = ()
+    days: int = 90
+
+    @property
+    def whose(self) -> CertName | None:
+        """Raises UsageError."""
+        if not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"{self.name[:80]!r} is no name", where="NAME", fix="Take letters, digits and ._@- inside, 63 at most"
+            )
+        if self.purpose == "user":
+            if self.hosts:
+                raise UsageError("a user's certificate names no host", where="--host", fix="Leave --host out")
+            return check_user(self.name, self.role, self.namespaces, "--role, --namespace")
+        if self.role or self.namespaces:
+            raise UsageError(f"a certificate for {self.purpose} has no role", where="--role", fix="Use --for user")
+        if not self.hosts:
+            raise UsageError(
+                "a server's certificate names where it answers",
+                where="--host",
+                fix="Name every host and IP address by which it is reached, with --host each",
+            )
+        return CertName("node", self.name) if self.purpose == "node" else None
+
+
+def make_authority(folder: Path, name: str, *, days: int, now: datetime) -> None:
+    """Raises UsageError if there is one already."""
+    _check_days(days)
+    if (folder / CA_KEY).exists() or (folder / CA).exists():
+        raise UsageError(
+            "there is an authority already", where=str(folder), fix="Name another folder; this one goes on to count"
+        )
+    made = new_authority(name, days=days, now=now)
+    _write(folder, {CA_KEY: made.key, ENGINES: secrets.token_hex(32).encode() + b"\n", CA: made.cert})
+
+
+def issue_into(folder: Path, authority: Path, wanted: Wanted, now: datetime) -> Seen:
+    """Write the folder of a new certificate. Raises UsageError."""
+    _check_days(wanted.days)
+    whose = wanted.whose
+    if (folder / CERT).exists() or (folder / KEY).exists():
+        raise UsageError(
+            "there is a certificate already",
+            where=str(folder),
+            fix="`gcore certs renew` renews it; or name another --to",
+        )
+    signer = _authority(authority)
+    made = issue(signer, wanted.name, whose, wanted.hosts, days=wanted.days, now=now)
+    files = {KEY: made.key, CERT: made.cert, CA: signer.cert}
+    if wanted.purpose == "node":
+        files[ENGINES] = _bytes(authority / ENGINES)
+    _write(folder, files)
+    return seen(made.cert)
+
+
+def renew_in(folder: Path, authority: Path, *, within_days: int | None, days: int | None, now: datetime) -> Seen | None:
+    """A new certificate with a new key for the same names; None: it lasts longer than `within_days`. Raises UsageError."""
+    before = seen(_bytes(folder / CERT))
+    if within_days is not None and before.ends > now + timedelta(days=within_days):
+        return None
+    signer = _authority(authority)
+    span = (before.ends - before.begins).days if days is None else days
+    _check_days(span)
+    made = issue(signer, before.common_name, before.whose, before.hosts, days=span, now=now)
+    _write(folder, {KEY: made.key, CERT: made.cert, CA: _trusted(folder / CA, signer.cert)})
+    return seen(made.cert)
+
+
+def trust_in(folder: Path, authority: Path, *, only: bool) -> int:
+    """Have a folder trust an authority, besides those it trusts or (`only`) alone; how many it trusts then. Raises UsageError."""
+    signer = _bytes(authority / CA)
+    if not seen(signer).is_authority:
+        raise UsageError("that is no authority", where=str(authority / CA), fix="`gcore certs init` makes one")
+    if only and not signed_by(_bytes(folder / CERT), signer):
+        raise UsageError(
+            "the certificate there is another authority's, and would be trusted by nobody",
+            where=str(folder / CERT),
+            fix="Renew it by this authority first: `gcore certs renew`",
+        )
+    trusted = signer if only else _trusted(folder / CA, signer)
+    _write(folder, {CA: trusted})
+    return trusted.count(b"BEGIN CERTIFICATE")
+
+
+def look(file: Path) -> Seen:
+    """What is in a certificate, or in the one of a folder. Raises UsageError."""
+    if file.is_dir():
+        file = file / CERT if (file / CERT).exists() else file / CA
+    try:
+        return seen(_bytes(file))
+    except UsageError as error:
+        raise UsageError(error.what, where=error.where or str(file), fix=error.fix) from error
+
+
+def _trusted(file: Path, signer: bytes) -> bytes:
+    """Whom the folder trusted, and the signer: while an authority is replaced a folder trusts both."""
+    before = file.read_bytes() if file.exists() else b""
+    return before if signer.strip() in before else signer + before
+
+
+def _authority(folder: Path) -> Pair:
+    pair = Pair(_bytes(folder / CA), _bytes(folder / CA_KEY))
+    if not signed_by(pair.cert, pair.cert):
+        raise UsageError("that is no authority of its own", where=str(folder / CA), fix="`gcore certs init` makes one")
+    return pair
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"cannot be read ({error.strerror or error})",
+            where=str(file),
+            fix="Name a folder that `gcore certs init` or `gcore certs issue` made",
+        ) from error
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name, data in files.items():
+            whole_file(folder / name, data, mode=0o644 if name in (CA, CERT) else 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written ({error.strerror or error})", where=str(folder), fix="Name another folder"
+        ) from error
+
+
+def _check_days(days: int) -> None:
+    if not 1 <= days <= MOST_DAYS:
+        raise UsageError(f"{days} days are no time", where="--days", fix=f"Name 1 to {MOST_DAYS}")
+
+
+def hosts_of(words: Sequence[str]) -> tuple[str, ...]:
+    """`--host a,b --host c`."""
+    return tuple(host for word in words for host in word.split(",") if host)

@@ -1,0 +1,273 @@
+"""What a refused call says beside its code and its sentence: a `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` whose
+reason is a constant for programs, and a `BadRequest` that names the fields that are wrong.
+
+Written by whoever serves, read by whoever calls. Metadata have 8 KiB in all, beyond which gRPC throws the whole answer away, the
+code too; in them the sentence takes three bytes for each that is not ASCII, and the details four for three. So both are cut here. Which error has which code and reason is `controllers.service.statuses`' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from gcore.errors import GcoreError, UsageError
+from gcore.schema import READABLE, SCHEMA_VERSION
+
+# -------------------- rpc_handlers
+# Handlers of gRPC calls, of all four kinds: what one does, and one of the same kind that does something else. For interceptors.
+#
+# gRPC calls the handler of a single request when the request has come, however long that takes: until then a call holds its place, and
+# nobody has asked whose it is. `early` makes a handler that is called as soon as the call has begun, and reads the request itself; on the
+# wire it is the same.
+
+REQUEST_WITHIN_S = 30.0
+"""From the beginning of a call to its request, of whoever may call: the largest, over a slow line."""
+
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+def answer_of(handler: Handler) -> Callable[..., Any]:
+    """What it does with a request and a context: an awaitable answer, or an asynchronous iterator where it answers with a stream."""
+    either: Any = handler
+    found: Callable[..., Any] = {
+        (False, False): either.unary_unary,
+        (False, True): either.unary_stream,
+        (True, False): either.stream_unary,
+        (True, True): either.stream_stream,
+    }[handler.request_streaming, handler.response_streaming]
+    return found
+
+
+def like(handler: Handler, answer: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
+    """One of the same kind that answers by `answer`, and reads requests by `decode` if that is given."""
+    make: Callable[..., Handler] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return make(answer, decode or handler.request_deserializer, handler.response_serializer)
+
+
+def early(handler: Handler, answer: Callable[..., Any]) -> Handler:
+    """One that answers by `answer`, which is given an iterator of requests (`request_of`) and a context as soon as a call has begun."""
+    make: Callable[..., Handler] = (
+        grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    )
+    return make(answer, handler.request_deserializer, handler.response_serializer)
+
+
+async def request_of(handler: Handler, requests: AsyncIterator[Any], within_s: float = REQUEST_WITHIN_S) -> Any:
+    """What `handler` takes: the one request, or, where it takes a stream, all of it. Raises LateRequest, UsageError."""
+    if handler.request_streaming:
+        return requests
+    try:
+        async with asyncio.timeout(within_s):
+            return await anext(requests)
+    except TimeoutError as error:
+        raise LateRequest(
+            f"the call has begun, and its request has not come within {within_s:g} s", fix="Call again"
+        ) from error
+    except StopAsyncIteration as error:
+        raise UsageError(
+            "the call brought no request, or one that is too large", fix="Use a client of this API"
+        ) from error
+
+
+class LateRequest(GcoreError):
+    """A call without the request that it is about."""
+
+
+DOMAIN = "gcore"
+
+
+KEY = "grpc-status-details-bin"
+
+
+MOST_SAID = 3500
+"""Bytes of a refusal's sentence, as it goes over the wire."""
+
+
+MOST_DETAILS = 2700
+"""Bytes of the details."""
+
+
+MOST_AGAIN = 500
+"""Of these, of the sentence, which is in there once more."""
+
+
+MOST_VIOLATIONS = 16
+
+
+MOST_OF_A_FIELD, MOST_OF_A_VIOLATION = 80, 300
+"""Bytes of what is wrong with a field. The sentence has the rest."""
+
+
+UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A field of the request, or of the spec in it (`spec.flow.steps`), and what is wrong with it."""
+
+    field: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a call was refused."""
+
+    code: grpc.StatusCode
+    sentence: str
+    reason: str = UNKNOWN
+    violations: tuple[Violation, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Of the ErrorInfo: what a program may want to know, such as the job's uid."""
+
+
+def cut(text: str, most: int) -> str:
+    """The text, of `most` bytes of UTF-8 at most."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= most else data[: most - 4].decode(errors="ignore") + " ..."
+
+
+def sendable(text: str) -> str:
+    """A sentence that may be sent as the details of a status: not too long, as the wire has it."""
+    total = 0
+    for place, character in enumerate(text):
+        data = character.encode(errors="replace")
+        total += 1 if 0x20 <= data[0] < 0x7F and data != b"%" else 3 * len(data)
+        if total > MOST_SAID - 4:
+            return text[:place] + " ..." if len(text) > place + 4 else text
+    return text
+
+
+def trailing(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
+    """The metadata that say it."""
+    info = error_details_pb2.ErrorInfo(reason=refusal.reason, domain=DOMAIN)
+    for name, value in list(refusal.metadata.items())[:8]:
+        info.metadata[cut(name, 64)] = cut(value, MOST_OF_A_VIOLATION)
+    status = status_pb2.Status(code=refusal.code.value[0], message=cut(refusal.sentence, MOST_AGAIN))
+    status.details.add().Pack(info)
+    wrong = error_details_pb2.BadRequest()
+    for one in refusal.violations[:MOST_VIOLATIONS]:
+        field, what = cut(one.field, MOST_OF_A_FIELD), cut(one.what, MOST_OF_A_VIOLATION)
+        wrong.field_violations.add(field=field, description=what)
+        if status.ByteSize() + wrong.ByteSize() > MOST_DETAILS:
+            del wrong.field_violations[-1]
+            break
+    if wrong.field_violations:
+        status.details.add().Pack(wrong)
+    return ((KEY, status.SerializeToString()),)
+
+
+def told(error: grpc.RpcError) -> Refusal:
+    """What a refused call was told. One that was refused by another program, or on the way, has no reason of gcore's."""
+    code, sentence = error.code(), error.details() or ""
+    plain = Refusal(code, sentence)
+    data = _of(error)
+    if data is None:
+        return plain
+    reason, violations, metadata = UNKNOWN, [], {}
+    try:
+        for detail in status_pb2.Status.FromString(data).details:
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                info = error_details_pb2.ErrorInfo.FromString(detail.value)
+                if info.domain == DOMAIN:
+                    reason, metadata = info.reason, dict(info.metadata)
+            elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+                wrong = error_details_pb2.BadRequest.FromString(detail.value)
+                violations = [Violation(one.field, one.description) for one in wrong.field_violations]
+    except DecodeError:
+        return plain
+    return Refusal(code, sentence, reason, tuple(violations), metadata)
+
+
+def _of(error: grpc.RpcError) -> bytes | None:
+    metadata: Iterable[Any] = error.trailing_metadata() or ()
+    return next((value for key, value in metadata if key == KEY and isinstance(value, bytes)), None)
+
+
+# -------------------- rpc_schema
+# Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. Whoever serves it also
+# speaks two; if they have none in common, the call is refused in one sentence that names both sides, before anything of it is
+# read. So a command line of this version works with daemons of the version before, and with such of the next.
+#
+# A call without the metadata is one of version 1, which did not carry it there; so is that of a person with a tool of their
+# own. Answers need no version: messages only ever grow by fields that an older reader passes over. What a message holds as a
+# stored record (the seal in `Apply`), or as samples (a feed), says its own version.
+
+RPC_SCHEMA_KEY = "gcore-schema-version"
+
+
+UNSERVED = "SCHEMA_VERSION_NOT_SERVED"
+"""For programs: why such a call is refused."""
+
+
+def carried(versions: Collection[int] = READABLE) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call whose caller speaks `versions`."""
+    return ((RPC_SCHEMA_KEY, ",".join(str(version) for version in sorted(versions))),)
+
+
+def refusal(said: str | None) -> str | None:
+    """Why a call whose metadata say this is not served, or None."""
+    spoken = set(("1" if said is None else said).split(","))
+    if spoken & {str(readable) for readable in READABLE}:
+        return None
+    older = all(one.isascii() and one.isdigit() and len(one) < 9 and int(one) < SCHEMA_VERSION for one in spoken)
+    upgrade = "the caller" if older else "the controllers and workers first, or use the gcore that fits them"
+    readable = " and ".join(map(str, sorted(READABLE)))
+    return f"the call is of schema version {str(said)[:20]!r}, and this process serves {readable}; upgrade {upgrade}"
+
+
+class VersionedStub:
+    """A stub whose every call carries the versions that this process speaks, and `more` besides."""
+
+    def __init__(
+        self, stub: Any, versions: Collection[int] = READABLE, *, more: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        self._stub = stub
+        self._metadata = carried(versions) + more
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self._stub, name), metadata=self._metadata)
+
+
+class VersionGate(grpc.aio.ServerInterceptor):
+    """Refuses calls of gcore's services whose version is not served, with FAILED_PRECONDITION. Health answers everybody."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/gcore."):
+            return handler
+        said = next((str(v) for k, v in handler_call_details.invocation_metadata or () if k == RPC_SCHEMA_KEY), None)
+        why = refusal(said)
+        return handler if why is None else _refusing(handler, why)
+
+
+def _refusing(handler: Handler, why: str) -> Handler:
+    """A handler of the same kind that only refuses."""
+
+    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        code = grpc.StatusCode.FAILED_PRECONDITION
+        await context.abort(code, why, trailing(Refusal(code, why, UNSERVED)))
+
+    async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await refuse(request, context)
+        yield  # whoever stands before this goes through its answers
+
+    return like(handler, refuse_stream if handler.response_streaming else refuse)

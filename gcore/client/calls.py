@@ -1,0 +1,293 @@
+"""Calls to a cluster of which any controller answers: to the one that answered last; when that one does not answer, to the others in
+turn.
+
+That is safe for every call of the API: reads change nothing, what changes a job says how it is to be, so that twice is once, and a
+job is created under a request id, which finds the job that the first, unanswered call made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gcore.api.rpc import VersionedStub, told
+from gcore.api.tls import PLAIN, Connector
+from gcore.api.v1 import jobs_pb2 as pb
+from gcore.api.v1 import jobs_pb2_grpc
+from gcore.client.contexts import Reached, reach
+from gcore.config.local_cluster import LocalCluster
+from gcore.errors import GcoreError, NotAllowed, StoreUnavailable, Unreachable, UsageError
+from gcore.system.clock import Clock
+
+# -------------------- refused
+# What a refused call means to whoever made it: gcore's errors, with what the API told programs in `GcoreError.refusal`.
+
+NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+WRONG_REQUEST = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+    }
+)
+
+
+NOT_ALLOWED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+
+
+FINAL = WRONG_REQUEST | NOT_ALLOWED
+"""Another controller would say the same."""
+
+
+NOTHING_THERE = "nothing listens there"
+
+
+HANDSHAKES = {
+    "certificate has expired": "its certificate has expired (`gcore certs renew`)",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not of the authority that is trusted here (`ca` of the context, GCORE_CA)",
+    "Hostname Verification": "its certificate is not for the host that was asked (`gcore certs issue --host`)",
+    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS",
+    "Socket closed": "what listens there ends each connection: it wants TLS, or a certificate of its authority that is good",
+}
+"""What becomes of connections, as gRPC tells it, and what it means."""
+
+
+def why(error: grpc.aio.AioRpcError) -> str:
+    """One line, without gRPC's inner life."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time"
+    details = " ".join((error.details() or error.code().name).split())
+    if "failed to connect" in details or "Connection refused" in details:
+        return next((said for sign, said in HANDSHAKES.items() if sign in details), NOTHING_THERE)
+    return details.rstrip(".")
+
+
+def explain(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
+    """What the controller's refusal means here. Its details are a sentence for people already."""
+    found = _kind(error, address, what)
+    found.refusal = told(error)
+    return found
+
+
+def _kind(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
+    if error.code() in WRONG_REQUEST:
+        return UsageError(why(error))
+    if error.code() in NOT_ALLOWED:
+        return NotAllowed(why(error))
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return UsageError(
+            f"what answers does not know how to {what}", where=address, fix="Name the address of a gcore controller"
+        )
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return GcoreError(f"cannot {what}: {why(error)}", where=address)
+    return GcoreError(
+        f"the controller could not {what}: {why(error)}", where=address, fix="Its log says more (HOME/logs)"
+    )
+
+
+# -------------------- patience
+# How long what is waited for, and which states a job ends in.
+
+ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
+
+
+MAX_ANSWER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long what is waited for, in seconds."""
+
+    call_s: float = 10.0
+    """For the answer to one call."""
+    create_s: float = 1800.0
+    """For the creation of a job, before which its data are read and checked, and copied if they are no JSONL."""
+    audit_s: float = 600.0
+    """For an audit, which reads the whole log."""
+    samples_s: float = 120.0
+    """For samples, which may be many."""
+    quiet_s: float = 5.0
+    """Following, without an event: then the controller is asked whether it is still there."""
+    probe_s: float = 3.0
+    """For the answer to that."""
+    retry_s: float = 0.3
+    """Between two rounds over all controllers."""
+    lost_s: float = 60.0
+    """Without any controller that answers, before following gives up."""
+
+
+def job_state_name(state: int) -> str:
+    """`RUNNING` for JOB_STATE_RUNNING; `UNKNOWN` for a state that this version does not know, or that nobody can read."""
+    if state == pb.JOB_STATE_UNSPECIFIED:
+        return "UNKNOWN"
+    try:
+        return pb.JobState.Name(state).removeprefix("JOB_STATE_")
+    except ValueError:
+        return "UNKNOWN"
+
+
+T = TypeVar("T")
+
+
+Call = Callable[[Any, float], Awaitable[T]]
+"""Makes a call with a stub, for so many seconds."""
+
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    # A controller that comes back is to be found soon, and gRPC's own pause grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Controllers stand in the same network; a proxy for the web has no business in between.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Silent(Exception):
+    """A controller that was talked to says nothing more."""
+
+
+class Calls:
+    """Connections to one or several addresses (host:port). Use it as an async context manager."""
+
+    def __init__(
+        self, addresses: Sequence[str], *, clock: Clock, patience: Patience | None = None, connector: Connector = PLAIN
+    ) -> None:
+        if not addresses:
+            raise ValueError("a client needs at least one address")
+        self.addresses = tuple(addresses)
+        self._clock = clock
+        self._patience = patience or Patience()
+        self._connector = connector
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._current = 0
+        self._heard = clock.monotonic()
+        """When a controller last answered anything."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every channel."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    async def is_serving(self, address: str) -> bool:
+        """Whether the daemon at `address` says that it serves."""
+        return await self._health(address) == int(health_pb2.HealthCheckResponse.SERVING)
+
+    async def _anywhere(self, what: str, call: Call[T], *, timeout_s: float | None = None) -> T:
+        """Make the call at one controller after the other, until one answers.
+
+        After one round raises StoreUnavailable if one of them is there and says why it cannot, else Unreachable.
+        """
+        reasons, told = [], ""
+        for _ in self.addresses:
+            address = self.addresses[self._current]
+            try:
+                if timeout_s is None:
+                    answer = await call(self._stub(address), self._patience.call_s)
+                else:
+                    answer = await self._while_there(call, address, timeout_s)
+            except Silent:
+                reasons.append("no answer in time")
+                self._turn_from(address)
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in NO_ANSWER:
+                    raise explain(error, address, what) from error
+                reasons.append(why(error))
+                if await self._said_so(error, address):
+                    told = f"cannot {what}: {why(error)}"
+                self._turn_from(address)
+            else:
+                self._heard = self._clock.monotonic()
+                return answer
+        if told:  # by a sentence that says itself what to do; no other controller would know better
+            raise StoreUnavailable(told, where=", ".join(self.addresses))
+        raise self._nobody(f"cannot {what}: {reasons[-1]}")
+
+    async def _said_so(self, error: grpc.aio.AioRpcError, address: str) -> bool:
+        """Whether the controller itself answered that it cannot, because its store is away, and not the way there."""
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or why(error) == NOTHING_THERE:
+            return False
+        return await self._health(address) is not None
+
+    async def _while_there(self, call: Call[T], address: str, timeout_s: float) -> T:
+        """The answer to a call that may take long, as long as the controller answers anything. Raises Silent."""
+        asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
+        try:
+            while not (await asyncio.wait({asked}, timeout=self._patience.call_s))[0]:
+                if await self._health(address) is None:
+                    raise Silent
+            return await asked
+        finally:
+            asked.cancel()
+
+    async def _health(self, address: str) -> int | None:
+        """What the daemon says of itself; None if it says nothing."""
+        stub = health_pb2_grpc.HealthStub(self._channel(address))
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._patience.probe_s)
+        except grpc.aio.AioRpcError as error:
+            # Whoever refuses the question is there too.
+            return None if error.code() in NO_ANSWER else health_pb2.HealthCheckResponse.UNKNOWN
+        self._heard = self._clock.monotonic()
+        return int(reply.status)
+
+    def _turn_from(self, address: str) -> None:
+        """Ask the next one from now on, unless somebody else has turned already."""
+        if self.addresses[self._current] == address:
+            self._current = (self._current + 1) % len(self.addresses)
+
+    def _nobody(self, what: str) -> Unreachable:
+        return Unreachable(
+            what,
+            where=", ".join(self.addresses),
+            fix="Start a cluster with `gcore up`, or name a controller with --address host:port",
+        )
+
+    def _stub(self, address: str) -> Any:
+        # The generated asynchronous stub is a type only; at run time the one class serves both.
+        return VersionedStub(jobs_pb2_grpc.JobsStub(self._channel(address)), more=self._connector.metadata(address))
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = self._connector.channel(address, CHANNEL_OPTIONS)
+        return self._channels[address]
+
+
+# -------------------- finding
+# Which cluster a client talks to when it is told none: as the command line finds it.
+
+
+def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> Reached:
+    """Raises UsageError, and Unreachable if none is known."""
+    if address is not None:
+        given = address.split(",") if isinstance(address, str) else address
+        return reach(env, tuple(one.strip() for one in given))
+    local = LocalCluster.load(home)
+    found = reach(env, local=local is not None)
+    if found.addresses:
+        return found
+    if local is None:
+        raise Unreachable(
+            "no cluster is known here",
+            where=str(home.absolute()),
+            fix="Name a controller's host:port, set GCORE_ADDRESS, or start a cluster with `gcore up`",
+        )
+    return reach(env, local.addresses, local=True)

@@ -1,0 +1,177 @@
+"""Clusters that a person talks to: `~/.config/gcore/config.yaml` names them, with their addresses, their authority, and what the person
+shows of themselves.
+
+```yaml
+current: lab
+contexts:
+  lab:
+    addresses: [gpu-1.lab:7500, gpu-2.lab:7500]
+    ca: lab-ca.pem                 # of the cluster's authority
+    token_file: lab.token          # or `token`, in a file that nobody else can read; or `cert` and `key`
+```
+
+The environment overrules the file: GCORE_CONTEXT which context, GCORE_ADDRESS where, GCORE_TOKEN the token, GCORE_CA the authority,
+GCORE_CONFIG the file. What a context shows is shown to that context's addresses alone, unless it is named: a token of one
+cluster does not go to another because somebody typed its address. Asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from gcore.api.tls import PLAIN, Connector, TlsMaterial
+from gcore.config.base import Section
+from gcore.errors import UsageError, did_you_mean
+from gcore.system.files import whole_file
+
+CONTEXT, ADDRESS, TOKEN, CA, CONFIG = "GCORE_CONTEXT", "GCORE_ADDRESS", "GCORE_TOKEN", "GCORE_CA", "GCORE_CONFIG"
+
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+MAX_BYTES = 1 << 18
+
+
+class Context(Section):
+    """A cluster, as a person knows it."""
+
+    addresses: Annotated[tuple[str, ...], Field(min_length=1)]
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    token: str | None = Field(None, repr=False)
+    token_file: str | None = None
+
+
+class Contexts(Section):
+    """The file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    current: str | None = None
+    contexts: dict[str, Context] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where a cluster answers, and how it is talked to. `addresses` empty: that is not said here."""
+
+    addresses: tuple[str, ...]
+    connector: Connector = field(repr=False, default=PLAIN)
+
+
+def file_of(env: Mapping[str, str]) -> Path:
+    """Where the contexts stand."""
+    if said := env.get(CONFIG):
+        return Path(said)
+    base = env.get("XDG_CONFIG_HOME") or str(Path(env.get("HOME") or Path.home()) / ".config")
+    return Path(base) / "gcore" / "config.yaml"
+
+
+def load(file: Path) -> Contexts:
+    """What the file says; nothing where it is not. Raises UsageError."""
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_BYTES + 1)
+            mode = os.fstat(opened.fileno()).st_mode
+        text = raw.decode() if len(raw) <= MAX_BYTES else None
+    except FileNotFoundError:
+        return Contexts()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot be read ({why})", where=str(file), fix="Correct or remove it") from error
+    if text is None:
+        raise UsageError(f"has more than {MAX_BYTES} bytes", where=str(file), fix="It names a few clusters")
+    from gcore.config.load import NotPlain, read_plain
+
+    try:
+        found = Contexts.model_validate(read_plain(text) or {})
+    except NotPlain as error:
+        raise UsageError(f"not valid YAML: {error.problem}", where=f"{file}{error.place}", fix="Correct it") from error
+    except ValidationError as error:
+        from gcore.config.base import explain
+
+        raise UsageError("; ".join(list(explain(error, Contexts))[:4]), where=str(file), fix="Correct it") from error
+    if mode & 0o077 and any(one.token for one in found.contexts.values()):
+        raise UsageError("others may read the token in it", where=str(file), fix=f"chmod 600 {file}, or use token_file")
+    return found
+
+
+def save(file: Path, contexts: Contexts) -> None:
+    """Write the file, for its owner alone. Raises UsageError."""
+    import yaml
+
+    tree = contexts.model_dump(mode="json", exclude_none=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole_file(file, yaml.safe_dump(tree, sort_keys=False).encode(), mode=0o600)
+    except OSError as error:
+        raise UsageError(
+            f"cannot be written ({error.strerror or error})", where=str(file), fix="Set GCORE_CONFIG"
+        ) from error
+
+
+def reach(
+    env: Mapping[str, str], addresses: tuple[str, ...] = (), *, local: bool = False, known: Contexts | None = None
+) -> Reached:
+    """The cluster that is meant. `addresses`: those that were given; `local`: whether a cluster of this machine is up, which comes before
+    the current context; `known`: what the file says, if that is known. Raises UsageError.
+    """
+    file = file_of(env)
+    asked = env.get(CONTEXT) or None
+    known = known or load(file)
+    name = asked or known.current
+    chosen = None if name is None else named(known, name, file)
+    if chosen is not None and asked is None and (local or (addresses and not set(addresses) <= set(chosen.addresses))):
+        chosen = None
+    at = addresses or (chosen.addresses if chosen is not None else ())
+    token, ca = env.get(TOKEN, ""), env.get(CA) or None
+    if chosen is None and not token and ca is None:
+        return Reached(at)
+    return Reached(at, _connector(chosen, token, ca, file.parent))
+
+
+def named(known: Contexts, name: str, file: Path) -> Context:
+    """The context of that name. Raises UsageError."""
+    if name not in known.contexts:
+        hint = did_you_mean(name, set(known.contexts))
+        raise UsageError(
+            f"there is no context {name[:80]!r}{hint}", where=str(file), fix="`gcore context list` shows them"
+        )
+    return known.contexts[name]
+
+
+def _connector(chosen: Context | None, token: str, ca: str | None, base: Path) -> Connector:
+    def whole(path: str | None) -> Path | None:
+        return None if path is None else base / Path(path).expanduser()
+
+    authority = Path(ca) if ca is not None else whole(chosen.ca) if chosen is not None else None
+    cert, key = (None, None) if chosen is None else (whole(chosen.cert), whole(chosen.key))
+    if not token and chosen is not None:
+        token = chosen.token or (
+            "" if chosen.token_file is None else _token(base / Path(chosen.token_file).expanduser())
+        )
+    if authority is None:
+        if cert is not None:
+            raise UsageError(
+                "a certificate is shown to a cluster whose authority is known", where="ca", fix="Name ca, too"
+            )
+        return Connector(token=token.strip())
+    return Connector(TlsMaterial(authority, cert, key), token=token.strip())
+
+
+def _token(file: Path) -> str:
+    try:
+        if file.stat().st_mode & 0o077:
+            raise UsageError("others may read the token", where=str(file), fix=f"chmod 600 {file}")
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"the token cannot be read ({why})", where=str(file), fix="Correct token_file") from error

@@ -1,0 +1,93 @@
+"""What `gcore up` remembers: which processes are the local cluster, and where they answer.
+
+`HOME/cluster.json` is written when everything is ready and removed when everything has ended, so whoever finds it finds
+the addresses of a cluster that was whole. Whether the processes still live is asked of the kernel, by pid and start,
+never of this file. Does not start or stop anything (`controllers.cli.local`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gcore.errors import UsageError
+from gcore.system.process import ProcessId
+
+FILE_NAME = "cluster.json"
+
+
+class _Process(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    started: int
+    """Clock ticks from boot to the process's start."""
+
+    @property
+    def process(self) -> ProcessId:
+        """Its identity on this machine."""
+        return ProcessId(self.pid, self.started)
+
+
+class EtcdProcess(_Process):
+    """The store of the local cluster."""
+
+    endpoint: str
+    """host:port"""
+    data_dir: str
+    client_port: int
+    peer_port: int
+    binary: str
+
+
+class ControllerProcess(_Process):
+    """One daemon."""
+
+    name: str
+    address: str
+    """host:port of the job API and of health."""
+    metrics_address: str
+    slots: tuple[str, ...]
+    config_file: str
+
+
+class LocalCluster(BaseModel):
+    """The document."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    home: str
+    etcd: EtcdProcess
+    controllers: tuple[ControllerProcess, ...]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the job API answers."""
+        return tuple(c.address for c in self.controllers)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Every slot."""
+        return tuple(slot for c in self.controllers for slot in c.slots)
+
+    @classmethod
+    def load(cls, home: Path) -> LocalCluster | None:
+        """The document in `home`; None if there is none. Raises UsageError if it cannot be read."""
+        path = home / FILE_NAME
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise UsageError(
+                f"cannot read what is up here ({error.strerror or error})", where=str(path), fix="Check its permissions"
+            ) from error
+        except ValidationError as error:
+            raise UsageError(
+                "the file is damaged or of another version of gcore",
+                where=str(path),
+                fix=f"Run `gcore down --home {home}`; it ends what runs there and removes the file",
+            ) from error

@@ -1,0 +1,464 @@
+"""The entries on disk: JSON lines, any of which is read when it is asked for.
+
+They are the user's own file, or a copy of Parquet files or of a saved dataset (`gcore.prompts.copies`).
+
+The whole file is checked once, when its index is built (`gcore.prompts.index`), so that a mistake in line nine million is
+told before anything starts. After that only the index is mapped, eight bytes an entry; entries are read by position and
+not kept. The file must not change while it is used: an entry that no longer reads is an error that says so.
+
+It knows no shards and no order (`gcore.prompts.shards`), and does not tokenize (`gcore.prompts.render`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from gcore.config.data import DataFormat
+from gcore.data.jsonl import (
+    EntryIndex,
+    EntryReader,
+    FileIdentity,
+    Progress,
+    build_index,
+    identify,
+    load_index,
+    unreadable,
+)
+from gcore.errors import DataError
+
+# -------------------- formats
+# What lies at a source's path: a JSONL file, Parquet files, or a dataset saved by the `datasets` library.
+#
+# Looks at names and the first bytes only; that the content is what it should be is found by who reads it. A folder of Parquet
+# files is read in the order of their names, files of its subfolders left out; where names say of several splits (as on the
+# Hugging Face hub: `train-00000-of-00002.parquet`), `split` names one. A saved dataset of several splits needs it too.
+
+Kind = Literal["jsonl", "parquet", "hf"]
+
+
+PARQUET_MAGIC = b"PAR1"
+
+
+_NUMBERED = re.compile(r"(?P<split>.+?)-\d+-of-\d+")
+
+
+_DICT, _STATE = "dataset_dict.json", "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """`path`: how messages name the data. `files`: what is to be read, in order; of a JSONL file, itself."""
+
+    kind: Kind
+    path: Path
+    files: tuple[Path, ...]
+
+
+def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
+    """The files of a source. Raises DataError if there is nothing of the declared format, or more than one split."""
+    try:
+        return _found(path, declared, split)
+    except OSError as error:  # a folder above that may not be looked into, a name that is too long
+        raise unreadable(path, error) from error
+
+
+def _found(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
+    kind = _kind(path) if declared == "auto" else declared
+    if kind == "jsonl":
+        if split is not None:
+            raise DataError(
+                f"a JSONL file has no split {split!r}", where=str(path), fix="Remove `split`, or name another `format`"
+            )
+        return DataFiles("jsonl", path, (path,))
+    found = _parquet_files(path, split) if kind == "parquet" else _saved_files(path, split)
+    return DataFiles(kind, path, found)
+
+
+def _kind(path: Path) -> Kind:
+    if path.is_dir():
+        names = {entry.name for entry in path.iterdir()}
+        if _DICT in names or _STATE in names:
+            return "hf"
+        if any(name.endswith(".parquet") for name in names):
+            return "parquet"
+        raise DataError(
+            "the folder holds no Parquet files and no dataset saved by `datasets` (save_to_disk)",
+            where=str(path),
+            fix="Name a JSONL file, a Parquet file, or a folder of either kind",
+        )
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC:
+                return "parquet"
+    return "parquet" if path.suffix == ".parquet" else "jsonl"
+
+
+def _parquet_files(path: Path, split: str | None) -> tuple[Path, ...]:
+    if not path.is_dir():
+        if split is not None:
+            raise DataError(
+                f"a single Parquet file has no split {split!r}", where=str(path), fix="Remove `split`, or name a folder"
+            )
+        return (path,)
+    # A link to nothing is a file that is missing: to pass over it would train on less than was asked for.
+    files = sorted(entry for entry in path.iterdir() if entry.suffix == ".parquet" and not entry.is_dir())
+    if not files:
+        raise DataError(
+            "the folder holds no Parquet files", where=str(path), fix="Name the folder in which *.parquet files lie"
+        )
+    splits = {file: _split_of(file) for file in files}
+    several = set(splits.values())
+    if split is None:
+        # Files that are no shards of anything may be called as they like; shards of two splits are two datasets.
+        if None not in several and len(several) > 1:
+            raise _which_split(path, [name for name in several if name is not None])
+        return tuple(files)
+    chosen = tuple(file for file in files if split in (splits[file], file.stem))
+    if not chosen:
+        raise _no_split(path, split, [name or file.stem for file, name in splits.items()])
+    return chosen
+
+
+def _split_of(file: Path) -> str | None:
+    match = _NUMBERED.fullmatch(file.stem)
+    return None if match is None else match["split"]
+
+
+def _saved_files(path: Path, split: str | None) -> tuple[Path, ...]:
+    folder = path
+    if (path / _DICT).is_file():
+        splits = _read_object(path / _DICT).get("splits")
+        if not isinstance(splits, list) or not splits or not all(isinstance(name, str) for name in splits):
+            raise DataError("the file names no splits", where=str(path / _DICT), fix="Save the dataset again")
+        if split is None and len(splits) != 1:
+            raise _which_split(path, splits)
+        chosen = splits[0] if split is None else split
+        if chosen not in splits:
+            raise _no_split(path, chosen, splits)
+        folder = path / chosen
+    elif not (path / _STATE).is_file():
+        raise DataError(
+            f"the folder is no dataset saved by `datasets`: it has no {_STATE}",
+            where=str(path),
+            fix="Save it with save_to_disk, or name another `format`",
+        )
+    state = _read_object(folder / _STATE)
+    if folder == path and split is not None and state.get("_split") != split:
+        raise _no_split(path, split, [str(state["_split"])] if state.get("_split") else [])
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(
+            "the dataset was saved by an old `datasets`, with the order of its rows in a file of its own",
+            where=str(folder),
+            fix="Load it with that version, call flatten_indices(), and save it again",
+        )
+    listed = state.get("_data_files")
+    items = listed if isinstance(listed, list) else []
+    names = [item.get("filename") if isinstance(item, dict) else None for item in items]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError("the file names no data files", where=str(folder / _STATE), fix="Save the dataset again")
+    return tuple(folder / str(name) for name in names)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"cannot read the file ({error})", where=str(path), fix="Save the dataset again") from error
+    if not isinstance(value, dict):
+        raise DataError("the file holds no JSON object", where=str(path), fix="Save the dataset again")
+    return value
+
+
+def _which_split(path: Path, splits: Iterable[str]) -> DataError:
+    return DataError(
+        f"there are several splits ({', '.join(sorted(splits))})", where=str(path), fix="Name one in `split`"
+    )
+
+
+def _no_split(path: Path, split: str, splits: Iterable[str]) -> DataError:
+    known = ", ".join(sorted(set(splits)))
+    return DataError(
+        f"there is no split {split!r}" + (f", only {known}" if known else ""),
+        where=str(path),
+        fix="Name another in `split`" if known else "Remove `split`",
+    )
+
+
+# -------------------- copies
+# Parquet files and saved datasets as JSON lines in the cache: made once, and read like any JSONL file from then on.
+#
+# A stream asks for entries in random order, and a Parquet file gives a row only with its whole row group, often a million
+# rows: to read it where it lies would cost that time for every prompt, or as much memory as the data. So all rows are written once
+# into the cache, by a process of its own (`gcore.prompts.tables`): the controller never imports pyarrow, and what it says of
+# entries, digests and changed files is the same for every format. The digest is over the lines, so it does not depend on
+# how files are cut, compressed or named.
+#
+# A copy appears whole or not at all. It is found again by path, split, and the size, time and inode of every file it was made
+# from; one that no longer fits is made again in its place, while who has it open keeps the old one. Of several processes
+# that need it at once one makes it, and the others wait for it.
+
+FORMAT = 1
+
+
+class Manifest(BaseModel):
+    """What a copy was made from, and what came of it. `sources` and `written`: size, mtime_ns, inode."""
+
+    version: int
+    sources: list[tuple[str, int, int, int]]
+    written: tuple[int, int, int]
+    rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """A copy that is there. `path`: the JSON lines. `rows`: of each file, in order."""
+
+    data: DataFiles
+    path: Path
+    rows: tuple[int, ...]
+
+    def name_of(self, row: int) -> str:
+        """How messages name a row (from 0): by its number in its file; of a saved dataset, which is one whole, in it."""
+        if self.data.kind == "hf":
+            return f"{self.data.path}, row {row}"
+        ends = list(itertools.accumulate(self.rows))
+        number = min(bisect.bisect_right(ends, row), len(ends) - 1)
+        return f"{self.data.files[number]}, row {row - ends[number] + self.rows[number]}"
+
+
+def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progress | None = None) -> RowCopy:
+    """The copy of those files in `cache_dir`; made now if there is none. Blocks. Raises DataError.
+
+    `progress` is called with rows done and rows in all, only when a copy is made.
+    """
+    named = blake2b(repr((str(data.path), data.kind, split)).encode(), digest_size=8).hexdigest()
+    stem = f".{data.path.name[:40]}.{named}"
+    made = _Copy(data, cache_dir / f"{stem}.rows", cache_dir / f"{stem}.copy")
+    found = made.find()
+    if found is not None:
+        touch(made.manifest)
+        return found
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Held by whoever makes it, and by the process that writes for it: one whose maker was killed goes on for a while,
+        # in the very file that the next maker would write. The kernel lets go of it however those two end.
+        with (cache_dir / f"{stem}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return made.find() or made.make(lock.fileno(), progress)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep a copy of {data.path.name} there ({(error.strerror or str(error)).lower()})",
+            where=str(cache_dir),
+            fix="Make room and make the folder writable, or name another one for the cache",
+        ) from error
+
+
+def touch(file: Path) -> None:
+    """It is of use, now: what has not been for long is deleted one day (`controllers.clearing`). Not where it may not be touched."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    data: DataFiles
+    lines: Path
+    manifest: Path
+
+    def find(self) -> RowCopy | None:
+        """The copy, if it is whole and made from what lies there now. Raises DataError if a source is not there."""
+        sources = self._sources()
+        try:
+            manifest = Manifest.model_validate_json(self.manifest.read_bytes())
+            whole = manifest.written == _known(identify(self.lines))
+        except (OSError, ValidationError, DataError):
+            return None
+        if manifest.version != FORMAT or not whole or manifest.sources != sources:
+            return None
+        return RowCopy(self.data, self.lines, tuple(manifest.rows))
+
+    def make(self, lock: int, progress: Progress | None) -> RowCopy:
+        """Under the lock, an open file. Raises DataError, OSError."""
+        sources = self._sources()
+        part = self.lines.with_suffix(".part")
+        try:
+            rows = _convert(self.data, part, lock, progress)
+            if self._sources() != sources:
+                raise DataError(
+                    "the data changed while they were read",
+                    where=str(self.data.path),
+                    fix="Wait until they are written",
+                )
+            if not sum(rows):
+                raise DataError("the data hold no prompts", where=str(self.data.path), fix="Name another file")
+            part.replace(self.lines)
+            written = _known(identify(self.lines))
+            manifest = Manifest(version=FORMAT, sources=sources, written=written, rows=rows)
+            part.write_text(manifest.model_dump_json())
+            part.replace(self.manifest)
+        finally:
+            part.unlink(missing_ok=True)
+        return RowCopy(self.data, self.lines, tuple(rows))
+
+    def _sources(self) -> list[tuple[str, int, int, int]]:
+        return [(str(file), *_known(identify(file))) for file in self.data.files]
+
+
+def _known(identity: FileIdentity) -> tuple[int, int, int]:
+    return identity.size, identity.mtime_ns, identity.inode
+
+
+def _convert(data: DataFiles, to: Path, lock: int, progress: Progress | None) -> list[int]:
+    request = {"kind": data.kind, "files": [str(file) for file in data.files], "to": str(to)}
+    command = [sys.executable, "-P", "-m", "gcore.prompts.tables"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", pass_fds=(lock,)
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdin.write(json.dumps(request))
+            process.stdin.close()
+            answer: dict[str, Any] = {}
+            for line in process.stdout:
+                answer = json.loads(line)
+                if progress is not None and "rows" in answer:
+                    progress(answer["rows"], max(answer["of"], answer["rows"]))
+            said = process.stderr.read().strip()
+        finally:
+            process.kill()  # it has ended by itself, or is not wanted any more
+    if "written" in answer:
+        return list(answer["written"])
+    if "error" in answer:
+        told = answer["error"]
+        raise DataError(told["what"], where=told["where"], fix=told["fix"])
+    reason = said.split("\n")[-1] or f"it ended with {process.returncode}; was memory short?"
+    raise DataError(
+        f"the process that reads it failed ({reason})", where=str(data.path), fix="Correct that and try again"
+    )
+
+
+class DataChanged(DataError):
+    """What the index names is no longer there: the whole file is in doubt, not one entry."""
+
+
+class Dataset:
+    """Entries by number. Safe to use from several threads; close it, or use it as a context manager."""
+
+    def __init__(
+        self, path: Path, prompt_field: str, reader: EntryReader, index: EntryIndex, copy: RowCopy | None = None
+    ) -> None:
+        self.path = path
+        """Where the user's data lie."""
+        self.prompt_field = prompt_field
+        self._reader = reader
+        self._index = index
+        self._copy = copy
+        lines = path if copy is None else copy.path
+        try:
+            self._file = lines.open("rb")
+        except OSError as error:
+            raise unreadable(lines, error) from error
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        prompt_field: str,
+        answer_fields: tuple[str, ...] = (),
+        format: DataFormat = "auto",
+        split: str | None = None,
+        cache_dir: Path | None = None,
+        progress: Progress | None = None,
+    ) -> Dataset:
+        """Open what lies at `path`; the first time, and when it has changed, check all of it and build its index.
+
+        `answer_fields` must be there in every entry. The index, and the copy of what is no JSONL file, lie in
+        `cache_dir`, or beside the data. `progress` is called with how much is done and how much there is in all, only
+        when a copy or an index is made: rows of the first, bytes of the second. Raises DataError.
+        """
+        path = Path(path).absolute()
+        data = find_files(path, format, split)
+        cache_dir = cache_dir or path.parent
+        if data.kind == "jsonl":
+            copy, lines, name_line = None, path, None
+        else:
+            copy = copy_of(data, split, cache_dir, progress)
+            lines, name_line = copy.path, lambda line: copy.name_of(line - 1)
+        reader = EntryReader(path, prompt_field, answer_fields, name_line)
+        identity = identify(lines)
+        # What was checked is part of the name, so that a spec with another field does not trust this check.
+        checked = blake2b(repr((str(lines), prompt_field, sorted(set(answer_fields)))).encode(), digest_size=8)
+        index_path = cache_dir / f".{path.name[:40]}.{checked.hexdigest()}.index"
+        index = load_index(index_path, identity) or build_index(lines, index_path, reader, progress)
+        touch(index_path)
+        return cls(path, prompt_field, reader, index, copy)
+
+    def __len__(self) -> int:
+        return len(self._index.offsets) - 1
+
+    @property
+    def digest(self) -> str:
+        """Names the entries' content, 32 hex digits: the same wherever the same bytes lie."""
+        return self._index.digest.hex()
+
+    def entry(self, i: int) -> dict[str, Any]:
+        """Entry `i` (from 0, blank lines not counted) as its JSON object.
+
+        Raises IndexError outside range(len), DataChanged if the file has changed since it was indexed.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"entry {i} of {len(self)}")
+        start, end = int(self._index.offsets[i]), int(self._index.offsets[i + 1])
+        try:
+            line = os.pread(self._file.fileno(), end - start, start).decode("utf-8").strip()
+            return self._reader.parse(line, self.name_of(i))
+        except (OSError, UnicodeDecodeError, DataError) as error:
+            raise DataChanged(
+                f"the entry cannot be read ({error.what if isinstance(error, DataError) else error}); "
+                "the file was changed or damaged since it was checked",
+                where=self.name_of(i),
+                fix="Put the file back as it was, or submit the job again"
+                if self._copy is None
+                else f"Remove the copy of the data, {self._copy.path}",
+            ) from error
+
+    def name_of(self, i: int) -> str:
+        """How messages name entry `i`."""
+        return f"{self.path}, entry {i}" if self._copy is None else self._copy.name_of(i)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.entry(i) for i in range(len(self)))
+
+    def close(self) -> None:
+        """Close the file. Closing twice is no error."""
+        self._file.close()
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,420 @@
+"""Where each entry of a JSONL file begins: a file of offsets beside it, built once and mapped into memory.
+
+Building reads the whole file once, in blocks, checks every line (`gcore.prompts.entries`) and notes where entries begin;
+blank lines are passed over. Memory does not grow with the file. The index names the file it was made from by size,
+modification time and inode; when they no longer fit, or the index is damaged, it is built again. It appears whole or not
+at all: written beside its place and renamed, so that any number of processes may build it at once.
+
+Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64, and
+16 bytes of BLAKE2b over the file's content), then entries + 1 offsets as uint64; entry i stands in [offset i, offset i+1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from gcore.errors import DataError
+
+# -------------------- entries
+# What an entry of a dataset must be, and how each mistake is told: one sentence, with file and line.
+#
+# An entry is a JSON object on one line (`name_line`: how messages name a line, where it is not one of a file that people
+# know). Its prompt field is a string, or a list of chat messages; fields that hold answers
+# are there and not null. Stricter than Python's JSON in two places: NaN and Infinity are refused, and so is half a
+# surrogate pair, which no tokenizer can take. Whether a prompt suits the model is the renderer's business.
+
+SHOWN_FIELDS = 8
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Made once, because it is asked for every line of a file of millions.
+_decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+
+
+class EntryReader:
+    """Reads and checks entries of one data file. Stateless; may be used from several threads."""
+
+    def __init__(
+        self,
+        path: Path,
+        prompt_field: str,
+        answer_fields: tuple[str, ...] = (),
+        name_line: Callable[[int], str] | None = None,
+    ) -> None:
+        self._path = path
+        self._name_line = name_line
+        self._prompt_field = prompt_field
+        self._answer_fields = answer_fields
+
+    def where(self, line: int) -> str:
+        """How messages name a line, counted from 1."""
+        return f"{self._path}:{line}" if self._name_line is None else self._name_line(line)
+
+    def blank_lines(self, text: str, first: int, *, cut_off: bool = False) -> list[int]:
+        """Check the lines of `text`, of which the first has number `first`; which of them (from 0) are blank.
+
+        `cut_off`: the last of them ends without a newline. Raises DataError for the first mistake.
+        """
+        blank: list[int] = []
+        fits = self._fits
+        careful = _SURROGATE.search(text) is not None
+        lines = text.split("\n")
+        for place, line in enumerate(lines):
+            # The quick way for lines without surroundings; whatever is odd is looked at again, slowly.
+            try:
+                entry, end = _decode(line)
+                if end == len(line) and not careful and fits(entry):
+                    continue
+            except (ValueError, RecursionError):
+                pass
+            if not line.strip():
+                blank.append(place)
+            else:
+                self.parse(line, self.where(first + place), cut_off=cut_off and place == len(lines) - 1)
+        return blank
+
+    def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
+        """The entry on a line, which stands at `where`. `cut_off`: it ends without a newline. Raises DataError."""
+        try:
+            entry = json.loads(line, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            if cut_off:
+                raise DataError(
+                    "the last line is cut off: it has no newline and is not valid JSON",
+                    where=where,
+                    fix="Copy or write the file again; it was not written to its end",
+                ) from error
+            problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise DataError(
+                f"not valid JSON ({problem})",
+                where=where,
+                fix="Write one JSON object a line, without line breaks in it",
+            ) from error
+        if not isinstance(entry, dict):
+            raise DataError(
+                f"the line holds {_kind(entry)}, not a JSON object",
+                where=where,
+                fix=f'Write {{"{self._prompt_field}": ...}}, one object a line',
+            )
+        self._check_prompt(entry, where)
+        self._check_answers(entry, where)
+        if _SURROGATE.search(line):
+            self._check_text(entry, where)
+        return entry
+
+    def _fits(self, entry: Any) -> bool:
+        if type(entry) is not dict:
+            return False
+        prompt = entry.get(self._prompt_field)
+        if not prompt or (type(prompt) is not str and _message_problem(prompt) is not None):
+            return False
+        return all(entry.get(field) is not None for field in self._answer_fields)
+
+    def _check_prompt(self, entry: dict[str, Any], where: str) -> None:
+        field = self._prompt_field
+        if field not in entry:
+            raise DataError(
+                f"the entry has no field {field!r}, only {_names(entry)}",
+                where=where,
+                fix="Name the field with the prompt in data.prompt, or in `prompt` of the source",
+            )
+        prompt = entry[field]
+        if prompt == "":
+            raise DataError(f"field {field!r} is empty", where=where, fix="Remove the entry, or write a prompt")
+        problem = None if isinstance(prompt, str) else _message_problem(prompt)
+        if problem is not None:
+            raise DataError(
+                f"field {field!r} is {problem}",
+                where=where,
+                fix='A prompt is a string, or a list of {"role": ..., "content": ...}',
+            )
+
+    def _check_answers(self, entry: dict[str, Any], where: str) -> None:
+        for field in self._answer_fields:
+            if entry.get(field) is None:
+                missing = f"the entry has no field {field!r}, only {_names(entry)}"
+                raise DataError(
+                    f"field {field!r} is null" if field in entry else missing,
+                    where=where,
+                    fix="Name the field with the expected answer in reward.answer, or in that of the source's reward",
+                )
+
+    def _check_text(self, entry: dict[str, Any], where: str) -> None:
+        try:
+            json.dumps(entry, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                "the entry has half a surrogate pair (\\ud800 to \\udfff alone), which is no character",
+                where=where,
+                fix="Remove it, or write the character itself",
+            ) from error
+
+
+def _message_problem(prompt: Any) -> str | None:
+    """What is wrong with a list of chat messages; None if nothing is."""
+    if not isinstance(prompt, list):
+        return _kind(prompt)
+    if not prompt:
+        return "an empty list"
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, dict):
+            return f"a list whose item {number} is {_kind(message)}, not a chat message"
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str) and not (key == "content" and _calls_tools(message)):
+                return f"a list whose message {number} has no text in {key!r}"
+    return None
+
+
+def _calls_tools(message: dict[str, Any]) -> bool:
+    """Whether it is a turn of the assistant that calls tools, and may say nothing beside."""
+    calls = message.get("tool_calls")
+    return message.get("content") is None and isinstance(calls, list) and bool(calls)
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _names(entry: dict[str, Any]) -> str:
+    names = [repr(name) for name in list(entry)[:SHOWN_FIELDS]]
+    more = len(entry) - len(names)
+    return (", ".join(names) + (f" and {more} more" if more > 0 else "")) if names else "an empty object"
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+
+FORMAT = 1
+
+
+BLOCK_BYTES = 1 << 20
+
+
+MAX_ENTRY_BYTES = 64 << 20
+
+
+_MAGIC = b"gcoreidx"
+
+
+_HEADER = struct.Struct("<8sIIQQQQ16s8x")
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+}
+"""How compressed files begin; none of it begins a JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Tells whether a file is still the one that was read, without reading it."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryIndex:
+    """`offsets` [entries + 1] uint64, mapped; `digest`: 16 bytes of BLAKE2b over the content, the same on every node."""
+
+    identity: FileIdentity
+    offsets: npt.NDArray[np.uint64]
+    digest: bytes
+
+
+def identify(path: Path) -> FileIdentity:
+    """The identity of a regular file. Raises DataError for whatever else is there, or for nothing."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise DataError(f"the dataset is {kind}", where=str(path), fix="Name a JSONL file, one prompt a line")
+    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error for a file that the system does not let us read."""
+    reason = (error.strerror or type(error).__name__).lower()
+    return DataError(f"cannot read the file ({reason})", where=str(path), fix="Name an existing, readable file")
+
+
+def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
+    """The index, if there is a whole one for a file of that identity."""
+    try:
+        with index_path.open("rb") as file:
+            header = file.read(_HEADER.size)
+            length = os.fstat(file.fileno()).st_size
+        if len(header) != _HEADER.size:
+            return None
+        magic, version, _, size, mtime_ns, inode, entries, digest = _HEADER.unpack(header)
+        if magic != _MAGIC or version != FORMAT or FileIdentity(size, mtime_ns, inode) != identity:
+            return None
+        if entries < 1 or length != _HEADER.size + 8 * (entries + 1):
+            return None
+        offsets = np.memmap(index_path, dtype="<u8", mode="r", offset=_HEADER.size, shape=(entries + 1,))
+    except OSError:
+        return None
+    return EntryIndex(identity, offsets, digest)
+
+
+def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Progress | None) -> EntryIndex:
+    """Read and check the whole file, and write its index. Raises DataError for the first mistake in it."""
+    identity = identify(path)
+    try:
+        index_path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{index_path.name}.", dir=index_path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w+b") as out:
+                _write_index(path, identity, out, reader, progress)
+            temporary.chmod(0o644)
+            temporary.replace(index_path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index of {path.name} there ({(error.strerror or str(error)).lower()})",
+            where=str(index_path.parent),
+            fix="Make room and make the folder writable, or name another one for the cache",
+        ) from error
+    index = load_index(index_path, identity)
+    if index is None:
+        raise DataError("the index just written cannot be read", where=str(index_path), fix="Check the disk")
+    return index
+
+
+def _write_index(
+    path: Path, identity: FileIdentity, out: BinaryIO, reader: EntryReader, progress: Progress | None
+) -> None:
+    try:
+        data = path.open("rb")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    scan = _Scan(path, reader, out, progress, identity.size)
+    out.write(bytes(_HEADER.size))  # filled in at the end
+    with data:
+        scan.run(data)
+    if identify(path) != identity:
+        raise DataError("the file changed while it was read", where=str(path), fix="Wait until it is written")
+    if not scan.entries:
+        raise DataError("the file holds no prompts", where=str(path), fix="Write one JSON object a line")
+    out.write(struct.pack("<Q", identity.size))
+    out.seek(0)
+    known = (identity.size, identity.mtime_ns, identity.inode)
+    out.write(_HEADER.pack(_MAGIC, FORMAT, 0, *known, scan.entries, scan.digest))
+    out.flush()
+    os.fsync(out.fileno())
+
+
+class _Scan:
+    """One pass over a file, block by block, each cut at its last newline."""
+
+    def __init__(self, path: Path, reader: EntryReader, out: BinaryIO, progress: Progress | None, size: int) -> None:
+        self._path = path
+        self._reader = reader
+        self._out = out
+        self._progress = progress
+        self._size = size
+        self._hash = blake2b(digest_size=16)
+        self._line = 1
+        self._offset = 0
+        self.entries = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Over everything read."""
+        return self._hash.digest()
+
+    def run(self, data: BinaryIO) -> None:
+        """Through to the end of the file."""
+        rest = b""
+        while block := data.read(BLOCK_BYTES):
+            self._hash.update(block)
+            if not self._offset and not rest:
+                self._refuse_compressed(block)
+                if block.startswith(_BYTE_ORDER_MARK):
+                    self._offset, block = len(_BYTE_ORDER_MARK), block[len(_BYTE_ORDER_MARK) :]
+            cut = block.rfind(b"\n")
+            if cut < 0:
+                rest += block
+                self._check_length(rest)
+                continue
+            self._take(rest + block[:cut], cut_off=False)
+            rest = block[cut + 1 :]
+            if self._progress is not None and self._offset < self._size:
+                self._progress(self._offset, self._size)
+        if rest:
+            self._take(rest, cut_off=True)
+        if self._progress is not None:
+            self._progress(self._size, self._size)
+
+    def _take(self, lines: bytes, *, cut_off: bool) -> None:
+        """Whole lines, without the last one's newline."""
+        try:
+            text = lines.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self._reader.blank_lines(
+                lines[: lines.rfind(b"\n", 0, error.start) + 1].decode(), self._line
+            )  # earlier mistakes
+            line = self._line + lines.count(b"\n", 0, error.start)
+            raise DataError(
+                f"the line is not UTF-8 text (byte 0x{lines[error.start]:02x})",
+                where=self._reader.where(line),
+                fix="Convert the file to UTF-8",
+            ) from error
+        blank = self._reader.blank_lines(text, self._line, cut_off=cut_off)
+        newlines = np.flatnonzero(np.frombuffer(lines, dtype=np.uint8) == ord("\n"))
+        starts = np.concatenate(([0], newlines + 1)).astype("<u8") + np.uint64(self._offset)
+        kept = np.delete(starts, blank) if blank else starts
+        self._out.write(kept.tobytes())
+        self.entries += len(kept)
+        self._line += len(starts)
+        self._offset += len(lines) + 1
+
+    def _refuse_compressed(self, beginning: bytes) -> None:
+        for magic, name in _COMPRESSED.items():
+            if beginning.startswith(magic):
+                raise DataError(
+                    f"the file is compressed ({name})",
+                    where=str(self._path),
+                    fix="Decompress it; entries are read at any place of the file, so it must be plain JSON lines",
+                )
+
+    def _check_length(self, rest: bytes) -> None:
+        if len(rest) > MAX_ENTRY_BYTES:
+            raise DataError(
+                f"the line is longer than {MAX_ENTRY_BYTES >> 20} MiB",
+                where=self._reader.where(self._line),
+                fix="Write one JSON object a line; is this a JSONL file at all?",
+            )

@@ -1,0 +1,468 @@
+"""From a prompt ref to the prompt: order, source, entry, text and tokens in one call.
+
+Whoever shows a prompt to an engine takes it from here, so that the same ref is the same tokens everywhere: it is a pure
+function of the data, the seed and the ref. A curriculum may give a shard of an epoch another order than the keyed
+permutation, and must then be as pure (`Reorder`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gcore.config.data import Source, eval_sources, training_sources
+from gcore.config.spec import JobSpec
+from gcore.data.dataset import Dataset
+from gcore.data.jsonl import unreadable
+from gcore.data.order import Mixture, Share, StreamShape, entry_index, shard_length, shard_lengths
+from gcore.data.renderer import PromptRenderer
+from gcore.data.tokenizer import ModelTokenizer
+from gcore.errors import DataError, GcoreError
+from gcore.types import Prompt, PromptRef
+
+# -------------------- source
+# A source, opened: its entries as prompts, and which of them it leaves out.
+#
+# A prompt that is shorter or longer than its source allows is *filtered*: that was asked for, and is an outcome like any
+# other. One that leaves no room for its response is an error and never cut: a cut prompt is another prompt. Neither the
+# order of prompts nor their weight is known here (`gcore.prompts.stream`).
+
+_MADE_TO_FIT = {
+    False: "Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens",
+    True: "Shorten it or take it out of the set (nothing is filtered in evaluation), lower eval.max_new_tokens",
+}
+
+
+class PromptFiltered(GcoreError):
+    """The source's filters leave this prompt out. `what` is the outcome's reason, the same for all of a kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """`limit`: the most tokens that leave room for a response; None for no limit. `held_out`: it is for evaluation, which
+    filters nothing. Safe to use from several threads."""
+
+    source: Source
+    dataset: Dataset
+    renderer: PromptRenderer
+    limit: int | None
+    held_out: bool = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def name(self) -> str:
+        """The source's."""
+        return self.source.name
+
+    def prompt(self, index: int, ref: PromptRef) -> Prompt:
+        """Entry `index` under `ref`, rendered and tokenized.
+
+        Raises PromptFiltered; DataError naming the entry if it does not render or fit, DataChanged (a DataError) if the
+        file is no longer what it was; IndexError outside range(len).
+        """
+        prompt = self.unfiltered(index, ref)
+        reason = self.filtered(len(prompt.token_ids))
+        if reason is not None:
+            raise PromptFiltered(reason, where=self.dataset.name_of(index))
+        self.check_fits(index, len(prompt.token_ids))
+        return prompt
+
+    def unfiltered(self, index: int, ref: PromptRef) -> Prompt:
+        """As `prompt`, however long it is. Raises DataError, IndexError."""
+        fields = self.dataset.entry(index)
+        try:
+            text = self.renderer.render(fields[self.dataset.prompt_field], fields)
+            tokens = self.renderer.encode(text)
+        except DataError as error:
+            raise DataError(error.what, where=self.dataset.name_of(index), fix=error.fix) from error
+        if not tokens:
+            raise DataError(
+                "the prompt has no tokens",
+                where=self.dataset.name_of(index),
+                fix="Remove the entry, or write a prompt",
+            )
+        return Prompt(ref, text, tokens, fields, self.name)
+
+    def filtered(self, tokens: int) -> str | None:
+        """Why a prompt of so many tokens is left out, or None."""
+        least, most = self.source.min_prompt_tokens, self.source.max_prompt_tokens
+        if least is not None and tokens < least:
+            return f"the prompt is shorter than min_prompt_tokens ({least})"
+        if most is not None and tokens > most:
+            return f"the prompt is longer than max_prompt_tokens ({most})"
+        return None
+
+    def check_fits(self, index: int, tokens: int) -> None:
+        """Raises DataError if a prompt of so many tokens leaves no room for the response."""
+        if self.limit is not None and tokens > self.limit:
+            raise DataError(
+                f"the prompt has {tokens} tokens, and at most {self.limit} leave room for the response",
+                where=self.dataset.name_of(index),
+                fix=f"{_MADE_TO_FIT[self.held_out]}, or raise model.max_length if the model allows it",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSource:
+    """Held-out prompts of one source. Filters by length are training's: here every prompt is shown, or an error."""
+
+    opened: OpenSource
+
+    @property
+    def source(self) -> Source:
+        """What the spec says of it."""
+        return self.opened.source
+
+    def __len__(self) -> int:
+        return len(self.opened)
+
+    def prompt(self, index: int) -> Prompt:
+        """Entry `index`, under ref 0/0/`index`. Raises DataError, IndexError as `OpenSource.prompt`."""
+        return self.opened.prompt(index, PromptRef(0, 0, index))
+
+
+class Order(Protocol):
+    """A bijection of range(length of the shard) onto itself."""
+
+    def index(self, seq: int) -> int:
+        """The place in the shard that comes `seq`-th."""
+        ...
+
+
+Reorder = Callable[[int, int], Order | None]
+"""(data_epoch, shard) to that shard's order in that epoch; None: the usual one. The same on every node, for ever."""
+
+
+class PromptStream:
+    """The prompts of one job. `reorder`: a curriculum's; whoever has one may set it before the first prompt is asked."""
+
+    def __init__(
+        self, sources: Sequence[OpenSource], *, shards: int, seed: int, reorder: Reorder | None = None
+    ) -> None:
+        self.sources = tuple(sources)
+        self.mixture = Mixture([Share(s.name, len(s), s.source.weight) for s in self.sources], seed)
+        self.shape: StreamShape = cut(self.mixture.refs, shards)
+        self.reorder = reorder
+        self._seed = seed
+
+    def prompt(self, ref: PromptRef) -> Prompt:
+        """The prompt that `ref` stands for.
+
+        Raises PromptFiltered if its source leaves it out, DataError if it does not render or fit, DataChanged (a
+        DataError) if the data are no longer what they were, IndexError outside the stream.
+        """
+        source, entry = self.found(ref)
+        return source.prompt(entry, ref)
+
+    def found(self, ref: PromptRef) -> tuple[OpenSource, int]:
+        """The source and the entry that `ref` stands for. Reads no data. Raises IndexError outside the stream."""
+        order = self._reordered(ref.data_epoch, ref.shard)
+        if order is None:
+            return self._at(ref.data_epoch, entry_index(self.shape, self._seed, ref))
+        return self.at(ref.data_epoch, ref.shard, order.index(ref.seq))
+
+    def at(self, data_epoch: int, shard: int, place: int) -> tuple[OpenSource, int]:
+        """The source and the entry at a place of a shard, which is what an order arranges. Raises IndexError."""
+        if not 0 <= place < shard_length(self.shape, shard):
+            raise IndexError(f"place {place} of a shard of {self.shape.lengths[shard]}")
+        return self._at(data_epoch, place * len(self.shape.lengths) + shard)
+
+    def _at(self, data_epoch: int, place: int) -> tuple[OpenSource, int]:
+        found = self.mixture.at(data_epoch, place)
+        return self.sources[found.source], found.entry
+
+    def _reordered(self, data_epoch: int, shard: int) -> Order | None:
+        return None if self.reorder is None else self.reorder(data_epoch, shard)
+
+
+def cut(refs: int, shards: int) -> StreamShape:
+    """Cut an epoch into shards. Raises DataError if there are more shards than prompts."""
+    if refs < shards:
+        raise DataError(
+            f"an epoch holds {refs} prompt{'s' * (refs != 1)}, and data.shards is {shards}; every shard needs at least one",
+            where="data.shards",
+            fix=f"Set data.shards to {refs} or less",
+        )
+    return shard_lengths(refs, shards)
+
+
+def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "rollout.max_new_tokens") -> int | None:
+    """The most tokens a prompt may have if a response of `max_new_tokens` shall fit into `context` after it.
+
+    None if the context is not known. Raises DataError if no prompt fits at all; `named`: where the length is set.
+    """
+    if context is None:
+        return None
+    if max_new_tokens >= context:
+        raise DataError(
+            f"{named} ({max_new_tokens}) leaves no room for a prompt in the model's context of {context}",
+            fix="Lower it, or raise model.max_length if the model allows it",
+        )
+    return context - max_new_tokens
+
+
+# -------------------- opening
+# The data of a job, opened: the one place where a spec's sources become prompts.
+#
+# A controller that works on a job, one that is asked to create it, and `gcore validate` all open the data here, so that what
+# was checked is what is run. Opening checks every entry, once for each content of the files; it counts no tokens
+# (`gcore.prompts.lengths`).
+
+OpeningProgress = Callable[[str, int, int], None]
+"""Called with what is being read (a source's name), how much is done and how much there is in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataIdentity:
+    """What a job's prompt refs mean. `prompts`: refs of an epoch, which the shards cut. `digest`: the content of all
+    sources, and how an epoch is made of them. `where`: how messages name the data. `held_out`: the content of what is
+    evaluated; empty if nothing is."""
+
+    prompts: int
+    digest: str
+    where: str
+    held_out: str = ""
+    where_held_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPrompts:
+    """The prompts of a job, for training and for evaluation."""
+
+    stream: PromptStream
+    evaluation: tuple[EvalSource, ...]
+    """In the order of the spec; empty if nothing is evaluated."""
+    identity: DataIdentity
+    context: int | None
+    """Longest prompt plus response, in tokens; None if neither the spec nor the model says."""
+    eos_token_id: int | None
+
+    @property
+    def prompts(self) -> int:
+        """Refs of an epoch."""
+        return self.identity.prompts
+
+    @property
+    def digest(self) -> str:
+        """Names what the refs mean, 32 hex digits: the same wherever the same data lie."""
+        return self.identity.digest
+
+    @property
+    def sources(self) -> Mapping[str, Source]:
+        """The sources of training, by name: where `Prompt.source` is looked up."""
+        return {opened.name: opened.source for opened in self.stream.sources}
+
+
+def open_prompts(
+    spec: JobSpec, cache_dir: Path, model_dir: Path, progress: OpeningProgress | None = None
+) -> JobPrompts:
+    """Open all data that a spec names, with the tokenizer of the model in `model_dir`. Blocks. Raises DataError."""
+    tokenizer = ModelTokenizer.load(model_dir)
+    context = spec.model.max_length or tokenizer.max_length
+
+    def shown(source: Source, section: str) -> tuple[Source, PromptRenderer, int | None]:
+        world, named = (spec.environment, "environment") if spec.agent is None else (spec.agent, "agent")
+        if world is not None:
+            room = world.room(source.sampling.max_new_tokens)
+            limit = prompt_limit(context, room, named=f"a response with what it is shown, {named}.max_tokens")
+            return source, _renderer(source, section, model_dir, tokenizer), limit
+        longest = source.sampling.max_new_tokens
+        own = "" if longest == spec.rollout.max_new_tokens else f" of {section} source {source.name!r}"
+        limit = prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")
+        return source, _renderer(source, section, model_dir, tokenizer), limit
+
+    def opened(source: Source, renderer: PromptRenderer, limit: int | None, *, held_out: bool = False) -> OpenSource:
+        return OpenSource(source, _open_dataset(source, cache_dir, progress), renderer, limit, held_out)
+
+    # Filters by length are for training; who asks how good a model is wants no prompt left out.
+    held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
+    # The small files of all sources first: a mistake in them is told before gigabytes are read.
+    trained = [shown(source, "data") for source in training_sources(spec)]
+    evaluated = [shown(source, "eval") for source in held_out]
+    sources = [opened(*one) for one in trained]
+    evaluation = tuple(EvalSource(opened(*one, held_out=True)) for one in evaluated)
+    identity = _identity(
+        [(s.source, s.dataset) for s in sources], [(held.source, held.opened.dataset) for held in evaluation]
+    )
+    stream = PromptStream(sources, shards=spec.data.shards, seed=spec.seed)
+    return JobPrompts(stream, evaluation, identity, context, tokenizer.eos_token_id)
+
+
+def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
+    """What the data of a spec are now, without its model. Blocks. Raises DataError."""
+
+    def opened(sources: Sequence[Source]) -> list[tuple[Source, Dataset]]:
+        return [(source, _open_dataset(source, cache_dir, None)) for source in sources]
+
+    return _identity(opened(training_sources(spec)), opened(eval_sources(spec)))
+
+
+def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | None) -> Dataset:
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress(source.name, done, total)
+
+    return Dataset.open(
+        source.path,
+        prompt_field=source.prompt,
+        answer_fields=source.reward.answers,
+        format=source.format,
+        split=source.split,
+        cache_dir=cache_dir,
+        progress=tell,
+    )
+
+
+def _renderer(source: Source, section: str, model_dir: Path, tokenizer: ModelTokenizer) -> PromptRenderer:
+    try:
+        return PromptRenderer.load(
+            model_dir,
+            chat=source.chat,
+            template=source.template,
+            system=source.system,
+            tools=source.tools,
+            tokenizer=tokenizer,
+        )
+    except DataError as error:
+        where = error.where or f"{section}, source {source.name!r}"
+        raise DataError(error.what, where=where, fix=error.fix) from error
+
+
+def _identity(sources: Sequence[tuple[Source, Dataset]], held_out: Sequence[tuple[Source, Dataset]]) -> DataIdentity:
+    mixture = Mixture([Share(source.name, len(data), source.weight) for source, data in sources], seed=0)
+    first, data = sources[0]
+    if len(sources) == 1 and first.weight == 1 and not _small_files(sources):
+        digest = data.digest
+    else:
+        digest = _digest(sources, [(source.name, source.weight, len(data), data.digest) for source, data in sources])
+    shown = [(source.name, len(data), data.digest) for source, data in held_out]
+    return DataIdentity(
+        prompts=mixture.refs,
+        digest=digest,
+        where=_where(sources),
+        held_out=_digest(held_out, shown) if held_out else "",
+        where_held_out=_where(held_out),
+    )
+
+
+def _digest(sources: Sequence[tuple[Source, Dataset]], shares: Sequence[object]) -> str:
+    contents = [_content(Path(file)) for file in _small_files(sources)]
+    return blake2b(repr((list(shares), contents)).encode(), digest_size=16).hexdigest()
+
+
+def _small_files(sources: Sequence[tuple[Source, Dataset]]) -> list[str]:
+    return [file for source, _ in sources for file in (source.template, source.tools) if file is not None]
+
+
+def _where(sources: Sequence[tuple[Source, Dataset]]) -> str:
+    return ", ".join(dict.fromkeys(str(data.path) for _, data in sources))
+
+
+def _content(file: Path) -> str:
+    try:
+        return blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+# -------------------- lengths
+# How long the prompts of a source are, in tokens, and how many its filters leave out: counted before a job starts.
+#
+# Counting renders and tokenizes; of a large source, a sample spread evenly over it may be enough. A prompt that does not
+# render or fit is an error here, as it would be a failed prompt later; one that is filtered is only counted.
+
+TELL_EVERY = 256
+"""Prompts between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthReport:
+    """Of `entries` prompts of a source, those `checked` that were looked at.
+
+    `tokens` [prompts shown] uint32: those that are neither filtered nor too long. `filtered`: how many, by reason.
+    `longest_entry`: which entry is the longest that is shown. `unknown`: prompts with text that the tokenizer does not
+    know. `first`: the first that is shown.
+    """
+
+    checked: int
+    entries: int
+    tokens: npt.NDArray[np.uint32]
+    filtered: Mapping[str, int]
+    longest_entry: int
+    unknown: int
+    first: Prompt
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self.tokens.max())
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens."""
+        return float(self.tokens.mean())
+
+    def percentile(self, percent: float) -> int:
+        """Tokens that so many percent of the prompts do not exceed."""
+        return int(np.percentile(self.tokens, percent, method="inverted_cdf"))
+
+
+def check_lengths(
+    opened: OpenSource,
+    *,
+    among: int | None = None,
+    sample: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LengthReport:
+    """Render and count every entry, or `sample` of them spread evenly (the first and the last included).
+
+    `among`: only the first so many entries are asked about. `progress` is called with entries done and entries in all. Raises DataError for the first that does not render or
+    fit, or if the filters leave none.
+    """
+    count = len(opened) if among is None else min(among, len(opened))
+    chosen = _spread(count, sample)
+    tokens = np.zeros(len(chosen), dtype=np.uint32)
+    filtered: Counter[str] = Counter()
+    unknown_id = opened.renderer.tokenizer.unknown_token_id
+    shown, unknown, longest, longest_entry, first = 0, 0, 0, 0, None
+    for done, index in enumerate(chosen, 1):
+        prompt = opened.unfiltered(index, PromptRef(0, 0, index))
+        length = len(prompt.token_ids)
+        reason = opened.filtered(length)
+        if reason is not None:
+            filtered[reason] += 1
+        else:
+            opened.check_fits(index, length)
+            first = first or prompt
+            unknown += unknown_id is not None and unknown_id in prompt.token_ids
+            tokens[shown] = length
+            shown += 1
+            if length > longest:
+                longest, longest_entry = length, index
+        if progress is not None and (done % TELL_EVERY == 0 or done == len(chosen)):
+            progress(done, len(chosen))
+    if first is None:
+        looked_at = "all" if len(chosen) == count else f"all {len(chosen)} looked at"
+        raise DataError(
+            f"the filters leave no prompt: of {looked_at}, {'; '.join(f'{n}: {why}' for why, n in filtered.items())}",
+            where=str(opened.dataset.path),
+            fix="Correct min_prompt_tokens and max_prompt_tokens",
+        )
+    return LengthReport(len(chosen), count, tokens[:shown], dict(filtered), longest_entry, unknown, first)
+
+
+def _spread(count: int, sample: int | None) -> range | list[int]:
+    if sample is None or sample >= count:
+        return range(count)
+    if sample < 2:
+        return range(1)
+    return sorted({number * (count - 1) // (sample - 1) for number in range(sample)})

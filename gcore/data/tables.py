@@ -1,0 +1,253 @@
+"""`python -m gcore.prompts.tables`: writes the rows of Parquet or Arrow files as JSON lines, in a process of its own.
+
+pyarrow takes some 70 MB of a process that imports it, and more while it reads; a controller keeps neither. So this module
+is only ever run: `gcore.prompts.copies` starts it with a request on standard input and reads what it says, one JSON object
+a line: {"rows": done, "of": all} as it goes on, then {"written": [rows of each file]}, or {"error": {"what", "where", "fix"}}.
+
+A row is written as JSON would have said it: integers, floats, truths, text, lists and objects as they are; dates, times and
+decimals as text; null fields of a row stay, those of objects within it are left out, because a column of objects has every
+field in every row. What JSON has no word for is refused, with column and row: binary data, NaN and Infinity, text that is
+not UTF-8. Whether an entry is a good one is not asked here (`gcore.prompts.entries`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from gcore.errors import DataError
+
+BATCH_ROWS = 2048
+
+
+PIECE_BYTES = 16 << 20
+"""A batch of large rows is written in pieces of about so much: as Python's objects and as text it is several times that."""
+
+
+BUFFER_BYTES = 1 << 20
+
+
+TELL_EVERY = 16
+"""Batches between two reports."""
+
+
+class Unsuitable(Exception):
+    """A column's type cannot be said in JSON."""
+
+
+def write_rows(kind: str, files: list[Path], to: Path, out: TextIO) -> list[int]:
+    """Write all rows to `to`, one a line; the rows of each file. Raises DataError."""
+    readers = [_Reader(kind, file) for file in files]
+    total = sum(reader.rows for reader in readers)
+    written: list[int] = []
+    with to.open("wb", buffering=BUFFER_BYTES) as lines:
+        for reader in readers:
+            rows = 0
+            pieces = (piece for batch in reader.batches() for piece in _pieces(batch))
+            for number, batch in enumerate(pieces):
+                text = _as_lines(batch, reader.path, rows)
+                lines.write(text)
+                rows += batch.num_rows
+                if number % TELL_EVERY == 0 and sum(written) + rows < total:
+                    _tell(out, {"rows": sum(written) + rows, "of": total})
+            written.append(rows)
+        lines.flush()
+        os.fsync(lines.fileno())
+    _tell(out, {"rows": total, "of": total})
+    return written
+
+
+class _Reader:
+    """One file. Rows are counted from its metadata, or by passing over it."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self.path = path
+        self._kind = kind
+        with _Told(path, kind):
+            if kind == "parquet":
+                with pq.ParquetFile(path) as file:
+                    self.rows, schema = file.metadata.num_rows, file.schema_arrow
+            else:
+                with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+                    schema, self.rows = stream.schema, sum(batch.num_rows for batch in stream)
+        _check_columns(schema, path)
+
+    def batches(self) -> Iterator[Any]:
+        with _Told(self.path, self._kind):
+            if self._kind == "parquet":
+                # A buffer instead of whole column chunks: writers often put a million rows into one row group.
+                with pq.ParquetFile(self.path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+                    yield from file.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
+            else:
+                with pa.memory_map(str(self.path)) as source, pa.ipc.open_stream(source) as stream:
+                    for batch in stream:
+                        for start in range(0, batch.num_rows, BATCH_ROWS):
+                            yield batch.slice(start, BATCH_ROWS)
+
+
+class _Told:
+    """What Arrow says of a file that it cannot read, as a sentence."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._path = path
+        self._kind = {"parquet": "a Parquet file", "hf": "an Arrow file as `datasets` saves it"}[kind]
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            reason = (error.strerror or type(error).__name__).lower()
+            raise DataError(
+                f"cannot read the file ({reason})", where=str(self._path), fix="Name existing, readable files"
+            ) from error
+        if isinstance(error, pa.ArrowException | OSError | ValueError) and not isinstance(error, BrokenPipeError):
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            raise DataError(
+                f"the file is not {self._kind}, or is damaged ({reason})",
+                where=str(self._path),
+                fix="Copy or write the file again, or name another `format`",
+            ) from error
+
+
+def _check_columns(schema: Any, path: Path) -> None:
+    names = list(schema.names)
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"two columns are called {name!r}", where=str(path), fix="Rename one of them")
+        try:
+            _plain(schema.field(name).type)
+        except Unsuitable as error:
+            raise DataError(
+                f"column {name!r} holds {error}, which no prompt can",
+                where=str(path),
+                fix="Remove the column from the data, or write it as text",
+            ) from error
+
+
+def _plain(kind: Any) -> Any:
+    """The type that a column is read as; its own if it is plain already. Raises Unsuitable."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(_plain(kind.value_type))
+        return pa.large_list(item) if types.is_large_list(kind) else pa.list_(item)
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind) or types.is_decimal(kind):
+        return pa.string()
+    plain = (
+        types.is_null(kind)
+        or types.is_boolean(kind)
+        or types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+    )
+    if not plain:
+        raise Unsuitable("binary data" if "binary" in str(kind) else f"values of the type {kind}")
+    return kind
+
+
+def _pieces(batch: Any) -> Iterator[Any]:
+    rows = max(1, batch.num_rows * PIECE_BYTES // max(1, batch.nbytes))
+    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+
+def _as_lines(batch: Any, path: Path, first: int) -> bytes:
+    """The rows of a batch, of which the first is row `first` of the file."""
+    columns = []
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        plain = _plain(column.type)
+        try:
+            values = (column if plain == column.type else column.cast(plain)).to_pylist(maps_as_pydicts="strict")
+        except (ValueError, LookupError, pa.ArrowException) as error:
+            raise _of_row(_bad_row(column), path, first, name, str(error).split("\n")[0]) from error
+        columns.append([_without_null(value) for value in values] if types.is_nested(plain) else values)
+    names = batch.schema.names
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    try:
+        return "".join([_encode(row) + "\n" for row in rows]).encode("utf-8")
+    except ValueError:
+        return _slowly(rows, path, first)
+
+
+def _slowly(rows: list[dict[str, Any]], path: Path, first: int) -> bytes:
+    """As `_as_lines`, but it knows which value is the one that cannot be said."""
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            try:
+                _encode(value).encode("utf-8")
+            except ValueError as error:
+                said = "half a surrogate pair" if isinstance(error, UnicodeEncodeError) else "NaN or Infinity"
+                raise _of_row(number, path, first, name, f"{said} is not JSON") from error
+    raise AssertionError("every value can be said, and the rows cannot")
+
+
+def _bad_row(column: Any) -> int:
+    """The first row of a column that does not convert."""
+    for number in range(len(column)):
+        try:
+            column.slice(number, 1).to_pylist(maps_as_pydicts="strict")
+        except (ValueError, LookupError, pa.ArrowException):
+            return number
+    return 0
+
+
+def _of_row(number: int, path: Path, first: int, name: str, problem: str) -> DataError:
+    return DataError(
+        f"column {name!r} cannot be read ({problem})",
+        where=f"{path}, row {first + number}",
+        fix="Correct the value, or write null",
+    )
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_null(item) for item in value]
+    return value
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _tell(out: TextIO, what: dict[str, Any]) -> None:
+    out.write(json.dumps(what) + "\n")
+    out.flush()
+
+
+def main() -> int:
+    """Read the request, write the rows, say how it ended."""
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+    request = json.loads(sys.stdin.read())
+    try:
+        written = write_rows(
+            request["kind"], [Path(file) for file in request["files"]], Path(request["to"]), sys.stdout
+        )
+    except BrokenPipeError:
+        return 1  # whoever asked is gone
+    except OSError as error:
+        what = f"the rows cannot be written ({(error.strerror or str(error)).lower()})"
+        _tell(sys.stdout, {"error": {"what": what, "where": str(Path(request["to"]).parent), "fix": "Make room there"}})
+        return 2
+    except DataError as error:
+        _tell(sys.stdout, {"error": {"what": error.what, "where": error.where, "fix": error.fix}})
+        return 2
+    _tell(sys.stdout, {"written": written})
+    return 0

@@ -1,0 +1,331 @@
+"""One emulated engine in time: who waits, who runs, and when each sample ends. Pure; the caller says what time it is.
+
+All running sequences make one token a decode step, and a step takes as long as the timing says for so many of them. So there
+is one count of steps that only grows; a sequence that joined at step j and has n tokens left ends at step j + n, whatever
+else comes and goes. Between two moments at which somebody joins or ends nothing needs to be computed, which is what lets
+one process be a thousand engines. Reading a prompt holds the steps up, unless one of the same prompt runs.
+
+Everything is in emulated seconds. Weights are only a name here. Who else is on its slot is told as a number (`shared_by`), by which
+everything takes longer (`slot`). Does not know HTTP, nor who waits for the samples.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gcore.engines.emulated.law import Timing
+from gcore.engines.emulated.responses import Response
+from gcore.engines.request import Delivery, Ending, Task, Work
+from gcore.engines.torch.scheduler import Waiting
+from gcore.rollout.engine_time import Meter, Sums, doing_of
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+ALMOST = 1e-9
+"""By what rounding may miss a whole step; and where engines share a slot, by how many seconds two of its moments are one."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A running sequence: it had `made` tokens at step `joined`. `entry` names its end among the ends."""
+
+    work: Work
+    joined: float
+    made: int
+    entry: int
+
+
+class Device:
+    """One engine. `respond` says what a task's whole response will be; `rows`: sequences that run at once."""
+
+    def __init__(self, timing: Timing, respond: Callable[[Task, str], Response], *, rows: int, version: str) -> None:
+        self._timing = timing
+        self._respond = respond
+        self._rows = rows
+        self.version = version
+        self.paused = False
+        self.asleep: frozenset[str] = frozenset()
+        self.generated_tokens = 0
+        self._now = 0.0
+        self._steps = 0.0
+        self._shared = 1.0
+        """How many times as long everything takes because of others on the slot."""
+        self._alone_s = timing.decode_step(1)
+        """A decode step, if nobody else computes on the slot."""
+        self._held_until = 0.0
+        self._waiting = Waiting()
+        self._running: dict[int, _Row] = {}
+        self._ends: list[tuple[float, int, int]] = []
+        """A heap: the step at which a row ends, the entry's name, its task's number. Of rows that left, entries stay behind."""
+        self._entries = itertools.count()
+        self._responses: dict[int, Response] = {}
+        self._meter: Meter | None = None
+        """From when it was first done something to."""
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being decoded."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it computes now, and so takes its share of the slot."""
+        return bool(self._running) and not self.still
+
+    @property
+    def still(self) -> bool:
+        """Whether no tokens are made now, whatever there is."""
+        return self.paused or bool(self.asleep)
+
+    def submit(self, tasks: Sequence[Task], now: float) -> list[Delivery]:
+        """More to do. What ended until `now` comes back, as everywhere below."""
+        ended = self.advance(now)
+        self._waiting.put([Work(task) for task in tasks])
+        self._join(now)
+        return ended
+
+    def advance(self, now: float) -> list[Delivery]:
+        """Time goes on."""
+        ended: list[Delivery] = []
+        while not self.still and (step := self._next_end()) is not None:
+            begin = max(self._now, self._held_until)
+            at = begin + (step - self._steps) * self.step_s
+            if at > now:
+                self._steps += max(0.0, now - begin) / self.step_s
+                break
+            self._now, self._steps = at, step
+            ended += self._end_rows()
+            self._join(at)
+        self._now = max(self._now, now)
+        self._note(now)
+        return ended
+
+    def tokens(self, now: float) -> int:
+        """Made until now: of what has ended, of what runs, and of what was taken back."""
+        begin = max(self._now, self._held_until)
+        passed = 0.0 if self.still else max(0.0, now - begin) / self.step_s
+        running = sum(self._made(row, self._steps + passed) for row in self._running.values())
+        return (
+            self.generated_tokens + running + sum(len(work.tokens) for work in self._waiting.peek(len(self._waiting)))
+        )
+
+    def sums(self, now: float) -> Sums:
+        """What its time was."""
+        self._note(now)
+        assert self._meter is not None
+        return self._meter.read(now)
+
+    def _note(self, now: float) -> None:
+        """It may have more or less to do from now on."""
+        if self._meter is None:
+            self._meter = Meter(self._rows, now)
+        doing = doing_of(paused=self.paused, asleep=bool(self.asleep))
+        self._meter.note(doing, len(self._running) + len(self._waiting), now)
+
+    def shared_by(self, count: int, now: float) -> None:
+        """From now on so many compute on its slot, this one among them whenever it does. Nothing has ended before that is not told."""
+        shared = count * (1.0 + self._timing.law.shared_loss * (count - 1))
+        left = self._held_until - now
+        if left > 0:
+            self._held_until = now + left * shared / self._shared
+        self._shared = shared
+
+    def wake_at(self) -> float | None:
+        """When the next sample ends, if nothing happens before; None: never."""
+        step = None if self.still else self._next_end()
+        return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self.step_s
+
+    def abort(self, unwanted: Callable[[Task], bool], now: float) -> list[Delivery]:
+        """End these now, with the tokens they have."""
+        ended = self.advance(now)
+        ending = Ending("abort", message="Aborted by a request")
+        for work in self._waiting.drop(unwanted):
+            ended.append(self._delivery(work, len(work.tokens), ending))
+        for number, row in list(self._running.items()):
+            if unwanted(row.work.task):
+                del self._running[number]
+                ended.append(self._delivery(row.work, self._made(row), ending))
+        self._join(now)
+        return ended
+
+    def pause(self, mode: PauseMode, now: float) -> list[Delivery]:
+        """Make no more tokens."""
+        ended = self.abort(lambda _: True, now) if mode == "abort" else self.advance(now)
+        if mode == "retract":
+            self._waiting.put_back([self._retracted(row) for row in self._running.values()])
+            self._running.clear()
+        self.paused = True
+        self._note(now)
+        return ended
+
+    def resume(self, now: float) -> None:
+        """Go on."""
+        self.advance(now)
+        self.paused = False
+        self._join(now)
+
+    def release(self, tags: frozenset[str], now: float) -> list[Delivery]:
+        """Sleep. Whoever asks has seen to it that nothing runs."""
+        ended = self.advance(now)
+        self.asleep |= tags
+        self._note(now)
+        return ended
+
+    def wake(self, tags: frozenset[str], now: float) -> None:
+        """Wake up."""
+        self.advance(now)
+        self.asleep -= tags
+        self._join(now)
+
+    def call_weights(self, version: str, now: float) -> list[Delivery]:
+        """From the next token on, `version` makes them."""
+        ended = self.advance(now)
+        self.version = version
+        for row in self._running.values():
+            row.work.mark(version, self._made(row))
+        return ended
+
+    def so_far(self, number: int) -> Delivery | None:
+        """What there is of a task that runs; None if it does not. Time has been told before."""
+        row = self._running.get(number)
+        if row is None:
+            return None
+        response, count = self._responses[number], self._made(row)
+        cached = row.work.cached_tokens
+        return Delivery(
+            number, response.tokens[:count], response.logprobs[:count], row.work.spans(count), cached, ending=None
+        )
+
+    @property
+    def step_s(self) -> float:
+        """A decode step takes so long now."""
+        return self._alone_s * self._shared
+
+    def _next_end(self) -> float | None:
+        while self._ends:
+            step, entry, number = self._ends[0]
+            row = self._running.get(number)
+            if row is not None and row.entry == entry:
+                return step
+            heapq.heappop(self._ends)
+        return None
+
+    def _end_rows(self) -> list[Delivery]:
+        """Those that end with the present step."""
+        ended = []
+        while (step := self._next_end()) is not None and step <= self._steps + ALMOST:
+            row = self._running.pop(heapq.heappop(self._ends)[2])
+            response = self._responses[row.work.task.number]
+            ended.append(self._delivery(row.work, len(response.tokens), response.ending))
+        return ended
+
+    def _join(self, now: float) -> None:
+        """Whoever waits and has room begins; the prompts that nobody running shares are read first."""
+        if self.still:
+            return
+        read = {row.work.task.key for row in self._running.values() if not row.made} if self._waiting else set()
+        unread = 0
+        for work in self._waiting.take(self._rows - len(self._running)):
+            task = work.task
+            if task.number not in self._responses:
+                self._responses[task.number] = self._respond(task, self.version)
+            made = len(work.tokens)
+            if made or task.key not in read:
+                unread += len(task.prompt) + made
+                read.add(task.key)
+            else:
+                work.cached_tokens = len(task.prompt) - 1
+            work.mark(self.version, made)
+            entry = next(self._entries)
+            self._running[task.number] = _Row(work, self._steps, made, entry)
+            end = self._steps + len(self._responses[task.number].tokens) - made
+            heapq.heappush(self._ends, (end, entry, task.number))
+        if unread:
+            self._held_until = max(self._held_until, now) + self._timing.prefill(unread) * self._shared
+        self._alone_s = self._timing.decode_step(max(1, len(self._running)))
+        self._note(now)
+
+    def _made(self, row: _Row, steps: float | None = None) -> int:
+        """Tokens of a row, at the present step or at another one."""
+        since = (self._steps if steps is None else steps) - row.joined
+        return min(row.made + int(since + ALMOST), len(self._responses[row.work.task.number].tokens))
+
+    def _retracted(self, row: _Row) -> Work:
+        work, made = row.work, self._made(row)
+        work.tokens = list(self._responses[work.task.number].tokens[:made])
+        work.retractions += 1
+        return work
+
+    def _delivery(self, work: Work, count: int, ending: Ending) -> Delivery:
+        response = self._responses.pop(work.task.number, None)
+        tokens = () if response is None else response.tokens[:count]
+        logprobs = () if response is None else response.logprobs[:count]
+        self.generated_tokens += count
+        spans = work.spans(count) if work.marks else work.never_joined(self.version)
+        return Delivery(
+            work.task.number, tokens, logprobs, spans, work.cached_tokens, ending, retractions=work.retractions
+        )
+
+
+# -------------------- slot
+# Emulated slots that have engines in common, mostly one: who is resident there, and what they take from one another. Pure; the caller
+# says what time it is.
+#
+# Those that sleep take nothing. Of those that are awake, whoever has sequences to decode shares the slot with the others that have:
+# of two that compute at once each goes half as fast, and as soon as one of them has nothing more to do, the other has all of the
+# slot. One that spans several slots goes no faster than on the one of them that most others compute on. What is copied (weights, memory that is given back and taken again) takes its time beside that.
+#
+# Train ranks are processes of their own and share nothing here. At staleness 0 they compute only when no engine does, by the step's own
+# order; at a staleness above 0 a rank and an engine on one slot are emulated as if each had it for itself.
+
+
+class Slot:
+    """The devices on it, in one time. Whatever is done to one of them is done between `advance` and `share`, at the same moment."""
+
+    def __init__(self) -> None:
+        self._devices: dict[Device, tuple[str, ...]] = {}
+
+    def add(self, device: Device, now: float, on: tuple[str, ...] = ("",)) -> None:
+        """It is resident from now on, on these slots."""
+        device.advance(now)
+        self._devices[device] = on
+        self.share(now)
+
+    def remove(self, device: Device, now: float) -> None:
+        """It is gone, with all that it had under way."""
+        del self._devices[device]
+        self.share(now)
+
+    def advance(self, now: float) -> list[tuple[Device, list[Delivery]]]:
+        """Time goes on for all of them: what ended until now, and whose it is. With one end the others' paces change, so each is
+        taken in its turn."""
+        found: list[tuple[Device, list[Delivery]]] = []
+        while len(self._devices) > 1 and (at := self.wake_at()) is not None and at < now - ALMOST:
+            found += self._to(at)
+            self.share(at)
+        return found + self._to(now)
+
+    def share(self, now: float) -> None:
+        """Who computes may have changed."""
+        busy = Counter(slot for device, on in self._devices.items() if device.busy for slot in on)
+        for device, on in self._devices.items():
+            most = max(busy[slot] for slot in on)
+            device.shared_by(max(1, most if device.busy else most + 1), now)
+
+    def wake_at(self) -> float | None:
+        """When something ends next, if nothing happens before; None: never."""
+        return min((at for device in self._devices if (at := device.wake_at()) is not None), default=None)
+
+    def _to(self, now: float) -> list[tuple[Device, list[Delivery]]]:
+        return [(device, ended) for device in self._devices if (ended := device.advance(now))]

@@ -1,0 +1,425 @@
+"""An emulated engine in an event loop: requests in, answers out when the device says that they have ended.
+
+What goes on in time is its slot's (`live_slot`), which it may share with others. What depends on the model is checked as the torch
+engine's desk checks it. A change of weights waits for what runs unless the engine is paused (`gcore.rollout.engine.gate`),
+and takes the time that the law says. One that sleeps takes requests and lets them wait; its weights cannot be changed then. Who asks for a stream hears
+of responses as they grow and as they end. What an emulated engine cannot tell is refused in words (`checks`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gcore.config.reward import VerdictSpec
+from gcore.engines.detokenizer import Text, cut_at
+from gcore.engines.emulated.device import Device, PauseMode, Slot
+from gcore.engines.emulated.launch import HostLaunch
+from gcore.engines.emulated.law import Timing
+from gcore.engines.emulated.responses import Response, Verdict, Vocabulary, Voice, respond
+from gcore.engines.request import Delivery, Task, is_older
+from gcore.engines.serving.http import Gate
+from gcore.engines.serving.io_struct import Asked, Generate, SamplingBody, answer, emptied
+from gcore.errors import DataError, EngineError
+from gcore.system.clock import Clock
+from gcore.types import Version
+
+# -------------------- checks
+# What an emulated engine knows of its model, and whether it can serve what it is asked for, as the torch engine's desk checks it.
+
+UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What all emulated engines of a process share of the model's folder."""
+
+    path: str
+    words: Vocabulary
+    text: Text | None
+    longest: int | None = None
+    """Tokens of the longest response that the job asks it for."""
+    verdict: Verdict | None = None
+    """Of a judge."""
+
+
+def tokens_of(model: Model, prompt: str | list[int], params: SamplingBody, asked: Asked) -> tuple[int, ...]:
+    """The prompt's. Raises EngineError for what the model cannot take, and for what an emulated engine cannot tell."""
+    words, text = model.words, model.text
+    tokens: tuple[int, ...]
+    if isinstance(prompt, str):
+        if text is None:
+            raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids")
+        tokens = text.encode(prompt)
+    else:
+        tokens = tuple(prompt)
+    if not tokens:
+        raise EngineError("the prompt has no tokens")
+    wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < words.size), None)
+    if wrong is not None:
+        raise EngineError(f"token id {wrong} is not in the vocabulary of {words.size}")
+    if len(tokens) + (params.max_new_tokens or 0) > words.context or len(tokens) >= words.context:
+        raise EngineError(
+            f"a prompt of {len(tokens)} tokens and max_new_tokens {params.max_new_tokens} exceed "
+            f"the context of {words.context} tokens",
+            fix="Shorten the prompt or lower max_new_tokens",
+        )
+    if params.stop_strings:
+        raise EngineError(UNTOLD.format("where a stop string would come up"), fix="Use stop_token_ids")
+    if asked.top or asked.named or (asked.prompt_from is not None and asked.prompt_from < len(tokens)):
+        raise EngineError(UNTOLD.format("log-probabilities of anything but the response"))
+    return tokens
+
+
+# -------------------- models
+# What emulated engines need of the models' folders: tokenizers, vocabularies, and what a judge may say. Each is read once.
+
+
+class Models:
+    """Those of one process, by the judge whose they are; the policy's has no name."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, Model] = {}
+
+    def of(self, launch: HostLaunch, judge: str) -> Model:
+        """The one that an engine of `launch` serves. Blocks the first time. Raises DataError, or for a verdict parser that there is not."""
+        if judge not in self._read:
+            self._read[judge] = _judge(launch, judge) if judge else _policy(launch)
+        return self._read[judge]
+
+
+def _policy(launch: HostLaunch) -> Model:
+    folder = Path(launch.model)
+    text = Text.load(folder)
+    return Model(str(folder), Vocabulary.load(folder, text), text, launch.longest)
+
+
+def _judge(launch: HostLaunch, name: str) -> Model:
+    from gcore.engines.emulated.responses import (
+        verdict_of,  # parsers may be anybody's; a job without judges needs none of it
+    )
+
+    judge = launch.judge(name)
+    folder = Path(judge.model)
+    text = Text.load(folder)
+    words = Vocabulary.load(folder, text)
+    try:
+        spec = VerdictSpec.model_validate(judge.verdict)
+    except ValidationError as error:
+        raise DataError(f"the verdict of judge {name!r} cannot be read ({error})") from error
+    return Model(str(folder), words, text, judge.longest, verdict_of(name, spec, words, text))
+
+
+# -------------------- live_slot
+# An emulated slot, or several that have engines in common, in an event loop: what is done to its devices, and
+# when what they have made is delivered.
+#
+# One alarm a slot, set for the next end of any of its devices; nothing runs between two of them.
+
+Deliver = Callable[[list[Delivery]], None]
+
+
+class LiveSlot:
+    """A slot. Belongs to the loop in which something is first done to it."""
+
+    def __init__(self, clock: Clock, speedup: float) -> None:
+        self._clock = clock
+        self._speedup = speedup
+        self._slot = Slot()
+        self._deliver: dict[Device, Deliver] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def now(self) -> float:
+        """Emulated seconds."""
+        return self._clock.monotonic() * self._speedup
+
+    def add(self, device: Device, deliver: Deliver, on: tuple[str, ...] = ("",)) -> None:
+        """It is resident from now on, on these slots; `deliver` is handed what ends."""
+        now = self.now()
+        self._advance(now)
+        self._deliver[device] = deliver
+        self._slot.add(device, now, on)
+
+    def remove(self, device: Device) -> None:
+        """It is gone, with all that it had under way."""
+        now = self.now()
+        self._advance(now)
+        del self._deliver[device]
+        self._slot.remove(device, now)
+        self._set_alarm()
+
+    def do(self, device: Device, deed: Callable[[float], list[Delivery] | None]) -> None:
+        """`deed` is done to the device, at the moment that it is given; to one that is gone nothing is."""
+        now = self.now()
+        self._advance(now)
+        if (deliver := self._deliver.get(device)) is not None:
+            deliver(deed(now) or [])
+        self._slot.share(now)
+        self._set_alarm()
+
+    def _advance(self, now: float) -> None:
+        for device, ended in self._slot.advance(now):
+            self._deliver[device](ended)
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        at = self._slot.wake_at()
+        if at is not None:
+            delay = max(0.0, at - self.now()) / self._speedup
+            self._alarm = asyncio.get_running_loop().call_later(delay, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        now = self.now()
+        self._advance(now)
+        self._slot.share(now)
+        self._set_alarm()
+
+
+LEAST_S = 0.05
+"""Between two parts of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A task under way, and what its answer needs."""
+
+    task: Task
+    params: SamplingBody
+    asked: Asked
+    ended: asyncio.Future[Delivery]
+    since: float
+
+
+class EmulatedEngine:
+    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident, None: one of its own; `spans`: on which slots
+    there. Belongs to the loop in which it is first asked."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        timing: Timing,
+        clock: Clock,
+        *,
+        rows: int,
+        version: str,
+        slot: LiveSlot | None = None,
+        spans: tuple[str, ...] = ("",),
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.model_path = model.path
+        self.timing = timing
+        self._clock = clock
+        self._speedup = timing.law.speedup
+        self._voice = Voice(timing.law, model.words, model.longest, model.verdict)
+        self.device = Device(timing, self._response, rows=rows, version=version)
+        self._slot = slot or LiveSlot(clock, timing.law.speedup)
+        self._slot.add(self.device, self._deliver, spans)
+        self.gate = Gate(lambda: self.device.still)
+        self.requests = 0
+        self.prompt_tokens = 0
+        self._tickets: dict[int, Ticket] = {}
+        self._names: set[str] = set()
+        self._next = 0
+        self._moving = asyncio.Lock()
+        """Memory is given back or taken."""
+        self._follow(version)
+
+    def admit(self, request: Generate) -> list[Ticket]:
+        """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
+        names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
+        if taken := self._names & set(names):
+            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
+        tickets = []
+        for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
+            tokens = tokens_of(self.model, prompt, params, asked)
+            for index in range(params.n):
+                tickets.append(self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index))
+        return tickets
+
+    async def answers(self, tickets: Sequence[Ticket]) -> list[dict[str, Any]]:
+        """Wait for all, and word the answers in order. Cancelled, it takes back what still runs."""
+        async with self._under_way(tickets):
+            ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
+        return [self._word(ticket, delivery) for ticket, delivery in zip(tickets, ended, strict=True)]
+
+    def advance(self) -> None:
+        """Hand out what has ended by now."""
+        self._slot.do(self.device, self.device.advance)
+
+    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+        """The same as a stream: each as it ends, told by `index`, and before that every `stream_interval` tokens what there is of it."""
+        async with self._under_way(tickets):
+            waiting = {ticket.ended: place for place, ticket in enumerate(tickets)}
+            told = [0] * len(tickets)
+            while waiting:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=self._grown_in(tickets), return_when=asyncio.FIRST_COMPLETED
+                )
+                for place, future in sorted((waiting.pop(future), future) for future in done):
+                    yield {**self._word(tickets[place], future.result()), "index": place}
+                self.advance()
+                for place in waiting.values():
+                    ticket = tickets[place]
+                    part = self.device.so_far(ticket.task.number)
+                    if part is not None and len(part.tokens) - told[place] >= ticket.params.stream_interval:
+                        told[place] = len(part.tokens)
+                        yield {**self._word(ticket, part), "index": place}
+
+    def _grown_in(self, tickets: Sequence[Ticket]) -> float:
+        """Seconds until some of these may have grown by as much as is told at once."""
+        every = min(ticket.params.stream_interval for ticket in tickets)
+        return max(every * self.device.step_s / self._speedup, LEAST_S)
+
+    @contextlib.asynccontextmanager
+    async def _under_way(self, tickets: Sequence[Ticket]) -> AsyncIterator[None]:
+        names = {ticket.task.rid for ticket in tickets}
+        async with self.gate.passing():
+            self._names |= names
+            self._tickets |= {ticket.task.number: ticket for ticket in tickets}
+            self.requests += len(tickets)
+            self.prompt_tokens += sum(len(ticket.task.prompt) for ticket in tickets)
+            try:
+                tasks = [ticket.task for ticket in tickets]
+                self._slot.do(self.device, lambda now: self.device.submit(tasks, now))
+                yield
+            finally:
+                self._names -= names
+                left = {t.task.number for t in tickets if self._tickets.pop(t.task.number, None) is not None}
+                if left:
+                    self.abort(lambda task: task.number in left)
+
+    def abort(self, unwanted: Callable[[Task], bool]) -> None:
+        """End these now; they answer with the tokens they have."""
+        self._slot.do(self.device, lambda now: self.device.abort(unwanted, now))
+
+    def pause(self, mode: PauseMode) -> None:
+        """Make no more tokens."""
+        self._slot.do(self.device, lambda now: self.device.pause(mode, now))
+        self.gate.look_again()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._slot.do(self.device, self.device.resume)
+
+    async def release(self, tags: frozenset[str]) -> None:
+        """Sleep. Raises EngineError while something runs."""
+        async with self._moving:
+            if self.device.running:
+                raise EngineError("requests are running", fix="Abort or pause them first")
+            # First, so that nothing begins while the memory is given back.
+            self._slot.do(self.device, lambda now: self.device.release(tags, now))
+            self.gate.look_again()
+            await self.take(self.timing.sleep())
+
+    async def wake(self, tags: frozenset[str]) -> None:
+        """Wake up. Raises EngineError for what does not sleep."""
+        async with self._moving:
+            if not tags <= self.device.asleep:
+                raise EngineError(f"{', '.join(sorted(tags - self.device.asleep))} was not released")
+            await self.take(self.timing.wake())
+            self._slot.do(self.device, lambda now: self.device.wake(tags, now))
+
+    def told(self, step: int) -> None:
+        """The job has come to that step. Only a judge needs to be told."""
+        if self.model.verdict is not None:
+            self.timing.step = step
+
+    def gone(self) -> None:
+        """It is no more on its slot. What it had under way never ends."""
+        self._slot.remove(self.device)
+
+    async def update(self, path: str, version: str | None, *, flush: bool, abort: bool) -> None:
+        """Serve what lies in `path` from now on. Raises EngineError; then nothing has changed."""
+        if abort:
+            self.abort(lambda _: True)
+        async with self.gate.changing():
+            if "weights" in self.device.asleep:
+                raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
+            if version is not None and is_older(version, self.device.version):
+                raise EngineError(f"version {version} is older than {self.device.version}, which is served")
+            if flush and self.device.running:
+                raise EngineError(
+                    "requests hold the cache", fix="Retract or abort them first, or set flush_cache false"
+                )
+            await self.take(self.timing.publish())
+            self.model_path = path
+            self.rename(version if version is not None else self.device.version)
+
+    def rename(self, version: str) -> None:
+        """Call the weights so."""
+        self._slot.do(self.device, lambda now: self.device.call_weights(version, now))
+        self._follow(version)
+
+    def _follow(self, version: str) -> None:
+        """The policy's weights are of the step that they are called by. A judge's are not; it is told (`Timing.step`)."""
+        if self.model.verdict is None:
+            with contextlib.suppress(ValueError):
+                self.timing.step = Version.parse(version).step
+
+    async def take(self, emulated_s: float) -> None:
+        """Let so many emulated seconds pass."""
+        await self._clock.sleep(emulated_s / self._speedup)
+
+    def now(self) -> float:
+        """Emulated seconds."""
+        return self._clock.monotonic() * self._speedup
+
+    def _response(self, task: Task, version: str) -> Response:
+        return respond(self._voice, task.prompt, task.sampling, version, self.timing.step)
+
+    def _ticket(self, tokens: tuple[int, ...], params: SamplingBody, asked: Asked, rid: str, index: int) -> Ticket:
+        words = self.model.words
+        sampling = params.sampling(
+            index=index,
+            drawn_seed=uuid.uuid4().int >> 65,
+            end_tokens=words.end_tokens,
+            room=words.context - len(tokens),
+            vocabulary=words.size,
+            asked=asked,
+        )
+        task = Task(self._next, rid, tokens, sampling)
+        self._next += 1
+        ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
+        return Ticket(task, params, asked, ended, self._clock.monotonic())
+
+    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+        for delivery in deliveries:
+            ticket = self._tickets.pop(delivery.number, None)
+            if ticket is not None and not ticket.ended.done():
+                ticket.ended.set_result(delivery)
+
+    def _word(self, ticket: Ticket, delivery: Delivery) -> dict[str, Any]:
+        if not ticket.params.makes_tokens:
+            delivery = emptied(delivery)
+        return answer(
+            delivery,
+            rid=ticket.task.rid,
+            text=self._said(ticket.params, delivery),
+            prompt=ticket.task.prompt,
+            asked=ticket.asked,
+            text_of=lambda token: (
+                "" if self.model.text is None else self.model.text.decode([token], skip_special_tokens=False)
+            ),
+            latency_s=self._clock.monotonic() - ticket.since,
+        )
+
+    def _said(self, params: SamplingBody, delivery: Delivery) -> str:
+        text = self.model.text
+        if text is None:
+            return ""
+        matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
+        tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
+        said = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        return cut_at(said, matched) if isinstance(matched, str) else said

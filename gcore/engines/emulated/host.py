@@ -1,0 +1,435 @@
+"""`python -m gcore.emulated.host --home HOME --launch FILE`: all emulated engines of a job on one node, in one process.
+
+Each has its own port, its own registration in the store, its own pace, and a process that stands for it (`stand_ins`): whoever ends or kills
+that one ends one engine. Engines that are placed later, such as judges where the policy's engines are already, come to the process that there
+is (`inbox`), for those that share a slot take from one another. As a real worker's supervisor does, the process ends when it is told
+to (SIGTERM), when its node has had no controller for the grace period, and when the store was away for very long; and when it has no
+engine any more. Logs what it is in its first line.
+
+Ends with 0 after an orderly stop, 2 when the launch document cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from gcore.api.tls import Watched, serving_context
+from gcore.engines.emulated.engine import EmulatedEngine, LiveSlot, Models
+from gcore.engines.emulated.launch import SAID, HostLaunch, Inbox, PlacedEngine
+from gcore.engines.emulated.law import Law, Timing, read_law
+from gcore.engines.emulated.routes import Doors, KeysByPort, app
+from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
+from gcore.ledger.records.chain import Head
+from gcore.schema import UnreadableRecord
+from gcore.store import keys
+from gcore.store.reference import connect
+from gcore.store.session import Session
+from gcore.store.types import MAX_OPERATIONS, Compare, Delete, Put, Store
+from gcore.system import daemon as logs
+from gcore.system.clock import Clock, SystemClock
+from gcore.system.process import CannotStart, ProcessId, child_ended, status_of
+from gcore.worker.records import WorkerRecord, WorkerState
+
+# -------------------- stand_ins
+# A process for each emulated engine, which does nothing: it stands for the engine where processes are spoken of.
+#
+# A worker is ended, or killed, by its process; emulated engines of a node share one. So each has a shell beside it that waits for an end
+# that never comes: its pid stands in the engine's registration, and when it ends, by whatever signal, the engine is gone at once, alone. All of
+# them wait on one pipe, whose other end the host holds: when the host dies, they end too.
+
+COMMAND = ("sh", "-c", "read never")
+
+
+class StandIn:
+    """Of one engine."""
+
+    def __init__(self, child: subprocess.Popen[bytes], identity: ProcessId) -> None:
+        self._child = child
+        self.identity = identity
+
+    async def ended(self) -> None:
+        """Returns once it has ended."""
+        await child_ended(self._child.pid)
+        self._child.wait()
+
+    def end(self) -> None:
+        """End it, if it lives."""
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+
+
+class StandIns:
+    """Of a process's engines."""
+
+    def __init__(self) -> None:
+        self._end, self._held = os.pipe()
+
+    def start(self, instance: str) -> StandIn:
+        """For the engine called `instance`, which is shown in lists of processes. Raises CannotStart."""
+        try:
+            child = subprocess.Popen([*COMMAND, instance], stdin=self._end, stdout=subprocess.DEVNULL)
+        except OSError as error:
+            raise CannotStart(f"no process can be started that stands for {instance} ({error.strerror})") from error
+        status = status_of(child.pid)
+        if status is None:
+            raise CannotStart(f"the process that stands for {instance} cannot be seen under /proc", fix="Mount /proc")
+        return StandIn(child, status.identity)
+
+    def close(self) -> None:
+        """End all of them."""
+        os.close(self._held)
+        os.close(self._end)
+
+
+# -------------------- registration
+# The registrations of all engines of a process, under one lease.
+#
+# Each engine has its own record in the store, as a real one has; what is one is the lease, because they live and die together.
+# (A thousand leases, each renewed three times in its life, would take more of one machine than everything that is to be
+# looked at here.) Written level by level: whatever the records should say last is written until the store has it, each write
+# comparing the keys' revisions, so that a write whose answer never came undoes nothing. That of an engine that has ended alone is
+# taken away. Does not decide what they say.
+
+RETRY_S = 1.0
+
+
+SETTLE_S = 0.05
+"""After a change, for more of them: engines of a process come up within a moment."""
+
+
+log = logging.getLogger("gcore.emulated")
+
+
+class Registration:
+    """Of one process's engines."""
+
+    def __init__(self, store: Store, clock: Clock, ttl: int) -> None:
+        self._store = store
+        self._clock = clock
+        self._ttl = ttl
+        self._wanted: dict[str, WorkerRecord] = {}
+        self._changed = asyncio.Event()
+        self._session: Session | None = None
+
+    def show(self, record: WorkerRecord) -> None:
+        """From now on the store shall show `record`."""
+        if self._wanted.get(record.instance) != record:
+            self._wanted[record.instance] = record
+            self._changed.set()
+
+    def forget(self, instance: str) -> None:
+        """The store shall show nothing of it any more."""
+        if self._wanted.pop(instance, None) is not None:
+            self._changed.set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            try:
+                self._session = await Session.open(self._store, clock=self._clock, ttl=self._ttl)
+            except StoreUnavailable:
+                await self._clock.sleep(RETRY_S)
+                continue
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._session.run())
+                    tasks.create_task(self._write(self._session.lease))
+            except* LeaseLost:
+                log.warning("the store ended the lease; registering again")
+
+    async def leave(self) -> None:
+        """End the lease, and with it all registrations."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _write(self, lease: int) -> None:
+        shown: dict[str, WorkerRecord] = {}
+        tried: set[str] = set()
+        """What may stand in the store: whether a write took place is not always known."""
+        self._changed.set()  # under a new lease everything is to be written again
+        while True:
+            await self._changed.wait()
+            await self._clock.sleep(SETTLE_S)
+            self._changed.clear()
+            due = {name: record for name, record in self._wanted.items() if shown.get(name) != record}
+            names = sorted(due)
+            try:
+                gone = sorted(tried - self._wanted.keys())
+                for start in range(0, len(gone), MAX_OPERATIONS):
+                    former = gone[start : start + MAX_OPERATIONS]
+                    await self._store.transact((), [Delete(keys.worker(name)) for name in former])
+                    tried -= set(former)
+                    shown = {name: record for name, record in shown.items() if name in tried}
+                for start in range(0, len(names), MAX_OPERATIONS):
+                    part = {name: due[name] for name in names[start : start + MAX_OPERATIONS]}
+                    tried |= part.keys()
+                    if await self._put(lease, part):
+                        shown |= part
+                    else:
+                        self._changed.set()
+            except StoreUnavailable:
+                self._changed.set()
+                await self._clock.sleep(RETRY_S)
+
+    async def _put(self, lease: int, records: Mapping[str, WorkerRecord]) -> bool:
+        revisions = {}
+        for name in records:
+            there = await self._store.get(keys.worker(name))
+            revisions[name] = there.mod_revision if there else 0
+        compares = [Compare(keys.worker(name), revision) for name, revision in revisions.items()]
+        puts = [Put(keys.worker(name), record.encode(), lease) for name, record in records.items()]
+        return (await self._store.transact(compares, puts)).won
+
+
+LINGER_S = 3.0
+"""So long a failure stays readable in the store."""
+
+
+LOOK_S = 0.1
+"""How often it is looked for engines that are placed later."""
+
+
+HANDED_S = 2.0
+
+
+class Host:
+    """The process's life, in its event loop. `launch`: its first engines; `inbox`: where it looks for more."""
+
+    def __init__(
+        self, launch: HostLaunch, law: Law, store: Store, clock: Clock, me: ProcessId, inbox: Inbox | None = None
+    ) -> None:
+        self._launch = launch
+        self._law = law
+        self._store = store
+        self._clock = clock
+        self._me = me
+        self._inbox = inbox
+        self._registration = Registration(store, clock, launch.lease_ttl_s)
+        self._engines: dict[int, EmulatedEngine] = {}
+        self._slots: defaultdict[str, LiveSlot] = defaultdict(lambda: LiveSlot(clock, law.speedup))
+        self._models = Models()
+        self._stand_ins = StandIns()
+        self._keys: dict[int, str] = {}
+        tls = None if launch.tls is None else serving_context(Watched(launch.tls.material))
+        self._doors = Doors(KeysByPort(app(self._engines), self._keys), launch.host, tls)
+        self._living = 0
+        self._step = 0
+        self._stop = asyncio.Event()
+        self._why = ""
+
+    def stop(self, why: str) -> None:
+        """Ask it to end; in the event loop."""
+        self._why = self._why or why
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Until it is to end."""
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(self._doors.serve(), name="serve")
+            begun = [
+                tasks.create_task(self._registration.run(), name="register"),
+                tasks.create_task(self._watch_node(), name="watch node"),
+            ]
+            if self._law.judges_change:
+                begun.append(tasks.create_task(self._follow_head(), name="follow head"))
+            self._admit(self._launch, tasks, begun)
+            if self._inbox is not None:
+                begun.append(tasks.create_task(self._look_for_more(self._inbox, tasks, begun), name="look for more"))
+            await self._stop.wait()
+            log.info("stopping: %s", self._why)
+            for task in begun:
+                task.cancel()
+            self._doors.close()
+            await serving
+        self._stand_ins.close()
+        await self._registration.leave()
+
+    def _admit(self, launch: HostLaunch, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
+        """More engines."""
+        log.info("%d engines on %s: %s; %s", len(launch.engines), launch.node, SAID, self._law.model_dump_json())
+        for placed in launch.engines:
+            self._living += 1
+            begun.append(tasks.create_task(self._live(placed, launch), name=placed.instance))
+
+    async def _look_for_more(self, inbox: Inbox, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
+        while True:
+            for launch in inbox.take():
+                self._admit(launch, tasks, begun)
+            if not self._living:
+                self.stop("it has no engine any more")
+            await self._clock.sleep(LOOK_S)
+
+    async def _live(self, placed: PlacedEngine, launch: HostLaunch) -> None:
+        """One engine: it comes up, serves, and is gone when the process that stands for it has ended."""
+        stand_in = self._stand_ins.start(placed.instance)
+        ended = asyncio.ensure_future(stand_in.ended())
+        try:
+            await self._serve(placed, launch, stand_in.identity, ended)
+        finally:
+            ended.cancel()
+            stand_in.end()
+            self._registration.forget(placed.instance)
+            self._living -= 1
+
+    async def _serve(
+        self, placed: PlacedEngine, launch: HostLaunch, process: ProcessId, ended: asyncio.Future[None]
+    ) -> None:
+        def show(state: WorkerState, address: str = "", why: str = "") -> None:
+            record = self._record(placed, process, state, address)
+            self._registration.show(record.model_copy(update={"reason": why}))
+
+        show("starting")
+        try:
+            model = self._models.of(launch, placed.judge)
+        except GcoreError as error:
+            log.error("%s: %s", placed.instance, error)
+            show("failed", why=str(error))
+            await self._clock.sleep(LINGER_S)
+            return
+        law = self._law.of_judges if placed.judge else self._law.of_policy
+        timing = Timing(self._law, placed.instance, law, slots=len(placed.slots))
+        timing.step = self._step
+        loading = asyncio.ensure_future(self._clock.sleep(timing.load() / self._law.speedup))
+        await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        loading.cancel()
+        if ended.done():
+            return
+        rows = launch.rows if not placed.judge else launch.judge(placed.judge).rows
+        slot = self._slots[launch.block(placed.slot)]
+        version, spans = launch.weight_version, placed.slots
+        engine = EmulatedEngine(
+            placed.instance, model, timing, self._clock, rows=rows, version=version, slot=slot, spans=spans
+        )
+        port = await self._doors.open()
+        self._engines[port] = engine
+        self._keys[port] = placed.api_key
+        try:
+            show("serving", f"{launch.host}:{port}")
+            await ended
+            log.info("%s was ended", placed.instance)
+        finally:
+            del self._engines[port], self._keys[port]
+            self._doors.shut(port)
+            engine.gone()
+
+    async def _follow_head(self) -> None:
+        """Judges are told the step that the job has come to: their weights do not say it."""
+        key = keys.JobKeys(self._launch.job_uid).head
+        async for batch in self._store.watch(key):
+            for event in batch.events:
+                if event.kind == "put" and event.kv.key == key:
+                    self._step = Head.decode(event.kv.value, key).step
+            for engine in self._engines.values():
+                engine.told(self._step)
+
+    async def _watch_node(self) -> None:
+        """Ends the process when nobody is there who would use it."""
+        launch = self._launch
+        absent: float | None = None
+        away: float | None = None
+        while True:
+            now = self._clock.monotonic()
+            try:
+                there = await self._store.get(keys.node(launch.node)) is not None
+            except StoreUnavailable:
+                away = now if away is None else away
+                if now - away > launch.store_grace_s:
+                    self.stop(f"the store has been away for {now - away:.0f} s")
+            else:
+                away = None
+                absent = None if there else now if absent is None else absent
+                if absent is not None and now - absent >= launch.orphan_grace_s:
+                    self.stop(f"orphaned: node {launch.node} has had no controller for {now - absent:.0f} s")
+            await self._clock.sleep(max(RETRY_S, launch.orphan_grace_s / 8))
+
+    def _record(self, placed: PlacedEngine, process: ProcessId, state: WorkerState, address: str) -> WorkerRecord:
+        return WorkerRecord(
+            instance=placed.instance,
+            node=self._launch.node,
+            role="reward" if placed.judge else "rollout",
+            job_uid=self._launch.job_uid,
+            slot=placed.slot,
+            pid=process.pid,
+            pid_started=process.started,
+            child_pid=self._me.pid,
+            state=state,
+            address=address,
+            judge=placed.judge,
+            further=placed.further,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _signals(host: Host) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, host.stop, f"asked to by {number.name}")
+    yield
+
+
+async def _run(launch: HostLaunch, home: Path) -> None:
+    me = status_of(os.getpid())
+    if me is None:
+        raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
+    clock = SystemClock()
+    inbox = Inbox.of(launch, home)
+    document = inbox.put(launch)
+    while not inbox.claim():
+        if not document.exists():
+            log.info("the engines are with another process")
+            await clock.sleep(HANDED_S)  # until then they are registered, and nobody need wonder where they are
+            return
+        await clock.sleep(LOOK_S)
+    launches = inbox.take()
+    if not launches:
+        return  # whoever had taken it has died since; they are started anew
+    law = read_law(os.environ)
+    store = await connect(launch.store, clock)
+    try:
+        host = Host(launches[0], law, store, clock, me.identity, inbox)
+        for other in launches[1:]:
+            inbox.put(other)
+        async with _signals(host):
+            await host.run()
+    finally:
+        await store.close()
+
+
+def _read(path: Path) -> HostLaunch:
+    try:
+        return HostLaunch.decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"cannot read the launch document ({error.strerror})", where=str(path)) from error
+    except UnreadableRecord as error:
+        raise UsageError(error.what, where=error.where, fix=error.fix) from error
+
+
+def main() -> None:
+    """The process."""
+    parser = argparse.ArgumentParser(prog="gcore.emulated.host", description=f"Emulated engines: {SAID}.")
+    parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
+    parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
+    arguments = parser.parse_args()
+    logs.set_up()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        launch = _read(arguments.launch)
+        logs.set_up({"controller": launch.node, "job": launch.job_uid})
+        asyncio.run(_run(launch, arguments.home))
+    except GcoreError as error:
+        log.error("%s", error)
+        sys.exit(error.exit_code)

@@ -1,0 +1,213 @@
+"""`python -m gcore.emulated.rank`: a train rank that computes nothing, under a real supervisor.
+
+Everything around a step is the real rank's process (`gcore.train.serving`): the service, what is held and refused, receipts,
+progress, how it ends. In place of the model there is the law: a step takes as long as it says for the rank's tokens. Rank 0
+stages a folder for engines and writes checkpoints that are whole but hold no weights (`emulated.json` lies in them, and a
+model cannot be made of them). No rank meets another, so a rank that dies takes none of the others with it.
+
+It tells no loss: there is none, and an invented figure would be taken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+from gcore.engines.emulated.launch import SAID
+from gcore.engines.emulated.law import Timing, read_law
+from gcore.models.layout import (
+    EMULATED_FILE,
+    EXP_AVG_FILE,
+    EXP_AVG_SQ_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    FileEntry,
+    Manifest,
+    companions,
+    file_entry,
+    sweep_unfinished,
+    verify_checkpoint,
+    weights_folder,
+)
+from gcore.system.clock import Clock
+from gcore.system.files import whole_folder
+from gcore.train.checkpoint.run_files import CHECKPOINT, CheckpointWriter, Insisting, ReceiptBook, Tick
+from gcore.train.rank.feed import PartWork, Work, parts_left
+from gcore.train.rank.launch import RankLaunch, StepResult
+from gcore.train.rank.main import Loaded, Meet
+from gcore.types import Version
+
+TELL_S = 1.0
+"""Real seconds between two signs of progress."""
+
+
+STAGED = 3
+"""Versions of staged weights that are kept, the newest."""
+
+
+Tell = Callable[[str], None]
+
+
+class EmulatedTrainer:
+    """Applies steps by letting time pass. In one thread, which blocks."""
+
+    def __init__(self, launch: RankLaunch, timing: Timing, writer: CheckpointWriter, clock: Clock) -> None:
+        self._launch = launch
+        self._timing = timing
+        self._clock = clock
+        self._start_s = 0.0
+        self._writer = writer
+        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, writer.folder)
+        self._insisting = Insisting(writer.hindered, launch.spec.train.watchdog_s)
+        self._writes = launch.rank == 0
+        self._updates = 0
+        self._accumulated = 0.0
+        """Emulated seconds that the parts of the step to come have taken so far."""
+        self.released: frozenset[str] = frozenset()
+        """What it is as if it had given the memory back of: it has none."""
+
+    def load(self, tell: Tell) -> None:
+        """Take the time of loading; what is gone on from is read as a real rank reads it. Raises CheckpointDamaged."""
+        launch, began = self._launch, self._clock.monotonic()
+        if launch.checkpoint_path is not None and self._writes:
+            self._updates = verify_checkpoint(launch.checkpoint_path).updates
+        self._take(self._timing.load(), "loading", tell)
+        if self._writes:
+            sweep_unfinished(launch.run_path, launch.lineage)
+            self._stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
+        self._start_s = self._clock.monotonic() - began
+
+    def run(self, work: Work, tell: Tell) -> StepResult:
+        """One step. Raises NotTaken."""
+        self.released = frozenset()
+        launch, seal = self._launch, work.seal
+        updating = saving = 0.0
+        if seal.groups:
+            for part in parts_left(work):
+                self.accumulate(part, tell)
+            self._compute(self._timing.train(0 if seal.parts else _tokens(work)), tell)
+            updating, self._accumulated = self._accumulated, 0.0
+            self._updates += launch.spec.train.epochs * launch.spec.train.mini_batches
+        tell("saving")
+        version = Version(launch.lineage, seal.step)
+        if self._writes:
+            saving = self._timing.save()
+            self._take(saving, "saving", tell)
+            self._stage(version, lambda: tell("saving"))
+            last = seal.last or seal.step == launch.spec.flow.steps
+            if launch.spec.checkpoints_after(seal.step, last=last, asked=seal.checkpoint):
+                self._checkpoint(version, last=last, tell=tell)
+        self._insist(
+            f"a receipt of step {seal.step}",
+            self._receipts.file.parent,
+            partial(self._receipts.write, work, None),
+            lambda: tell("saving"),
+        )
+        speedup = self._timing.law.speedup  # reports are in real seconds, as all else that is told of a step
+        metrics = {
+            "emulated": 1.0,
+            "update_seconds": updating / speedup,
+            "saving_seconds": saving / speedup,
+            "start_seconds": self._start_s,  # by which placement knows what another train world costs
+        }
+        weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
+        return StepResult(metrics, weights)
+
+    def accumulate(self, part: PartWork, tell: Tell) -> None:
+        """A part of the step to come."""
+        self._compute(self._timing.accumulate(_tokens(part.work)), tell)
+
+    def rest(self, what: Collection[str], tell: Tell) -> None:
+        """As if memory were given back, or taken again: at once."""
+        tell("restoring" if self.released - set(what) else "releasing")
+        self.released = frozenset(what)
+
+    def _compute(self, seconds: float, tell: Tell) -> None:
+        self._accumulated += seconds
+        self._take(seconds, "update", tell)
+
+    def _take(self, emulated_s: float, phase: str, tell: Tell) -> None:
+        left = emulated_s / self._timing.law.speedup
+        tell(phase)
+        while left > 0:
+            part = min(left, TELL_S)
+            threading.Event().wait(part)  # the thread's own sleep: nobody sets it
+            left -= part
+            tell(phase)
+
+    def _insist(self, what: str, where: Path, attempt: Callable[[], None], tell: Callable[[], None]) -> None:
+        """As a real rank does, but alone."""
+        self._insisting.until_taken(what, where, attempt, list, tell)
+
+    def _stage(self, version: Version, tell: Callable[[], None]) -> None:
+        target = weights_folder(self._launch.run_path, version)
+        self._insist(f"the weights of step {version.step}", target.parent, lambda: self._stage_once(target), tell)
+
+    def _stage_once(self, target: Path) -> None:
+        launch = self._launch
+        self._writer.folder.check()
+        with whole_folder(target, owner=launch.world, durable=False) as folder:
+            for source in companions(launch.model_path):
+                shutil.copyfile(source, folder / source.name)
+            _mark(folder)
+        versions = sorted(
+            Version(*map(int, path.name.split("-"))) for path in target.parent.glob("[0-9]*-[0-9]*") if path.is_dir()
+        )
+        for old in versions[:-STAGED]:
+            shutil.rmtree(weights_folder(launch.run_path, old), ignore_errors=True)
+
+    def _checkpoint(self, version: Version, *, last: bool, tell: Tell) -> None:
+        launch, updates = self._launch, self._updates
+        while not self._writer.wait(TELL_S):
+            tell(CHECKPOINT)
+
+        def fill(folder: Path, tick: Tick) -> None:
+            for source in companions(launch.model_path):
+                shutil.copyfile(source, folder / source.name)
+            _mark(folder)
+            for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE):
+                (folder / name).write_bytes(_no_tensors())
+                tick(len(_no_tensors()))
+            files: dict[str, FileEntry] = {path.name: file_entry(path) for path in sorted(folder.iterdir())}
+            manifest = Manifest(
+                job_uid=launch.job_uid,
+                world=launch.world,
+                lineage=version.lineage,
+                step=version.step,
+                updates=updates,
+                files=files,
+            )
+            (folder / MANIFEST_FILE).write_bytes(manifest.encode())
+
+        self._writer.begin(version, 3 * len(_no_tensors()), fill, insist=last)
+
+
+def _tokens(work: Work) -> int:
+    """Of the rank's share."""
+    groups = work.seal.groups
+    share = work.layout.of_rank(work.rank)
+    return sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
+
+
+def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: CheckpointWriter) -> Loaded:
+    """In place of `gcore.train.loading.load`. Raises UsageError, CheckpointDamaged."""
+    timing = Timing(read_law(os.environ), f"{launch.world} rank {launch.rank}")
+    trainer = EmulatedTrainer(launch, timing, writer, clock)
+    trainer.load(tell)
+    return Loaded(trainer.run, lambda: None, trainer.accumulate, trainer.rest, lambda: trainer.released)
+
+
+def _mark(folder: Path) -> None:
+    (folder / EMULATED_FILE).write_text(json.dumps({"emulated": SAID}) + "\n", encoding="utf-8")
+
+
+def _no_tensors() -> bytes:
+    """A safetensors file without a tensor, which says why."""
+    header = json.dumps({"__metadata__": {"emulated": SAID}}).encode()
+    return struct.pack("<Q", len(header)) + header

@@ -1,0 +1,272 @@
+"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn. Pure.
+
+The same request is answered alike whenever and wherever it is made, as by a real engine that heeds seeds: a response is a
+function of seed and prompt, and its length of the step that the weights are of. A greedy one is a function of the prompt and of the
+weights' name. The tokens are ordinary ones of the model's vocabulary and mean nothing; a response that does not come to its longest
+length ends with an end token, if there is one. Log-probabilities are those of a token drawn from a distribution of a few nats of entropy.
+
+How long a response becomes is said by its prompt and its first tokens together. So an engine that is asked to go on behind what another
+had made, as if that were a part of the prompt, ends it where the other would have: moved responses get no longer. It knows them by how many
+tokens fewer it is asked for than the job's longest response has, and by two of the first tokens, which follow from those beside them.
+
+A judge's answer is such tokens too, and at its end one of the verdicts that it was given: which, follows from the question and the first
+tokens as the length does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gcore.config.reward import VerdictSpec
+from gcore.engines.detokenizer import Text
+from gcore.engines.emulated.law import Law, Lengths, generator
+from gcore.engines.request import Ending, Sampling, prompt_key
+from gcore.errors import DataError, GcoreError
+from gcore.reward.judges.parsers import find_parser
+
+MOST_ORDINARY = 4096
+"""Tokens that responses are made of, at most: the first of the vocabulary that have a text."""
+
+
+MEAN_LOGPROB = -0.8
+
+
+HEAD, MARKS = 4, 2
+"""First tokens that say how long a response becomes, and how many of them follow from the very first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What of a model's vocabulary matters here: its size, tokens that have a text, tokens that end a response."""
+
+    size: int
+    ordinary: tuple[int, ...]
+    end_tokens: tuple[int, ...]
+    context: int
+
+    @classmethod
+    def load(cls, folder: Path, text: Text | None) -> Vocabulary:
+        """Of a model's folder. Raises DataError."""
+        config = _json(folder / "config.json")
+        size = config.get("vocab_size")
+        if not isinstance(size, int):
+            raise DataError("the model's configuration has no vocab_size", where=str(folder / "config.json"))
+        ends = _end_tokens(folder, config, text)
+        ordinary: list[int] = []
+        for token in range(size):
+            if token not in ends and (text is None or text.decode([token], skip_special_tokens=True)):
+                ordinary.append(token)
+            if len(ordinary) == MOST_ORDINARY:
+                break
+        if not ordinary:
+            raise DataError("no token of the model's vocabulary has a text", where=str(folder))
+        context = config.get("max_position_embeddings")
+        return cls(size, tuple(ordinary), ends, int(context) if isinstance(context, int) else 32_768)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole response, with how it ends."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge may say at the end of its answer, as tokens."""
+
+    best: tuple[int, ...]
+    worst: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """Who answers. `longest`: tokens of the longest response that the job asks for; None: what another engine made is taken for a
+    prompt. `verdict`: of a judge."""
+
+    law: Law
+    words: Vocabulary
+    longest: int | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def lengths(self) -> Lengths:
+        """The law of its responses' lengths."""
+        return (self.law.of_policy if self.verdict is None else self.law.of_judges).lengths
+
+
+def respond(voice: Voice, prompt: Sequence[int], sampling: Sampling, version: str, step: int = 0) -> Response:
+    """The response that `sampling` gets to the prompt. `version`: the weights' name, which greedy responses follow. `step`: the one
+    that the weights are of."""
+    words, most = voice.words, sampling.max_new_tokens
+    made = _made_before(voice, prompt, most)
+    whole = len(prompt) - made
+    draws = _draws(prompt, sampling, version)
+    question = prompt_key(prompt[:whole]).hex()
+    head = _head(words, question, prompt[whole:], draws)
+    ends = tuple(token for token in sampling.stop_token_ids if 0 <= token < words.size)
+    said = _said(voice, question, head)
+    length = _length(voice, question, head, step)
+    if said:  # it comes to its verdict, where there is room for one
+        length = min(max(length, HEAD + len(said) + len(ends[:1])), made + most - bool(ends))
+    count = min(max(length - made, sampling.min_new_tokens, 1), most) if ends else most
+    stops = bool(ends) and max(length - made, sampling.min_new_tokens) < most
+    tokens = [*head[made:], *_drawn(words, draws, max(count - len(head[made:]), 0))][:count]
+    tail = (*said, ends[0]) if stops else said
+    if tail:
+        behind = tail[-count:]
+        tokens[len(tokens) - len(behind) :] = behind
+    spread = -MEAN_LOGPROB * draws.standard_exponential(count, dtype=np.float32)
+    logprobs = tuple(float(-value) for value in spread)
+    ending = Ending("stop", matched=tokens[-1]) if stops else Ending("length")
+    return Response(tuple(tokens), logprobs, ending)
+
+
+def _made_before(voice: Voice, prompt: Sequence[int], most: int) -> int:
+    """How many tokens at the prompt's end another engine made."""
+    made = (voice.longest or 0) - most
+    if not 0 < made < len(prompt):
+        return 0
+    begun = prompt[len(prompt) - made :]
+    marks = _marks(voice.words, prompt_key(prompt[: len(prompt) - made]).hex(), begun[0])
+    return made if tuple(begun[1 : 1 + len(marks)]) == marks[: len(begun) - 1] else 0
+
+
+def _draws(prompt: Sequence[int], sampling: Sampling, version: str) -> np.random.Generator:
+    about = prompt_key(prompt).hex()
+    if sampling.temperature == 0.0:
+        return generator("greedy", about, version)
+    return generator("sample", sampling.seed, about)
+
+
+def _drawn(words: Vocabulary, draws: np.random.Generator, count: int) -> list[int]:
+    return [words.ordinary[i] for i in draws.integers(len(words.ordinary), size=count)]
+
+
+def _marks(words: Vocabulary, question: str, first: int) -> tuple[int, ...]:
+    """The tokens behind the first, by which a response is known again."""
+    return tuple(_drawn(words, generator("marks", question, first), MARKS))
+
+
+def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.random.Generator) -> tuple[int, ...]:
+    """The first tokens: those that are there already, and the rest."""
+    first, *last = _drawn(words, draws, HEAD - MARKS)
+    first = begun[0] if begun else first
+    head = (first, *_marks(words, question, first), *last)
+    return (*begun[:HEAD], *head[len(begun) :])
+
+
+def _said(voice: Voice, question: str, head: Sequence[int]) -> tuple[int, ...]:
+    """A judge's verdict; of the policy nothing."""
+    if voice.verdict is None:
+        return ()
+    positive = generator("verdict", voice.law.seed, question, *head).random() < voice.law.judge_positive
+    return voice.verdict.best if positive else voice.verdict.worst
+
+
+def _length(voice: Voice, question: str, head: Sequence[int], step: int) -> int:
+    """Log-normal; the responses to one prompt have a part of it in common."""
+    lengths, seed = voice.lengths, voice.law.seed
+    common = float(generator("length", seed, question).standard_normal())
+    own = float(generator("own length", seed, question, *head).standard_normal())
+    deviation = math.sqrt(lengths.likeness) * common + math.sqrt(1.0 - lengths.likeness) * own
+    return max(1, round(lengths.median_at(step) * math.exp(lengths.spread * deviation)))
+
+
+def _end_tokens(folder: Path, config: dict[str, object], text: Text | None) -> tuple[int, ...]:
+    """Those that the model's configuration names, or its tokenizer's."""
+    generation = folder / "generation_config.json"
+    for named in (_json(generation) if generation.is_file() else {}, config):
+        value = named.get("eos_token_id")
+        found: Sequence[object] = value if isinstance(value, list) else [value]
+        ends = tuple(token for token in found if isinstance(token, int))
+        if ends:
+            return ends
+    settings = folder / "tokenizer_config.json"
+    name = _json(settings).get("eos_token") if settings.is_file() else None
+    name = name.get("content") if isinstance(name, dict) else name
+    token = text.token_id(name) if text is not None and isinstance(name, str) else None
+    return () if token is None else (token,)
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"the model's configuration cannot be read ({error})", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise DataError("the model's configuration holds no JSON object", where=str(path))
+    return value
+
+
+# -------------------- verdicts
+# What an emulated judge says at the end of its answers, so that the job's verdict parser can read it.
+#
+# Found by trying: whatever the section `verdict` names (its words, its bounds, a number or a word in a JSON object, the settings of
+# a parser of somebody's own) is written down in the judge's own tokens behind some that mean nothing, and read by the parser itself. What it
+# takes for the most is the best verdict, what it takes for the least the worst. A judge whose parser can read none of it cannot be emulated,
+# which is said in words; no number is made up for it.
+
+BETWEEN = (" ", "\n", "", ". ")
+"""What stands in front of a verdict, so that it is no part of the word or number before it; the first that serves."""
+
+
+TRIED_BEHIND = 64
+"""Tokens of no meaning behind which a verdict has to be readable."""
+
+
+def verdict_of(judge: str, spec: VerdictSpec, words: Vocabulary, text: Text | None) -> Verdict:
+    """The judge's best and worst verdict. Raises DataError if it has none, and for a parser that there is not."""
+    if text is None:
+        raise DataError(f"the model of judge {judge!r} has no tokenizer.json, and what it says is text")
+    parse = find_parser(spec.parser)
+    for between in BETWEEN:
+        found: dict[tuple[int, ...], float] = {}
+        for body in _bodies(spec):
+            tokens = _spelt(f"{between}{spec.after or ''}{between if spec.after else ''}{body}", text)
+            if tokens is None:
+                continue
+            try:
+                values = {
+                    parse(text.decode((*words.ordinary[:2], last, *tokens), skip_special_tokens=True), spec)
+                    for last in words.ordinary[:TRIED_BEHIND]
+                }
+            except GcoreError:
+                continue
+            if len(values) == 1:
+                found[tokens] = values.pop()
+        if found:
+            return Verdict(max(found, key=found.__getitem__), min(found, key=found.__getitem__))
+    raise DataError(
+        f"no verdict that judge {judge!r} can say in its tokens is read by parser {spec.parser!r}",
+        fix="Emulated judges know the parsers words, number and json; take a tokenizer that has the characters",
+    )
+
+
+def _bodies(spec: VerdictSpec) -> Iterator[str]:
+    """What a verdict may look like."""
+    yield from spec.words
+    numbers = [f"{bound:g}" for bound in (spec.most, spec.least) if math.isfinite(bound)]
+    yield from numbers
+    for value in (*map(json.dumps, spec.words), *numbers):
+        yield f"{{{json.dumps(spec.field)}: {value}}}"
+    yield from (value for value in spec.options.values() if isinstance(value, str))
+
+
+def _spelt(said: str, text: Text) -> tuple[int, ...] | None:
+    """In tokens that say this again, whatever the tokenizer adds by itself; None if there are none."""
+    try:
+        encoded = text.encode(said)
+    except Exception:  # noqa: BLE001 - the tokenizers library raises it bare for a character that it has no token for
+        return None
+    tokens = tuple(t for t in encoded if text.decode((t,), skip_special_tokens=True))
+    back = text.decode(tokens, skip_special_tokens=True)
+    return tokens if tokens and back.strip() == said.strip() else None

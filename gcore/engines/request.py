@@ -1,0 +1,174 @@
+"""What is asked of the engine, what waits, and which weights are served: pure bookkeeping.
+
+A `Task` is one sample to be made. It waits in the order in which it came; what was running and had to give its row back
+(retracted) goes before all others, with the tokens it has. Versions that read "lineage.step" only ever rise.
+
+Knows no torch, no thread, no HTTP.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gcore.types import Version
+
+EndKind = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of a task are drawn. `seed` keys its Philox stream (128 bits); temperature 0 is greedy."""
+
+    max_new_tokens: int
+    seed: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sample, the model's own end tokens among them unless they are to be ignored."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told at each position of the output (and of the prompt, where asked for)."""
+    named_tokens: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are told at each of these positions too, whether they are likely or not."""
+    prompt_logprobs_from: int | None = None
+    """Log-probabilities of the prompt's tokens are told from this position on; None: of none."""
+
+
+Top = tuple[tuple[float, int], ...]
+"""The likeliest tokens of one position, best first: (log-probability, token)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model thinks of a prompt's tokens from position `start` on, each given those before it.
+
+    `values[i]` belongs to token `start + i`: of the untempered softmax; None for the prompt's very first token, before
+    which there is nothing. `tops` has the likeliest tokens of the same positions, `named` the log-probabilities of the
+    named ones; each is empty when none were asked for.
+    """
+
+    start: int
+    values: tuple[float | None, ...]
+    tops: tuple[Top | None, ...]
+    named: tuple[tuple[float, ...] | None, ...] = ()
+
+
+def prompt_key(prompt: Sequence[int]) -> bytes:
+    """Names the prompt's content."""
+    return array("q", prompt).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One sample to be made. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
+
+    number: int
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    streams: bool = False
+    """Whether every token is delivered as soon as it is there."""
+    key: bytes = field(default=b"", repr=False, compare=False)
+    """Names the prompt's content; samples of one prompt share it. Bytes, because they remember their hash and tuples do not."""
+
+    def __post_init__(self) -> None:
+        if not self.key:
+            object.__setattr__(self, "key", prompt_key(self.prompt))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) were made with the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sample ended. `matched`: the stop string or token; `message`: why it was aborted."""
+
+    kind: EndKind
+    matched: str | int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a task has so far. `ending` is None while it goes on (only tasks that stream hear of that)."""
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    cached_tokens: int
+    ending: Ending | None
+    tops: tuple[Top, ...] = ()
+    """By output token, when `top_logprobs` were asked for."""
+    named: tuple[tuple[float, ...], ...] = ()
+    """By output token: log-probabilities of the `named_tokens`, when there are any."""
+    prompt_logprobs: PromptLogprobs | None = None
+    retractions: int = 0
+    """How often it had to give its row back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a span begins."""
+
+    version: str
+    start: int
+
+
+@dataclass(slots=True)
+class Work:
+    """A task and how far it has come, between joining, giving its row back, and the end.
+
+    While it runs, its tokens stand in its row; `tokens` and `logprobs` are what it had when it joined.
+    """
+
+    task: Task
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    cached_tokens: int = 0
+    tops: list[Top] = field(default_factory=list)
+    named: list[tuple[float, ...]] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    retractions: int = 0
+
+    def mark(self, version: str, count: int) -> None:
+        """From token `count` on, `version` makes them."""
+        while self.marks and self.marks[-1].start >= count:
+            self.marks.pop()
+        if not self.marks or self.marks[-1].version != version:
+            self.marks.append(Mark(version, count))
+
+    def drop_last(self) -> None:
+        """Its last token is not to be told."""
+        del self.tokens[-1], self.logprobs[-1], self.tops[len(self.tokens) :], self.named[len(self.tokens) :]
+
+    def never_joined(self, version: str) -> tuple[Span, ...]:
+        """Spans of what ended before it began: none of the tokens by `version`."""
+        return (Span(version, 0, 0),)
+
+    def spans(self, count: int) -> tuple[Span, ...]:
+        """The spans of its first `count` tokens; never empty once it has joined: at least one, of no tokens."""
+        marks = [m for i, m in enumerate(self.marks) if m.start < count or i == 0]
+        ends = [m.start for m in marks[1:]] + [count]
+        return tuple(Span(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
+
+
+def is_older(offered: str, served: str) -> bool:
+    """Whether `offered` is an older version than `served`; False unless both read "lineage.step"."""
+    try:
+        return Version.parse(offered) < Version.parse(served)
+    except ValueError:
+        return False

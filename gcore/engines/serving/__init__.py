@@ -1,0 +1,1 @@
+"""HTTP of engines: bodies, refusals, control and weight routes, the OpenAI API."""

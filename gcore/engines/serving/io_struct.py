@@ -1,0 +1,597 @@
+"""What `POST /generate` takes: SGLang's fields, as far as this engine has them.
+
+Three steps, as there: the fields' types; the sampling parameters, where an unknown name is an error; then what the values
+mean. A field of SGLang's that this engine does not have (adapters, images, grammars, penalties, ...) is refused unless it is
+null or says the default, so that nobody samples from another distribution than they think; a name that SGLang does not
+know either is ignored, as it ignores it. Does not know the model: what depends on it is the desk's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gcore.engines.request import Delivery, Ending, Sampling, Top
+from gcore.engines.serving.http import BodyRefused, ParamsRefused, sentence
+from gcore.errors import EngineError
+
+# -------------------- params
+# Sampling parameters of `POST /generate`, and which log-probabilities are asked for.
+#
+# A name that SGLang does not know is an error, and so is one that this engine does not have, unless it says the default.
+
+GREEDY_BELOW = 1e-6
+"""A lower temperature is greedy, as in SGLang: dividing by it would leave no finite numbers."""
+
+
+MOST_STOP_STRINGS = 32
+
+
+INT64 = 2**63
+
+
+UNSERVED_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "beam_width": (1,),
+    "stop_regex": ([],),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "logit_bias": ({},),
+    "custom_params": ({},),
+    "choice": ([],),
+    "watermark": (),
+}
+"""SGLang's parameters that this engine does not have, and the values with which they change nothing (as does null)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which log-probabilities are asked for. `prompt_from`: from which of the prompt's tokens on; None: of none."""
+
+    output: bool = False
+    prompt_from: int | None = None
+    top: int = 0
+    text: bool = False
+    named: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are asked for at each position."""
+
+
+class SamplingBody(BaseModel):
+    """`sampling_params`, for one prompt. Null is the default, but for `max_new_tokens`: there it is no limit."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    n: int = 1
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stream_interval: int = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if v is not None or k == "max_new_tokens" or k not in cls.model_fields}
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def makes_tokens(self) -> bool:
+        """Whether any token is asked for; without, only the prompt is looked at."""
+        return self.max_new_tokens != 0
+
+    def check(self) -> None:
+        """Raises EngineError for a value that cannot be."""
+        wrong = self._wrong_number() or self._wrong_stop()
+        if wrong is not None:
+            raise EngineError(wrong)
+
+    def _wrong_number(self) -> str | None:
+        most = math.inf if self.max_new_tokens is None else self.max_new_tokens
+        table = (
+            (0 <= self.temperature < math.inf, "temperature must be a finite number, at least 0", self.temperature),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
+            (
+                self.top_k >= 1 or self.top_k == -1,
+                "top_k must be at least 1, or -1 for the whole vocabulary",
+                self.top_k,
+            ),
+            (most >= 0, "max_new_tokens must be at least 0", self.max_new_tokens),
+            (0 <= self.min_new_tokens <= most, f"min_new_tokens must be in [0, {most}]", self.min_new_tokens),
+            (self.n >= 1, "n must be at least 1", self.n),
+            (-INT64 <= (self.sampling_seed or 0) < INT64, "sampling_seed must fit in 64 bits", self.sampling_seed),
+        )
+        return next((f"{words}, not {value}" for fits, words, value in table if not fits), None)
+
+    def _wrong_stop(self) -> str | None:
+        if len(self.stop_strings) > MOST_STOP_STRINGS:
+            return f"stop has {len(self.stop_strings)} strings; at most {MOST_STOP_STRINGS} are allowed"
+        return None if all(self.stop_strings) else "stop holds an empty string, which would end every sample at once"
+
+    def sampling(
+        self, *, index: int, drawn_seed: int, end_tokens: Sequence[int], room: int, vocabulary: int, asked: Asked
+    ) -> Sampling:
+        """Sample `index` of `n`. Without a `sampling_seed` the engine's own `drawn_seed` serves.
+
+        `room`: tokens that the context has left. A sample of no tokens is made as one of one token, which is not told.
+        Raises EngineError for a token named that the vocabulary has not.
+        """
+        strange = [token for token in asked.named if not 0 <= token < vocabulary]
+        if strange:
+            raise EngineError(f"token_ids_logprob has {strange[0]}, and the vocabulary has {vocabulary} tokens")
+        seed = drawn_seed if self.sampling_seed is None else self.sampling_seed % 2**64 + (index << 64)
+        # As in SGLang, ignoring the end ignores every token that would be one.
+        stops = () if self.ignore_eos else {*end_tokens, *(self.stop_token_ids or ())}
+        most = room if self.max_new_tokens is None else self.max_new_tokens
+        return Sampling(
+            max_new_tokens=max(1, most),
+            seed=seed,
+            # Without a max_new_tokens it may be any number, beyond the context and beyond 64 bits.
+            min_new_tokens=min(self.min_new_tokens, max(1, most)),
+            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            top_p=self.top_p,
+            top_k=None if self.top_k == -1 or self.top_k >= vocabulary else self.top_k,
+            min_p=self.min_p,
+            stop=self.stop_strings,
+            # A token that is not in the vocabulary is never drawn.
+            stop_token_ids=tuple(sorted(token for token in stops if 0 <= token < vocabulary)),
+            top_logprobs=asked.top,
+            named_tokens=asked.named,
+            prompt_logprobs_from=asked.prompt_from,
+        )
+
+
+def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
+    """The bodies' types. Raises ParamsRefused, and EngineError for what this engine does not have."""
+    found = []
+    for body in bodies:
+        unserved = UNSERVED_PARAMS.keys() & body.keys()
+        for name in sorted(unserved):
+            if body[name] is not None and body[name] not in UNSERVED_PARAMS[name]:
+                raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+        try:
+            found.append(SamplingBody.model_validate({k: v for k, v in body.items() if k not in unserved}))
+        except ValidationError as error:
+            raise ParamsRefused(f"sampling_params: {sentence(error)}") from error
+    return found
+
+
+MOST_SAMPLES = 65_536
+"""Of one request: so many are entered in a second, in which the engine hears nobody else."""
+
+
+Id = Annotated[int, Field(ge=-INT64, lt=INT64)]
+
+
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+"""The first wrong one is told; the complaints about a million of them would take gigabytes."""
+
+
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+
+
+OneOrEach = Id | Ids
+
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+UNSERVED_FIELDS = frozenset(
+    [
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "mm_hashes",
+        "mm_content_hashes",
+        "session_params",
+        "lora_path",
+        "lora_id",
+        "custom_logit_processor",
+        "positional_embed_overrides",
+        "bootstrap_room",
+        "max_thinking_tokens",
+        "multi_item_delimiter_indices",
+        "token_indices_to_pool",
+        "return_hidden_states",
+        "return_routed_experts",
+        "return_indexer_topk",
+        "return_sampling_mask",
+        "sampling_logprobs_mode",
+        "return_flat_raw_top_logprobs",
+        "return_flat_raw_output_top_logprobs",
+        "watermark",
+        "kv_hints",
+        "return_bytes",
+        "return_entropy",
+        "background",
+    ]
+)
+"""SGLang's fields of /generate that this engine does not have."""
+
+
+class _GenerateFields(BaseModel):
+    """The body's fields and their types."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    text: str | Texts | None = None
+    input_ids: Ids | IdLists | None = None
+    sampling_params: dict[str, Any] | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    rid: str | Texts | None = None
+    return_logprob: bool | Annotated[list[bool], Field(fail_fast=True)] | None = None
+    logprob_start_len: OneOrEach | None = None
+    top_logprobs_num: OneOrEach | None = None
+    token_ids_logprob: Ids | IdLists | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """A checked request: one entry of each list a prompt. Raises EngineError where there are too many samples."""
+
+    prompts: tuple[str | list[int], ...]
+    params: tuple[SamplingBody, ...]
+    asked: tuple[Asked, ...]
+    rids: tuple[str, ...] | None
+    """None: the client gave no names."""
+    stream: bool
+    is_list: bool
+    """Whether the answer is a list, even of one sample."""
+
+    def __post_init__(self) -> None:
+        if (count := sum(params.n for params in self.params)) > MOST_SAMPLES:
+            raise EngineError(
+                f"the request asks for {count} samples, and {MOST_SAMPLES} are the most", fix="Send several requests"
+            )
+
+    def asked_by(self, index: int) -> Asked:
+        """What sample `index` of the answer asks for."""
+        return self.asked[index // self.params[0].n]
+
+
+def generate_body(value: Any) -> Generate:
+    """Check a body of `/generate`. Raises BodyRefused, ParamsRefused, EngineError."""
+    body = _fields(value)
+    given = body.input_ids if body.text is None else body.text
+    bodies = body.sampling_params
+    params = sampling_params(bodies if isinstance(bodies, list) else [bodies or {}])
+    if given is None or (body.text is not None and body.input_ids is not None):
+        raise EngineError("give exactly one of text and input_ids")
+    if given == [] and body.text is None:
+        raise EngineError("input_ids cannot be empty")
+    for name in sorted(UNSERVED_FIELDS & (body.model_extra or {}).keys()):
+        if (body.model_extra or {})[name]:
+            raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+    is_batch = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
+    prompts: list[Any] = list(given) if is_batch else [given]
+    if isinstance(bodies, list) and (len(bodies) != len(prompts) or not is_batch):
+        raise EngineError(f"sampling_params is a list of {len(bodies)}, and there are {_count(is_batch, prompts)}")
+    params = params if isinstance(bodies, list) else params * len(prompts)
+    for one in {id(p): p for p in params}.values():
+        one.check()
+    if len({p.n for p in params}) > 1:
+        raise EngineError("n must be the same for all prompts")
+    several = bool(params) and params[0].n > 1
+    return Generate(
+        prompts=tuple(prompts),
+        params=tuple(params),
+        asked=_asked(body, prompts, is_batch=is_batch, several=several),
+        rids=_rids(body.rid, prompts, is_batch=is_batch, several=several),
+        stream=bool(body.stream),
+        is_list=is_batch or several,
+    )
+
+
+def _fields(value: Any) -> _GenerateFields:
+    try:
+        return _GenerateFields.model_validate(value)
+    except ValidationError as error:
+        try:
+            _GenerateFields.model_validate(value, strict=False)
+        except ValidationError:
+            raise BodyRefused(sentence(error)) from error
+        # Something like "yes" for true: SGLang's first check lets it pass, and its second one refuses it.
+        raise ParamsRefused(sentence(error)) from error
+
+
+def _asked(
+    body: _GenerateFields, prompts: Sequence[str | list[int]], *, is_batch: bool, several: bool
+) -> tuple[Asked, ...]:
+    def each(name: str, default: Any) -> list[Any]:
+        value = getattr(body, name)
+        if not isinstance(value, list):
+            return [default if value is None else value] * len(prompts)
+        if not is_batch or len(value) != len(prompts):
+            raise EngineError(f"{name} has {len(value)} entries for {_count(is_batch, prompts)}")
+        if several:
+            raise EngineError(f"{name} cannot be a list when n is more than 1")
+        return value
+
+    wanted, starts, tops = each("return_logprob", False), each("logprob_start_len", -1), each("top_logprobs_num", 0)
+    names = _named(body, prompts, is_batch=is_batch, several=several)
+    found = []
+    for want, start, top, named in zip(wanted, starts, tops, names, strict=True):
+        if start < -1:
+            raise EngineError(f"logprob_start_len must be at least -1, not {start}")
+        prompt_from = None if start == -1 else start
+        text = bool(body.return_text_in_logprobs)
+        found.append(Asked(True, prompt_from, max(0, top), text, named) if want else Asked())
+    return tuple(found)
+
+
+def _named(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool, several: bool) -> list[tuple[int, ...]]:
+    """`token_ids_logprob`, prompt by prompt: one list for all, or in a batch a list of lists."""
+    given: list[Any] = body.token_ids_logprob or []
+    if not given or isinstance(given[0], int):
+        return [tuple(given)] * len(prompts)
+    if not is_batch or len(given) != len(prompts):
+        raise EngineError(f"token_ids_logprob has {len(given)} lists for {_count(is_batch, prompts)}")
+    if several:
+        raise EngineError("token_ids_logprob cannot be a list of lists when n is more than 1")
+    return [tuple(tokens) for tokens in given]
+
+
+def _rids(
+    rid: str | list[str] | None, prompts: Sequence[object], *, is_batch: bool, several: bool
+) -> tuple[str, ...] | None:
+    """As SGLang names them: a list as it is, one name numbered through a batch."""
+    if rid is None:
+        return None
+    if isinstance(rid, str):
+        return tuple(f"{rid}_{i}" for i in range(len(prompts))) if is_batch else (rid,)
+    if len(rid) != len(prompts) or not (is_batch or several):
+        raise EngineError(f"rid has {len(rid)} entries for {_count(is_batch, prompts)}")
+    if len(set(rid)) < len(rid):
+        raise EngineError("rid names two prompts alike")
+    return tuple(rid)
+
+
+def _count(is_batch: bool, prompts: Sequence[object]) -> str:
+    return f"{len(prompts)} prompts" if is_batch else "a single prompt"
+
+
+# -------------------- administration
+# What the routes take that change the engine or what runs on it: SGLang's fields.
+#
+# Types are read leniently and unknown fields are ignored, as there. Fields about devices and loaders are taken and mean
+# nothing here, but for `load_format`, where another loader would mean other weights.
+
+NUMBERED = re.compile(r"(_[0-9]+){0,2}")
+"""What stands behind a request's name in the names of its samples: the prompt's number in a batch, the sample's in `n`."""
+
+
+Tag = Literal["weights", "kv_cache", "cuda_graph"]
+
+
+LOADED = (None, "auto", "safetensors")
+"""Load formats that name what this engine does."""
+
+
+class Body(BaseModel):
+    """Base of them all."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class AbortBody(Body):
+    """POST /abort_request. Ends the request `rid`, or the samples that were numbered under it."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+    def names(self, rid: str) -> bool:
+        """Whether the sample called `rid` is meant."""
+        mine, rest = self.rid or "", rid.removeprefix(self.rid or "")
+        return bool(mine) and rid.startswith(mine) and NUMBERED.fullmatch(rest) is not None
+
+
+class _ChangeBody(Body):
+    """What all changes of weights have."""
+
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+    @field_validator("load_format")
+    @classmethod
+    def _is_loaded(cls, value: str | None) -> str | None:
+        if value not in LOADED:
+            raise ValueError(f"{value!r} is not a load format of this engine; leave it out")
+        return value
+
+
+class UpdateFromDiskBody(_ChangeBody):
+    """POST /update_weights_from_disk."""
+
+    model_path: str
+
+
+class UpdateDistributedBody(_ChangeBody):
+    """POST /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class InitGroupBody(Body):
+    """POST /init_weights_update_group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class GroupBody(Body):
+    """POST /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
+
+
+class BeginBody(Body):
+    """POST /begin_weight_update."""
+
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class EmptyBody(Body):
+    """POST /end_weight_update, /continue_generation: an object."""
+
+
+class UpdateVersionBody(Body):
+    """POST /update_weight_version."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class WeightsByNameBody(Body):
+    """GET or POST /get_weights_by_name."""
+
+    name: str
+    truncate_size: int = 100
+
+
+class PauseBody(Body):
+    """POST /pause_generation."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class MemoryBody(Body):
+    """POST /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: list[Tag] | None = None
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The tags; both when none is named. There are no CUDA graphs."""
+        return frozenset(self.tags or ("weights", "kv_cache")) - {"cuda_graph"}
+
+
+# -------------------- answers
+# How a sample is worded: SGLang's answer to `/generate`. Pure.
+
+TextOf = Callable[[int], str]
+
+
+def finite(value: Any) -> Any:
+    """A number, or numbers in lists, with null for what JSON cannot say: an infinite one, or none at all (NaN)."""
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return value if value is None or math.isfinite(value) else None
+
+
+def cost(delivery: Delivery, asked: Asked) -> int:
+    """How many entries the lists of its answer have, about."""
+    of_prompt = delivery.prompt_logprobs
+    positions = len(delivery.tokens) + (0 if of_prompt is None else len(of_prompt.values))
+    return positions * (1 + asked.top + len(asked.named))
+
+
+def told_cost(answer: Mapping[str, Any], asked: Asked) -> int:
+    """The same, once it has been put together."""
+    positions = len(answer["output_ids"]) + len(answer["meta_info"].get("input_token_logprobs", ()))
+    return positions * (1 + asked.top + len(asked.named))
+
+
+def answer(
+    delivery: Delivery, *, rid: str, text: str, prompt: Sequence[int], asked: Asked, text_of: TextOf, latency_s: float
+) -> dict[str, Any]:
+    """One sample. `text_of`: a token's own text, for those who ask for it beside the log-probabilities."""
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": _finish_reason(delivery.ending, len(delivery.tokens)),
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(delivery.tokens),
+        "reasoning_tokens": 0,
+        "cached_tokens": delivery.cached_tokens,
+        "num_retractions": delivery.retractions,
+        "weight_version": delivery.spans[-1].version,
+        "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in delivery.spans],
+        "e2e_latency": latency_s,
+    }
+    if asked.output:
+        meta |= _logprobs(delivery, prompt, asked, text_of if asked.text else None)
+    return {"text": text, "output_ids": list(delivery.tokens), "meta_info": meta}
+
+
+def _logprobs(delivery: Delivery, prompt: Sequence[int], asked: Asked, text_of: TextOf | None) -> dict[str, Any]:
+    def entry(logprob: float | None, token: int) -> list[Any]:
+        return [finite(logprob), token, None if text_of is None else text_of(token)]
+
+    def entries(tops: Sequence[Top | None]) -> list[list[Any] | None]:
+        return [None if top is None else [entry(*pair) for pair in top] for top in tops]
+
+    output = zip(delivery.logprobs, delivery.tokens, strict=True)
+    found: dict[str, Any] = {
+        "input_token_logprobs": [],
+        "output_token_logprobs": [entry(logprob, token) for logprob, token in output],
+        "output_token_logprobs_length": len(delivery.tokens),
+    }
+    of_prompt = delivery.prompt_logprobs
+    if of_prompt is not None:
+        # As in SGLang the first of them stands without a number, even where one is known.
+        values = [None, *of_prompt.values[1:]]
+        tokens = prompt[of_prompt.start : of_prompt.start + len(values)]
+        found["input_token_logprobs"] = [entry(v, t) for v, t in zip(values, tokens, strict=True)]
+    if asked.top:
+        found["input_top_logprobs"] = [] if of_prompt is None else entries([None, *of_prompt.tops[1:]])
+        found["output_top_logprobs"] = entries(delivery.tops)
+    if asked.named:
+
+        def of_names(rows: Sequence[Sequence[float] | None]) -> list[list[Any] | None]:
+            return [None if row is None else [entry(*p) for p in zip(row, asked.named, strict=True)] for row in rows]
+
+        found["input_token_ids_logprobs"] = [] if of_prompt is None else of_names([None, *of_prompt.named[1:]])
+        found["output_token_ids_logprobs"] = of_names(delivery.named[: len(delivery.tokens)])
+    return found
+
+
+def _finish_reason(ending: Ending | None, length: int) -> dict[str, Any] | None:
+    if ending is None:
+        return None
+    if ending.kind == "length":
+        return {"type": "length", "length": length}
+    if ending.kind == "stop":
+        return {"type": "stop", "matched": ending.matched}
+    return {"type": "abort", "message": ending.message, "status_code": None, "err_type": None}
+
+
+def emptied(delivery: Delivery) -> Delivery:
+    """No tokens were asked for: the one that was made is not told."""
+    ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Ending("length")
+    spans = (replace(delivery.spans[0], start=0, end=0),)
+    return replace(delivery, tokens=(), logprobs=(), tops=(), spans=spans, ending=ending)

@@ -1,0 +1,308 @@
+"""OpenAI's completions and chat completions over the engine, in a small form: what is asked, and how answers are worded.
+
+A request becomes one of `/generate`; answers are made from that route's own, whole or as they grow. Text only: no tools, no
+images, no grammars, no penalties, no echo. A field that is not known here is refused, and so is one of OpenAI's that the
+engine does not have, unless it says the default. `model` may be anything: there is one. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gcore.engines.detokenizer import settled
+from gcore.engines.serving.http import BodyRefused, sentence
+from gcore.engines.serving.io_struct import Asked, Generate, SamplingBody, Texts
+
+B = TypeVar("B", bound=BaseModel)
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+SOME = Field(min_length=1, fail_fast=True)
+
+
+Ids = Annotated[list[int], SOME]
+
+
+Render = Callable[[Sequence[Mapping[str, Any]]], list[int]]
+"""From messages to the tokens that the model is shown."""
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "parallel_tool_calls": (True, False),
+    "store": (False,),
+}
+"""OpenAI's fields that this engine does not have, and the values with which they change nothing (as does null)."""
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    include_usage: bool = False
+
+
+class _Asking(BaseModel):
+    """What both routes take."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = "default"
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = {}
+        for name, given in value.items():
+            if given is None or (name in NEUTRAL and given in NEUTRAL[name]):
+                continue
+            if name in NEUTRAL:
+                raise ValueError(f"{name} is not served by this engine; leave it out")
+            kept[name] = given
+        return kept
+
+    def sampling(self, max_new_tokens: int | None) -> SamplingBody:
+        """As parameters of /generate. Raises EngineError for a value that cannot be."""
+        params = SamplingBody(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            n=self.n,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            sampling_seed=self.seed,
+            skip_special_tokens=self.skip_special_tokens,
+            no_stop_trim=self.no_stop_trim,
+        )
+        params.check()
+        return params
+
+
+class CompletionBody(_Asking):
+    """POST /v1/completions."""
+
+    prompt: str | Annotated[list[str], SOME] | Ids | Annotated[list[Ids], SOME]
+    max_tokens: int = 16
+    logprobs: Count | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One by one."""
+        one: Any = self.prompt
+        return [one] if isinstance(one, str) or isinstance(one[0], int) else list(one)
+
+
+class Message(BaseModel):
+    """One message; the chat template sees it as it is."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+
+
+class ChatBody(_Asking):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], SOME]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Count = 0
+
+
+def chat(value: Any, render: Render) -> Asking:
+    """Raises BodyRefused, EngineError, and what `render` raises."""
+    body = _checked(ChatBody, value)
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    asked = Asked(output=True, top=body.top_logprobs, text=True) if body.logprobs else Asked()
+    ids = render([message.model_dump() for message in body.messages])
+    return _asking(body, [ids], body.sampling(most), asked, chat=True)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A checked request of either route. `wants_logprobs`: whether choices carry them."""
+
+    request: Generate
+    model: str
+    chat: bool
+    wants_logprobs: bool
+    include_usage: bool
+
+
+def completion(value: Any) -> Asking:
+    """Raises BodyRefused, EngineError."""
+    body = _checked(CompletionBody, value)
+    asked = Asked() if body.logprobs is None else Asked(output=True, top=body.logprobs, text=True)
+    return _asking(body, body.prompts, body.sampling(body.max_tokens), asked, chat=False)
+
+
+def _checked(kind: type[B], value: Any) -> B:
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise BodyRefused(sentence(error)) from error
+
+
+def _asking(body: _Asking, prompts: list[Any], params: SamplingBody, asked: Asked, *, chat: bool) -> Asking:
+    request = Generate(
+        prompts=tuple(prompts),
+        params=(params,) * len(prompts),
+        asked=(asked,) * len(prompts),
+        rids=None,
+        stream=body.stream,
+        is_list=True,
+    )
+    options = body.stream_options
+    return Asking(request, body.model, chat, asked.output, options is not None and options.include_usage)
+
+
+class Wording:
+    """Words the answers to one request. `name` and `created` (seconds since 1970) are the same in each part."""
+
+    def __init__(self, asking: Asking, *, name: str, created: int) -> None:
+        self._asking = asking
+        self._head = {"id": name, "created": created, "model": asking.model}
+        self._told: dict[int, _Told] = {}
+        self._newest: dict[int, Mapping[str, Any]] = {}
+
+    def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The answer, from those of /generate in their order."""
+        chat = self._asking.chat
+        choices = []
+        for index, answer in enumerate(answers):
+            text = answer["text"]
+            said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            choices.append({"index": index, **said, **self._end(answer, self._logprobs(answer, 0))})
+        return {
+            **self._head,
+            "object": "chat.completion" if chat else "text_completion",
+            "choices": choices,
+            "usage": _usage(answers, self._asking),
+            "metadata": {name: answers[0]["meta_info"][name] for name in ("weight_version", "weight_versions")},
+        }
+
+    def parts(self, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What there is to tell now, from a growing answer of /generate."""
+        index = part["index"]
+        self._newest[index] = part
+        found: list[dict[str, Any]] = []
+        told = self._told.get(index)
+        if told is None:
+            told = self._told[index] = _Told()
+            if self._asking.chat:
+                found.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None, None))
+        ended = part["meta_info"]["finish_reason"] is not None
+        text = part["text"]
+        if not ended:
+            text = settled(text, self._asking.request.params[0].stop_strings)
+        new = text[len(told.text) :] if text.startswith(told.text) else ""
+        if not new and not ended:
+            return found
+        logprobs = self._logprobs(part, told.tokens)
+        told.text, told.tokens = told.text + new, len(part["output_ids"])
+        said: dict[str, Any] = {"delta": {"content": new}} if self._asking.chat else {"text": new}
+        return [*found, self._chunk(index, said, logprobs, part if ended else None)]
+
+    def usage(self) -> list[dict[str, Any]]:
+        """The last part, where it is asked for."""
+        if not self._asking.include_usage:
+            return []
+        answers = [self._newest[index] for index in sorted(self._newest)]
+        return [{**self._head, "object": self._kind, "choices": [], "usage": _usage(answers, self._asking)}]
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self._asking.chat else "text_completion"
+
+    def _chunk(
+        self, index: int, said: Mapping[str, Any], logprobs: Any, ended: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        end = {"logprobs": logprobs, "finish_reason": None, "matched_stop": None}
+        if ended is not None:
+            end = self._end(ended, logprobs)
+        return {**self._head, "object": self._kind, "choices": [{"index": index, **said, **end}], "usage": None}
+
+    def _end(self, answer: Mapping[str, Any], logprobs: Any) -> dict[str, Any]:
+        reason = answer["meta_info"]["finish_reason"]
+        return {"logprobs": logprobs, "finish_reason": reason["type"], "matched_stop": reason.get("matched")}
+
+    def _logprobs(self, answer: Mapping[str, Any], start: int) -> dict[str, Any] | None:
+        if not self._asking.wants_logprobs:
+            return None
+        meta = answer["meta_info"]
+        entries = meta["output_token_logprobs"][start:]
+        tops = meta.get("output_top_logprobs", [])[start:]
+        if self._asking.chat:
+            rows = tops or [[]] * len(entries)
+            content = [
+                {**_token(e), "top_logprobs": [_token(t) for t in row]} for e, row in zip(entries, rows, strict=True)
+            ]
+            return {"content": content}
+        return {
+            "tokens": [text for _, _, text in entries],
+            "token_logprobs": [logprob for logprob, _, _ in entries],
+            "top_logprobs": [{text: logprob for logprob, _, text in row} for row in tops],
+            # As in SGLang: where a token begins in the text is not told.
+            "text_offset": [-1] * len(entries),
+        }
+
+
+@dataclass
+class _Told:
+    """What of a choice has been told."""
+
+    text: str = ""
+    tokens: int = 0
+
+
+def _token(entry: Sequence[Any]) -> dict[str, Any]:
+    logprob, _, text = entry
+    return {"token": text, "bytes": list(text.encode()), "logprob": logprob}
+
+
+def _usage(answers: Sequence[Mapping[str, Any]], asking: Asking) -> dict[str, Any]:
+    """Each prompt counts once, however many samples it had."""
+    metas = [answer["meta_info"] for answer in answers]
+    prompt = sum(meta["prompt_tokens"] for meta in metas[:: asking.request.params[0].n])
+    made = sum(meta["completion_tokens"] for meta in metas)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made, "reasoning_tokens": 0}

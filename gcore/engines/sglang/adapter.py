@@ -1,0 +1,286 @@
+"""The worker between a supervisor and SGLang's server: starts it, tells when it serves, and how it is, and when it died.
+
+It stands beside the path of requests, not in it: what is registered is the server's own address. From the outside it is
+a worker like any other: a launch document, "serving", progress, "stop", and "failed" with a sentence.
+
+Progress while loading is the number of lines that the server has said. Afterwards its scheduler is asked now and then,
+over /server_info, which it answers between two steps of the model: each answer is progress. A scheduler that answers no
+more gets nowhere, and the supervisor's watchdog ends it. Does not restart anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from gcore.api.tls import Watched
+from gcore.engines.launch import SglangLaunch, check_folder, launch_from_document
+from gcore.engines.sglang.command import check_engine_args, prepared, server_command, server_environment
+from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError
+from gcore.rollout.client import EngineClient
+from gcore.rollout.transport import PlainTransport
+from gcore.system import process as death
+from gcore.system.clock import Clock, SystemClock
+from gcore.types import Version
+from gcore.worker.control import Control
+
+# -------------------- server
+# SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it started.
+#
+# What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death can be
+# told with its own words. No orphans: see `gcore.worker.warden`. Does not know whether the server is well.
+
+WARDEN = Path(death.__file__).with_name("warden.py")
+
+
+TETHER = WARDEN.with_name("tether.py")
+
+
+KEPT_LINES = 200
+
+
+KILL_S = 30.0
+
+
+LAST_WORD_S = 1.0
+"""How long a dead server's output is read on, should something hold it open."""
+
+
+def free_port(host: str) -> int:
+    """A port that is free now. Another may take it before the server does; then the server ends and says so."""
+    with socket.create_server((host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def make_scratch() -> Path:
+    """A folder for the server's temporary files. Directly under /tmp where that is: a socket's path has 107 bytes."""
+    return Path(tempfile.mkdtemp(prefix="gcore-sgl-", dir="/tmp" if os.path.isdir("/tmp") else None))
+
+
+class Server:
+    """A started server. `scratch` is removed with it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], scratch: Path, output: IO[bytes]) -> None:
+        """Start it. Raises EngineError."""
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        """The last lines of its output."""
+        self.line_count = 0
+        self._output = output
+        self._scratch = scratch
+        self._oom_kills = death.out_of_memory_kills()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WARDEN), str(TETHER), str(scratch), *command],
+                env=dict(env),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(f"SGLang's server cannot be started ({error.strerror or error})") from error
+        self._reader = threading.Thread(target=self._read, name="sglang output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The warden's."""
+        return self._process.pid
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended within `timeout_s`; None: when it has. Blocks."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def death(self) -> str:
+        """How it ended, in one sentence with its last words. Only after its end."""
+        self._reader.join(LAST_WORD_S)
+        out_of_memory = death.out_of_memory_kills() > self._oom_kills
+        return death.sentence(self._process.wait(), last_words(tuple(self.lines)), out_of_memory=out_of_memory)
+
+    def stop(self) -> None:
+        """End it, by force: it has nothing on disk, and SIGTERM makes it wait for its requests. Blocks; then all is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the warden's sign
+        if not self.wait(KILL_S):
+            self._process.kill()
+            self._process.wait()
+        # The warden did it, unless it was killed.
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line.decode(errors="replace").rstrip())
+            self.line_count += 1
+            self._output.write(line)
+            self._output.flush()
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """What of a log's end explains a death: the last line that names an error, and the last line."""
+    said = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in said if _names_an_error(line)]
+    chosen = list(dict.fromkeys((*errors[-1:], *said[-1:])))
+    return " | ".join(chosen)[-death.LAST_WORDS :]
+
+
+def _names_an_error(line: str) -> bool:
+    """An exception's last line ("RuntimeError: ..."), or argparse's."""
+    name = line.partition(":")[0].rpartition(".")[2]
+    return (name.endswith(("Error", "Exception", "Interrupt")) and name.isidentifier()) or ": error:" in line
+
+
+HEALTH_S = 0.5
+"""Between two looks at a server that loads."""
+
+
+LOOK_S = 5.0
+"""Between two looks at one that serves."""
+
+
+HEALTH_PATIENCE_S = 30.0
+"""For the first token, which comes with compilations."""
+
+
+LOOK_PATIENCE_S = 5.0
+"""For the scheduler's answer; a step of the model may stand before it."""
+
+
+class Adapter:
+    """One server. `control` is the line to the supervisor."""
+
+    def __init__(self, launch: SglangLaunch, control: Control, clock: Clock) -> None:
+        """Start the server. Raises UsageError, EngineError."""
+        self._launch = launch
+        self._control = control
+        self._clock = clock
+        port = launch.port or free_port(launch.host)
+        self._address = f"{launch.host}:{port}"
+        check_engine_args(launch.engine_args)  # before there is a folder that would be left behind
+        scratch = make_scratch()
+        command = server_command(prepared(launch, scratch), port)
+        self._server = Server(command, server_environment(launch, os.environ, scratch), scratch, sys.stderr.buffer)
+
+    async def run(self) -> None:
+        """Until told to stop, with nothing of the server left. Raises EngineError when the server ended by itself."""
+        loop = asyncio.get_running_loop()
+        stop, ended = asyncio.Event(), asyncio.Event()
+        _in_thread("stop", lambda: self._control.wait_for("stop"), loop, stop)
+        _in_thread("server", self._server.wait, loop, ended)
+        tasks = [asyncio.create_task(work) for work in (stop.wait(), ended.wait(), self._serve())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                return
+            if ended.is_set():
+                raise EngineError(f"SGLang's server ended: {self._server.death()}")
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.to_thread(self._server.stop)
+
+    async def _serve(self) -> None:
+        """Wait for the server, register it, and tell how it is. Ends only with an error."""
+        client, watcher = (self._connect(limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
+        try:
+            self._control.send("progress", phase="loading", progress=0)
+            while not await client.health():
+                self._control.send("progress", phase="loading", progress=self._server.line_count)
+                await self._clock.sleep(HEALTH_S)
+            await self._check_version(client)
+            self._control.send("serving", address=self._address)
+            await self._watch(watcher)
+        finally:
+            await client.close()
+            await watcher.close()
+
+    def _connect(self, timeout_s: float) -> EngineClient:
+        tls, key = self._launch.tls, self._launch.api_key
+        if tls is None:
+            return EngineClient(f"http://{self._address}", timeout_s=timeout_s, key=key)
+        watched = Watched(tls.material)
+        transport = PlainTransport(lambda: watched.material.context(watched.pem))
+        return EngineClient(f"https://{self._address}", timeout_s=timeout_s, transport=transport, key=key)
+
+    async def _check_version(self, client: EngineClient) -> None:
+        """What is served is called what it was to be called, or nobody would know whose tokens it makes."""
+        wanted = Version.parse(self._launch.weight_version)
+        if await client.served() != wanted:
+            await client.call_weights(wanted)
+        if (found := await client.served()) != wanted:
+            raise EngineError(f"the server calls its weights {found}, not {wanted}", where=self._address)
+
+    async def _watch(self, client: EngineClient) -> None:
+        answers = 0
+        while True:
+            try:
+                await client.scheduler_state()
+                busy = (await client.info()).running
+                answers += 1
+                phase = "generating" if busy else "waiting"
+            except EngineUnreachable:
+                # Whether it is only busy, or hangs, time will tell: this phase may not last.
+                phase = "answering"
+            self._control.send("progress", phase=phase, progress=answers)
+            await self._clock.sleep(LOOK_S)
+
+
+def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set `event` when `wait`, which blocks, returns. The thread is left behind at the end."""
+
+    def waiting() -> None:
+        wait()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(event.set)
+
+    threading.Thread(target=waiting, name=name, daemon=True).start()
+
+
+# -------------------- __main__
+# `python -m gcore.rollout.sglang`: the process's edge. Started by a supervisor; imports no torch.
+
+
+def main() -> int:
+    """Serve; the exit code."""
+    control = Control.inherit()
+    if control is None:
+        error = UsageError(
+            "this is a worker, started by its supervisor",
+            fix="Set rollout.engine: sglang in a job, or start SGLang by hand with python -m sglang.launch_server",
+        )
+        print(error, file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    try:
+        launch = launch_from_document(control.launch)
+        check_folder(launch.model)
+        asyncio.run(Adapter(launch, control, SystemClock()).run())
+    except GcoreError as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        control.send("failed", reason=str(error))
+        return error.exit_code
+    return 0
+
+
+def run() -> None:
+    """Run the program and end the process."""
+    code = main()
+    sys.stderr.flush()
+    # Threads that wait on the line and on the server's output are left behind.
+    os._exit(code)

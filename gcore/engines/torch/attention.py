@@ -1,0 +1,253 @@
+"""The attention function that a model is made to use, for the caches of the lanes.
+
+A lane says before each forward pass what kind of pass it is:
+
+- `Reading`: a prompt's tokens, or several prompts padded on the right, behind `past` tokens that stand in the cache. A
+  real token never sees the padding, which stands behind it.
+- `OneToken`: one query a row over one common stretch of columns, with a bias that silences what is not a row's own. The
+  query heads that share a key head are folded into the query length, so that nothing is repeated: two batched matrix
+  products and a softmax (on a CPU faster than torch's fused attention for one token).
+- `Blocks`: the same over blocks of `BLOCK` columns, each of the same shape, joined by a running maximum and sum. A block
+  in which a row has nothing changes not one bit of that row's result, so the result does not depend on its neighbours'
+  lengths. For deterministic decoding.
+
+Honoured: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused; what the
+function is not even told of (a window that a model only puts into its mask) `prove` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+
+NAME = "gcore"
+"""What the model's configuration calls it (`attn_implementation`)."""
+
+
+BLOCK = 64
+"""Columns of a block."""
+
+
+NOTHING = -1e30
+"""Added to a score that does not count. Finite, so that a block without any score that counts makes no NaN."""
+
+
+class UnsupportedAttention(Exception):
+    """The model wants something of its attention that this one does not do; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pass over prompts. `past`: tokens before them in the keys that `update` gives back."""
+
+    past: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OneToken:
+    """A decode step. `bias` `[row * kv_head, 1, width]`, 0 or -inf; None when all of the width is every row's own."""
+
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A decode step of rows that begin at column 0. `positions` [row]: where each row's query stands; `count`: blocks."""
+
+    positions: torch.Tensor
+    count: int
+
+
+Pass = Reading | OneToken | Blocks
+
+
+class Attention:
+    """Registered once a process. `kind` tells what the next forward pass is."""
+
+    def __init__(self) -> None:
+        self.kind: Pass = Reading()
+        self.windows: set[int] = set()
+        """The sliding windows that the model has told of."""
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+        self._biases: tuple[Pass, dict[int | None, list[torch.Tensor]]] = (self.kind, {})
+
+    def register(self) -> None:
+        """Models that are set to `attn_implementation=NAME` use it from now on."""
+        AttentionInterface.register(NAME, self)
+
+    def __call__(
+        self,
+        module: object,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """`query` [row, head, token, dim] → [row, token, head, dim], as transformers wants it."""
+        if position_bias is not None:
+            raise UnsupportedAttention("it adds a bias by position to its attention")
+        if sliding_window is not None:
+            self.windows.add(sliding_window)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        kind = self.kind
+        if isinstance(kind, OneToken):
+            return _one_token(query, key, value, scale, kind.bias, sliding_window, softcap, s_aux), None
+        if isinstance(kind, Blocks):
+            biases = self._block_biases(kind, sliding_window, key.shape[1])
+            return _blocks(query, key, value, scale, biases, softcap, s_aux), None
+        mask = self._mask(query.shape[2], kind.past, sliding_window, query.device)
+        if softcap is not None or s_aux is not None:
+            return _spelled_out(query, key, value, scale, mask, softcap, s_aux), None
+        out = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None and query.shape[2] > 1,
+            scale=scale,
+            enable_gqa=query.shape[1] > key.shape[1],
+        )
+        return out.transpose(1, 2), None
+
+    def _mask(self, tokens: int, past: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """[token, past + token] bool: what a query sees; None: what stands before it, which needs no mask."""
+        if window is not None and window >= past + tokens:
+            window = None
+        if window is None and (past == 0 or tokens == 1):
+            return None
+        found = self._masks.get((tokens, past, window))
+        if found is None:
+            query = torch.arange(past, past + tokens, device=device)[:, None]
+            key = torch.arange(past + tokens, device=device)[None, :]
+            found = key <= query
+            if window is not None:
+                found &= key > query - window
+            # The layers of one pass share it; the next pass has another.
+            if len(self._masks) > 2:
+                self._masks.clear()
+            self._masks[tokens, past, window] = found
+        return found
+
+    def _block_biases(self, kind: Blocks, window: int | None, kv_heads: int) -> list[torch.Tensor]:
+        """By block: `[row * kv_head, 1, BLOCK]`, 0 or NOTHING."""
+        if self._biases[0] is not kind:
+            self._biases = (kind, {})
+        known = self._biases[1]
+        if window not in known:
+            columns = torch.arange(kind.count * BLOCK, device=kind.positions.device)[None, :]
+            own = columns <= kind.positions[:, None]
+            if window is not None:
+                own &= columns > kind.positions[:, None] - window
+            bias = torch.where(own, 0.0, NOTHING).repeat_interleave(kv_heads, dim=0)[:, None]
+            known[window] = [bias[:, :, b * BLOCK : (b + 1) * BLOCK].contiguous() for b in range(kind.count)]
+        return known[window]
+
+
+def _one_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, heads, _, dim = query.shape
+    kv_heads, width = key.shape[1], key.shape[2]
+    folded = query.reshape(rows * kv_heads, heads // kv_heads, dim)
+    flat_key = key.view(rows * kv_heads, width, dim)
+    flat_value = value.view(rows * kv_heads, width, value.shape[-1])
+    if window is not None and window < width:
+        # All rows write the same column, so the same columns are too old for all of them.
+        flat_key, flat_value = flat_key[:, -window:], flat_value[:, -window:]
+        bias = None if bias is None else bias[:, :, -window:]
+    if bias is None or softcap is not None:
+        scores = torch.baddbmm(query.new_empty(1, 1, 1), folded, flat_key.transpose(1, 2), beta=0, alpha=scale)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+            scores = scores if bias is None else scores + bias
+    else:
+        scores = torch.baddbmm(bias, folded, flat_key.transpose(1, 2), alpha=scale)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32) if sinks is None else _with_sinks(scores, sinks, rows)
+    return torch.bmm(weights.to(value.dtype), flat_value).view(rows, 1, heads, value.shape[-1])
+
+
+def _with_sinks(scores: torch.Tensor, sinks: torch.Tensor, rows: int) -> torch.Tensor:
+    """Softmax over the scores and one more, the head's sink, which is then left out. `scores` [row * kv, group, width]."""
+    sink = sinks.view(1, -1, scores.shape[1]).expand(rows, -1, -1).reshape(scores.shape[0], scores.shape[1], 1)
+    return torch.softmax(torch.cat([scores, sink.to(scores.dtype)], -1), dim=-1, dtype=torch.float32)[..., :-1]
+
+
+def _blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    biases: Sequence[torch.Tensor],
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, heads, _, dim = query.shape
+    kv_heads, columns = key.shape[1], key.shape[2]
+    group = heads // kv_heads
+    folded = query.reshape(rows * kv_heads, group, dim) * scale
+    flat_key = key.view(rows * kv_heads, columns, dim)
+    flat_value = value.view(rows * kv_heads, columns, value.shape[-1])
+    if sinks is None:
+        top = torch.full((rows * kv_heads, group, 1), NOTHING, device=query.device)
+        total = torch.zeros_like(top)
+    else:
+        top = sinks.float().view(1, kv_heads, group, 1).expand(rows, -1, -1, -1).reshape(rows * kv_heads, group, 1)
+        total = torch.ones_like(top)
+    out = torch.zeros((rows * kv_heads, group, value.shape[-1]), device=query.device)
+    for number, bias in enumerate(biases):
+        block = slice(number * BLOCK, (number + 1) * BLOCK)
+        scores = torch.bmm(folded, flat_key[:, block].transpose(1, 2)).float()
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + bias
+        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - higher)
+        fading = torch.exp(top - higher)
+        total = total * fading + weights.sum(-1, keepdim=True)
+        out = out * fading + torch.bmm(weights.to(value.dtype), flat_value[:, block]).float()
+        top = higher
+    return (out / total).to(value.dtype).view(rows, 1, heads, value.shape[-1])
+
+
+def _spelled_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over prompts with what torch's fused one does not know."""
+    rows, heads, tokens, _ = query.shape
+    groups, width = heads // key.shape[1], key.shape[2]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(tokens, width, dtype=torch.bool, device=query.device).tril(width - tokens)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    else:
+        sink = sinks.view(1, heads, 1, 1).expand(rows, -1, tokens, 1)
+        weights = torch.softmax(torch.cat([scores, sink.to(scores.dtype)], -1), -1, torch.float32)[..., :-1]
+    return (weights.to(value.dtype) @ value).transpose(1, 2)

@@ -1,0 +1,551 @@
+"""Loading a model with a sequence-classification head, and one pass through it.
+
+Any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass are padded on the
+right to the longest. A decoder looks for its last token by what is not the padding token: what its configuration calls that is
+used, and where it names none, one that no question of the pass ends with. Whether a padded pass gives what each question gives
+alone is found out at start, by trial; a model that does not bear it is asked one question at a time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from transformers import AutoModelForSequenceClassification
+
+from gcore.engines.detokenizer import Text
+from gcore.engines.launch import EngineLaunch
+from gcore.engines.request import Ending, is_older
+from gcore.engines.serving.http import BodyRefused, Keys, read, refusing, sentence
+from gcore.engines.serving.io_struct import IdLists, Ids, Texts, finite
+from gcore.engines.serving.routes import ControlRoutes, guarded, unless_gone
+from gcore.engines.torch.async_engine import ABORTED, PauseMode, Post
+from gcore.engines.torch.kv_cache import CacheShape
+from gcore.engines.torch.model import (
+    CONTEXT,
+    DTYPES,
+    TOO_BIG,
+    Bed,
+    Staged,
+    align,
+    check_awake,
+    check_vocabulary,
+    config_of,
+    device_of,
+    install,
+    load_module,
+    memory_error_explained,
+)
+from gcore.engines.torch.scheduler import IDLE_TOKENS
+from gcore.errors import DataError, EngineError
+from gcore.models.checks import check_classifier, check_code
+from gcore.system.clock import Clock
+from gcore.system.memory import give_back_free_memory
+
+# -------------------- batches
+# Which of the questions that wait go through the model together. Pure.
+#
+# The oldest always goes, so that none waits for ever; with it go those of the first `WINDOW` whose lengths are nearest to its
+# own, for the shorter of a batch are padded to the longest. A batch holds at most `slots` questions and, padding included, at
+# most `tokens` tokens; and at most half of it is padding. A question that is longer than `tokens` goes alone.
+
+WINDOW = 1024
+"""So many of those that wait are looked at: sorting a queue of a hundred thousand would cost more than a pass."""
+
+
+def batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int]:
+    """The places of those that go, the oldest first. `lengths`: of those that wait, in the order of their coming; at least one."""
+    first = lengths[0]
+    chosen, longest, real = [0], first, first
+    for place in sorted(range(1, min(len(lengths), WINDOW)), key=lambda place: abs(lengths[place] - first)):
+        if len(chosen) == slots:
+            break
+        length = lengths[place]
+        padded = (len(chosen) + 1) * max(longest, length)
+        if padded <= tokens and padded <= 2 * (real + length):
+            chosen.append(place)
+            longest, real = max(longest, length), real + length
+    return chosen
+
+
+# -------------------- body
+# What `POST /classify` takes: SGLang's fields, as far as a classifier has them. Does not know the model.
+
+UNSERVED_FIELDS = frozenset(
+    [
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "embed_overrides",
+        "is_cross_encoder_request",
+        "lora_path",
+        "dimensions",
+        "return_pooled_hidden_states",
+        "multi_item_delimiter_indices",
+        "token_indices_to_pool",
+    ]
+)
+"""SGLang's fields of /classify that this engine does not have."""
+
+
+class _ClassifyFields(BaseModel):
+    """The body's fields and their types."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    text: str | Texts | None = None
+    input_ids: Ids | IdLists | None = None
+    rid: str | Texts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Classify:
+    """A request for scores. `is_list`: whether the answer is one."""
+
+    questions: tuple[str | list[int], ...]
+    rids: tuple[str, ...] | None
+    is_list: bool
+
+
+def classify_body(value: Any) -> Classify:
+    """A request, from its parsed JSON. Raises BodyRefused, EngineError."""
+    try:
+        body = _ClassifyFields.model_validate(value)
+    except ValidationError as error:
+        raise BodyRefused(sentence(error)) from error
+    if (body.text is None) == (body.input_ids is None):
+        raise EngineError("give exactly one of text and input_ids")
+    for name in sorted(UNSERVED_FIELDS & (body.model_extra or {}).keys()):
+        if (body.model_extra or {})[name]:
+            raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+    given: Any = body.input_ids if body.text is None else body.text
+    if given == [] and body.text is None:
+        raise EngineError("input_ids cannot be empty")
+    is_list = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
+    questions: list[Any] = list(given) if is_list else [given]
+    return Classify(tuple(questions), _rids(body.rid, questions, is_list=is_list), is_list)
+
+
+def _rids(rid: str | list[str] | None, questions: Sequence[object], *, is_list: bool) -> tuple[str, ...] | None:
+    """As SGLang names them: a list as it is, one name numbered through a batch."""
+    if rid is None:
+        return None
+    if isinstance(rid, str):
+        return tuple(f"{rid}_{i}" for i in range(len(questions))) if is_list else (rid,)
+    if len(rid) != len(questions) or not is_list:
+        raise EngineError(f"rid has {len(rid)} entries for {len(questions)} questions")
+    if len(set(rid)) < len(rid):
+        raise EngineError("rid names two questions alike")
+    return tuple(rid)
+
+
+TRIED = (3, 1, 7, 5)
+"""Lengths of the questions of the trial."""
+
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""How far a score may be from what the question gives alone, beside 1 or the score."""
+
+
+@dataclass(slots=True)
+class Classifier:
+    """A loaded model."""
+
+    module: Any
+    folder: Path
+    shape: CacheShape
+    """The weights' type and place; there is no cache."""
+    vocabulary: int
+    context: int
+    """A question is shorter than this, as for one who generates."""
+    pads: bool = True
+    """Whether several questions of unequal lengths go through it together."""
+    asleep: bool = False
+    """Whether the weights are released."""
+
+    def scores(self, questions: Sequence[Sequence[int]]) -> list[float]:
+        """The number of each, by one pass."""
+        longest = max(map(len, questions))
+        padding = self._padding(questions)
+        ids = torch.full((len(questions), longest), padding or 0, dtype=torch.long)
+        mask = torch.zeros((len(questions), longest), dtype=torch.long)
+        for row, question in enumerate(questions):
+            ids[row, : len(question)] = torch.tensor(question)
+            mask[row, : len(question)] = 1
+        place = self.shape.device
+        # A mask that masks nothing would only keep the quicker kinds of attention away.
+        given = {} if bool(mask.all()) else {"attention_mask": mask.to(place)}
+        config = self.module.config.get_text_config()
+        named, config.pad_token_id = config.pad_token_id, padding
+        try:
+            with torch.inference_mode():
+                logits: torch.Tensor = self.module(input_ids=ids.to(place), **given).logits
+        finally:
+            config.pad_token_id = named
+        found: list[float] = logits.reshape(len(questions), -1)[:, 0].float().tolist()
+        return found
+
+    def _padding(self, questions: Sequence[Sequence[int]]) -> int | None:
+        """The padding token of a pass. None: there is nothing to be padded, and the model names none."""
+        named: int | None = getattr(self.module.config.get_text_config(), "pad_token_id", None)
+        if named is not None or len(questions) == 1:
+            return named
+        last = {question[-1] for question in questions}
+        return next((token for token in range(self.vocabulary) if token not in last), None)
+
+
+def load_classifier(
+    folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None, trust_remote_code: bool = False
+) -> Classifier:
+    """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
+    config = config_of(folder)
+    check_code(config, trusted=trust_remote_code, where=str(folder))
+    check_classifier(config, where=str(folder))
+    module = load_module(AutoModelForSequenceClassification, folder, DTYPES[dtype], trust_remote_code=trust_remote_code)
+    c = module.config.get_text_config()
+    c.use_cache = False  # nothing is said after a question
+    vocabulary = int(module.get_input_embeddings().weight.shape[0])
+    check_vocabulary(text, vocabulary, folder)
+    place = torch.device(device)
+    module.to(place).eval().requires_grad_(False)
+    align(module)
+    limit = _longest(module)
+    length = min(limit, context or limit) if limit else context or CONTEXT
+    model = Classifier(module, folder, CacheShape((), DTYPES[dtype], place), vocabulary, length)
+    _try(model)
+    return model
+
+
+def _longest(module: Any) -> int | None:
+    """Positions that there are. A RoBERTa counts them from behind its padding token on."""
+    c = module.config.get_text_config()
+    limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            return int(part.num_embeddings) - int(part.padding_idx) - 1
+    return int(limit) if limit else None
+
+
+def _try(model: Classifier) -> None:
+    """Find out whether it bears padding. Raises DataError if it gives no single number, or fails."""
+    tokens = [token for token in range(model.vocabulary) if token != model.module.config.get_text_config().pad_token_id]
+    tried = [[tokens[(7 * i + n) % len(tokens)] for i in range(min(n, model.context))] for n in TRIED]
+    try:
+        alone = [model.scores([question])[0] for question in tried]
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise DataError(
+            f"the torch engine cannot serve this classifier ({' '.join(str(error).split())[:300]})",
+            where=str(model.folder),
+            fix="Serve it with SGLang instead",
+        ) from error
+    tolerance = TOLERANCES[model.shape.dtype]
+    try:
+        together = model.scores(tried)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        model.pads = False
+    else:
+        pairs = zip(alone, together, strict=True)
+        model.pads = all(abs(one - other) <= tolerance * max(1.0, abs(one)) for one, other in pairs)
+
+
+# -------------------- core
+# What a classifier does between two looks at its mailbox: one batch of the questions that wait, through the model.
+#
+# A pass is whole: nothing stands half done between cycles, so a pause has nothing to take back, and changes of weights, aborts
+# and sleep concern only what waits. Single-threaded and without a clock; the runner's thread calls it.
+
+FIX = "Lower serving.batch_slots (questions at once), or show the judge less"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
+
+    number: int
+    rid: str
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of a question. `score` None: it was aborted. `version`: of the weights."""
+
+    number: int
+    score: float | None
+    version: str
+    ending: Ending
+
+
+class ClassifierCore:
+    """A model that says one number of a question. `version`: the served weights' name."""
+
+    generated_tokens = 0
+
+    def __init__(self, model: Classifier, *, slots: int, chunk: int, version: str) -> None:
+        self.model = model
+        self.version = version
+        self.paused = False
+        self.asleep: frozenset[str] = frozenset()
+        self.outbox: list[Scored] = []
+        self.running = 0
+        """Questions in the pass that goes on."""
+        self.rows = slots if model.pads else 1
+        """Questions in one pass, at most."""
+        self._tokens = max(IDLE_TOKENS, chunk)
+        self._waiting: deque[Question] = deque()
+        self._bed = Bed(model)
+
+    @property
+    def waiting(self) -> int:
+        """Questions that wait."""
+        return len(self._waiting)
+
+    @property
+    def can_work(self) -> bool:
+        """Whether a cycle would do anything."""
+        return not self.paused and not self.asleep and bool(self._waiting)
+
+    def submit(self, questions: list[Question]) -> None:
+        """Questions that have been checked."""
+        self._waiting.extend(questions)
+
+    def cycle(self) -> None:
+        """One batch. Raises EngineError when memory runs out."""
+        first = list(islice(self._waiting, WINDOW))
+        places = batch([len(question.prompt) for question in first], slots=self.rows, tokens=self._tokens)
+        chosen = [first[place] for place in places]
+        self.running = len(chosen)
+        try:
+            with memory_error_explained("while it was scoring", FIX):
+                scores = self.model.scores([question.prompt for question in chosen])
+        finally:
+            self.running = 0
+        for place in sorted(places, reverse=True):
+            del self._waiting[place]
+        ending = Ending("stop")
+        self.outbox += [
+            Scored(question.number, score, self.version, ending) for question, score in zip(chosen, scores, strict=True)
+        ]
+
+    def abort(self, unwanted: Callable[[Question], bool], message: str = ABORTED) -> None:
+        """End these now, without a score."""
+        ending = Ending("abort", message=message)
+        gone = [question for question in self._waiting if unwanted(question)]
+        if gone:
+            numbers = {question.number for question in gone}
+            self._waiting = deque(question for question in self._waiting if question.number not in numbers)
+        self.outbox += [Scored(question.number, None, self.version, ending) for question in gone]
+
+    def abort_all(self, message: str = ABORTED) -> None:
+        """End everything now."""
+        self.abort(lambda question: True, message)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Score nothing more; with `abort` what waits ends too."""
+        self.paused = True
+        if mode == "abort":
+            self.abort_all("aborted by a pause")
+
+    def resume(self) -> None:
+        """Go on."""
+        self.paused = False
+
+    def flush(self) -> None:
+        """There is no cache."""
+
+    def check_version(self, version: str | None) -> None:
+        """Raises EngineError for a version older than what is served."""
+        if version is not None and is_older(version, self.version):
+            raise EngineError(f"version {version} is older than {self.version}, which is served")
+
+    def change_weights(self, staged: Staged, version: str | None, *, flush: bool, abort: bool) -> None:
+        """Serve these weights from the next pass on. Raises EngineError; then nothing has changed."""
+        self.check_version(version)
+        check_awake(self.model)
+        if abort:
+            self.abort_all("aborted by a change of weights")
+        install(self.model, staged)
+        self.rename(version or self.version)
+
+    def rename(self, version: str) -> None:
+        """Call the served weights so. Raises EngineError for an older version."""
+        self.check_version(version)
+        self.version = version
+
+    def release(self, tags: frozenset[str]) -> None:
+        """Give memory back ("weights"; of "kv_cache" there is none)."""
+        if "weights" in tags - self.asleep:
+            self._bed.put_to_sleep()
+        self.asleep |= tags
+        give_back_free_memory()
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Take memory again."""
+        if "weights" in tags & self.asleep:
+            with memory_error_explained("while the weights came back", FIX):
+                self._bed.wake()
+        self.asleep -= tags
+
+
+# -------------------- desk
+# Between HTTP and the model's thread: turns checked requests into questions, and scores into SGLang's answers.
+#
+# Lives on the event loop. What depends on the model (token ids, its context) is checked here, before anything reaches the
+# thread. A request whose client has gone away is aborted.
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request's questions."""
+
+    questions: tuple[Question, ...]
+    since: float
+
+
+class ClassifierDesk(Post[Question, Scored]):
+    """Takes requests. `open` it before the first."""
+
+    def __init__(self, core: ClassifierCore, text: Text | None, *, clock: Clock) -> None:
+        super().__init__(core, clock)
+        self._core = core
+        self._text = text
+
+    def encoded(self, request: Classify) -> Classify:
+        """With tokens for texts. May be called from any thread: a long text takes seconds."""
+        if (text := self._text) is None:
+            return request
+        return replace(
+            request, questions=tuple(list(text.encode(q)) if isinstance(q, str) else q for q in request.questions)
+        )
+
+    def admit(self, request: Classify) -> Admitted:
+        """The questions of an encoded request. Raises EngineError for what cannot be served."""
+        checked = [self._tokens(question) for question in request.questions]
+        names = request.rids or tuple(uuid.uuid4().hex for _ in checked)
+        self.check_names(set(names))
+        questions = (Question(self.number(), name, tokens) for name, tokens in zip(names, checked, strict=True))
+        return Admitted(tuple(questions), self.clock.monotonic())
+
+    def _tokens(self, question: str | list[int]) -> tuple[int, ...]:
+        model = self._core.model
+        if isinstance(question, str):
+            raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids")
+        if not question:
+            raise EngineError("a question has no tokens")
+        wrong = next((token for token in (min(question), max(question)) if not 0 <= token < model.vocabulary), None)
+        if wrong is not None:
+            raise EngineError(f"token id {wrong} is not in the vocabulary of {model.vocabulary}")
+        if len(question) >= model.context:
+            raise EngineError(
+                f"a question of {len(question)} tokens does not fit into the context of {model.context} tokens",
+                fix=f"Ask with at most {model.context - 1} tokens",
+            )
+        return tuple(question)
+
+    async def answers(self, admitted: Admitted) -> list[dict[str, Any]]:
+        """Wait for all, and word the answers in order."""
+        questions = admitted.questions
+        scored = await self.ended(list(questions), {question.rid for question in questions})
+        latency = self.clock.monotonic() - admitted.since
+        return [_answer(question, scored[question.number], latency) for question in questions]
+
+
+def _answer(question: Question, scored: Scored, latency_s: float) -> dict[str, Any]:
+    reason: dict[str, Any] = {"type": "stop"}
+    if scored.score is None:
+        reason = {"type": "abort", "message": scored.ending.message, "status_code": None, "err_type": None}
+    return {
+        "embedding": [] if scored.score is None else [finite(scored.score)],
+        "meta_info": {
+            "id": question.rid,
+            "finish_reason": reason,
+            "prompt_tokens": len(question.prompt),
+            "cached_tokens": 0,
+            "weight_version": scored.version,
+            "e2e_latency": latency_s,
+        },
+    }
+
+
+# -------------------- routes
+# A classifier's routes: SGLang's paths and fields over HTTP, wired to the desk.
+#
+# It has no words to say: whoever asks it for samples is refused with a sentence. What controls it is as of any engine
+# (`gcore.rollout.engine.control_routes`).
+
+WORDLESS = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+UNSERVED = (
+    "/encode",
+    "/update_weights_from_tensor",
+    "/update_weights_from_ipc",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+)
+"""SGLang's routes that this engine refuses."""
+
+
+GONE = 499
+
+
+class ClassifierRoutes:
+    """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
+
+    def __init__(self, core: ClassifierCore, desk: ClassifierDesk, describe: dict[str, Any], keys: Keys) -> None:
+        self._desk = desk
+        self._keys = keys
+        self._control = ControlRoutes(core, desk, {**describe, "is_generation": False})
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [Route("/classify", refusing(self.classify), methods=["POST", "PUT"])]
+        routes += [Route(path, refusing(self.wordless), methods=["POST", "PUT"]) for path in WORDLESS]
+        routes += [Route("/health_generate", self._control.health, methods=["GET"])]
+        return guarded([*routes, *self._control.routes(UNSERVED)], self._keys)
+
+    async def classify(self, request: Request) -> Response:
+        """Scores."""
+        body = await read(request, lambda value: self._desk.encoded(classify_body(value)))
+        answers = await unless_gone(request, self._desk.answers(self._desk.admit(body)))
+        if answers is None:
+            return Response(status_code=GONE)
+        return JSONResponse(answers if body.is_list else answers[0])
+
+    async def wordless(self, request: Request) -> Response:
+        """It writes nothing."""
+        raise EngineError(
+            "this engine serves a classifier, which says one number and writes nothing", fix="Ask it at /classify"
+        )
+
+
+# -------------------- start
+# From a launch to a classifier that serves. Opens no port and starts no thread.
+
+
+def start_classifier(launch: EngineLaunch, text: Text | None) -> ClassifierCore:
+    """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
+    with memory_error_explained("while it loaded the model", TOO_BIG):
+        model = load_classifier(
+            Path(launch.model),
+            dtype=launch.dtype,
+            device=device_of(launch),
+            context=launch.context_length,
+            text=text,
+            trust_remote_code=launch.trust_remote_code,
+        )
+    return ClassifierCore(
+        model, slots=launch.batch_slots, chunk=launch.prefill_chunk_tokens, version=launch.weight_version
+    )

@@ -1,0 +1,528 @@
+"""What the engine does between two looks at its mailbox: make way, read, step, finish; and the changes that others ask for.
+
+A cycle takes rows away where the memory has grown too small for all of them, admits what fits, reads a portion of the
+waiting prompts, and makes one token for every row (`schedule` decides each of these). A change of weights, a pause or an
+abort takes effect between cycles. What is running then goes on: after a change of weights with `flush` its keys and values
+are made anew by the new weights, without it they stay as they are; either way its spans tell which version made which
+tokens.
+
+Single-threaded and without a clock; the runner's thread calls it. What has ended, or streams, is collected in `outbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gcore.engines.detokenizer import Text, tail_length
+from gcore.engines.request import Delivery, Ending, Task, Work, is_older, prompt_key
+from gcore.engines.torch.async_engine import ABORTED, PauseMode
+from gcore.engines.torch.model import Bed, Model, Staged, check_awake, install, memory_error_explained
+from gcore.engines.torch.model_runner import Lane, Origin
+from gcore.engines.torch.prefill import Chunk, Prompt
+from gcore.engines.torch.sampler import Forbidden, RowParams, draw, likeliest, named
+from gcore.engines.torch.scheduler import (
+    IDLE_TOKENS,
+    Ended,
+    Rows,
+    Size,
+    Waiting,
+    Want,
+    admissible,
+    longest_alone,
+    outgrown,
+    portions,
+    refill,
+)
+from gcore.errors import EngineError
+from gcore.system.memory import give_back_free_memory
+
+# -------------------- decoder
+# The running rows and one decode step over them, whatever the lane.
+#
+# Joining: a prompt that several joining rows share is read once, and one that a running row has is not read at all where the
+# lane can copy it: its keys, values and last logits are taken over. The first token is drawn from the prompt's last logits,
+# every further one by `step`. A row that comes back, with tokens it made before, has them read like a prompt, or (where the
+# lane replays) makes them again and keeps what it had.
+#
+# Not thread-safe, knows no queue and no clock: the runner's thread owns it.
+
+Key = tuple[bytes, int | None, int, tuple[int, ...]]
+"""What a prompt that is read is known by: its content, and which log-probabilities of it are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a join or a step made: rows from `first` on have one more token. `broken`: rows whose numbers are not finite."""
+
+    first: int
+    ended: Ended
+    broken: tuple[int, ...]
+
+
+class Decoder:
+    """A lane and the running rows. `slots`: rows at once, at most."""
+
+    def __init__(self, model: Model, lane: Lane, slots: int) -> None:
+        self.model = model
+        self.lane = lane
+        self.slots = slots
+        self.rows = Rows()
+        self._after_prompt: list[torch.Tensor | None] = []
+        """By row: the logits after its prompt, as long as they are what another row with this prompt would begin with."""
+        self._prompts: dict[Key, Prompt] = {}
+        """Prompts that are being read."""
+        self._params: RowParams | None = None
+        self._asking = False
+        """Whether any row asks for the log-probabilities of tokens besides its own."""
+
+    def key(self, work: Work) -> Key:
+        """By what its prompt is known."""
+        again = bool(work.tokens) and not self.lane.replays
+        content = prompt_key(self.ids(work)) if again else work.task.key
+        sampling = work.task.sampling
+        if sampling.prompt_logprobs_from is None or work.prompt_logprobs is not None:
+            return (content, None, 0, ())
+        return (content, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
+
+    def ids(self, work: Work) -> tuple[int, ...]:
+        """What is read before it joins."""
+        return work.task.prompt if self.lane.replays else work.task.prompt + tuple(work.tokens)
+
+    def known(self) -> dict[Key, int]:
+        """Prompts that running rows have, and the row."""
+        if not self.lane.copies:
+            return {}
+        return {
+            (work.task.key, None, 0, ()): row
+            for row, work in enumerate(self.rows.works)
+            if self._after_prompt[row] is not None
+        }
+
+    def prompt(self, work: Work) -> Prompt:
+        """The work's prompt as it is being read; a new one when it is not."""
+        key = self.key(work)
+        if key not in self._prompts:
+            self._prompts[key] = Prompt(self.ids(work), *key[1:])
+        return self._prompts[key]
+
+    @torch.inference_mode()
+    def read(self, chunks: Sequence[Chunk]) -> None:
+        """Parts of prompts through the model."""
+        self.lane.read(chunks)
+
+    @torch.inference_mode()
+    def join(self, works: Sequence[Work]) -> Made:
+        """These, whose prompts are read or known, become the last rows, and each draws a token."""
+        known = self.known()
+        paid: set[Key] = set()
+        origins = []
+        for work in works:
+            key = self.key(work)
+            prompt = self._prompts.get(key)
+            if prompt is None:
+                row = known[key]
+                logits = self._after_prompt[row]
+                assert logits is not None
+                origins.append(Origin(len(self.ids(work)), logits, row=row))
+                work.cached_tokens = origins[-1].length
+            else:
+                assert prompt.logits is not None
+                origins.append(Origin(len(prompt.tokens), prompt.logits, prompt=prompt))
+                # One of those that share a prompt has it computed, the others get it from there.
+                work.cached_tokens = origins[-1].length if key in paid else 0
+                work.prompt_logprobs = work.prompt_logprobs or prompt.logprobs
+            paid.add(key)
+        return self._enter(works, origins, paid)
+
+    def _enter(self, works: Sequence[Work], origins: Sequence[Origin], read: set[Key]) -> Made:
+        before = self.rows.active
+        order = self.lane.enter(origins, before)
+        again = not self.lane.replays
+        self.rows.join([works[i] for i in order], replay=self.lane.replays)
+        for i in order:
+            prompt = origins[i].prompt
+            own = (again and works[i].tokens) or (prompt is not None and self._is_private(prompt))
+            self._after_prompt.append(None if own else origins[i].logits)
+        for key in read:
+            self._prompts.pop(key, None)
+        self._params = None
+        asked = (work.task.sampling for work in self.rows.works)
+        self._asking = any(sampling.top_logprobs or sampling.named_tokens for sampling in asked)
+        return self._draw(torch.stack([origins[i].logits for i in order]), before)
+
+    def _is_private(self, prompt: Prompt) -> bool:
+        """Whether what follows the prompt is not for other rows: other weights read a part of it; or it came with the
+        logits of more positions, which where every bit counts are not those of one."""
+        return prompt.stale or (self.lane.replays and prompt.logprobs_from is not None)
+
+    @torch.inference_mode()
+    def step(self) -> Made:
+        """Every row makes a token; there must be one."""
+        return self._draw(self.lane.step(self.rows.pending(), self.rows.lengths), 0)
+
+    def _draw(self, logits: torch.Tensor, first: int) -> Made:
+        rows, device = self.rows, self.model.shape.device
+        if first or self._params is None:
+            new = slice(first, rows.active)
+            params = RowParams.of(rows.temperature[new], rows.top_p[new], rows.top_k[new], rows.min_p[new], device)
+            self._params = None if first else params
+        else:
+            params = self._params
+        cells = rows.forbidden(first)
+        forbidden = Forbidden(*torch.tensor(cells, device=device).unbind(1)) if cells else None
+        drawn = draw(logits, torch.from_numpy(rows.uniforms(first)).to(device), params, forbidden)
+        logprobs = drawn.logprobs.cpu().numpy()
+        ended = rows.record(first, drawn.tokens.cpu().numpy(), logprobs)
+        if self._asking:
+            self._tell_others(logits, first)
+        if np.isfinite(logprobs).all():
+            return Made(first, ended, ())
+        self.lane.clean()
+        return Made(first, ended, tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist()))
+
+    def _tell_others(self, logits: torch.Tensor, first: int) -> None:
+        """The likeliest tokens and the named ones, for the rows that ask for them."""
+        for row in range(first, self.rows.active):
+            work, own = self.rows.works[row], logits[row - first : row - first + 1]
+            sampling = work.task.sampling
+            if self.rows.replays(row):
+                continue
+            if sampling.top_logprobs:
+                work.tops += likeliest(own, [sampling.temperature], sampling.top_logprobs)
+            if sampling.named_tokens:
+                work.named += named(own, [sampling.temperature], sampling.named_tokens)
+
+    @torch.inference_mode()  # moving rows writes to tensors that were made in it
+    def leave(self, leaving: Sequence[int]) -> list[Work]:
+        """These rows give their place back; their works, with all that they made, in the order asked for."""
+        if not leaving:
+            return []
+        works = [self.rows.save(row) for row in leaving]
+        change = refill(leaving, self.rows.active)
+        self.lane.leave(change)
+        for hole, source in zip(change.holes, change.sources, strict=True):
+            self._after_prompt[hole] = self._after_prompt[source]
+        self.rows.refill(change)
+        del self._after_prompt[change.active :]
+        self._params = None
+        return works
+
+    def drop_prompts(self, works: Sequence[Work] = ()) -> None:
+        """Forget what has been read of prompts, all but those of these works."""
+        keep = {self.key(work) for work in works}
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in keep}
+
+    def distrust_prompts(self) -> None:
+        """The weights have changed: what is known of a prompt is not for others any more."""
+        self._after_prompt = [None] * self.rows.active
+        for prompt in self._prompts.values():
+            prompt.stale = prompt.stale or prompt.done > 0
+
+
+# -------------------- reading
+# Which prompts, and how much of each, a cycle reads: `schedule.portions` over prompts that several works may share.
+#
+# A pure decision over prompts and their sizes. Works are served in order: behind a prompt that is read only in part come
+# none but those that share it, so nobody overtakes it.
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is read now, and how many works, in order, take part: they join, or have begun."""
+
+    chunks: tuple[Chunk, ...]
+    works: int
+
+
+def plan(needs: Sequence[Prompt | None], *, budget: int, grid: int | None) -> Plan:
+    """`needs`: by work the prompt that it waits for; None: it can join at once. `budget`, `grid`: see `portions`."""
+    prompts = list(dict.fromkeys(prompt for prompt in needs if prompt is not None))
+    counts = portions(
+        [prompt.left for prompt in prompts], budget=budget, grid=grid, done=[prompt.done for prompt in prompts]
+    )
+    chunks = tuple(Chunk(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count)
+    return Plan(chunks, _works(needs, chunks))
+
+
+def _works(needs: Sequence[Prompt | None], chunks: Sequence[Chunk]) -> int:
+    begun = {chunk.prompt for chunk in chunks}
+    cut = next((chunk.prompt for chunk in chunks if chunk.count < chunk.prompt.left), None)
+    behind = False
+    for count, prompt in enumerate(needs):
+        if prompt is not None and prompt not in begun and prompt.left:
+            return count
+        if behind and prompt is not cut:
+            return count
+        behind = behind or (cut is not None and prompt is cut)
+    return len(needs)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rows at once, tokens in the cache (the budget), and prompt tokens read between two steps."""
+
+    slots: int
+    cache_tokens: int
+    prefill_chunk_tokens: int = 512
+
+
+class Core:
+    """A model that serves. `version`: the served weights' name."""
+
+    def __init__(self, model: Model, text: Text | None, lane: Lane, limits: Limits, *, version: str) -> None:
+        self.model = model
+        self.limits = limits
+        self.lane = lane
+        self.version = version
+        self.paused = False
+        self.asleep: frozenset[str] = frozenset()
+        """What of "weights" and "kv_cache" has been released."""
+        self.outbox: list[Delivery] = []
+        self.generated_tokens = 0
+        self.retractions = 0
+        self.longest = longest_alone(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
+        """Tokens, prompt and response, of the longest request that can be served."""
+        self._text = text
+        self._bed = Bed(model)
+        self._decoder = Decoder(model, lane, limits.slots)
+        self._waiting = Waiting()
+        self._reading: list[Work] = []
+        """Admitted, their prompts not yet read to the end."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences that have one at once, at most."""
+        return self.limits.slots
+
+    @property
+    def running(self) -> int:
+        """Sequences with a row."""
+        return self._decoder.rows.active
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without one."""
+        return len(self._waiting) + len(self._reading)
+
+    @property
+    def can_work(self) -> bool:
+        """Whether a cycle would do anything."""
+        return not self.paused and not self.asleep and (self.running > 0 or self.waiting > 0)
+
+    def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raises EngineError for a request that the cache could never hold. May be called from any thread."""
+        if prompt_tokens + max_new_tokens > self.longest:
+            raise EngineError(
+                f"a prompt of {prompt_tokens} tokens and max_new_tokens {max_new_tokens} exceed the {self.longest} tokens "
+                f"of one request that a cache of {self.limits.cache_tokens} holds",
+                fix="Shorten the request, or raise rollout.cache_tokens",
+            )
+
+    def submit(self, tasks: list[Task]) -> None:
+        """Tasks that have been checked. They wait for a row."""
+        self._waiting.put(Work(task) for task in tasks)
+
+    def cycle(self) -> None:
+        """Make way, read a portion, and make one token for all that run. Raises EngineError when memory runs out."""
+        with memory_error_explained("while it was generating"):
+            self._make_way()
+            if self.waiting:
+                self._read()
+            if self.running:
+                self._after(self._decoder.step())
+
+    def _held(self) -> list[int]:
+        reading = [len(self._decoder.ids(work)) + 1 for work in self._reading]
+        return [*self._decoder.rows.lengths.tolist(), *reading]
+
+    def _make_way(self) -> None:
+        """The youngest leave when the rows have outgrown the memory."""
+        lengths, footprint = self._held(), self.lane.footprint
+        if footprint(Size.of(lengths)) <= self.limits.cache_tokens:
+            return
+        rows = self.running
+        ages = [work.task.number for work in (*self._decoder.rows.works, *self._reading)]
+        gone = outgrown(lengths, ages, budget=self.limits.cache_tokens, footprint=footprint)
+        back = [self._reading[i - rows] for i in gone if i >= rows]
+        self._reading = [work for work in self._reading if work not in back]
+        self._put_back([*self._decoder.leave([i for i in gone if i < rows]), *back])
+        self._decoder.drop_prompts(self._reading)
+
+    def _put_back(self, works: Sequence[Work]) -> None:
+        for work in works:
+            work.retractions += 1
+        self.retractions += len(works)
+        self._waiting.put_back(sorted(works, key=lambda work: work.task.number))
+
+    def _read(self) -> None:
+        """Admit what fits, read a portion of the prompts, and let join whose prompt is done."""
+        decoder, works = self._decoder, [*self._reading, *self._admissible()]
+        if not works:
+            return
+        known = decoder.known()
+        needs = [None if decoder.key(work) in known else decoder.prompt(work) for work in works]
+        portion = self.limits.prefill_chunk_tokens
+        planned = plan(needs, budget=portion if self.running else max(IDLE_TOKENS, portion), grid=self.lane.grid)
+        works, needs = works[: planned.works], needs[: planned.works]
+        self._waiting.take(max(0, len(works) - len(self._reading)))
+        decoder.drop_prompts(works)
+        decoder.read(planned.chunks)
+        self._reading = [work for work, prompt in zip(works, needs, strict=True) if prompt is not None and prompt.left]
+        joining = [work for work, prompt in zip(works, needs, strict=True) if prompt is None or not prompt.left]
+        if joining:
+            self._prepare(joining)
+            self._after(decoder.join(joining))
+
+    def _admissible(self) -> list[Work]:
+        free = self.limits.slots - self.running - len(self._reading)
+        first = self._waiting.peek(free)
+        if not first:
+            return []
+        count = admissible(
+            [Want(len(w.task.prompt) + len(w.tokens), w.task.sampling.max_new_tokens - len(w.tokens)) for w in first],
+            Size.of(self._held()),
+            free=free,
+            budget=self.limits.cache_tokens,
+            footprint=self.lane.footprint,
+        )
+        return first[:count]
+
+    def _prepare(self, works: Sequence[Work]) -> None:
+        rows = self._decoder.rows
+        rows.forget_stop_strings()
+        for work in works:
+            stop = work.task.sampling.stop
+            if not rows.knows_stop_strings(stop):
+                assert self._text is not None
+                rows.know_stop_strings(stop, self._text.suspects(stop, self.model.vocabulary))
+            work.mark(self.version, len(work.tokens))
+
+    def _after(self, made: Made) -> None:
+        """Let go what has ended with these tokens, and tell those who stream."""
+        rows = self._decoder.rows
+        self.generated_tokens += rows.active - made.first - made.ended.replayed
+        endings: dict[int, Ending] = {row: Ending("length") for row in made.ended.by_count.tolist()}
+        for row in made.ended.by_token.tolist():
+            endings[row] = Ending("stop", matched=rows.tail(row, 1)[0])
+        for row in made.ended.suspects.tolist():
+            stop = rows.works[row].task.sampling.stop
+            assert self._text is not None
+            if (met := self._text.met(stop, rows.tail(row, tail_length(stop)))) is not None:
+                endings[row] = Ending("stop", matched=met)
+        for row in made.broken:
+            endings[row] = Ending("abort", message="the model's output is not finite; its weights may be broken")
+        if rows.streaming:
+            for row in range(made.first, rows.active):
+                if rows.works[row].task.streams and row not in endings and not rows.replays(row):
+                    self._deliver(rows.save(row), None)
+        if endings:
+            for row, work in zip(endings, self._decoder.leave(list(endings)), strict=True):
+                if row in made.broken:
+                    work.drop_last()
+                self._deliver(work, endings[row])
+
+    def _deliver(self, work: Work, ending: Ending | None) -> None:
+        self.outbox.append(
+            Delivery(
+                work.task.number,
+                tuple(work.tokens),
+                tuple(work.logprobs),
+                work.spans(len(work.tokens)) if work.marks else work.never_joined(self.version),
+                work.cached_tokens,
+                ending,
+                tuple(work.tops),
+                tuple(work.named),
+                work.prompt_logprobs,
+                work.retractions,
+            )
+        )
+
+    def abort(self, unwanted: Callable[[Task], bool], message: str = ABORTED) -> None:
+        """End these now, with the tokens they have."""
+        rows = self._decoder.rows
+        leaving = [row for row, work in enumerate(rows.works) if unwanted(work.task)]
+        unread = [work for work in self._reading if unwanted(work.task)]
+        if unread:
+            self._reading = [work for work in self._reading if not unwanted(work.task)]
+            self._decoder.drop_prompts(self._reading)
+        for work in [*self._decoder.leave(leaving), *unread, *self._waiting.drop(unwanted)]:
+            self._deliver(work, Ending("abort", message=message))
+
+    def abort_all(self, message: str = ABORTED) -> None:
+        """End everything now."""
+        self.abort(lambda task: True, message)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Make no more tokens: end what runs, take its rows away, or leave it as it stands."""
+        self.paused = True
+        if mode == "abort":
+            self.abort_all("aborted by a pause")
+        elif mode == "retract":
+            self._retract()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.paused = False
+
+    def _retract(self) -> None:
+        works = [*self._decoder.leave(range(self.running)), *self._reading]
+        self._reading = []
+        self._decoder.drop_prompts()
+        self._put_back(works)
+
+    def flush(self) -> None:
+        """Forget the cache. Raises EngineError while sequences run, whose cache it is."""
+        if self.running:
+            raise EngineError(
+                f"{self.running} requests are running", fix="Pause with mode retract, or abort them, first"
+            )
+        self._retract()
+        self.lane.release()
+
+    def check_version(self, version: str | None) -> None:
+        """Raises EngineError for a version older than what is served."""
+        if version is not None and is_older(version, self.version):
+            raise EngineError(f"version {version} is older than {self.version}, which is served")
+
+    def change_weights(self, staged: Staged, version: str | None, *, flush: bool, abort: bool) -> None:
+        """Serve these weights from the next token on. Raises EngineError; then nothing has changed."""
+        self.check_version(version)
+        check_awake(self.model)
+        if abort:
+            self.abort_all("aborted by a change of weights")
+        install(self.model, staged)
+        self._decoder.distrust_prompts()
+        if flush:
+            self._retract()
+        self.rename(version or self.version)
+
+    def rename(self, version: str) -> None:
+        """Call the served weights so. Raises EngineError for an older version."""
+        self.check_version(version)
+        self.version = version
+        rows = self._decoder.rows
+        for row, work in enumerate(rows.works):
+            work.mark(version, rows.made(row))
+
+    def release(self, tags: frozenset[str]) -> None:
+        """Give memory back ("weights", "kv_cache"). Raises EngineError unless nothing runs."""
+        if self.running:
+            raise EngineError(f"{self.running} requests are running", fix="Pause or abort them first")
+        if "kv_cache" in tags:
+            self._retract()
+            self.lane.release()
+        if "weights" in tags - self.asleep:
+            self._bed.put_to_sleep()
+        self.asleep |= tags
+        give_back_free_memory()
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Take memory again; the cache grows by itself."""
+        if "weights" in tags & self.asleep:
+            with memory_error_explained("while the weights came back"):
+                self._bed.wake()
+        self.asleep -= tags

@@ -1,0 +1,295 @@
+"""A decode step of the most common kind of model, straight from layer to layer.
+
+A step over few rows of a small model spends a third of its time in Python, between the products: modules that call modules,
+wrappers around them, the same rotation spelled out for queries and for keys. Llama, Mistral, Qwen 2, Qwen 3 and whatever is
+built as they are has the same few parts in each layer, so one loop over those parts is the whole step.
+
+Nothing is taken for granted: the parts are recognised by their names and must hold all of the model's weights, for one that
+does nothing today (a scale of 1) may do something after the next change of weights. What each layer tells its attention is
+overheard while the model itself makes a step, and then the straight step must give the same bits. A model of which any of
+this is not so goes on through its own modules. Weights are looked at as they are at each step, so a change of weights, or
+sleep, needs nothing here.
+
+Does not read prompts, and does not know lanes: `Model.forward` takes it for a step of one token a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from gcore.engines.torch.attention import NAME, Attention, OneToken
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+HEADS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+NORMED = HEADS | {"q_norm", "k_norm"}
+
+
+GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+PAST = 3
+"""Tokens before the one of the trial."""
+
+
+POSITIONS = (3, 4, 11, 30)
+"""Of the trial's rows."""
+
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The parts of a layer. `told`: what it tells its attention besides queries, keys and values."""
+
+    before: Any
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    q_norm: Any
+    k_norm: Any
+    after: Any
+    gate: Any
+    up: Any
+    down: Any
+    act: Any
+    told: dict[str, Any]
+
+
+class Straight:
+    """See the module. Made by `straight`."""
+
+    def __init__(self, module: Any, attention: Attention, told: list[dict[str, Any]]) -> None:
+        base = module.model
+        self._attention = attention
+        self._embedding = base.embed_tokens
+        self._rotary = base.rotary_emb
+        self._norm = base.norm
+        self._head = module.lm_head
+        self._dim = base.layers[0].self_attn.head_dim
+        self._layers = [_parts(layer, one) for layer, one in zip(base.layers, told, strict=True)]
+
+    def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """[row, vocabulary] after one token a row; `ids` and `positions` [row, 1]."""
+        rows, dim = ids.shape[0], self._dim
+        hidden = functional.embedding(ids[:, 0], self._embedding.weight)
+        cos, sin = self._rotary(hidden[:, None], positions)
+        half = dim // 2
+        for index, layer in enumerate(self._layers):
+            x = layer.before.forward(hidden)
+            q = _linear(x, layer.q).view(rows, -1, dim)
+            k = _linear(x, layer.k).view(rows, -1, dim)
+            v = _linear(x, layer.v).view(rows, -1, 1, dim)
+            if layer.q_norm is not None:
+                q, k = layer.q_norm.forward(q), layer.k_norm.forward(k)
+            heads = q.shape[1]
+            both = torch.cat((q, k), 1)
+            turned = torch.cat((-both[..., half:], both[..., :half]), -1).mul_(sin)
+            both = (both * cos).add_(turned)[:, :, None]
+            keys, values = cache.update(both[:, heads:], v, index)
+            out, _ = self._attention(layer, both[:, :heads], keys, values, None, **layer.told)
+            hidden = _linear(out.reshape(rows, -1), layer.o).add_(hidden)
+            x = layer.after.forward(hidden)
+            inner = layer.act(_linear(x, layer.gate)).mul_(_linear(x, layer.up))
+            hidden = _linear(inner, layer.down).add_(hidden)
+        made: Tensor = self._head(self._norm.forward(hidden)[:, None])
+        return made[:, 0]
+
+
+@torch.inference_mode()
+def straight(module: Any, attention: Attention, vocabulary: int) -> Straight | None:
+    """The straight step of a model whose attention is the engine's; None for one of another kind."""
+    if not _recognised(module):
+        return None
+    device = module.lm_head.weight.device
+    ids = torch.tensor([[(7 * n + 1) % vocabulary] for n in range(len(POSITIONS))], device=device)
+    positions = torch.tensor(POSITIONS, device=device)[:, None]
+    told: list[dict[str, Any]] = []
+
+    def overhear(part: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+        told.append({name: more[name] for name in ("scaling", "sliding_window", "softcap", "s_aux") if name in more})
+        return attention(part, query, key, value, mask, **more)
+
+    kind, attention.kind = attention.kind, OneToken(None)
+    AttentionInterface.register(NAME, overhear)
+    try:
+        expected = module(input_ids=ids, position_ids=positions, past_key_values=_Past(), use_cache=True).logits[:, -1]
+        if len(told) != len(module.model.layers):
+            return None
+        made = Straight(module, attention, told)
+        same = torch.equal(made.logits(ids, positions, _Past()), expected)
+    except (
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # parts of these names that are no such parts
+        return None
+    finally:
+        attention.kind = kind
+        attention.register()
+    return made if same else None
+
+
+class _Past(Cache):  # type: ignore[misc]  # transformers is not typed
+    """A few tokens, always the same, before the one that comes."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """`[row, kv_head, 1, head_dim]` in, all tokens out."""
+        generator = torch.Generator().manual_seed(layer)
+        size = (*keys.shape[:2], PAST, keys.shape[3])
+        made = [torch.randn(size, generator=generator).to(keys) for _ in range(2)]
+        return torch.cat((made[0], keys), 2), torch.cat((made[1], values), 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As the engine's own caches: the model is told every position."""
+        return 0
+
+
+def _recognised(module: Any) -> bool:
+    base: Any = getattr(module, "model", None)
+    layers = getattr(base, "layers", None)
+    if not layers or set(module._modules) != {"model", "lm_head"}:
+        return False
+    if set(base._modules) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    linear = (*HEADS, "gate_proj", "up_proj", "down_proj")
+    for layer in layers:
+        if set(layer._modules) != LAYER or set(layer.self_attn._modules) not in (HEADS, NORMED):
+            return False
+        parts = layer.self_attn._modules | layer.mlp._modules
+        if set(layer.mlp._modules) != GATED or any(type(parts[name]) is not torch.nn.Linear for name in linear):
+            return False
+    if any(part._parameters for part in module.modules() if part._modules):
+        return False  # weights of its own beside its parts, which nothing here would look at
+    return type(base.embed_tokens) is torch.nn.Embedding and hasattr(layers[0].self_attn, "head_dim")
+
+
+def _parts(layer: Any, told: dict[str, Any]) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        layer.input_layernorm,
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        attention._modules.get("q_norm"),
+        attention._modules.get("k_norm"),
+        layer.post_attention_layernorm,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+        _function(mlp.act_fn),
+        told,
+    )
+
+
+def _function(act: Any) -> Function:
+    """The activation without its module. The trial finds out whether it is the same."""
+    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return functional.silu
+    forward: Function = act.forward
+    return forward
+
+
+def _linear(x: Tensor, part: Any) -> Tensor:
+    return functional.linear(x, part.weight, part.bias)
+
+
+# -------------------- quick
+# A loaded model made quicker without a changed bit: what a step over small layers spends beside its arithmetic.
+#
+# - RMS norms are computed in as few steps as they have (five; transformers and torch's own take eight). Only where a trial
+#   gives the same bits.
+# - A layer's parts are found at once. `torch.nn.Module` keeps them in tables that Python looks into only after everything
+#   else has failed; a decode step looks some hundred of them up. They are also put where Python looks first. Assigning a part
+#   or a parameter anew removes it from there (`torch.nn.Module.__setattr__`), so what is found is never out of date; tensors
+#   are changed in place by everything in this package.
+#
+# Changes nothing that is saved, listed or loaded.
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_quick(module: Any) -> None:
+    """Do all of it to a model that is where it will stay, as the type it will have."""
+    use_short_norms(module)
+    find_parts_at_once(module)
+
+
+def find_parts_at_once(module: Any) -> None:
+    """Submodules and parameters as plain attributes too."""
+    for layer in module.modules():
+        for parts in (layer._modules, layer._parameters):
+            layer.__dict__.update({name: part for name, part in parts.items() if part is not None})
+
+
+@torch.inference_mode()
+def use_short_norms(module: Any) -> None:
+    """Give layers that compute an RMS norm one of the forms below that gives the same bits, if one does."""
+    found: dict[tuple[type, torch.dtype], Callable[[Any], Norm] | None] = {}
+    for layer in module.modules():
+        if not type(layer).__name__.endswith("RMSNorm") or not _looks_like_one(layer):
+            continue
+        kind = (type(layer), layer.weight.dtype)
+        if kind not in found:
+            found[kind] = next((form for form in (_short, _fused) if _same_bits(layer, form)), None)
+        form = found[kind]
+        if form is not None:
+            layer.forward = form(layer)
+
+
+def _short(layer: Any) -> Norm:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        scale = (hidden * hidden).mean(-1, keepdim=True).add_(layer.variance_epsilon).rsqrt_()
+        return (hidden * scale).mul_(layer.weight)
+
+    return forward
+
+
+def _fused(layer: Any) -> Norm:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        weight = layer.weight
+        return functional.rms_norm(hidden, weight.shape, weight, layer.variance_epsilon)
+
+    return forward
+
+
+def _looks_like_one(layer: Any) -> bool:
+    own = dict(layer.named_parameters())
+    return hasattr(layer, "variance_epsilon") and list(own) == ["weight"] and own["weight"].dim() == 1
+
+
+def _same_bits(layer: Any, form: Callable[[Any], Norm]) -> bool:
+    """Asked of other weights than its own, which may be all ones."""
+    weight, quick = layer.weight, form(layer)
+    generator = torch.Generator().manual_seed(0)
+    own = weight.clone()
+    weight.copy_(torch.randn(weight.shape, generator=generator).to(weight))
+    try:
+        for size in ((1, 1), (7, 3), (64, 1), (5, 4, 3)):
+            hidden = torch.randn((*size, *weight.shape), generator=generator).to(weight) * 3
+            if not torch.equal(layer(hidden), quick(hidden)):
+                return False
+    finally:
+        weight.copy_(own)
+    return True

@@ -1,0 +1,411 @@
+"""Between HTTP and the model's thread: turns checked requests into tasks, and deliveries into answers.
+
+Lives on the event loop. What depends on the model (token ids, context, stop strings without a tokenizer) is checked here,
+before anything reaches the thread. A request whose client has gone away is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gcore.data.renderer import PromptRenderer
+from gcore.engines.detokenizer import Text, cut_at, settled
+from gcore.engines.request import Delivery, Task, prompt_key
+from gcore.engines.serving import openai
+from gcore.engines.serving.http import BodyRefused, BodyTooBig, Keys, read, refusal, refusing, streamed_refusal
+from gcore.engines.serving.io_struct import (
+    Asked,
+    Generate,
+    SamplingBody,
+    answer,
+    cost,
+    emptied,
+    generate_body,
+    told_cost,
+)
+from gcore.engines.serving.routes import ControlRoutes, guarded, unless_gone
+from gcore.engines.torch.async_engine import Post
+from gcore.engines.torch.engine import Core
+from gcore.errors import EngineError, GcoreError
+from gcore.system.clock import Clock
+
+BIG_ANSWER_TOKENS = 16_384
+"""From so many on (or other entries of its lists), an answer is put together off the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A task, and what its answer needs. `name`: the request's own name for it, before it is numbered for `n`."""
+
+    task: Task
+    name: str
+    params: SamplingBody
+    asked: Asked
+    since: float
+
+
+class Desk(Post[Task, Delivery]):
+    """Takes requests. `open` it before the first."""
+
+    def __init__(self, core: Core, text: Text | None, *, clock: Clock, seeds: np.random.Generator) -> None:
+        super().__init__(core, clock)
+        self._core = core
+        self._text = text
+        self._seeds = seeds
+
+    def encoded(self, request: Generate) -> Generate:
+        """With tokens for texts. May be called from any thread: a long text takes seconds."""
+        if (text := self._text) is None:
+            return request
+        return replace(
+            request, prompts=tuple(list(text.encode(p)) if isinstance(p, str) else p for p in request.prompts)
+        )
+
+    def admit(self, request: Generate) -> list[_Ticket]:
+        """The samples of an encoded request as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
+        pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
+        prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
+        names = request.rids or tuple(uuid.uuid4().hex for _ in prompts)
+        self.check_names(set(names))
+        return [
+            ticket
+            for tokens, (_, params, asked), name in zip(prompts, pairs, names, strict=True)
+            for ticket in self._tickets(tokens, params, self._placed(asked, tokens), name, streams=request.stream)
+        ]
+
+    def _tickets(
+        self, prompt: tuple[int, ...], params: SamplingBody, asked: Asked, name: str, *, streams: bool
+    ) -> list[_Ticket]:
+        model, now, key = self._core.model, self.clock.monotonic(), prompt_key(prompt)
+        tickets = []
+        for index in range(params.n):
+            sampling = params.sampling(
+                index=index,
+                drawn_seed=int(self._seeds.integers(2**63)),
+                end_tokens=model.end_tokens,
+                room=self._core.longest - len(prompt),
+                vocabulary=model.vocabulary,
+                asked=asked,
+            )
+            rid = name if params.n == 1 else f"{name}_{index}"
+            task = Task(self.number(), rid, prompt, sampling, streams=streams and params.makes_tokens, key=key)
+            tickets.append(_Ticket(task, name, params, asked, now))
+        return tickets
+
+    def _placed(self, asked: Asked, prompt: tuple[int, ...]) -> Asked:
+        """Raises EngineError for log-probabilities that there are not."""
+        start = asked.prompt_from
+        if asked.top > self._core.model.vocabulary:
+            raise EngineError(
+                f"top_logprobs_num is {asked.top}, and the vocabulary has {self._core.model.vocabulary} tokens"
+            )
+        if start is not None and start > len(prompt):
+            raise EngineError(f"logprob_start_len is {start}, and the prompt has {len(prompt)} tokens")
+        return replace(asked, prompt_from=None) if start == len(prompt) else asked
+
+    def _tokens(self, prompt: str | list[int], params: SamplingBody) -> tuple[int, ...]:
+        model = self._core.model
+        if self._text is None and (isinstance(prompt, str) or params.stop_strings):
+            raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids, and no stop strings")
+        assert not isinstance(prompt, str)
+        tokens = tuple(prompt)
+        if not tokens:
+            raise EngineError("the prompt has no tokens")
+        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < model.vocabulary), None)
+        if wrong is not None:
+            raise EngineError(f"token id {wrong} is not in the vocabulary of {model.vocabulary}")
+        if len(tokens) >= model.context:
+            raise EngineError(
+                f"a prompt of {len(tokens)} tokens leaves no room in the context of {model.context} tokens"
+            )
+        if len(tokens) + (params.max_new_tokens or 0) > model.context:
+            raise EngineError(
+                f"a prompt of {len(tokens)} tokens and max_new_tokens {params.max_new_tokens} exceed "
+                f"the context of {model.context} tokens",
+                fix="Shorten the prompt or lower max_new_tokens",
+            )
+        # Where there is no limit it is what the cache holds, and that must be one token at least.
+        self._core.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
+        return tokens
+
+    def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[Delivery]]:
+        return self.deliveries([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
+
+    async def answers(self, tickets: Sequence[_Ticket]) -> list[dict[str, Any]]:
+        """Wait for all, and word the answers in order."""
+        ended = await self.ended([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
+        now = self.clock.monotonic()
+
+        def word() -> list[dict[str, Any]]:
+            return [self._word(ticket, ended[ticket.task.number], now) for ticket in tickets]
+
+        if sum(cost(ended[t.task.number], t.asked) for t in tickets) < BIG_ANSWER_TOKENS:
+            return word()
+        return await asyncio.to_thread(word)
+
+    async def stream(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[dict[str, Any]]]:
+        """Every sample as it grows, told by `index`; each answer holds all that there is so far.
+
+        Of each the first token is told at once, then every `stream_interval`-th or later, and the end.
+        """
+        place = {ticket.task.number: i for i, ticket in enumerate(tickets)}
+        told = [0] * len(tickets)
+        stream = self._deliveries(tickets)
+        try:
+            async for arrived in stream:
+                now = self.clock.monotonic()
+                pairs = []
+                for delivery in arrived:
+                    i = place[delivery.number]
+                    grown = len(delivery.tokens) - told[i]
+                    if delivery.ending is not None or not told[i] or grown >= tickets[i].params.stream_interval:
+                        told[i] += grown
+                        pairs.append((i, delivery))
+
+                def word(pairs: list[tuple[int, Delivery]] = pairs, now: float = now) -> list[dict[str, Any]]:
+                    return [{**self._word(tickets[i], d, now), "index": i} for i, d in pairs]
+
+                if sum(cost(d, tickets[i].asked) for i, d in pairs) < BIG_ANSWER_TOKENS:
+                    yield word()
+                else:
+                    yield await asyncio.to_thread(word)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+    def _word(self, ticket: _Ticket, delivery: Delivery, now: float) -> dict[str, Any]:
+        if not ticket.params.makes_tokens:
+            delivery = emptied(delivery)
+        return answer(
+            delivery,
+            rid=ticket.task.rid,
+            text=self._final_text(ticket.params, delivery),
+            prompt=ticket.task.prompt,
+            asked=ticket.asked,
+            text_of=self._text_of,
+            latency_s=now - ticket.since,
+        )
+
+    def _text_of(self, token: int) -> str:
+        return "" if self._text is None else self._text.decode([token], skip_special_tokens=False)
+
+    def _final_text(self, params: SamplingBody, delivery: Delivery) -> str:
+        """The tokens' text, without the stop token or string that ended it (unless it is asked for)."""
+        if self._text is None:
+            return ""
+        matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
+        tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
+        text = self._text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        return cut_at(text, matched) if isinstance(matched, str) else text
+
+
+# -------------------- openai_routes
+# OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
+#
+# Refusals are of SGLang's first shape here, whatever they are about. Chat needs a chat template in the model's folder; it is
+# read with the first request.
+
+Answer = Callable[[Request, Any], Awaitable[list[dict[str, Any]]]]
+"""The samples of a request, or the end of it when its client goes away."""
+
+
+class OpenAIRoutes:
+    """The handlers. `served`: what the model is called now."""
+
+    def __init__(self, desk: Desk, folder: Path, context: int, *, served: Callable[[], str], answers: Answer) -> None:
+        self._desk = desk
+        self._folder = folder
+        self._context = context
+        self._served = served
+        self._answers = answers
+        self._renderer: PromptRenderer | None = None
+        self._started = int(desk.clock.wall())
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """It, by its name."""
+        name = request.path_params["name"]
+        if name in (self._served(), self._served().lstrip("/")):
+            return JSONResponse(self._card())
+        error = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+        return JSONResponse({"error": {"message": f"The model {name!r} does not exist", **error}}, 404)
+
+    def _card(self) -> dict[str, Any]:
+        name = self._served()
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "gcore", "root": name}
+        return {**card, "parent": None, "max_model_len": self._context}
+
+    async def completions(self, request: Request) -> Response:
+        """Text goes on."""
+        return await self._answered(request, openai.completion)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """A chat goes on."""
+        return await self._answered(request, lambda value: openai.chat(value, self._render))
+
+    async def _answered(self, request: Request, check: Callable[[Any], openai.Asking]) -> Response:
+        try:
+            # The first chat reads files; and a template is foreign code that may take its time.
+            value = await read(request, lambda value: value)
+            asking = await asyncio.to_thread(lambda: self._encoded(check(value)))
+            tickets = self._desk.admit(asking.request)
+            wording = openai.Wording(asking, name=uuid.uuid4().hex, created=int(self._desk.clock.wall()))
+            if asking.request.stream:
+                return StreamingResponse(self._events(tickets, wording), media_type="text/event-stream")
+            answers = await self._answers(request, tickets)
+            return JSONResponse(wording.whole(answers)) if answers else Response(status_code=499)
+        except GcoreError as error:
+            known = isinstance(error, (BodyRefused, BodyTooBig))
+            return refusal(error if known else BodyRefused(str(error)))
+
+    def _encoded(self, asking: openai.Asking) -> openai.Asking:
+        return replace(asking, request=self._desk.encoded(asking.request))
+
+    async def _events(self, tickets: Any, wording: openai.Wording) -> AsyncIterator[bytes]:
+        stream = self._desk.stream(tickets)
+        try:
+            async for parts in stream:
+                for part in parts:
+                    for chunk in wording.parts(part):
+                        yield _event(chunk)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+        for chunk in wording.usage():
+            yield _event(chunk)
+        yield b"data: [DONE]\n\n"
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self._renderer is None:
+            self._renderer = PromptRenderer.load(self._folder, chat=True)
+        text = self._renderer.render(messages)
+        ids = list(self._renderer.encode(text))
+        if not ids:
+            raise EngineError("the messages have no tokens")
+        return ids
+
+
+def _event(part: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+# -------------------- server
+# The engine's routes: SGLang's paths and fields over HTTP, wired to the desk.
+#
+# Refusals have SGLang's shapes (`refusals`). Routes of SGLang's that this engine does not have, and that would change what
+# comes out, are there and refuse in words. Nothing here waits for the model on the event loop. What controls the engine is in
+# `control_routes`.
+
+HEALTH_GENERATE_S = 20.0
+
+
+UNSERVED = (
+    "/encode",
+    "/classify",
+    "/update_weights_from_tensor",
+    "/update_weights_from_ipc",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/open_session",
+    "/close_session",
+)
+"""SGLang's routes that this engine refuses."""
+
+
+class Routes:
+    """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
+
+    def __init__(self, core: Core, desk: Desk, describe: dict[str, Any], keys: Keys) -> None:
+        self._core = core
+        self._desk = desk
+        self._keys = keys
+        self._control = ControlRoutes(core, desk, {**describe, "is_generation": True})
+        self._openai = OpenAIRoutes(
+            desk,
+            Path(str(describe["tokenizer_path"])),
+            core.model.context,
+            served=lambda: self._control.model_path,
+            answers=self._answers,
+        )
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [Route("/generate", refusing(self.generate), methods=["POST", "PUT"])]
+        routes += [Route("/health_generate", self.health_generate, methods=["GET"])]
+        routes += [*self._control.routes(UNSERVED), *self._openai.routes()]
+        return guarded(routes, self._keys)
+
+    async def generate(self, request: Request) -> Response:
+        """Samples."""
+        body = await read(request, lambda value: self._desk.encoded(generate_body(value)))
+        if body.stream:
+            return StreamingResponse(self._events(body), media_type="text/event-stream")
+        answers = await self._answers(request, self._desk.admit(body))
+        if body.prompts and not answers:
+            return Response(status_code=499)
+        whole = answers if body.is_list else answers[0]
+        if sum(told_cost(a, body.asked_by(i)) for i, a in enumerate(answers)) < BIG_ANSWER_TOKENS:
+            return JSONResponse(whole)
+        return await asyncio.to_thread(JSONResponse, whole)
+
+    async def _answers(self, request: Request, tickets: Any) -> list[dict[str, Any]]:
+        """The samples; none when the client has gone away first."""
+        return await unless_gone(request, self._desk.answers(tickets)) or []
+
+    async def _events(self, body: Generate) -> AsyncIterator[bytes]:
+        """Server-sent events. What the desk refuses is one of them, for the status has been sent."""
+        try:
+            stream = self._desk.stream(self._desk.admit(body))
+        except EngineError as error:
+            yield _event(streamed_refusal(error))
+        else:
+            try:
+                async for parts in stream:
+                    for part in parts:
+                        asked = body.asked_by(part["index"])
+                        if part["meta_info"]["finish_reason"] is None:
+                            params = body.params[part["index"] // body.params[0].n]
+                            part["text"] = settled(part["text"], params.stop_strings)
+                        if not body.is_list:
+                            del part["index"]
+                        big = told_cost(part, asked) >= BIG_ANSWER_TOKENS
+                        yield await asyncio.to_thread(_event, part) if big else _event(part)
+            finally:
+                await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+        yield b"data: [DONE]\n\n"
+
+    async def health_generate(self, request: Request) -> Response:
+        """Whether tokens come out. An engine that is paused or asleep is not asked for one."""
+        if self._core.paused or self._core.asleep:
+            return await self._control.health(request)
+        body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+        made = self._core.generated_tokens
+        try:
+            async with asyncio.timeout(HEALTH_GENERATE_S):
+                await self._desk.answers(self._desk.admit(body))
+        except TimeoutError:
+            # With a long queue this one may not have had its turn; then others have.
+            return Response(status_code=200 if self._core.generated_tokens > made else 503)
+        return Response()

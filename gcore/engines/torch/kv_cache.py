@@ -1,0 +1,247 @@
+"""The key-value cache of the running rows, one pair of tensors a layer, and what a Hugging Face model sees of it.
+
+`columns` decides where everything stands; this module only moves numbers. Keys and values of a layer are
+`[row, kv_head, column, head_dim]`. `bias` is `[row, kv_head, 1, column]`, 0 inside a row's window and -inf left of it; it
+is kept from step to step, because it changes only when rows come, go or move.
+
+A table begins as zeros and a window's neighbourhood may hold what a row left behind: finite numbers that the bias
+silences (`clean` sees to it when a broken model has made others). A table of another size is made layer by layer, so that
+of old and new only one layer stands twice. Does not compute attention (`attention`) and does not choose rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from gcore.engines.torch.scheduler import Refill
+
+# -------------------- columns
+# Where in the cache things stand: pure bookkeeping of rows and columns.
+#
+# The cache is a table: one row a running sequence, one column a token position. All rows share one write column: a decode
+# step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`, and
+# the position of the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
+#
+# The write column moves right with each step; when it reaches the last column, everything live moves to the left edge. A
+# table that is too narrow for that to be rare is made wider instead: at least half of it must be free after a move, so that
+# the cost of moving is a constant per token. Where the memory is bounded it is only made as wide as the bound allows, and
+# has `SLACK` columns to spare at least.
+#
+# When rows leave, those that stay at the bottom of the table move up into the holes, so that the running rows are always
+# the first ones.
+#
+# Does not know torch, nor what stands in the cells.
+
+SMALLEST = 64
+"""Columns of the smallest table."""
+
+
+SLACK = 32
+"""Columns beyond the longest row that a table has at least: it is moved at most once in so many steps, and a move costs
+about as much as the attention of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What must be done before the next write: move every live window by `shift` columns, in a table of `columns`."""
+
+    shift: int
+    columns: int
+
+
+def make_room(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> Room:
+    """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
+
+    `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
+    what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
+    `columns`.
+    """
+    lives = 0 if first is None else column - first
+    fits = most is None or columns <= most
+    if longest <= column < columns and first is not None and fits:
+        return Room(0, columns)
+    end = max(lives, longest)
+    wide = columns if end <= columns // 2 else 2 * end + SMALLEST
+    if most is not None and wide > most:
+        wide = max(most, end + 1)
+    return Room(end - column, wide)
+
+
+def footprint(rows: int, longest: int) -> int:
+    """Cells that a table for so many rows must have at least. `longest`: of their lengths, the next write included."""
+    return rows * (longest + SLACK)
+
+
+def rows_for(wanted: int, *, rows: int, most: int, longest: int = 0, budget: int | None = None) -> int:
+    """How many rows the table should have to hold `wanted`: doubled when it is too small, never more than `most`.
+
+    With a `budget` of cells the table has no more rows than leave each of them `longest` columns, and so many as are
+    wanted in any case.
+    """
+    grown = rows if wanted <= rows else min(most, max(wanted, 2 * rows, 8))
+    if budget is not None and footprint(grown, longest) > budget:
+        grown = wanted
+    return grown
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of a token: `kv_heads` keys of `key_dim` numbers and values of `value_dim`."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The layers, and where and as what their numbers are kept."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers, and its place in the bias."""
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        return (numbers + max((layer.kv_heads for layer in self.layers), default=0)) * self.dtype.itemsize
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """What the model is given as `past_key_values` in a decode step.
+
+    Its keys and values go to the write column of the first rows, and it gets the live part of the table back.
+    """
+
+    is_compileable = False
+
+    def __init__(self, shape: CacheShape) -> None:
+        super().__init__(layers=[])
+        self.shape = shape
+        self.rows = 0
+        self.columns = SMALLEST
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.bias = torch.zeros(0)
+        self._first = 0
+        self._column = 0
+        self._active = 0
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back; no row may be running."""
+        self.keys = [self._table(0, SMALLEST, layer, layer.key_dim) for layer in self.shape.layers]
+        self.values = [self._table(0, SMALLEST, layer, layer.value_dim) for layer in self.shape.layers]
+        self.bias = self._table(0, 1, self.shape.layers[0], SMALLEST)
+        self.rows, self.columns = 0, SMALLEST
+
+    def _table(self, rows: int, columns: int, layer: LayerShape, dim: int) -> torch.Tensor:
+        return zeros((rows, layer.kv_heads, columns, dim), self.shape)
+
+    def move(self, room: Room, *, rows: int, active: int, first: int, column: int, starts: Sequence[int]) -> None:
+        """Carry the live part `[first, column)` of the first `active` rows over, as `room` says.
+
+        `starts`: the rows' first columns before the move.
+        """
+        if room.shift == 0 and rows == self.rows and room.columns == self.columns:
+            return
+        old, new = slice(first, column), slice(first + room.shift, column + room.shift)
+        anew = rows != self.rows or room.columns != self.columns
+        for tables in (self.keys, self.values):
+            for number, (table, layer) in enumerate(zip(tables, self.shape.layers, strict=True)):
+                # Within one table the two windows may overlap.
+                live = table[:active, :, old]
+                if anew:
+                    tables[number] = self._table(rows, room.columns, layer, table.shape[-1])
+                if anew and active:
+                    tables[number][:active, :, new] = live
+                elif active:
+                    table[:active, :, new] = live.clone()
+                del table, live
+        if anew:
+            self.bias = self._table(rows, 1, self.shape.layers[0], room.columns)
+            self.rows, self.columns = rows, room.columns
+        for row, start in enumerate(starts):
+            self._begin(slice(row, row + 1), start + room.shift)
+
+    def _begin(self, rows: slice, start: int) -> None:
+        self.bias[rows, :, :, :start] = float("-inf")
+        self.bias[rows, :, :, start:] = 0
+
+    def join(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        members: Sequence[int],
+        length: int,
+        *,
+        row: int,
+        column: int,
+    ) -> None:
+        """Prompts of `length` tokens become the rows from `row` on: `members` of a layer's `[prompt, kv_head, ...]`."""
+        rows = slice(row, row + len(members))
+        window = slice(column - length, column)
+        index = torch.tensor(members, device=self.shape.device)
+        for tables, made in ((self.keys, keys), (self.values, values)):
+            for table, layer in zip(tables, made, strict=True):
+                table[rows, :, window] = layer[:, :, :length].index_select(0, index)
+        self._begin(rows, column - length)
+
+    def copy(self, source: int, start: int, length: int, *, rows: slice, column: int) -> None:
+        """`rows` join with the first `length` tokens of the running row `source`, whose window begins at `start`."""
+        old, new = slice(start, start + length), slice(column - length, column)
+        for table in (*self.keys, *self.values):
+            table[rows, :, new] = table[source, :, old].clone().unsqueeze(0)
+        self._begin(rows, column - length)
+
+    def refill(self, refill: Refill, *, first: int, column: int) -> None:
+        """Move rows into the holes."""
+        if not refill.holes:
+            return
+        holes = torch.tensor(refill.holes, device=self.shape.device)
+        sources = torch.tensor(refill.sources, device=self.shape.device)
+        for table in (*self.keys, *self.values):
+            live = table[:, :, first:column]
+            live[holes] = live[sources]
+        self.bias[holes] = self.bias[sources]
+
+    def clean(self) -> None:
+        """Replace what is not finite: silenced or not, it would make everything it is multiplied with not finite."""
+        for table in (*self.keys, *self.values):
+            table.nan_to_num_(0.0, 0.0, 0.0)
+
+    def aim(self, *, active: int, first: int, column: int) -> torch.Tensor:
+        """The next forward pass is a decode step of `active` rows at `column`. The bias, `[active * kv, 1, width]`."""
+        self._active, self._first, self._column = active, first, column
+        window = self.bias[:active, :, :, first : column + 1]
+        return window.view(active * self.shape.layers[0].kv_heads, 1, column + 1 - first)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model, layer by layer; `[row, kv_head, 1, head_dim]` in, all live columns out."""
+        rows, column = self._active, self._column
+        keys, values = self.keys[layer_idx][:rows], self.values[layer_idx][:rows]
+        keys[:, :, column] = key_states[:, :, 0]
+        values[:, :, column] = value_states[:, :, 0]
+        return keys[:, :, self._first : column + 1], values[:, :, self._first : column + 1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing, as far as the model is concerned: it is told every position."""
+        return 0
+
+
+def zeros(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
+    """Of the shape's type and place. On a CPU the memory is taken only as it is used."""
+    if shape.device.type != "cpu" or math.prod(size) == 0:
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    # torch.zeros writes every page; numpy's come from the system zeroed and cost nothing until they are used.
+    raw = torch.from_numpy(np.zeros(math.prod(size) * shape.dtype.itemsize, np.uint8))
+    return raw.view(shape.dtype).view(size)

@@ -1,0 +1,267 @@
+"""The engine process, once torch is there: load, prove, listen, serve, stop.
+
+The port is taken before the model is loaded, so that a port in use is known at once; it is answered on only when the
+model serves. A supervisor hears "serving", progress, and "failed" with a sentence; "stop" ends the process in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+from starlette.types import ASGIApp
+
+from gcore.api.tls import Watched, serving_context
+from gcore.engines.detokenizer import Text
+from gcore.engines.launch import EngineLaunch, check_folder, from_arguments, from_document
+from gcore.engines.serving.http import Keys
+from gcore.engines.torch.async_engine import Report, Runner
+from gcore.engines.torch.classifier import ClassifierCore, ClassifierDesk, ClassifierRoutes, start_classifier
+from gcore.engines.torch.engine import Core, Limits
+from gcore.engines.torch.frontend import Desk, Routes
+from gcore.engines.torch.model import TOO_BIG, default_cache_tokens, device_of, free_bytes, load, memory_error_explained
+from gcore.engines.torch.model_runner import SharedLane
+from gcore.engines.torch.runner_selection import choose_lane
+from gcore.errors import GcoreError, UsageError
+from gcore.system import daemon as logs
+from gcore.system.clock import Clock, SystemClock
+from gcore.system.process import thread_environment
+from gcore.worker.control import Control
+
+# -------------------- __main__
+# `python -m gcore.rollout.engine`: the process's edge. What is wrong with its arguments is told in one sentence.
+
+INTERRUPTED_EXIT = 130
+
+
+def main() -> int:
+    """Serve; the exit code."""
+    # Before torch and transformers are imported: no look-ups, no other frameworks, no threads that spin.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("USE_TORCH", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    control = Control.inherit()
+    logs.set_up(level="WARNING")
+    try:
+        launch = from_arguments(sys.argv[1:]) if control is None else from_document(control.launch)
+        check_folder(launch.model)
+        for name, value in thread_environment(launch.threads).items():
+            os.environ.setdefault(name, value)
+        from gcore.system.torch_imports import leave_compiler_out
+
+        leave_compiler_out()
+
+        serve(launch, control)
+    except GcoreError as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        if control is not None:
+            control.send("failed", reason=str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT
+    return 0
+
+
+# -------------------- start
+# From a launch to a core that serves: load the model, find its lane, bound its cache. Opens no port and starts no thread.
+
+SHORTEST = 2
+"""Tokens of a request: one of the prompt, one of the response."""
+
+
+def start(launch: EngineLaunch, text: Text | None) -> Core:
+    """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
+    device = device_of(launch)
+    with memory_error_explained("while it loaded the model", TOO_BIG):
+        model = load(
+            Path(launch.model),
+            dtype=launch.dtype,
+            device=device,
+            context=launch.context_length,
+            text=text,
+            trust_remote_code=launch.trust_remote_code,
+        )
+        lane = choose_lane(model, deterministic=launch.deterministic, chunk=launch.prefill_chunk_tokens)
+    budget = launch.cache_tokens or default_cache_tokens(model.shape, free_bytes(model.shape.device))
+    if isinstance(lane, SharedLane):
+        lane = SharedLane(model, slots=launch.batch_slots, budget=budget)
+    limits = Limits(launch.batch_slots, budget, launch.prefill_chunk_tokens)
+    core = Core(model, text, lane, limits, version=launch.weight_version)
+    if core.longest < SHORTEST:
+        raise UsageError(
+            f"a cache of {budget} tokens holds no request, not even one of {SHORTEST} tokens",
+            where="--cache-tokens",
+            fix="Raise rollout.cache_tokens, or leave it out and let the engine see what there is",
+        )
+    return core
+
+
+SWITCH_S = 0.0005
+"""The interpreter's switch interval: the model's thread must not wait 5 ms for the event loop, or the loop for it."""
+
+
+BACKLOG = 4096
+
+
+GRACE_S = 2
+"""Seconds that open connections have after "stop"."""
+
+
+DEATH_EXIT = 1
+
+
+def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = None) -> None:
+    """Serve until told to stop. Raises UsageError and DataError before that, each in one sentence."""
+    clock = clock or SystemClock()
+    _raise_descriptor_limit()
+    listener = _listen(launch.host, launch.port)
+    torch.set_num_threads(launch.threads)
+    torch.set_num_interop_threads(1)  # nothing here runs operators side by side
+    torch.set_grad_enabled(False)
+    text = Text.load(Path(launch.model))
+    core = start_classifier(launch, text) if launch.task == "classify" else start(launch, text)
+    sys.setswitchinterval(SWITCH_S)
+    asyncio.run(_run(core, text, launch, listener, control, clock))
+
+
+def _facade(
+    core: Core | ClassifierCore, text: Text | None, launch: EngineLaunch, clock: Clock
+) -> tuple[Desk | ClassifierDesk, ASGIApp]:
+    """What stands before the model's thread: a desk, and the routes to it."""
+    keys = Keys(launch.api_key, launch.admin_api_key)
+    describe = _description(core, launch)
+    if isinstance(core, ClassifierCore):
+        reception = ClassifierDesk(core, text, clock=clock)
+        return reception, ClassifierRoutes(core, reception, describe, keys).app()
+    desk = Desk(core, text, clock=clock, seeds=np.random.default_rng())
+    more = {"max_total_num_tokens": core.limits.cache_tokens, "lane": core.lane.name}
+    return desk, Routes(core, desk, describe | more, keys).app()
+
+
+def _description(core: Core | ClassifierCore, launch: EngineLaunch) -> dict[str, Any]:
+    model = core.model
+    return {
+        "model_path": launch.model,
+        "tokenizer_path": launch.model,
+        "load_format": "auto",
+        "model_type": getattr(model.module.config, "model_type", None),
+        "architectures": getattr(model.module.config, "architectures", None),
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "engine": "gcore torch engine",
+        "context_length": model.context,
+        "vocab_size": model.vocabulary,
+        "max_running_requests": launch.batch_slots,
+        "dtype": launch.dtype,
+        "device": str(model.shape.device),
+    }
+
+
+async def _run(
+    core: Core | ClassifierCore,
+    text: Text | None,
+    launch: EngineLaunch,
+    listener: socket.socket,
+    control: Control | None,
+    clock: Clock,
+) -> None:
+    desk, app = _facade(core, text, launch, clock)
+    runner: Runner[Any] = Runner(
+        core, clock=clock, deliver=desk.deliver, report=_reporter(control), on_death=_death(control)
+    )
+    desk.open(runner)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=60,
+    )
+    config.load()
+    if launch.tls is not None:
+        config.ssl = serving_context(Watched(launch.tls.material))
+    server = uvicorn.Server(config)
+    runner.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # The socket listens since before the model was loaded: whoever connects from here on is answered.
+    address = f"{launch.host}:{listener.getsockname()[1]}"
+    if control is None:
+        print(f"serving on {address}", flush=True)  # noqa: T201
+    else:
+        control.send("serving", address=address)
+        control.send("progress", phase="waiting", progress=0)
+        threading.Thread(target=_obey, args=(control, server), name="stop", daemon=True).start()
+    await serving
+
+
+def _raise_descriptor_limit() -> None:
+    """Each request under way is an open connection, and the limit that shells set, 1024, is for programs that select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        listener = socket.create_server((host, port), backlog=BACKLOG)
+        # Inherited by each connection. asyncio sets it only on sockets that name their protocol, which these do not; and
+        # without it an answer's body waits for the receipt of its head, which a client delays by 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen there ({error.strerror or error})",
+            where=f"{host}:{port}",
+            fix="Choose another host or port",
+        ) from error
+
+
+def _obey(control: Control, server: uvicorn.Server) -> None:
+    control.wait_for("stop")
+    server.should_exit = True
+
+
+def _reporter(control: Control | None) -> Report:
+    def report(phase: str, progress: int) -> None:
+        if control is not None:
+            control.send("progress", phase=phase, progress=progress)
+
+    return report
+
+
+def _death(control: Control | None) -> Callable[[Exception], None]:
+    """The model's thread has ended: nothing that this process could still answer is worth waiting for."""
+
+    def die(error: Exception) -> None:
+        import traceback
+
+        traceback.print_exception(error)
+        if control is not None:
+            control.send("failed", reason=f"the model's thread ended: {' '.join(str(error).split())[:300] or error!r}")
+        sys.stderr.flush()
+        os._exit(DEATH_EXIT)
+
+    return die
+
+
+def run() -> None:
+    """Run the program and end the process."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown with torch's threads costs time and can abort; everything is closed.
+    os._exit(code)

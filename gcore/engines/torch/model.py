@@ -1,0 +1,573 @@
+"""Loading a Hugging Face causal model, and one forward pass through it.
+
+A model folder is refused at start, in one sentence, when it cannot be loaded whole: weights that are truncated, missing or
+do not fit, a configuration of no known architecture, a tokenizer with more tokens than the model has. Which lane can serve
+a model that loads is not decided here (`prove`).
+
+A forward pass needs the logits of a few positions only, and an output layer over a large vocabulary is most of its work.
+So a hook stands before that layer and lets through the positions that are wanted, whatever the model's own forward offers
+for that; and the logits of a decode step over a large vocabulary are written into the same memory each time, because
+tens of megabytes that are fresh at every step cost the system more than the multiplication.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from gcore.engines.detokenizer import Text
+from gcore.engines.launch import EngineLaunch
+from gcore.engines.torch.attention import NAME, Attention
+from gcore.engines.torch.fast_path import Straight, make_quick
+from gcore.engines.torch.kv_cache import CacheShape
+from gcore.errors import DataError, EngineError, UsageError
+from gcore.models.checks import check_code
+from gcore.system.memory import give_back_free_memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+CONTEXT = 2048
+"""Of a model that names none, when the launch does not either."""
+
+
+LARGE_VOCABULARY = 16_384
+
+
+ALIGNMENT = 64
+"""Bytes."""
+
+
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+class Head:
+    """Stands at the output layer. `wanted`: rows and positions whose logits are needed; None: of every row's only one."""
+
+    def __init__(self, layer: Any, device: torch.device) -> None:
+        self.wanted: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffer = torch.zeros(0)
+        self._layer = layer
+        layer.register_forward_pre_hook(self._select)
+        plain = type(layer) is torch.nn.Linear and layer.bias is None
+        if plain and device.type == "cpu" and int(layer.weight.shape[0]) >= LARGE_VOCABULARY:
+            layer.forward = self._into_buffer
+
+    def _select(self, layer: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        hidden = arguments[0]
+        if self.wanted is None or hidden.dim() != 3:
+            return None
+        rows, positions = self.wanted
+        return (hidden[rows, positions][:, None], *arguments[1:])
+
+    def _into_buffer(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self._layer.weight
+        if self.wanted is not None or hidden.dim() != 3 or hidden.shape[1] != 1:
+            return functional.linear(hidden, weight)
+        rows = hidden.shape[0]
+        if self._buffer.shape[0] < rows or self._buffer.dtype != hidden.dtype:
+            self._buffer = torch.empty((rows, weight.shape[0]), dtype=hidden.dtype)
+        return torch.mm(hidden[:, 0], weight.t(), out=self._buffer[:rows])[:, None]
+
+
+@dataclass(slots=True)
+class Model:
+    """A loaded model. `end_tokens` end a sample unless the request ignores them."""
+
+    module: Any
+    folder: Path
+    attention: Attention
+    shape: CacheShape
+    """What the fast lanes' caches hold; no layers until `prove` has measured them."""
+    head: Head
+    vocabulary: int
+    context: int
+    end_tokens: tuple[int, ...]
+    trusted: bool = False
+    """Whether code from the folder may run."""
+    cache_name: str = "past_key_values"
+    """What the model's forward calls its cache."""
+    asleep: bool = False
+    """Whether the weights are released."""
+    straight: Straight | None = None
+    """A quicker way through a step of one token a row, to the same bits."""
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        *,
+        wanted: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """[row, vocabulary]: logits of each row's only token, or of the `wanted` (rows, positions).
+
+        `ids` and `positions` [row, token].
+        """
+        if self.straight is not None and wanted is None and ids.shape[1] == 1:
+            return self.straight.logits(ids, positions, cache)
+        arguments = {"input_ids": ids, "position_ids": positions, self.cache_name: cache, "use_cache": True}
+        places = None if wanted is None else _places(wanted, ids.device)
+        self.head.wanted = places
+        try:
+            logits: torch.Tensor = self.module(**arguments).logits
+        finally:
+            self.head.wanted = None
+        return _picked(logits, places)
+
+    def forward_own(
+        self, ids: torch.Tensor, cache: Any, *, wanted: tuple[Sequence[int], Sequence[int]] | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """As `forward`, with the cache that the model makes for itself (None: a new one), which is given back too."""
+        places = None if wanted is None else _places(wanted, ids.device)
+        self.head.wanted = places
+        try:
+            out = self.module(**{"input_ids": ids, self.cache_name: cache, "use_cache": True})
+        finally:
+            self.head.wanted = None
+        kept = getattr(out, self.cache_name, None)
+        if kept is None:
+            raise ValueError("it keeps no cache")
+        return _picked(out.logits, places), kept
+
+    def use_own_attention(self) -> None:
+        """Attend in the engine's way. Raises ValueError where a model cannot be made to."""
+        self.module.set_attn_implementation(NAME)
+
+    def use_plain_attention(self) -> None:
+        """Attend in transformers' own plain way, as loaded models do."""
+        self.module.set_attn_implementation("eager")
+
+
+def _picked(logits: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    if places is None:
+        return logits[:, -1]
+    # A model that does not call its output layer as a module has not been stopped there.
+    return logits[:, 0] if logits.shape[:2] == (len(places[0]), 1) else logits[places]
+
+
+def _places(wanted: tuple[Sequence[int], Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(wanted[0], device=device), torch.tensor(wanted[1], device=device)
+
+
+def load(
+    folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None, trust_remote_code: bool = False
+) -> Model:
+    """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
+    config = config_of(folder)
+    check_code(config, trusted=trust_remote_code, where=str(folder))
+    module = load_module(
+        AutoModelForCausalLM, folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation="eager"
+    )
+    c = module.config.get_text_config()
+    limit = getattr(c, "max_position_embeddings", None) or getattr(c, "n_positions", None)
+    length = min(int(limit), context or int(limit)) if limit else context or CONTEXT
+    head = module.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise refusal(folder, f"a {c.model_type} has no output layer")
+    rope = getattr(c, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    if kind in LENGTH_DEPENDENT_ROPE:
+        raise refusal(folder, f"its positions ({kind}) depend on the longest sequence of the batch")
+    vocabulary = int(head.weight.shape[0])
+    check_vocabulary(text, vocabulary, folder)
+    place = torch.device(device)
+    module.to(place).eval().requires_grad_(False)
+    align(module)
+    attention = Attention()
+    attention.register()
+    parameters = inspect.signature(module.forward).parameters
+    make_quick(module)
+    return Model(
+        module,
+        folder,
+        attention,
+        CacheShape((), DTYPES[dtype], place),
+        Head(head, place),
+        vocabulary,
+        length,
+        _end_tokens(folder, config, text),
+        trusted=trust_remote_code,
+        cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
+    )
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises DataError."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
+        ) from error
+    return config
+
+
+def check_vocabulary(text: Text | None, vocabulary: int, folder: Path) -> None:
+    """Raises DataError if the tokenizer has tokens that the model has not."""
+    if text is not None and text.highest_token >= vocabulary:
+        raise DataError(
+            f"the tokenizer has a token {text.highest_token} ({text.token(text.highest_token)!r}), but the model's "
+            f"vocabulary ends at {vocabulary - 1}",
+            where=str(folder),
+            fix="Save the tokenizer that belongs to the model, or resize the model's embeddings",
+        )
+
+
+def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_code: bool, **options: Any) -> Any:
+    """The module as one of transformers' `Auto` classes loads it. Raises DataError if it does not load whole."""
+    transformers_logging.disable_progress_bar()
+    try:
+        module, report = auto.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    except (
+        OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, SafetensorError, StrictDataclassError
+    ) as error:  # fmt: skip
+        # A missing key's own words are its name alone.
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(said.split())[:300]
+        raise DataError(
+            f"cannot load this model ({reason})", where=str(folder), fix="Check the folder's files"
+        ) from error
+    # transformers would make these up at random and only warn.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DataError(
+            f"the model's weights lack {missing[0]}{more}", where=str(folder), fix="Copy or save the model again"
+        )
+    return module
+
+
+def align(module: Any) -> None:
+    """Weights as a file's bytes lie anywhere; a matrix product's last bits, and its speed, may depend on where."""
+    for parameter in module.parameters():
+        if parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
+
+
+def refusal(folder: Path, why: str) -> DataError:
+    """The sentence for a model that loads and still cannot be served."""
+    return DataError(
+        f"the torch engine cannot serve this model: {why}", where=str(folder), fix="Serve it with SGLang instead"
+    )
+
+
+def _end_tokens(folder: Path, config: dict[str, Any], text: Text | None) -> tuple[int, ...]:
+    """Every token that config, generation config or tokenizer call the end."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            value = (config if name == "config.json" else json.loads((folder / name).read_text())).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        found.update([value] if isinstance(value, int) else value or ())
+    try:
+        token = json.loads((folder / "tokenizer_config.json").read_text()).get("eos_token")
+    except (OSError, ValueError):
+        token = None
+    end = token.get("content") if isinstance(token, dict) else token
+    if text is not None and isinstance(end, str) and (known := text.token_id(end)) is not None:
+        found.add(known)
+    return tuple(sorted(found))
+
+
+# -------------------- weights
+# Other weights for a loaded model, and putting its weights to sleep.
+#
+# New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names and
+# shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ from the
+# module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to convert them.
+#
+# Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a file
+# under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so none is left
+# behind however the process ends.
+
+
+class Loaded(Protocol):
+    """A model in memory. `asleep`: whether its weights are released."""
+
+    module: Any
+    asleep: bool
+
+    @property
+    def shape(self) -> CacheShape:
+        """The weights' type, and where they are; of a cache only what has one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Weights in host memory that fit the model; by the module's names."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+
+def check_awake(model: Loaded) -> None:
+    """Raises EngineError while the weights are released: there is nothing to look at or to write to."""
+    if model.asleep:
+        raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
+
+
+def stage(model: Loaded, folder: Path) -> Staged:
+    """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
+    check_awake(model)
+    own: dict[str, torch.Tensor] = model.module.state_dict()
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        for file in files:
+            with safe_open(file, framework="pt") as weights:
+                tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
+        if tensors.keys() - own.keys():
+            tensors = dict(_converted(model, folder))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise EngineError(
+            f"cannot read the weights ({' '.join(str(error).split())[:300]})",
+            where=str(folder),
+            fix="Publish them again",
+        ) from error
+    if not files:
+        raise EngineError("there are no weights (*.safetensors)", where=str(folder), fix="Publish a whole model folder")
+    # Tied weights stand in a checkpoint once.
+    written = {own[name].data_ptr() for name in tensors if name in own}
+    missing = sorted(name for name in own.keys() - tensors.keys() if own[name].data_ptr() not in written)
+    unknown = sorted(tensors.keys() - own.keys())
+    wrong = sorted(n for n, t in tensors.items() if n in own and t.shape != own[n].shape)
+    coded = sorted(n for n, t in tensors.items() if n in own and not same_kind(t, own[n]))
+    for names, what in (
+        (missing, "lacks"),
+        (unknown, "has, unknown to the model,"),
+        (wrong, "has in another shape"),
+        (coded, "has as whole numbers"),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
+    return Staged(tensors)
+
+
+def _converted(model: Loaded, folder: Path) -> Mapping[str, torch.Tensor]:
+    # The class that serves already, which may be one that came with the model.
+    module, report = type(model.module).from_pretrained(
+        folder,
+        config=model.module.config,
+        dtype=model.shape.dtype,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    # transformers makes these up at random and only warns.
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"they lack {missing[0]} and have {sorted(report['unexpected_keys'])[:1]}")
+    state: dict[str, torch.Tensor] = module.state_dict()
+    return state
+
+
+def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether one can stand for the other: whole numbers where fractions belong are a code that nobody here can read."""
+    return tensor.is_floating_point() == own.is_floating_point()
+
+
+def install(model: Loaded, staged: Staged) -> None:
+    """Write staged weights over the model's own."""
+    own: dict[str, torch.Tensor] = model.module.state_dict()
+    with torch.no_grad():
+        for name, tensor in staged.tensors.items():
+            own[name].copy_(tensor)
+
+
+class Bed:
+    """Where a model's weights sleep."""
+
+    def __init__(self, model: Loaded) -> None:
+        self._model = model
+        self._file: IO[bytes] | None = None
+        self._shapes: list[torch.Size] = []
+
+    def put_to_sleep(self) -> None:
+        """Free the weights' memory. Raises EngineError, and nothing has changed, when there is no room for the file."""
+        model = self._model
+        if model.shape.device.type != "cpu":
+            model.module.to("cpu")
+            torch.cuda.empty_cache()
+        else:
+            self._spill()
+            give_back_free_memory()
+        model.asleep = True
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        # Tied ones once.
+        return list(self._model.module.parameters())
+
+    def _spill(self) -> None:
+        # Without a name, so that nothing is left behind however the process ends.
+        file = tempfile.TemporaryFile(prefix="gcore-asleep-")  # noqa: SIM115  # open until the weights are awake
+        try:
+            for parameter in self._parameters():
+                file.write(_bytes_of(parameter.data.contiguous()))
+            file.flush()
+        except OSError as error:
+            file.close()
+            raise EngineError(
+                f"the weights cannot be put aside ({error.strerror or error})",
+                where=tempfile.gettempdir(),
+                fix="Make room there, or let TMPDIR name another folder",
+            ) from error
+        self._shapes = [parameter.shape for parameter in self._parameters()]
+        for parameter in self._parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._file = file
+
+    def wake(self) -> None:
+        """The weights come back."""
+        model = self._model
+        if self._file is None:
+            model.module.to(model.shape.device)
+        else:
+            self._file.seek(0)
+            for parameter, shape in zip(self._parameters(), self._shapes, strict=True):
+                data = torch.empty(shape, dtype=parameter.dtype)
+                self._file.readinto(_bytes_of(data))  # type: ignore[attr-defined]
+                parameter.data = data
+            self._file.close()
+            self._file = None
+        model.asleep = False
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
+
+
+# -------------------- memory
+# How much the cache may take, and what is said when memory runs out.
+#
+# Without `cache_tokens` in the launch the cache may take a part of the memory that is free once the model is loaded:
+# `HOST_SHARE` of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The host's free memory is
+# what the kernel calls available, or what the process's control group has left where that is less. Nothing is set aside: the
+# cache takes memory as it fills.
+
+HOST_SHARE = 0.25
+
+
+DEVICE_SHARE = 0.8
+
+
+SMALLEST = 4096
+"""Tokens that a default cache has in any case."""
+
+
+UNMEASURED_BYTES_PER_TOKEN = 256 * 1024
+"""Of a token in a cache whose layers nobody has measured (the plain lane's): about that of a model of 7B parameters."""
+
+
+FIX = (
+    "Lower rollout.cache_tokens (what the cache holds), rollout.batch_slots (sequences at once) or "
+    "rollout.prefill_chunk_tokens (prompt tokens at once)"
+)
+
+
+SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+
+
+def default_cache_tokens(shape: CacheShape, free_bytes: int) -> int:
+    """Tokens that the cache may hold when nobody says."""
+    share = HOST_SHARE if shape.device.type == "cpu" else DEVICE_SHARE
+    return max(SMALLEST, int(share * free_bytes) // (shape.bytes_per_token or UNMEASURED_BYTES_PER_TOKEN))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_host_bytes(Path("/"))
+
+
+def free_host_bytes(root: Path) -> int:
+    """Of the host, or of the control group where that has less. `root`: where /proc and /sys are."""
+    found = [_meminfo(root / "proc/meminfo")]
+    group = root / "sys/fs/cgroup"
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and used is not None:
+        # Cached files count as used, and go when memory is wanted.
+        found.append(limit - used + _inactive_files(group / "memory.stat"))
+    return max(0, min(found))
+
+
+def _meminfo(file: Path) -> int:
+    try:
+        for line in file.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 2**32  # not Linux: four gibibytes
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _inactive_files(file: Path) -> int:
+    try:
+        for line in file.read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+@contextmanager
+def memory_error_explained(when: str, fix: str = FIX) -> Iterator[None]:
+    """An allocation that fails inside becomes an EngineError that names what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise EngineError(f"the engine ran out of memory {when} ({reason})", fix=fix) from error
+
+
+TOO_BIG = "Serve a smaller model, free memory on this machine, or set dtype bfloat16"
+
+
+def device_of(launch: EngineLaunch) -> str:
+    """Where the model runs. Raises UsageError if that is not there."""
+    device = launch.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(f"device {device!r} is not there", where="--device", fix="Use --device cpu")
+    return device

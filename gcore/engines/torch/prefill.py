@@ -1,0 +1,242 @@
+"""Prompts on their way through the model: keys and values, the logits after the last token, log-probabilities of the rest.
+
+A prompt may be read in several chunks; what of it is done stands in a buffer of its own until a row takes it over. Whole
+prompts share forward passes, padded on the right; attention is causal, so no real token sees the padding, and what stands
+there is never copied into the cache. Does not choose rows, plan chunks or draw tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from gcore.engines.request import PromptLogprobs, Top
+from gcore.engines.torch.attention import Reading
+from gcore.engines.torch.kv_cache import CacheShape, zeros
+from gcore.engines.torch.model import Model
+from gcore.engines.torch.sampler import likeliest, named
+from gcore.engines.torch.scheduler import IDLE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts (as indices) that go through one forward pass, padded on the right to `width` tokens."""
+
+    members: tuple[int, ...]
+    width: int
+
+
+def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[Batch, ...]:
+    """Cut prompts into forward passes: neighbours in length together, at most `most_tokens` padded tokens in each.
+
+    A prompt that alone is longer than `most_tokens` has a pass for itself. No pass is more than a quarter padding.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    batches: list[Batch] = []
+    members: list[int] = []
+    tokens = 0
+    for index in order:
+        length = lengths[index]
+        padded = length * (len(members) + 1)
+        if members and (padded > most_tokens or 4 * (tokens + length) < 3 * padded):
+            batches.append(Batch(tuple(members), lengths[members[-1]]))
+            members, tokens = [], 0
+        members.append(index)
+        tokens += length
+    if members:
+        batches.append(Batch(tuple(members), lengths[members[-1]]))
+    return tuple(batches)
+
+
+LOGIT_CELLS = 32 * 1024 * 1024
+"""Logits in one pass, at most, where log-probabilities of prompt tokens are asked for."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt, or the tokens of a sample that goes on. `kept`: what the lane keeps of it."""
+
+    tokens: tuple[int, ...]
+    logprobs_from: int | None = None
+    """Log-probabilities of its tokens are wanted from this position on."""
+    tops: int = 0
+    names: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are wanted at the same positions."""
+    done: int = 0
+    """Tokens read."""
+    kept: Any = None
+    logits: torch.Tensor | None = None
+    """[vocabulary]: what follows the last token, once all are read."""
+    stale: bool = False
+    """Other weights than the present ones read a part of it."""
+    values: list[float | None] = field(default_factory=list)
+    likeliest: list[Top | None] = field(default_factory=list)
+    named: list[tuple[float, ...] | None] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens to read."""
+        return len(self.tokens) - self.done
+
+    @property
+    def logprobs(self) -> PromptLogprobs | None:
+        """Of its tokens; None when none are wanted."""
+        if self.logprobs_from is None:
+            return None
+        return PromptLogprobs(self.logprobs_from, tuple(self.values), tuple(self.likeliest), tuple(self.named))
+
+    def most(self, vocabulary: int) -> int | None:
+        """Tokens that one pass may read; None: any number."""
+        return None if self.logprobs_from is None else max(1, LOGIT_CELLS // vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `count` tokens of a prompt."""
+
+    prompt: Prompt
+    count: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether it cannot share a pass: a part of a prompt, or one whose own tokens are to be judged."""
+        return self.count < len(self.prompt.tokens) or self.prompt.logprobs_from is not None
+
+
+class Prefix(Cache):  # type: ignore[misc]  # transformers is not typed
+    """Keys and values of prompts in one pass, by layer `[prompt, kv_head, token, head_dim]`.
+
+    With `length` it is a buffer for one prompt of so many tokens, read in several passes.
+    """
+
+    is_compileable = False
+
+    def __init__(self, shape: CacheShape | None = None, length: int | None = None) -> None:
+        super().__init__(layers=[])
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.begin = 0
+        self._buffered = length is not None
+        if shape is not None and length is not None:
+            for layer in shape.layers:
+                self.keys.append(zeros((1, layer.kv_heads, length, layer.key_dim), shape))
+                self.values.append(zeros((1, layer.kv_heads, length, layer.value_dim), shape))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model, layer by layer."""
+        if not self._buffered:
+            assert layer_idx == len(self.keys), "layers must come in order"
+            self.keys.append(key_states)
+            self.values.append(value_states)
+            return key_states, value_states
+        end = self.begin + key_states.shape[2]
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[:, :, self.begin : end] = key_states
+        values[:, :, self.begin : end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing, as far as the model is concerned: it is told every position."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a read prompt stands: the i-th of a prefix."""
+
+    prefix: Prefix
+    index: int
+
+
+def read(model: Model, chunks: Sequence[Chunk], *, grid: int | None = None) -> None:
+    """All chunks, in as few passes as is sensible; with a `grid` each in passes of its own that end at multiples of it."""
+    sharing = [chunk.prompt for chunk in chunks if grid is None and not chunk.alone]
+    for chunk in chunks:
+        if grid is not None or chunk.alone:
+            _read_alone(model, chunk, grid)
+    for batch in prefill_batches([len(prompt.tokens) for prompt in sharing], most_tokens=IDLE_TOKENS):
+        _read_together(model, [sharing[m] for m in batch.members], batch.width)
+
+
+def _read_together(model: Model, prompts: Sequence[Prompt], width: int) -> None:
+    device = model.shape.device
+    padded = [[*prompt.tokens, *(0,) * (width - len(prompt.tokens))] for prompt in prompts]
+    prefix = Prefix()
+    model.attention.kind = Reading()
+    logits = model.forward(
+        torch.tensor(padded, device=device),
+        torch.arange(width, device=device).expand(len(prompts), -1),
+        prefix,
+        wanted=(list(range(len(prompts))), [len(prompt.tokens) - 1 for prompt in prompts]),
+    )
+    for index, prompt in enumerate(prompts):
+        prompt.kept, prompt.logits, prompt.done = Place(prefix, index), logits[index], len(prompt.tokens)
+
+
+def _read_alone(model: Model, chunk: Chunk, grid: int | None) -> None:
+    prompt, device = chunk.prompt, model.shape.device
+    if prompt.kept is None:
+        prompt.kept = Place(Prefix(model.shape, len(prompt.tokens)), 0)
+    left = chunk.count
+    while left:
+        count = piece(prompt, left, model.vocabulary, grid)
+        begin, end = prompt.done, prompt.done + count
+        prefix: Prefix = prompt.kept.prefix
+        prefix.begin = begin
+        model.attention.kind = Reading(past=begin)
+        wanted = positions_wanted(prompt, begin, end)
+        logits = model.forward(
+            torch.tensor([prompt.tokens[begin:end]], device=device),
+            torch.arange(begin, end, device=device)[None],
+            prefix,
+            wanted=([0] * len(wanted), [position - begin for position in wanted]),
+        )
+        judge(prompt, wanted, logits)
+        prompt.done = end
+        left -= count
+
+
+def piece(prompt: Prompt, left: int, vocabulary: int, grid: int | None) -> int:
+    """Tokens in the next pass, of `left` that are to be read now."""
+    to_line = left if grid is None else grid - prompt.done % grid
+    return min(left, to_line, prompt.most(vocabulary) or left)
+
+
+def positions_wanted(prompt: Prompt, begin: int, end: int) -> list[int]:
+    """Positions in [begin, end) whose logits are needed; at least one, for a pass must have some."""
+    if prompt.logprobs_from is None:
+        return [end - 1]
+    # The logits at a position judge the token behind it.
+    return list(range(min(max(begin, prompt.logprobs_from - 1), end - 1), end))
+
+
+def judge(prompt: Prompt, positions: Sequence[int], logits: torch.Tensor) -> None:
+    """Keep what is wanted of `logits` [position, vocabulary], which stand at these positions of the prompt."""
+    length = len(prompt.tokens)
+    if positions[-1] == length - 1:
+        prompt.logits = logits[-1]
+    start = prompt.logprobs_from
+    if start is None or start >= length:
+        return
+    if start == 0 and not prompt.values:
+        # Before the first token there is nothing that could foretell it.
+        prompt.values.append(None)
+        prompt.likeliest += [None] if prompt.tops else []
+        prompt.named += [None] if prompt.names else []
+    judged = [(i, position + 1) for i, position in enumerate(positions) if start <= position + 1 < length]
+    if not judged:
+        return
+    rows = logits[torch.tensor([i for i, _ in judged], device=logits.device)]
+    targets = torch.tensor([prompt.tokens[t] for _, t in judged], device=logits.device)
+    logprobs = torch.log_softmax(rows.float(), dim=-1)
+    prompt.values += logprobs.gather(-1, targets[:, None])[:, 0].cpu().tolist()
+    if prompt.tops:
+        prompt.likeliest += likeliest(rows, [1.0] * len(judged), prompt.tops)
+    if prompt.names:
+        prompt.named += named(rows, [1.0] * len(judged), prompt.names)

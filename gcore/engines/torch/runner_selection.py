@@ -1,0 +1,247 @@
+"""Which lane serves a model: found out at start, by trying.
+
+Short prompts of different lengths are continued by the engine's own loop, with everything that it does to rows: a prompt
+is read in two pieces, a row joins late with a running row's prompt, rows leave and others move. The log-probabilities of
+what came out are compared with plain forward passes of the same module. A model whose positions, attention or states the
+lane does not honour gives other numbers; so no table of supported models has to be kept. The fast lane is tried first,
+then the plain one; a model that neither serves is refused. What shows only in long contexts is compared with what the
+configuration says: a sliding window that the attention function is not told of, or layers of other kinds, need the plain
+lane.
+
+For deterministic decoding samples are made alone and in a crowd that fills more than a tile, and compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gcore.engines.request import Sampling, Task, Work
+from gcore.engines.torch.attention import BLOCK, Reading
+from gcore.engines.torch.engine import Decoder
+from gcore.engines.torch.fast_path import straight
+from gcore.engines.torch.kv_cache import CacheShape, LayerShape
+from gcore.engines.torch.model import Model, is_out_of_memory, refusal
+from gcore.engines.torch.model_runner import TILE, UNCUT, Lane, PlainLane, SharedLane, TiledLane
+from gcore.engines.torch.prefill import Chunk, Prefix
+from gcore.errors import DataError
+
+log = logging.getLogger("gcore.engine")
+
+
+LENGTHS = (3, 12)
+
+
+PIECE = 7
+"""Tokens in the first of two pieces that a prompt is read in: more than a state-space model's convolution spans."""
+
+
+COMPARED = 64
+"""Tokens, over all the vocabulary, whose log-probabilities are compared at each position."""
+
+
+ALLOWED = {torch.float32: 3e-4}
+
+
+ALLOWED_HALF = 0.25
+
+
+CONTINUED = 4
+
+
+ROWS = 8
+"""More than a proof needs."""
+
+
+SHORT_WINDOW = 64
+"""Up to here a sliding window is tried out with a prompt that is longer."""
+
+
+KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class Unproved(Exception):
+    """A lane does not serve the model; the text says why."""
+
+
+def choose_lane(model: Model, *, deterministic: bool, chunk: int) -> Lane:
+    """The lane that serves the model; a shared one has as few rows as the proof takes, and no budget.
+
+    Raises DataError when none serves it.
+    """
+    if model.context < max(LENGTHS) + CONTINUED:
+        raise DataError(f"its context of {model.context} tokens is too short to serve", where=str(model.folder))
+    reasons: list[str] = []
+    for lane in _lanes(model, deterministic, chunk, reasons):
+        try:
+            _prove(model, lane)
+            if deterministic:
+                _prove_bits(model, lane)
+        except Exception as problem:  # the model's own code may raise anything
+            if is_out_of_memory(problem):
+                raise
+            reasons.append(" ".join(str(problem).split())[:300] or repr(problem))
+        else:
+            if lane.name == "plain":
+                log.warning(
+                    "%s is served by the plain lane, which is slow: %s", model.folder, reasons[0] if reasons else ""
+                )
+            else:
+                log.info("%s is served by the %s lane", model.folder, lane.name)
+            return lane
+    raise refusal(model.folder, reasons[-1])
+
+
+def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) -> Iterator[Lane]:
+    """What to try, best first; the model is set up for each as it is asked for."""
+    if (why := _unfit(model)) is not None:
+        reasons.append(why)
+    else:
+        try:
+            _measure(model)
+        except Exception as problem:  # the model's own code may raise anything
+            if is_out_of_memory(problem):
+                raise
+            reasons.append(" ".join(str(problem).split())[:300] or repr(problem))
+        else:
+            if not deterministic:
+                yield SharedLane(model, slots=ROWS)
+            else:
+                if not any(getattr(model.module.config, name, None) for name in EXPERTS):
+                    yield TiledLane(model, chunk=chunk, tile=TILE)
+                yield TiledLane(model, chunk=chunk, tile=1)
+    model.use_plain_attention()
+    model.straight = None
+    for whole in (False, True):
+        yield PlainLane(model, whole=whole, alone=deterministic, chunk=chunk)
+
+
+def _unfit(model: Model) -> str | None:
+    """Why the fast lanes cannot serve it, as far as it is known without trying."""
+    c = model.module.config
+    if not getattr(model.module, "_supports_attention_backend", False):
+        return f"a {c.model_type} has no attention that can be replaced"
+    if kinds := set(getattr(c, "layer_types", None) or ()) - KINDS:
+        return f"it has layers of kind {', '.join(sorted(kinds))}"
+    return None
+
+
+@torch.inference_mode()
+def _measure(model: Model) -> None:
+    """Run two tokens through it, to see what its layers keep. Raises Unproved where that is not alike in all of them."""
+    model.use_own_attention()
+    model.attention.kind = Reading()
+    prefix, device = Prefix(), model.shape.device
+    ids = torch.tensor([[1 % model.vocabulary, 0]], device=device)
+    model.forward(ids, torch.arange(2, device=device)[None], prefix, wanted=([0], [1]))
+    layers = tuple(
+        LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+        for keys, values in zip(prefix.keys, prefix.values, strict=True)
+    )
+    if not layers:
+        raise Unproved("its layers keep no keys and values")
+    if len({layer.kv_heads for layer in layers}) > 1:
+        raise Unproved("its layers have different numbers of key heads")
+    if any(keys.shape[2] != 2 for keys in prefix.keys):
+        raise Unproved("its layers do not keep one key a token")
+    model.shape = CacheShape(layers, prefix.keys[0].dtype, device)
+    model.straight = straight(model.module, model.attention, model.vocabulary)
+
+
+def _window(model: Model) -> int | None:
+    """The sliding window that the configuration names, where it is shorter than the context."""
+    c = model.module.config
+    window = getattr(c, "sliding_window", None) if getattr(c, "use_sliding_window", True) else None
+    kinds = getattr(c, "layer_types", None)
+    if window is None or window >= model.context or (kinds and "sliding_attention" not in kinds):
+        return None
+    return int(window)
+
+
+def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -> Work:
+    prompt = tuple((7 * number + 5 * i + 1) % model.vocabulary for i in range(length))
+    named = tuple(range(0, model.vocabulary, max(1, model.vocabulary // COMPARED)))
+    sampling = Sampling(CONTINUED, seed=number, temperature=temperature, named_tokens=named)
+    return Work(Task(number, "proof", prompt, sampling))
+
+
+def _prove(model: Model, lane: Lane) -> None:
+    """Raises Unproved when the lane's log-probabilities are not the model's own."""
+    window = _window(model)
+    lengths = list(LENGTHS)
+    if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
+        lengths.append(window + CONTINUED)
+    works = [_work(model, number, length) for number, length in enumerate(lengths)]
+    late = Work(Task(len(works), "proof", works[1].task.prompt, works[1].task.sampling))
+    leaver = Work(Task(len(works) + 1, "proof", (2 % model.vocabulary,), works[0].task.sampling))
+    done = _run(model, lane, [leaver, *works], late)
+    if window is not None and lane.name != "plain" and window not in model.attention.windows:
+        raise Unproved(f"its attention does not tell of its sliding window of {window} tokens")
+    if lane.name != "plain":
+        model.use_plain_attention()
+    error = max(_error(model, work) for work in done)
+    if lane.name != "plain":
+        model.use_own_attention()
+    if not error <= ALLOWED.get(model.shape.dtype, ALLOWED_HALF):
+        raise Unproved(f"its log-probabilities come out {error:.3g} off")
+
+
+def _run(model: Model, lane: Lane, works: list[Work], late: Work) -> list[Work]:
+    """Continue `works`, the first of which leaves early and whose last is read in two pieces; `late` joins later."""
+    decoder = Decoder(model, lane, len(works) + 1)
+    prompts = [decoder.prompt(work) for work in works]
+    if lane.grid != UNCUT:
+        decoder.read([Chunk(prompts[-1], PIECE)])
+    decoder.read([Chunk(prompt, prompt.left) for prompt in prompts])
+    decoder.join(works)
+    decoder.step()
+    (first,) = decoder.leave([decoder.rows.works.index(works[0])])
+    if decoder.key(late) not in decoder.known():
+        decoder.read([Chunk(decoder.prompt(late), len(late.task.prompt))])
+    decoder.join([late])
+    for _ in range(CONTINUED - 2):
+        decoder.step()
+    done = [first, *decoder.leave(range(decoder.rows.active))]
+    lane.release()
+    return done
+
+
+@torch.inference_mode()
+def _error(model: Model, work: Work) -> float:
+    """The largest difference between the work's log-probabilities and a plain forward pass."""
+    ids = torch.tensor([[*work.task.prompt, *work.tokens]], device=model.shape.device)
+    logits: Any = model.module(input_ids=ids, use_cache=False).logits
+    begin = len(work.task.prompt) - 1
+    plain = torch.log_softmax(logits[0, begin:-1].float(), dim=-1)[:, list(work.task.sampling.named_tokens)]
+    return float((plain.cpu() - torch.tensor(work.named)).abs().max())
+
+
+def _prove_bits(model: Model, lane: Lane) -> None:
+    """Raises Unproved when a sample depends on those beside it."""
+    # One of them passes from a block of the cache into the next.
+    lengths = [length for length in (1, 7, BLOCK - 2) if length + CONTINUED <= model.context]
+    alone = [_sampled(model, lane, [_work(model, n, length, temperature=1.0)])[0] for n, length in enumerate(lengths)]
+    crowd = [_work(model, 100 + n, 2 + n % 9, temperature=1.0) for n in range(getattr(lane, "tile", 2) + 2)]
+    same = [_work(model, n, length, temperature=1.0) for n, length in enumerate(lengths)]
+    together = _sampled(model, lane, [*crowd[: len(crowd) // 2], *same, *crowd[len(crowd) // 2 :]])
+    for work in alone:
+        twin = next(other for other in together if other.task.number == work.task.number)
+        if work.tokens != twin.tokens or work.logprobs != twin.logprobs:
+            raise Unproved("its samples depend on what else is in the batch")
+
+
+def _sampled(model: Model, lane: Lane, works: Sequence[Work]) -> list[Work]:
+    decoder = Decoder(model, lane, len(works))
+    decoder.read([Chunk(decoder.prompt(work), len(work.task.prompt)) for work in works])
+    decoder.join(works)
+    for _ in range(CONTINUED - 1):
+        decoder.step()
+    done = decoder.leave(range(decoder.rows.active))
+    lane.release()
+    return done

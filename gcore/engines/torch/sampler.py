@@ -1,0 +1,289 @@
+"""From logits to tokens.
+
+Log-probabilities are those of `softmax(logits / T)` before anything is cut off (top-k, top-p, min-p, the minimum length):
+the distribution that the trainer computes too. Greedy rows (T = 0) take the likeliest token, and their log-probabilities
+are of the untempered softmax.
+
+A token is drawn by the inverse of the cumulative distribution, in order of token id, at a uniform number that belongs to
+its request: the i-th number of the Philox stream whose key is the request's seed. So a sample's randomness depends on its
+seed alone, whatever else runs beside it, and every step here treats each row for itself: a row's token and
+log-probability do not depend on which rows stand beside it, bit for bit.
+
+A large vocabulary is worked through in slabs of rows that stay in the processor's cache, and summed in blocks first, so
+that the double-precision part touches one block a row. Nothing is sorted unless a row truncates, and then only its
+likeliest `CANDIDATES`, unless these do not suffice.
+
+What is cut off: all but the `top_k` likeliest; what stands behind likelier tokens of more than `top_p` together; what is
+less likely than `min_p` times the likeliest. All three are of the whole distribution, as in SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gcore.engines.request import Top
+from gcore.engines.torch.scheduler import BELOW_ONE, Doubles, Ints
+
+SMALL_VOCABULARY = 4096
+"""Up to here one cumulative sum over all of it costs less than the steps that avoid it."""
+
+
+SLAB_CELLS = 512 * 1024
+"""Numbers worked on at once on a CPU: 2 MiB."""
+
+
+BLOCK = 512
+
+
+CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Rows whose truncation looks at the same number of candidates. `[row, 1]` each but `rows`, which is [row]."""
+
+    candidates: int
+    rows: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def groups(
+        cls, rows: Ints, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device
+    ) -> tuple[Truncation, ...]:
+        """By the number of candidates that a row itself asks for, so that its neighbours have no say in it."""
+        wanted = np.where((top_k > 0) & (top_k < CANDIDATES), top_k, CANDIDATES)
+        made = []
+        for count in np.unique(wanted[rows]):
+            own = rows[wanted[rows] == count]
+            made.append(
+                cls(
+                    int(count),
+                    torch.tensor(own, device=device),
+                    torch.tensor(top_p[own], device=device)[:, None],
+                    torch.tensor(top_k[own], device=device)[:, None],
+                    torch.tensor(min_p[own], device=device)[:, None],
+                )
+            )
+        return tuple(made)
+
+    def only(self, places: torch.Tensor) -> Truncation:
+        """Some of the rows, with every token a candidate."""
+        return Truncation(0, self.rows[places], self.top_p[places], self.top_k[places], self.min_p[places])
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """How each of the running rows is sampled; tensors over rows, on the logits' device.
+
+    `temperature` [row, 1] float32 (1 for a greedy row), None when all are 1; `greedy` [row] bool or None when no row is.
+    `truncating`: the rows that truncate, with their parameters.
+    """
+
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    all_greedy: bool
+    truncating: tuple[Truncation, ...]
+
+    @classmethod
+    def of(cls, temperature: Doubles, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device) -> RowParams:
+        """From arrays over rows: temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 cut nothing off."""
+        greedy = temperature == 0
+        scale = np.where(greedy, 1.0, temperature)
+        cut = np.flatnonzero(~greedy & ((top_p < 1) | (top_k > 0) | (min_p > 0)))
+        return cls(
+            torch.tensor(scale, dtype=torch.float32, device=device)[:, None] if (scale != 1).any() else None,
+            torch.tensor(greedy, device=device) if greedy.any() else None,
+            bool(greedy.all()),
+            Truncation.groups(cut, top_p, top_k, min_p, device) if len(cut) else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """`tokens` [row] int64 and `logprobs` [row] float32."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Forbidden:
+    """Cells that must not be drawn now: token `tokens[i]` in row `rows[i]`. Their log-probabilities stay as they are."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+
+
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams, forbidden: Forbidden | None = None) -> Drawn:
+    """One token a row. `logits` [row, vocabulary], any float; `uniforms` [row] float64 in [0, 1)."""
+    rows, vocabulary = logits.shape
+    if vocabulary <= SMALL_VOCABULARY:
+        return _draw_small(logits, uniforms, params, forbidden)
+    slab = rows if logits.device.type != "cpu" else max(1, SLAB_CELLS // vocabulary)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    for begin in range(0, rows, slab):
+        own = slice(begin, begin + slab)
+        temperature = None if params.temperature is None else params.temperature[own]
+        scaled = _scaled(logits[own], temperature)
+        weights = torch.softmax(scaled, dim=-1)
+        # The largest probability is 1 / sum(exp(scaled - largest)): the normaliser without another pass of exponentials.
+        normaliser = scaled.amax(-1) - weights.amax(-1).log()
+        tokens[own] = _choose(scaled, weights, uniforms[own], params, forbidden, begin)
+        logprobs[own] = scaled.gather(-1, tokens[own, None])[:, 0] - normaliser
+    return Drawn(tokens, logprobs)
+
+
+def _draw_small(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams, forbidden: Forbidden | None) -> Drawn:
+    scaled = _scaled(logits, params.temperature)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    tokens = _choose(scaled, None if params.all_greedy else logprobs.exp(), uniforms, params, forbidden, 0)
+    return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0])
+
+
+def likeliest(logits: torch.Tensor, temperatures: Sequence[float], count: int) -> list[Top]:
+    """The `count` likeliest tokens of each row, of softmax(logits / T); temperature 0 reads as 1."""
+    values, tokens = _tempered(logits, temperatures).topk(min(count, logits.shape[-1]), dim=-1)
+    return [
+        tuple(zip(row, ids, strict=True)) for row, ids in zip(values.cpu().tolist(), tokens.cpu().tolist(), strict=True)
+    ]
+
+
+def named(logits: torch.Tensor, temperatures: Sequence[float], tokens: Sequence[int]) -> list[tuple[float, ...]]:
+    """Log-probabilities of these tokens in each row, of softmax(logits / T); temperature 0 reads as 1."""
+    picked = _tempered(logits, temperatures)[:, torch.tensor(tokens, device=logits.device)]
+    return [tuple(row) for row in picked.cpu().tolist()]
+
+
+def _tempered(logits: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
+    scale = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)[:, None]
+    return torch.log_softmax(logits.float() / scale, dim=-1)
+
+
+def _scaled(logits: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    scaled = logits.float()
+    return scaled if temperature is None else scaled / temperature
+
+
+def _choose(
+    scaled: torch.Tensor,
+    weights: torch.Tensor | None,
+    uniforms: torch.Tensor,
+    params: RowParams,
+    forbidden: Forbidden | None,
+    first: int,
+) -> torch.Tensor:
+    """Tokens of the rows from `first` on. `weights`: probabilities; None when all rows are greedy."""
+    rows = scaled.shape[0]
+    cells = None if forbidden is None else _within(forbidden, first, rows)
+    tokens: torch.Tensor | None = None
+    if weights is not None:
+        if cells is not None:
+            weights[cells] = 0.0
+        tokens = _inverse(weights, uniforms)
+        for truncation in params.truncating:
+            inside = (truncation.rows >= first) & (truncation.rows < first + rows)
+            own = truncation if bool(inside.all()) else _some(truncation, inside)
+            if len(own.rows):
+                places = own.rows - first
+                tokens[places] = _truncated(weights[places], uniforms[places], own)
+    if params.greedy is None:
+        assert tokens is not None
+        return tokens
+    # The logits decide: normalising may round two of them together.
+    if cells is not None:
+        scaled = scaled.clone()
+        scaled[cells] = float("-inf")
+    best = scaled.argmax(-1)
+    return best if tokens is None else torch.where(params.greedy[first : first + rows], best, tokens)
+
+
+def _within(forbidden: Forbidden, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inside = (forbidden.rows >= first) & (forbidden.rows < first + rows)
+    return forbidden.rows[inside] - first, forbidden.tokens[inside]
+
+
+def _some(truncation: Truncation, inside: torch.Tensor) -> Truncation:
+    t = truncation
+    return Truncation(t.candidates, t.rows[inside], t.top_p[inside], t.top_k[inside], t.min_p[inside])
+
+
+def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[row]: the first index at which the cumulative weight passes uniform x total; `weights` [row, token]."""
+    rows, width = weights.shape
+    if width <= SMALL_VOCABULARY:
+        return _search(weights, uniforms).index
+    # In double precision, or a large vocabulary's tail would drown in rounding; over blocks, or that would be slow.
+    whole = width // BLOCK
+    sums = weights[:, : whole * BLOCK].view(rows, whole, BLOCK).sum(-1)
+    if whole * BLOCK < width:
+        sums = torch.cat([sums, weights[:, whole * BLOCK :].sum(-1, keepdim=True)], -1)
+    found = _search(sums, uniforms)
+    block, within = found.index, found.within()
+    index = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)[None, :]
+    inside = weights.gather(-1, index.clamp(max=width - 1)).masked_fill_(index >= width, 0.0)
+    return block * BLOCK + _search(inside, within).index
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where uniform numbers came to stand among weights. `column` [row, 1] int64; the others as in `_search`."""
+
+    column: torch.Tensor
+    weights: torch.Tensor
+    cumulative: torch.Tensor
+    target: torch.Tensor
+
+    @property
+    def index(self) -> torch.Tensor:
+        """[row]"""
+        return self.column[:, 0]
+
+    def within(self) -> torch.Tensor:
+        """[row]: where between the two ends of its weight each came to stand, in [0, 1)."""
+        own = self.weights.gather(-1, self.column).double()
+        into = (self.target - (self.cumulative.gather(-1, self.column) - own)) / own
+        return into[:, 0].nan_to_num_(0.0).clamp_(0.0, BELOW_ONE)
+
+
+def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> Found:
+    """The first index at which the cumulative weight passes uniform x total, by row."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    column = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    return Found(column, weights, cumulative, target)
+
+
+def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -> torch.Tensor:
+    """[row]: tokens drawn from what the truncation leaves of `weights` [row, token]."""
+    width = weights.shape[-1]
+    everything = cut.candidates == 0 or cut.candidates * 4 >= width
+    if everything:
+        ordered, index = weights.sort(dim=-1, descending=True, stable=True)
+    else:
+        ordered, index = weights.topk(cut.candidates, dim=-1)
+    cumulative = ordered.cumsum(-1, dtype=torch.float64)
+    # What is forbidden weighs nothing, so the whole need not be 1.
+    total = cumulative[:, -1:] if everything else weights.sum(-1, keepdim=True).double()
+    rank = torch.arange(ordered.shape[-1], device=weights.device)[None, :]
+    keep = (cut.top_k == 0) | (rank < cut.top_k)
+    # A row with top_p = 1 keeps all, even where rounding makes the sum exceed 1.
+    keep &= (cut.top_p >= 1) | (cumulative - ordered <= cut.top_p * total)
+    keep &= ordered >= cut.min_p * ordered[:, :1]
+    keep[:, 0] = True
+    # In order of token id, as without truncation.
+    place = torch.where(keep, index, width)
+    place, order = place.sort(dim=-1)
+    kept = torch.where(keep, ordered, 0.0).gather(-1, order)
+    tokens = place.gather(-1, _search(kept, uniforms).column)[:, 0]
+    if not everything:
+        short = keep[:, -1] & ((cut.top_k[:, 0] == 0) | (cut.top_k[:, 0] > cut.candidates))
+        if bool(short.any()):
+            tokens[short] = _truncated(weights[short], uniforms[short], cut.only(short))
+    return tokens

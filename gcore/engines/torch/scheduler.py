@@ -1,0 +1,467 @@
+"""What is known of each running sequence, as arrays over rows, so that a decode step does no work per row in Python.
+
+Row `i` of every array belongs to `works[i]`. Padding cells of `stops` hold -1, which is no token's id. Imports numpy, not
+torch. Decides nothing: it answers which rows have ended by count or by token, and which may have met a stop string.
+
+A row may be replayed: what it made in an earlier life goes through the model again, token by token, and is kept as it is
+instead of what would be drawn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from gcore.engines.request import Task, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Refill:
+    """Row `sources[i]` is copied to `holes[i]`; then the first `active` rows are those that stay."""
+
+    holes: tuple[int, ...]
+    sources: tuple[int, ...]
+    active: int
+
+
+def refill(leaving: Sequence[int], active: int) -> Refill:
+    """Which rows move into the places of those that leave, with as few copies as possible."""
+    gone = set(leaving)
+    stay = active - len(gone)
+    holes = tuple(sorted(row for row in gone if row < stay))
+    sources = tuple(row for row in range(stay, active) if row not in gone)
+    return Refill(holes, sources, stay)
+
+
+class Waiting:
+    """Tasks without a row, in the order in which they will get one."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Work] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, works: Iterable[Work]) -> None:
+        """At the end."""
+        self._queue.extend(works)
+
+    def put_back(self, works: Sequence[Work]) -> None:
+        """Before all others, in this order."""
+        self._queue.extendleft(reversed(works))
+
+    def peek(self, count: int) -> list[Work]:
+        """The first `count`, which stay."""
+        return list(islice(self._queue, max(0, count)))
+
+    def take(self, count: int) -> list[Work]:
+        """The first `count`, or as many as there are."""
+        return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+
+    def drop(self, unwanted: Callable[[Task], bool]) -> list[Work]:
+        """Take out those that are unwanted."""
+        dropped = [work for work in self._queue if unwanted(work.task)]
+        if dropped:
+            gone = {work.task.number for work in dropped}
+            self._queue = deque(work for work in self._queue if work.task.number not in gone)
+        return dropped
+
+
+# -------------------- schedule
+# Who gets a row, who gives it back, and how much of the waiting prompts is read now: pure decisions over sizes.
+#
+# Memory is counted in cells: places for one token's keys and values. A lane says with its footprint how many cells rows of
+# certain lengths take; the budget (`cache_tokens`) is never exceeded by what is admitted here.
+#
+# - Requests are admitted in the order of their arrival. One that does not fit yet holds back those behind it, so none is
+#   overtaken for ever by smaller ones.
+# - A request is admitted with `RESERVE` tokens of its growth, or all that it may still make, so that it does not have to
+#   leave again at once.
+# - When the running rows outgrow the budget, the youngest give theirs back. They wait in front of all others, with their
+#   tokens, so the queue stays in the order of arrival. The oldest never gives its row back, and whatever was accepted fits
+#   alone: so each request comes to its end.
+# - While rows decode, a cycle reads at most `prefill_chunk_tokens` of waiting prompts, so that a long prompt delays nobody's
+#   next token by more than that; when nothing decodes there is nobody to delay, and it reads up to `IDLE_TOKENS`.
+#
+# Knows no torch, no cache and no clock.
+
+RESERVE = 64
+"""Tokens of growth that an admission sets aside."""
+
+
+IDLE_TOKENS = 8192
+"""Prompt tokens in one cycle when no row decodes, and padded tokens in one forward pass of several prompts."""
+
+
+SMALLEST_PIECE = 32
+"""A prompt is not begun for fewer tokens than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a set of rows: how many, the longest, and all their tokens together."""
+
+    rows: int = 0
+    longest: int = 0
+    tokens: int = 0
+
+    def plus(self, length: int) -> Size:
+        """With one more row of `length` tokens."""
+        return Size(self.rows + 1, max(self.longest, length), self.tokens + length)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Size:
+        """Rows of these lengths."""
+        return cls(len(lengths), max(lengths, default=0), sum(lengths))
+
+
+Footprint = Callable[[Size], int]
+"""Cells that rows of this size take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A waiting sample: tokens it has (prompt and what it made before), and the most it may still make."""
+
+    length: int
+    growth: int
+
+    @property
+    def reserved(self) -> int:
+        """The length it is admitted with."""
+        return self.length + min(self.growth, RESERVE)
+
+
+def longest_alone(most: int, *, budget: int, footprint: Footprint) -> int:
+    """The longest request, of at most `most` tokens, that can be served when nothing else runs; 0: none."""
+    return bisect_right(range(1, most + 1), budget, key=lambda length: footprint(Size().plus(length)))
+
+
+def admissible(waiting: Sequence[Want], held: Size, *, free: int, budget: int, footprint: Footprint) -> int:
+    """How many of the first that wait may have a row, beside what is `held`; `free`: rows that are not taken.
+
+    The first is admitted in any case when nothing is held.
+    """
+    count, size = 0, held
+    for want in waiting[: max(0, free)]:
+        size = size.plus(want.reserved)
+        if footprint(size) > budget and (held.rows or count):
+            break
+        count += 1
+    return count
+
+
+def outgrown(lengths: Sequence[int], ages: Sequence[int], *, budget: int, footprint: Footprint) -> list[int]:
+    """Which rows (as indices) give theirs back, youngest first, so that the others fit; the oldest stays in any case.
+
+    `ages`: numbers in the order of arrival.
+    """
+    if footprint(Size.of(lengths)) <= budget:
+        return []
+    stay = sorted(range(len(lengths)), key=lambda i: ages[i])
+    gone = []
+    while len(stay) > 1 and footprint(Size.of([lengths[i] for i in stay])) > budget:
+        gone.append(stay.pop())
+    return gone
+
+
+def portions(remaining: Sequence[int], *, budget: int, grid: int | None = None, done: Sequence[int] = ()) -> list[int]:
+    """How many tokens of each of these prompts are read in this cycle, in order; 0 from where the budget ends.
+
+    `remaining`: their unread tokens. With a `grid` a prompt is only cut at multiples of it, counted from its beginning
+    (`done`: what is read of each already): the pieces are then the same however busy the engine is. The first piece is
+    read even where it exceeds the budget.
+    """
+    left = budget
+    taken: list[int] = []
+    for index, rest in enumerate(remaining):
+        begun = bool(taken)
+        if grid is None:
+            portion = rest if rest <= left else left if not begun or left >= SMALLEST_PIECE else 0
+        else:
+            begin = done[index] if done else 0
+            portion = _whole_pieces(begin, begin + rest, left, grid, at_least_one=not begun)
+        taken.append(portion)
+        left -= portion
+        if portion < rest:
+            break
+    return taken + [0] * (len(remaining) - len(taken))
+
+
+def _whole_pieces(begin: int, end: int, left: int, grid: int, *, at_least_one: bool) -> int:
+    if end - begin <= left:
+        return end - begin
+    last = (begin + max(0, left)) // grid * grid
+    if last <= begin and at_least_one:
+        last = min(end, (begin // grid + 1) * grid)
+    return max(0, last - begin)
+
+
+Ints = npt.NDArray[np.int64]
+
+
+Doubles = npt.NDArray[np.float64]
+
+
+Flags = npt.NDArray[np.bool_]
+
+
+NO_TOKEN = -1
+
+
+BELOW_ONE = 1.0 - 2.0**-40
+"""Largest uniform number, so that times a total it stays below that total."""
+
+
+class Uniforms:
+    """Uniform numbers in [0, 1) from Philox streams. One generator, set to the key each time: four times as fast."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+        self._fresh = self._bits.state
+
+    def draw(self, key: int, count: int) -> Doubles:
+        """The first `count` numbers of the stream with this key (its low 128 bits)."""
+        state = self._fresh
+        state["state"]["key"][:] = (key & (2**64 - 1), (key >> 64) & (2**64 - 1))
+        self._bits.state = state
+        return np.minimum(self._generator.random(count), BELOW_ONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Rows that ended with the token just recorded: at their limit, or at a stop token; `suspects` may have met a string.
+
+    `replayed`: how many rows recorded a token that they had made before.
+    """
+
+    by_count: Ints
+    by_token: Ints
+    suspects: Ints
+    replayed: int = 0
+
+
+FEW = 256
+"""Tokens that a row has places for at first."""
+
+
+MOST_STOP_SETS = 64
+"""Sets of stop strings that are remembered, beyond those in use."""
+
+
+PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_known", "_limits", "_minimums", "_sets")
+
+
+class Rows:
+    """The running sequences."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._streaming = 0
+        self._replaying = False
+        self._uniform_source = Uniforms()
+        self._stop_sets: dict[tuple[str, ...], int] = {}
+        self._suspect_tokens: Flags = np.zeros((1, 1), dtype=np.bool_)
+        self.counts: Ints = np.zeros(0, np.int64)
+        """Tokens made so far; of a row that is replayed, those that went through the model again."""
+        self.prompts: Ints = np.zeros(0, np.int64)
+        """Tokens of each row's prompt."""
+        self.temperature: Doubles = np.zeros(0)
+        self.top_p: Doubles = np.zeros(0)
+        self.top_k: Ints = np.zeros(0, np.int64)
+        """0: no limit."""
+        self.min_p: Doubles = np.zeros(0)
+        self._known: Ints = np.zeros(0, np.int64)
+        """Tokens made in an earlier life."""
+        self._limits: Ints = np.zeros(0, np.int64)
+        self._minimums: Ints = np.zeros(0, np.int64)
+        self._sets: Ints = np.zeros(0, np.int64)
+        self._stops: Ints = np.zeros((0, 1), np.int64)
+        self._uniforms: Doubles = np.zeros((0, 0))
+        self._tokens: Ints = np.zeros((0, 0), np.int64)
+        self._logprobs: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
+
+    @property
+    def active(self) -> int:
+        """How many run."""
+        return len(self.works)
+
+    @property
+    def streaming(self) -> bool:
+        """Whether any of them delivers token by token."""
+        return self._streaming > 0
+
+    @property
+    def lengths(self) -> Ints:
+        """[row] tokens of each: prompt and what it made."""
+        return self.prompts[: self.active] + self.counts[: self.active]
+
+    def made(self, row: int) -> int:
+        """Tokens that the row has made, in all its lives."""
+        return max(int(self.counts[row]), int(self._known[row]))
+
+    def replays(self, row: int) -> bool:
+        """Whether the last token recorded was one that the row had made before."""
+        return bool(self.counts[row] <= self._known[row])
+
+    def know_stop_strings(self, stop: tuple[str, ...], suspects: Flags) -> None:
+        """`suspects[t]`: whether a sequence may meet one of `stop` with token `t`. Needed before such a row joins."""
+        if stop in self._stop_sets:
+            return
+        if self._suspect_tokens.shape[1] != len(suspects):
+            self._suspect_tokens = np.zeros((1, len(suspects)), dtype=np.bool_)
+        self._stop_sets[stop] = len(self._suspect_tokens)
+        self._suspect_tokens = np.vstack([self._suspect_tokens, suspects])
+
+    def forget_stop_strings(self) -> None:
+        """Once there are many sets of them, all but those of the running rows."""
+        if len(self._stop_sets) < MOST_STOP_SETS:
+            return
+        used = sorted({work.task.sampling.stop for work in self.works} & self._stop_sets.keys())
+        self._suspect_tokens = self._suspect_tokens[[0, *(self._stop_sets[stop] for stop in used)]]
+        self._stop_sets = {stop: number for number, stop in enumerate(used, 1)}
+        self._sets[: self.active] = [self._stop_sets.get(work.task.sampling.stop, 0) for work in self.works]
+
+    def knows_stop_strings(self, stop: tuple[str, ...]) -> bool:
+        """Whether `know_stop_strings` was told of them, or there are none."""
+        return not stop or stop in self._stop_sets
+
+    def join(self, works: Sequence[Work], *, replay: bool = False) -> None:
+        """New rows at the end. With `replay` what they made before goes through the model again, token by token."""
+        sampling = [work.task.sampling for work in works]
+        before, after = self.active, self.active + len(works)
+        self._reserve(
+            after,
+            length=max(
+                min(s.max_new_tokens, max(FEW, len(w.tokens) + 1)) for s, w in zip(sampling, works, strict=True)
+            ),
+            stops=max(len(s.stop_token_ids) for s in sampling),
+        )
+        new = slice(before, after)
+        self.works.extend(works)
+        self._streaming += sum(work.task.streams for work in works)
+        known = [len(work.tokens) for work in works]
+        self._known[new] = known if replay else 0
+        self.counts[new] = 0 if replay else known
+        self._replaying |= replay and any(known)
+        self.prompts[new] = [len(work.task.prompt) for work in works]
+        self.temperature[new] = [s.temperature for s in sampling]
+        self.top_p[new] = [s.top_p for s in sampling]
+        self.top_k[new] = [s.top_k or 0 for s in sampling]
+        self.min_p[new] = [s.min_p for s in sampling]
+        self._limits[new] = [s.max_new_tokens for s in sampling]
+        self._minimums[new] = [s.min_new_tokens for s in sampling]
+        self._sets[new] = [self._stop_sets[s.stop] if s.stop else 0 for s in sampling]
+        self._stops[new] = NO_TOKEN
+        for row, (work, s) in enumerate(zip(works, sampling, strict=True), before):
+            self._stops[row, : len(s.stop_token_ids)] = s.stop_token_ids
+            if work.tokens:
+                self._tokens[row, : len(work.tokens)] = work.tokens
+                self._logprobs[row, : len(work.tokens)] = work.logprobs
+        self._draw_uniforms(range(before, after))
+
+    def _draw_uniforms(self, rows: Sequence[int]) -> None:
+        """As many as there are places. A stream begins with the same numbers however many are drawn of it."""
+        width = self._uniforms.shape[1]
+        for row in rows:
+            s = self.works[row].task.sampling
+            if s.temperature > 0:
+                count = min(width, s.max_new_tokens)
+                self._uniforms[row, :count] = self._uniform_source.draw(s.seed, count)
+
+    def _reserve(self, rows: int, *, length: int, stops: int) -> None:
+        have, (_, long), (_, wide) = len(self.counts), self._tokens.shape, self._stops.shape
+        if rows > have:
+            rows = max(rows, 2 * have)
+            for name in PER_ROW:
+                setattr(self, name, _grown(getattr(self, name), (rows,)))
+        rows = len(self.counts)
+        if rows > have or length > long:
+            for name in ("_uniforms", "_tokens", "_logprobs"):
+                setattr(self, name, _grown(getattr(self, name), (rows, max(length, long))))
+        if length > long:
+            self._draw_uniforms(range(self.active))
+        if rows > have or stops > wide:
+            old = self._stops
+            self._stops = np.full((rows, max(stops, wide)), NO_TOKEN, np.int64)
+            self._stops[: old.shape[0], : old.shape[1]] = old
+
+    def refill(self, refill: Refill) -> None:
+        """Rows left; the last ones move into the holes."""
+        holes, sources = list(refill.holes), list(refill.sources)
+        if holes:
+            for name in (*PER_ROW, "_stops", "_uniforms", "_tokens", "_logprobs"):
+                array = getattr(self, name)
+                array[holes] = array[sources]
+            for hole, source in zip(holes, sources, strict=True):
+                self.works[hole] = self.works[source]
+        del self.works[refill.active :]
+        self._streaming = sum(work.task.streams for work in self.works) if self._streaming else 0
+
+    def pending(self) -> Ints:
+        """Each row's last token: the next one to go through the model."""
+        rows = np.arange(self.active)
+        return self._tokens[rows, self.counts[: self.active] - 1]
+
+    def uniforms(self, first: int) -> Doubles:
+        """The numbers with which rows from `first` on draw their next token."""
+        rows = np.arange(first, self.active)
+        return self._uniforms[rows, self.counts[first : self.active]]
+
+    def forbidden(self, first: int) -> list[tuple[int, int]]:
+        """Cells (row - first, token) that may not be drawn, because the row is shorter than its minimum."""
+        short = np.flatnonzero(self.counts[first : self.active] < self._minimums[first : self.active])
+        return [(int(r), int(t)) for r in short for t in self._stops[first + r] if t != NO_TOKEN]
+
+    def record(self, first: int, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> Ended:
+        """Rows from `first` on made these tokens. Which of them ended?"""
+        rows = np.arange(first, self.active)
+        counts = self.counts[first : self.active]
+        replayed = counts < self._known[first : self.active] if self._replaying else None
+        if replayed is not None:
+            tokens = np.where(replayed, self._tokens[rows, counts], tokens)
+            logprobs = np.where(replayed, self._logprobs[rows, counts], logprobs)
+        self._tokens[rows, counts] = tokens
+        self._logprobs[rows, counts] = logprobs
+        counts += 1
+        by_token = (tokens[:, None] == self._stops[first : self.active]).any(axis=1)
+        by_count = counts >= self._limits[first : self.active]
+        sets = self._sets[first : self.active]
+        suspected = self._suspect_tokens[sets, tokens] if self._stop_sets and sets.any() else np.zeros_like(by_count)
+        again = 0
+        if replayed is not None:
+            # They did not end there in their earlier life.
+            by_token, by_count, suspected = by_token & ~replayed, by_count & ~replayed, suspected & ~replayed
+            again = int(replayed.sum())
+            self._replaying = bool((self.counts[: self.active] < self._known[: self.active]).any())
+        if ((counts >= self._tokens.shape[1]) & ~by_count).any():
+            self._reserve(self.active, length=2 * self._tokens.shape[1], stops=0)
+        return Ended(
+            np.flatnonzero(by_count) + first, np.flatnonzero(by_token) + first, np.flatnonzero(suspected) + first, again
+        )
+
+    def tail(self, row: int, count: int) -> list[int]:
+        """The last `count` tokens that the row has made, or all."""
+        made = int(self.counts[row])
+        tail: list[int] = self._tokens[row, max(0, made - count) : made].tolist()
+        return tail
+
+    def save(self, row: int) -> Work:
+        """The row's work, with all that it has made."""
+        work, made = self.works[row], self.made(row)
+        work.tokens = self._tokens[row, :made].tolist()
+        work.logprobs = self._logprobs[row, :made].tolist()
+        return work
+
+
+def _grown(array: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
+    bigger = np.zeros(shape, array.dtype)
+    bigger[tuple(slice(0, n) for n in array.shape)] = array
+    return bigger

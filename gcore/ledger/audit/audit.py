@@ -1,0 +1,200 @@
+"""The audit: recomputes a job's accounts from raw records and the ranks' receipts, and says what does not add up.
+
+It trusts no counter. What it reads is the log (what the store has of it, and what the run's folder has), the seals and offers
+as they stand, the registered checkpoints and the receipts; head's own numbers are only ever compared. It proves, or refutes
+with the prompts that are at fault:
+
+1. *Outcomes.* Along the final lineage, which is the walk from head along the parents, every prompt ref has at most one outcome,
+   and none is missing below the ends of the finished epochs: nothing can be issued more than a window beyond the oldest prompt
+   of its shard that has none, and head's cursors are exactly what the entries have ended.
+2. *Steps.* They have no gap, entries no missing number; each entry names its parent by number and content.
+3. *Versions.* Every trained group was made by states that the chain went through, and by none too old. The lineages are those
+   that the rollbacks in the log began, not those that head tells.
+4. *The balance.* issued = trained + filtered + failed + in flight. *Issued* is what no controller would issue again: what head's
+   cursors call ended, and what an open seal or a live, acceptable offer names (finished groups, outcomes, prompts in flight).
+   *In flight* is what of that an open seal or an offer names and no entry of the chain has ended.
+5. *Receipts.* The ranks of an entry's world trained under its token on exactly its groups (by content, where the entry names
+   it), each sample once, every rank; and no world trained one step under two tokens.
+
+Beside these: what a rollback would go back to (checkpoints, and the cursors and tallies that their entries keep) is the sum of
+the entries up to there, and a job that has succeeded has done everything. Pure. Does not look at the assignment, members or
+leases, on which nothing rests, nor into checkpoints' files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gcore.ledger.audit.chain import Audit, Found, Walk, check_chain, few, is_prompt
+from gcore.ledger.audit.receipts import HeldReceipts, Receipt, Receipts, check_receipts, check_tokens
+from gcore.ledger.records.chain import Checkpoint, Head, LogEntry, Offer, Seal, SealState
+from gcore.ledger.records.job import JobPhase
+from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor, is_over
+from gcore.types import PromptRef, Version
+
+# -------------------- audited_open
+# The audit of what is open, and of the end: seals and offers as they stand, checkpoints, and a job that has succeeded. Pure.
+
+MOST_MISSING = 100
+"""Prompts without an outcome that are looked for."""
+
+
+def check_open(
+    rules: StreamRules, head: Head, seals: Sequence[Seal], offers: Sequence[Offer], walk: Walk, found: Found
+) -> tuple[int, int]:
+    """The balance, and that nothing open has ended already. Returns how many prompts were issued, and are in flight."""
+    sealed: dict[PromptRef, int] = {}
+    for seal in seals:
+        _check_seal(rules, head, seal, walk, found)
+        for ref, _ in _held(seal):
+            if ref in sealed:
+                what = f"prompt {ref} is sealed twice, for steps {sealed[ref]} and {seal.step}"
+                found.add("open", what, [ref])
+            sealed.setdefault(ref, seal.step)
+    named = {ref for ref in sealed if is_prompt(rules, ref)}
+    for offer in offers:
+        refs = _offered(rules, head, offer)
+        strange = sorted(ref for ref in refs if not is_prompt(rules, ref))
+        if strange:
+            found.add("open", f"{offer.incarnation} offers {few(strange)}, and the job has no such prompt", strange)
+        named |= {ref for ref in refs if is_prompt(rules, ref)}
+    in_flight = {ref for ref in named if not walk.has_ended(ref)}
+    whole = len(head.cursors.shards) == len(rules.shape.lengths)
+    if not whole:
+        what = f"head has cursors of {len(head.cursors.shards)} shards, not {len(rules.shape.lengths)}"
+        found.add("cursors", what, walk.differing(head.cursors))
+        return sum(walk.counts.values()) + len(in_flight), len(in_flight)
+    going_on = sum(not head.cursors.is_terminal(rules.shape, ref) for ref in named)
+    issued = head.cursors.terminal_count + going_on
+    trained, filtered, failed = (walk.counts[kind] for kind in ("trained", "filtered", "failed"))
+    if issued != trained + filtered + failed + len(in_flight):
+        what = f"{issued} prompts were issued, and {trained} trained, {filtered} filtered, {failed} failed"
+        found.add("balance", f"{what}, {len(in_flight)} are in flight", walk.differing(head.cursors))
+    return issued, len(in_flight)
+
+
+def _check_seal(rules: StreamRules, head: Head, seal: Seal, walk: Walk, found: Found) -> None:
+    what = f"the open seal of step {seal.step}"
+    refs = [ref for ref, _ in _held(seal)]
+    if (seal.step, seal.lineage, seal.world) != (head.step + 1, head.lineage, head.world):
+        expected = f"step {head.step + 1}, lineage {head.lineage}, world {head.world}"
+        found.add("open", f"{what} is of lineage {seal.lineage}, world {seal.world}; expected {expected}", refs)
+    if sum(seal.parts) != (len(seal.groups) if seal.parts else 0) or seal.ready_parts > len(seal.parts):
+        found.add("open", f"{what} has parts of {seal.parts} groups, and {len(seal.groups)} in all", refs)
+    loose = [ref for ref in refs if ref not in {group.ref for group in seal.kept}]
+    if seal.state is SealState.OPEN and loose:
+        found.add("open", f"{what} is {seal.state} and holds {few(loose)}", loose)
+    for ref, versions in _held(seal):
+        if not is_prompt(rules, ref):
+            found.add("open", f"{what} holds prompt {ref}, and the job has none", [ref])
+        elif walk.has_ended(ref):
+            found.add("open", f"{what} holds prompt {ref}, which has its outcome already", [ref])
+        elif versions is not None and not is_acceptable(head, seal.step, versions, rules.staleness):
+            made_by = ", ".join(map(str, versions)) or "nothing"
+            found.add("version", f"{what} holds prompt {ref}, which was made by {made_by}", [ref])
+
+
+def _held(seal: Seal) -> Iterable[tuple[PromptRef, tuple[Version, ...] | None]]:
+    """Every ref of a seal; of a group also its versions."""
+    yield from ((group.ref, group.versions) for group in seal.groups)
+    yield from ((ended.ref, None) for ended in seal.outcomes)
+
+
+def _offered(rules: StreamRules, head: Head, offer: Offer) -> set[PromptRef]:
+    """What an offer names and nobody issues again meanwhile: the rest is too old, or of a cut-off lineage."""
+    step = head.step + 1
+    refs = {group.ref for group in offer.groups if is_acceptable(head, step, group.versions, rules.staleness)}
+    refs |= {one.ref for one in offer.outcomes if all(is_ancestor(head, version) for version in one.versions)}
+    return refs | {one.ref for one in offer.in_flight if is_acceptable(head, step, (one.version,), rules.staleness)}
+
+
+def check_checkpoints(checkpoints: Sequence[Checkpoint], log: Mapping[int, LogEntry], found: Found) -> None:
+    """Each is of the entry it names, which keeps what a rollback to it needs; the base is there."""
+    if not any((one.seq, one.lineage, one.step, one.file) == (0, 0, 0, "") for one in checkpoints):
+        found.add("checkpoint", "the checkpoints lack the base, without which a job may have nothing to go back to")
+    for one in checkpoints:
+        entry = log.get(one.seq)
+        what = f"checkpoint {one.file or 'of the first model'} ({one.lineage}.{one.step})"
+        if entry is None:
+            found.add("checkpoint", f"{what} is of log entry {one.seq}, which is missing")
+        elif (entry.lineage, entry.step) != (one.lineage, one.step) or entry.kind not in ("base", "train"):
+            is_of = f"{entry.kind} {entry.lineage}.{entry.step}"
+            found.add("checkpoint", f"{what} is of log entry {one.seq}, which is {is_of}")
+        elif entry.cursors is None:
+            found.add("checkpoint", f"{what} is of log entry {one.seq}, which keeps no cursors")
+
+
+def check_end(rules: StreamRules, head: Head, walk: Walk, found: Found) -> None:
+    """A job that has succeeded has made its last step, and left no prompt of its epochs without an outcome."""
+    if rules.epochs is not None:
+        missing: list[PromptRef] = []
+        for shard, (cursor, length) in enumerate(zip(walk.cursors.shards, rules.shape.lengths, strict=True)):
+            position = cursor.low_water
+            while position < rules.epochs * length and len(missing) < MOST_MISSING:
+                if not cursor.is_terminal(position):
+                    missing.append(rules.shape.ref(shard, position))
+                position += 1
+        if missing:
+            count = rules.epochs * sum(rules.shape.lengths) - walk.cursors.terminal_count
+            what = f"the job has succeeded, and {count} prompts of its epochs have no outcome: "
+            found.add("end", what + few(missing, count), missing)
+    elif not is_over(rules, head):
+        found.add("end", f"the job has succeeded, and head is at step {head.step} of {rules.steps}")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What stands in the store beside head and log. `checkpoints`, `phase` None: not looked at."""
+
+    seals: Sequence[Seal] = ()
+    offers: Sequence[Offer] = ()
+    checkpoints: Sequence[Checkpoint] | None = None
+    phase: JobPhase | None = None
+
+
+def audit(
+    rules: StreamRules,
+    head: Head,
+    log: Mapping[int, LogEntry],
+    receipts: Receipts | Sequence[Receipt],
+    standing: Standing | None = None,
+) -> Audit:
+    """Prove or refute, with the offending refs. `log`: every entry that was ever written, those of cut-off lineages too."""
+    found = Found()
+    papers = HeldReceipts(receipts) if isinstance(receipts, Sequence) else receipts
+    standing = standing or Standing()
+    facts = check_chain(head, log, found)
+    walk = Walk(rules, head, facts, found, counted=_counts(log))
+    for seq in facts.chain:
+        entry = log[seq]
+        walk.add(entry)
+        if entry.kind == "train":
+            check_receipts(entry, papers, found)
+    check_tokens(papers, found)
+    walk.tell_doubles(log)
+    walk.compare([log[seq] for seq in facts.since_step])
+    if standing.checkpoints is not None:
+        check_checkpoints(standing.checkpoints, log, found)
+    issued, in_flight = check_open(rules, head, standing.seals, standing.offers, walk, found)
+    if standing.phase is JobPhase.SUCCEEDED:
+        check_end(rules, head, walk, found)
+    return Audit(
+        findings=tuple(found.findings),
+        more=found.more,
+        steps=walk.step,
+        trained=walk.counts["trained"],
+        filtered=walk.counts["filtered"],
+        failed=walk.counts["failed"],
+        in_flight=in_flight,
+        issued=issued,
+        epochs=walk.finished_epochs,
+        lineages=head.lineage,
+        groups_by_holder=walk.holders,
+    )
+
+
+def _counts(log: Mapping[int, LogEntry]) -> bool:
+    """Whether the job has counted from its beginning: one that began under a version without tallies has no whole one."""
+    base = log.get(0)
+    return base is None or base.tally is not None

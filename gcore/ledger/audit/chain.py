@@ -1,0 +1,423 @@
+"""The audit of outcomes: a walk along the final lineage that recomputes cursors, counts and steps from the entries. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from gcore.data.order import Cursors, ShardCursor
+from gcore.ledger.chain import digest_of
+from gcore.ledger.records.chain import EndedRef, Head, Lineage, LogEntry, Tally
+from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
+from gcore.types import PromptRef, Version
+
+# -------------------- findings
+# What an audit finds: each violation with its kind, a sentence, and the prompt refs it is about. Pure.
+
+Kind = Literal[
+    "record",  # a line or a record that cannot be read, or is there in two forms
+    "chain",  # entries, their numbers, parents, lineages and digests
+    "step",  # steps without a gap
+    "outcome",  # exactly one outcome for each prompt
+    "version",  # the versions that made a group
+    "receipt",  # what the ranks trained on
+    "cursors",  # what head, or an entry, says has ended
+    "tally",  # what head, or an entry, has counted
+    "checkpoint",  # what a job could go back to
+    "open",  # seals and offers as they stand
+    "balance",  # issued = trained + filtered + failed + in flight
+    "end",  # a job that has succeeded has done all it was to do
+]
+
+
+MOST_FOUND = 500
+"""Violations that are told one by one."""
+
+
+MOST_REFS = 100
+"""Refs that one violation names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One violation. `refs`: the prompts it is about, as far as it is about prompts."""
+
+    kind: Kind
+    sentence: str
+    refs: tuple[PromptRef, ...] = ()
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found, and what was counted along the final lineage. `findings` is empty if all adds up."""
+
+    findings: tuple[Finding, ...] = ()
+    more: int = 0
+    """Violations beyond `MOST_FOUND`."""
+    steps: int = 0
+    trained: int = 0
+    filtered: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    """Prompts that an open seal or a live offer names, and that have no outcome."""
+    issued: int = 0
+    """Prompts that no controller would issue again: ended by head's cursors, or named by an open seal or a live offer."""
+    epochs: int = 0
+    """Data epochs of which every prompt has its outcome."""
+    lineages: int = 0
+    groups_by_holder: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """The sentences."""
+        more = (f"and {self.more} violation{'s' * (self.more != 1)} more",) if self.more else ()
+        return tuple(finding.sentence for finding in self.findings) + more
+
+    def with_problems(self, problems: Sequence[str]) -> Audit:
+        """With lines that could not be read, or do not agree, as violations too."""
+        unread = tuple(Finding("record", problem) for problem in problems[:MOST_FOUND])
+        return replace(self, findings=unread + self.findings, more=self.more + len(problems) - len(unread))
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+
+class Found:
+    """Violations as they are found; the first of them are kept, the others counted."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.more = 0
+
+    def add(self, kind: Kind, sentence: str, refs: Iterable[PromptRef] = ()) -> None:
+        """One violation."""
+        if len(self.findings) >= MOST_FOUND:
+            self.more += 1
+        else:
+            self.findings.append(Finding(kind, sentence, tuple(refs)[:MOST_REFS]))
+
+
+def few(refs: Sequence[PromptRef], count: int | None = None) -> str:
+    """The first of `refs`, for a sentence; `count`: how many there are in all."""
+    total = len(refs) if count is None else count
+    named = ", ".join(map(str, refs[:5]))
+    return named if total <= 5 else f"{named} and {total - min(len(refs), 5)} more"
+
+
+# -------------------- audited_chain
+# The audit of the log's shape: numbers, parents, lineages, worlds and digests, of cut-off entries too. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFacts:
+    """`chain`: the numbers of the final lineage's entries that are there, ascending. `lineages`: as the rollbacks in the log
+    began them, or head's where entries are missing. `since_step`: the account entries after the newest step."""
+
+    chain: tuple[int, ...]
+    lineages: tuple[Lineage, ...]
+    since_step: tuple[int, ...]
+
+
+def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainFacts:
+    """Every entry up to head's, whatever lineage it is of, then the walk from head."""
+    before: LogEntry | None = None
+    whole = True
+    cut_off = _cut_off(head, log)
+    lineage, world = 0, None
+    begun = [Lineage(number=0, base_step=0)]
+    last = max(log, default=-1)
+    gap: int | None = None
+    for seq in range(min(head.seq, last) + 1):  # whatever a damaged head says
+        if any(seq in numbers for numbers in cut_off):  # whatever lies there is of a future that was cut off
+            if gap is not None:
+                _tell_missing(gap, seq - 1, found)
+                gap = None
+            continue
+        entry = log.get(seq)
+        if entry is None:
+            gap = seq if gap is None else gap
+            before, whole = None, False
+            continue
+        if gap is not None:
+            _tell_missing(gap, seq - 1, found)
+            gap = None
+        if entry.kind == "rollback":
+            # Greater by more than one where a store was put back: no number of what was lost with it is given out again.
+            lineage, world = max(lineage + 1, entry.lineage), entry.world
+            skipped = None if entry.follows is None else seq
+            begun.append(Lineage(number=entry.lineage, base_step=entry.step, entry=skipped))
+        _check_place(seq, entry, lineage, world, found)
+        _check_parent(entry, before, log, found)
+        lineage, world, before = entry.lineage, entry.world, entry
+    if head.seq > last and gap is None:
+        gap, whole = last + 1, False
+    if gap is not None:
+        _tell_missing(gap, head.seq, found)
+    for seq in sorted(seq for seq in log if seq > head.seq):
+        refs = [one.ref for one in log[seq].delta]
+        found.add("chain", f"log entry {seq} is beyond head, which is entry {head.seq}", refs)
+    lineages = tuple(begun)
+    if not whole:
+        lineages = head.lineages
+    elif lineages != head.lineages:
+        told = " ".join(f"{one.number} from step {one.base_step}" for one in lineages)
+        found.add("chain", f"head's lineages are not those that its rollbacks began ({told})")
+    _check_head(head, log.get(head.seq), found)
+    return _walk(head, log, lineages, found)
+
+
+def _cut_off(head: Head, log: Mapping[int, LogEntry]) -> tuple[range, ...]:
+    """The numbers that were left out where the store had been put back. Head says which entries tell of that, and only what these
+    tell counts: their digests are kept, and a head that was damaged cannot excuse what is missing."""
+    telling = (log.get(one.entry) for one in head.lineages if one.entry is not None)
+    rollbacks = (entry for entry in telling if entry is not None and entry.kind == "rollback")
+    return tuple(range(one.follows + 1, one.seq) for one in rollbacks if one.follows is not None)
+
+
+def _tell_missing(first: int, last: int, found: Found) -> None:
+    what = f"log entry {first} is missing" if first == last else f"log entries {first} to {last} are missing"
+    found.add("chain", what)
+
+
+def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: Found) -> None:
+    """What an entry says of itself, given the entries before it."""
+    if entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
+        found.add("chain", f"log entry {seq} says it is entry {entry.seq} after {entry.parent}")
+    elif (entry.kind == "base") != (seq == 0) or (entry.parent is None) != (seq == 0):
+        found.add("chain", f"log entry {seq} says it is a {entry.kind} entry after {entry.parent}")
+    elif entry.kind in ("train", "account") and entry.parent != seq - 1:
+        found.add("chain", f"log entry {seq} ({entry.kind}) says it follows {entry.parent}, expected {seq - 1}")
+    if entry.lineage != lineage:
+        found.add("chain", f"log entry {seq} ({entry.kind}) is of lineage {entry.lineage}, expected {lineage}")
+    if world is not None and entry.world != world:
+        found.add("chain", f"log entry {seq} ({entry.kind}) is of world {entry.world}, expected {world}")
+
+
+def _check_parent(entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: Found) -> None:
+    """The parent is the entry that was there when this one was written."""
+    if not entry.parent_digest or entry.parent is None:
+        return
+    parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
+    if parent is not None and digest_of(parent) != entry.parent_digest:
+        found.add("chain", f"log entry {entry.parent} is not what it was when entry {entry.seq} was written after it")
+
+
+def _check_head(head: Head, entry: LogEntry | None, found: Found) -> None:
+    """Head says of itself what its entry does."""
+    if entry is None:
+        return
+    if entry.nonce != head.nonce:
+        found.add("chain", f"log entry {head.seq} and head were written by different transactions")
+    elif head.digest and digest_of(entry) != head.digest:
+        found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
+    for name in ("parent", "lineage", "step", "world"):
+        of_head, of_entry = getattr(head, name), getattr(entry, name)
+        if of_head != of_entry:
+            found.add("chain", f"head is at {name} {of_head}, its log entry {head.seq} at {of_entry}")
+
+
+def _walk(head: Head, log: Mapping[int, LogEntry], lineages: tuple[Lineage, ...], found: Found) -> ChainFacts:
+    chain: list[int] = []
+    since: list[int] = []
+    stepless = True
+    seq: int | None = head.seq
+    while seq is not None:
+        entry = log.get(seq)
+        if entry is None or entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
+            found.add("chain", f"the chain from head ends at log entry {seq} instead of its base")
+            break
+        chain.append(seq)
+        stepless = stepless and entry.kind == "account"
+        if stepless:
+            since.append(seq)
+        seq = entry.parent
+    return ChainFacts(tuple(chain[::-1]), lineages, tuple(since[::-1]))
+
+
+SPAN = 1 << 20
+"""Positions in which differences are looked for: more than any window, and no more than a damaged number may make of it."""
+
+
+MOST_NAMED = 100
+"""Refs of one difference that are looked for."""
+
+
+class Walk:
+    """What the entries so far add up to. `counted`: whether the job has kept tallies from its beginning."""
+
+    def __init__(self, rules: StreamRules, head: Head, facts: ChainFacts, found: Found, *, counted: bool) -> None:
+        self._rules = rules
+        self._head = head
+        self._facts = facts
+        self._found = found
+        self._counted = counted
+        self._doubles: dict[PromptRef, int] = {}
+        self._shards = [ShardCursor()] * len(rules.shape.lengths)
+        self.step = 0
+        self.counts = {"trained": 0, "filtered": 0, "failed": 0}
+        self.holders: dict[str, int] = {}
+
+    @property
+    def cursors(self) -> Cursors:
+        """What has ended, as the entries say."""
+        return Cursors(tuple(self._shards))
+
+    @property
+    def finished_epochs(self) -> int:
+        """Data epochs of which every prompt has its outcome."""
+        lengths = self._rules.shape.lengths
+        return min(cursor.low_water // length for cursor, length in zip(self._shards, lengths, strict=True))
+
+    def has_ended(self, ref: PromptRef) -> bool:
+        """Whether an entry so far ended `ref`, which must be a prompt of the job."""
+        return self._shards[ref.shard].is_terminal(self._rules.shape.position(ref))
+
+    def add(self, entry: LogEntry) -> None:
+        """The next entry of the final lineage."""
+        expected = self.step + 1 if entry.kind == "train" else self.step
+        if entry.step != expected:
+            what = f"log entry {entry.seq} ({entry.kind}) is at step {entry.step}, expected {expected}"
+            self._found.add("step", what)
+        self.step = entry.step
+        before = list(self._shards)
+        for one in entry.delta:
+            self._end(entry, one, before)
+        self._check_versions(entry)
+        self._check_kept(entry)
+
+    def _end(self, entry: LogEntry, one: EndedRef, before: Sequence[ShardCursor]) -> None:
+        ref, rules = one.ref, self._rules
+        if not is_prompt(rules, ref):
+            self._found.add("outcome", f"prompt {ref} ended in entry {entry.seq}, and the job has none", [ref])
+            return
+        position, cursor = rules.shape.position(ref), self._shards[ref.shard]
+        if cursor.is_terminal(position):
+            self._doubles.setdefault(ref, entry.seq)
+            return
+        if rules.epochs is not None and ref.data_epoch >= rules.epochs:
+            epochs = "1 data epoch" if rules.epochs == 1 else f"{rules.epochs} data epochs"
+            what = f"prompt {ref} ended in entry {entry.seq}, beyond the job's {epochs}"
+            self._found.add("outcome", what, [ref])
+        low = before[ref.shard].low_water
+        if position >= low + rules.window:
+            oldest = rules.shape.ref(ref.shard, low)
+            what = f"prompt {ref} ended in entry {entry.seq}, a window beyond prompt {oldest}, which has no outcome"
+            self._found.add("outcome", what, [oldest, ref])
+            if position >= low + rules.window + SPAN:
+                return  # a bitmap that reaches there would not fit anywhere
+        self._shards[ref.shard] = cursor.mark(position)
+        self.counts[one.kind] += 1
+        if one.kind == "trained":
+            self.holders[one.holder] = self.holders.get(one.holder, 0) + 1
+
+    def _check_versions(self, entry: LogEntry) -> None:
+        """What made the entry's groups was acceptable when it was written; what it ended without a group, no stranger's."""
+        if not entry.delta:
+            return
+        at = self._at(entry)
+        for one in entry.delta:
+            if one.kind == "trained":
+                if not is_acceptable(at, entry.step, one.versions, self._rules.staleness):
+                    what = f"prompt {one.ref}, trained at step {entry.step}, was made by {_made_by(one.versions)}"
+                    self._found.add("version", what, [one.ref])
+            elif not all(is_ancestor(at, version) for version in one.versions):
+                what = f"prompt {one.ref}, {one.kind} in entry {entry.seq}, was made by {_made_by(one.versions)}"
+                self._found.add("version", what, [one.ref])
+
+    def _at(self, entry: LogEntry) -> Head:
+        """Head as it was before `entry`, as far as ancestry goes."""
+        return self._head.model_copy(
+            update={
+                "lineage": entry.lineage,
+                "step": entry.step - 1 if entry.kind == "train" else entry.step,
+                "lineages": tuple(one for one in self._facts.lineages if one.number <= entry.lineage),
+            }
+        )
+
+    def _check_kept(self, entry: LogEntry) -> None:
+        """What a rollback would go back to."""
+        if entry.cursors is not None and entry.cursors != self.cursors:
+            what = f"log entry {entry.seq} keeps cursors that are not the sum of the entries up to it"
+            self._found.add("cursors", what, self.differing(entry.cursors))
+        if entry.tally is not None and self._counted:
+            for sentence in self._miscounted(entry.tally, f"log entry {entry.seq}"):
+                self._found.add("tally", sentence)
+
+    def _miscounted(self, tally: Tally, whose: str) -> Iterator[str]:
+        sources = tally.sources.values()
+        told = {
+            "trained": sum(one.kept for one in sources),
+            "filtered": sum(one.filtered for one in sources),
+            "failed": sum(one.failed for one in sources),
+        }
+        for kind, count in self.counts.items():
+            if told[kind] != count:
+                yield f"{whose}'s tally says {told[kind]} prompts {kind}, its chain {count}"
+
+    def tell_doubles(self, log: Mapping[int, LogEntry]) -> None:
+        """Where what ended twice ended first: only looked for if there is such a thing."""
+        if not self._doubles:
+            return
+        first: dict[PromptRef, int] = {}
+        for seq in self._facts.chain:
+            for one in log[seq].delta:
+                if one.ref in self._doubles:
+                    first.setdefault(one.ref, seq)
+        for ref, again in sorted(self._doubles.items()):
+            what = f"prompt {ref} ended twice: in entries {first[ref]} and {again}"
+            self._found.add("outcome", what, [ref])
+
+    def compare(self, since_step: Iterable[LogEntry]) -> None:
+        """Head says what its entries add up to. `since_step`: the account entries after its step."""
+        head = self._head
+        if self.step != head.step:
+            self._found.add("step", f"head is at step {head.step}, its chain at step {self.step}")
+        if head.cursors != self.cursors:
+            refs = self.differing(head.cursors)
+            told = f": {few(refs)}" if refs else ""
+            what = f"head's cursors are not the sum of the entries along its chain{told}"
+            self._found.add("cursors", what, refs)
+        if not self._counted:
+            return
+        for sentence in self._miscounted(head.tally, "head"):
+            self._found.add("tally", sentence)
+        ended = sum(len(entry.delta) for entry in since_step)
+        if ended != head.tally.since_step.ended:
+            said = head.tally.since_step.ended
+            self._found.add("tally", f"head says {said} prompts ended since step {head.step}, its chain {ended}")
+
+    def differing(self, told: Cursors) -> list[PromptRef]:
+        """The first prompts that have ended by `told` or by the entries, and not by both. In a shard that `told` lacks nothing
+        has ended; one that the job has not is passed over."""
+        refs: list[PromptRef] = []
+        lacking = [ShardCursor()] * (len(self._shards) - len(told.shards))
+        for shard, (mine, other) in enumerate(zip(self._shards, (*told.shards, *lacking), strict=False)):
+            base = max(min(mine.low_water, other.low_water), 0)
+            different = _bits(mine, base) ^ _bits(other, base)
+            while different and len(refs) < MOST_NAMED:
+                lowest = different & -different
+                refs.append(self._rules.shape.ref(shard, base + lowest.bit_length() - 1))
+                different ^= lowest
+        return refs
+
+
+def _bits(cursor: ShardCursor, base: int) -> int:
+    """Bit i: position `base + i` has ended; of the first `SPAN` only."""
+    shift, mask = cursor.low_water - base, (1 << SPAN) - 1
+    if not 0 <= shift < SPAN:
+        return mask if shift > 0 else 0
+    return ((1 << shift) - 1 | (cursor.beyond & mask) << shift) & mask
+
+
+def is_prompt(rules: StreamRules, ref: PromptRef) -> bool:
+    """Whether `ref` is a prompt of the job's data."""
+    lengths = rules.shape.lengths
+    return ref.data_epoch >= 0 and 0 <= ref.shard < len(lengths) and 0 <= ref.seq < lengths[ref.shard]
+
+
+def _made_by(versions: Iterable[Version]) -> str:
+    """For a sentence."""
+    return ", ".join(map(str, versions)) or "nothing"

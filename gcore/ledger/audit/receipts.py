@@ -1,0 +1,207 @@
+"""The ranks' receipts as the audit reads them: what each rank of a world trained on under a token.
+
+Ranks write them (`gcore.train.receipts`), one file a rank and a world, one line a token. There may be very many, so a folder is
+gone through once, and each line is read again when it is asked for. A line that is none is told, and the others count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from gcore.ledger.archive import Place, lines_of
+from gcore.ledger.audit.chain import Found, few
+from gcore.ledger.records.chain import EndedRef, LogEntry
+from gcore.types import PromptRef, Token
+
+FOLDER = "receipts"
+
+
+_NAMED = re.compile(rb'"token":"(\d+\.\d+\.\d+)","world":"([^"\\]*)","rank":(\d+)')
+"""How a line begins, but for its schema version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One rank's word on one token: the samples it trained on, by group, and what the groups were."""
+
+    token: Token
+    world: str
+    rank: int
+    samples: Mapping[PromptRef, frozenset[int]]
+    digests: Mapping[PromptRef, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, line: Mapping[str, Any]) -> Receipt:
+        """From a receipt's JSON object. Raises KeyError, TypeError or ValueError on anything else."""
+        samples: dict[PromptRef, frozenset[int]] = {}
+        digests: dict[PromptRef, str] = {}
+        for name, digest, indexes in line["groups"]:
+            ref = PromptRef.parse(name)
+            if ref in samples or len(set(indexes)) != len(indexes):
+                raise ValueError(f"prompt {ref} or a sample of it stands in it twice")
+            samples[ref] = frozenset(int(i) for i in indexes)
+            digests[ref] = str(digest)
+        return cls(Token.parse(line["token"]), str(line["world"]), int(line["rank"]), samples, digests)
+
+
+class Receipts(Protocol):
+    """All receipts of a run."""
+
+    def tokens(self) -> Iterable[tuple[str, Token]]:
+        """The worlds and tokens of which there are any."""
+        ...
+
+    def of(self, world: str, token: Token) -> Sequence[Receipt]:
+        """Those of a token, in no order."""
+        ...
+
+
+class HeldReceipts:
+    """Receipts at hand."""
+
+    def __init__(self, receipts: Iterable[Receipt]) -> None:
+        self._found: dict[tuple[str, Token], list[Receipt]] = {}
+        for receipt in receipts:
+            self._found.setdefault((receipt.world, receipt.token), []).append(receipt)
+
+    def tokens(self) -> Iterable[tuple[str, Token]]:
+        """See `Receipts`."""
+        return self._found
+
+    def of(self, world: str, token: Token) -> Sequence[Receipt]:
+        """See `Receipts`."""
+        return self._found.get((world, token), ())
+
+
+class ReceiptFolder:
+    """Receipts in a run's folder. `problems`: lines that are none, a sentence each."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Goes through all lines, without taking them apart. Raises OSError."""
+        self.problems: list[str] = []
+        self._found: dict[tuple[str, Token], list[Place]] = {}
+        for place, line in lines_of(run_dir / FOLDER):
+            named = _NAMED.search(line, 0, 256)
+            if named is None or not line.endswith(b"}"):
+                self.problems.append(f"{place} is no receipt")
+                continue
+            where = (named[2].decode(errors="replace"), Token.parse(named[1].decode()))
+            self._found.setdefault(where, []).append(place)
+
+    def tokens(self) -> Iterable[tuple[str, Token]]:
+        """See `Receipts`."""
+        return self._found
+
+    def of(self, world: str, token: Token) -> Sequence[Receipt]:
+        """See `Receipts`; a line that cannot be read is a problem. Raises OSError."""
+        return tuple(self._read(world, token))
+
+    def _read(self, world: str, token: Token) -> Iterator[Receipt]:
+        for place in self._found.get((world, token), ()):
+            try:
+                receipt = Receipt.parse(json.loads(place.read()))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                self.problems.append(f"{place} is no receipt: {error}")
+                continue
+            yield receipt
+
+
+# -------------------- audited_receipts
+# The audit of receipts: the ranks trained on exactly what was committed, each sample once. Pure.
+
+
+def check_receipts(entry: LogEntry, receipts: Receipts, found: Found) -> None:
+    """The ranks of the entry's world trained on its prompts and on nothing else, each sample once."""
+    token = entry.token
+    if token is None:
+        found.add("receipt", f"log entry {entry.seq} trained step {entry.step} without a token")
+        return
+    if (token.lineage, token.step) != (entry.lineage, entry.step):
+        found.add("receipt", f"log entry {entry.seq} trained step {entry.step} under token {token}")
+    papers = receipts.of(entry.world, token)
+    committed = {one.ref: one for one in entry.delta if one.kind == "trained"}
+    if not papers:
+        what = f"no rank left a receipt for step {entry.step} (token {token})"
+        found.add("receipt", what, sorted(committed))
+        return
+    trained: dict[PromptRef, list[int]] = {}
+    for paper in papers:
+        for ref, indexes in paper.samples.items():
+            trained.setdefault(ref, []).extend(indexes)
+    incomplete = [ref for ref, one in sorted(committed.items()) if _lacks(one, trained.get(ref, ()))]
+    lost = _check_ranks(entry, papers, incomplete, found)
+    for paper in papers:
+        for ref, digest in paper.digests.items():
+            one = committed.get(ref)
+            if one is not None and one.digest and one.digest != digest:
+                what = f"prompt {ref} was committed at step {entry.step} as group {one.digest}, and rank {paper.rank}"
+                found.add("receipt", f"{what} trained on group {digest}", [ref])
+    # Where a rank's whole receipt is missing, what stood in it is told with that, and not sample by sample.
+    told = set(incomplete) if lost else set()
+    for who, refs in (
+        ("was committed but no rank trained on it", sorted(committed.keys() - trained.keys() - told)),
+        ("was trained on but not committed", sorted(trained.keys() - committed.keys())),
+    ):
+        for ref in refs:
+            found.add("receipt", f"prompt {ref} {who} at step {entry.step}", [ref])
+    for ref, samples in sorted(trained.items()):
+        if ref not in told:
+            _check_samples(entry, ref, committed.get(ref), sorted(samples), found)
+
+
+def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
+    """Whether samples of a committed group are missing, and nothing else is wrong with them."""
+    expected = range(one.samples or 1)
+    return len(samples) == len(set(samples)) and set(samples) < set(expected)
+
+
+def _check_ranks(
+    entry: LogEntry, papers: Sequence[Receipt], incomplete: Sequence[PromptRef], found: Found
+) -> frozenset[int]:
+    """Every rank of the world left one receipt. `incomplete`: the prompts of which samples stand in none. Returns the ranks that
+    left none."""
+    ranks = sorted(paper.rank for paper in papers)
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    for rank in twice:
+        what = f"rank {rank} left several receipts for step {entry.step} (token {entry.token})"
+        found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
+    if entry.ranks is None:
+        return frozenset()
+    lost = frozenset(range(entry.ranks)) - set(ranks)
+    lacking = f"; samples of {few(incomplete)} stand in no other" if incomplete else ""
+    for rank in sorted(lost):
+        what = f"rank {rank} left no receipt for step {entry.step} (token {entry.token})"
+        found.add("receipt", what + lacking, incomplete)
+    for rank in sorted(set(ranks) - set(range(entry.ranks))):
+        what = f"rank {rank} left a receipt for step {entry.step}, which {entry.ranks} ranks trained"
+        found.add("receipt", what, _named(paper for paper in papers if paper.rank == rank))
+    return lost
+
+
+def _named(papers: Iterable[Receipt]) -> list[PromptRef]:
+    """The prompts of which they name samples."""
+    return sorted({ref for paper in papers for ref in paper.samples})
+
+
+def _check_samples(entry: LogEntry, ref: PromptRef, one: EndedRef | None, samples: list[int], found: Found) -> None:
+    expected = one.samples if one is not None and one.samples else len(samples)
+    if samples != list(range(expected)):
+        of = f" of {expected}" if one is not None and one.samples else ""
+        only = "only " if one is not None and _lacks(one, samples) else ""
+        found.add("receipt", f"{only}samples {samples}{of} of prompt {ref} were trained at step {entry.step}", [ref])
+
+
+def check_tokens(receipts: Receipts, found: Found) -> None:
+    """No world trained one step under two tokens: after the first it can only be committed, or the world ends."""
+    seen: dict[tuple[str, int], Token] = {}
+    for world, token in sorted(receipts.tokens()):
+        first = seen.setdefault((world, token.step), token)
+        if first != token:
+            refs = _named(receipts.of(world, token))
+            what = f"world {world} trained step {token.step} under two tokens, {first} and {token}"
+            found.add("receipt", f"{what}: {few(refs)}" if refs else what, refs)

@@ -1,0 +1,1 @@
+"""Stored records. Field names never change; a new field says in `came_with` which schema version brought it."""

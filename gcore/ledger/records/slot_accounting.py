@@ -1,0 +1,287 @@
+"""`books/NODE.jsonl` in a run's folder: every step as each node booked it, a line a step, with what each slot was at when.
+
+For people and for what they ask (`gcore trace`); the newest steps stand in the store too, without the spans (`gcore.ledger.books`).
+A step that was rolled back and made anew has a line in each lineage. Lines that cannot be read are passed over: of a run that
+was killed one may be cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
+
+from gcore.schema import Part, Record
+from gcore.system.files import number, object_in
+from gcore.types import Version
+
+# -------------------- books
+# What a node's slots did in the newest steps: `placement/books/{node}`, one small record a node, written once a step under the
+# lease of its controller.
+#
+# It is told, never decided by: no transaction compares it, and a step that nobody booked is a step all the same. How times come to be
+# booked is `placement.books`' business, where they are measured `controllers.booking`'s; the whole history lies in the run's folder.
+
+NEWEST_STEPS = 4
+"""Steps that a node's record has. Whoever plans reads them as they come, and keeps what it needs."""
+
+
+MOST_SWITCHES = 16
+"""Of one kind, in a step: the newest. More would be no news."""
+
+
+MOST_BOOK_BYTES = 8192
+"""Of a step in the record: there are some forty states, and switches of a dozen kinds."""
+
+
+class EngineSums(Part):
+    """What the engines of a pool did, in sums, so that those of several nodes can be added.
+
+    `active_s`: seconds in which an engine had anything to run; `running_s`: the same, counted as often as it had requests;
+    `tokens`: made in them; `requests`: that it was given.
+    """
+
+    active_s: NonNegativeFloat = 0.0
+    running_s: NonNegativeFloat = 0.0
+    tokens: NonNegativeInt = 0
+    requests: NonNegativeInt = 0
+
+    def plus(self, other: EngineSums) -> EngineSums:
+        """Both together."""
+        return EngineSums.together((self, other))
+
+    @classmethod
+    def together(cls, parts: Sequence[EngineSums]) -> EngineSums:
+        """All of them: of a thousand engines one sum is made, and not a thousand."""
+        return cls(
+            active_s=sum(one.active_s for one in parts),
+            running_s=sum(one.running_s for one in parts),
+            tokens=sum(one.tokens for one in parts),
+            requests=sum(one.requests for one in parts),
+        )
+
+
+class StepBook(Part):
+    """One step on one node: from when head moved to the step before until it moved to `version`, as this node heard of it.
+
+    `booked`: seconds by state (`placement.books.State`, as text), over all slots; with `unbooked`, the slot-seconds of which nobody can
+    say what they were, they sum to `seconds` times `slots`. `overbooked`: what workers told beyond their own time, which was cut off.
+    """
+
+    version: Version
+    began: float
+    """Seconds since the epoch, for people."""
+    seconds: NonNegativeFloat
+    slots: NonNegativeInt
+    booked: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    unbooked: NonNegativeFloat = 0.0
+    overbooked: NonNegativeFloat = 0.0
+    engines: dict[str, EngineSums] = Field(default_factory=dict)
+    """By pool."""
+    loads: dict[str, tuple[EngineSums, ...]] = Field(default_factory=dict)
+    """The same of their time, by how many requests ran in one: of 1, of 2 and 3, of 4 to 7 and so on, where there was any."""
+    switches: dict[str, tuple[NonNegativeFloat, ...]] = Field(default_factory=dict)
+    """By "from>to": how many seconds each change of a slot's role took that ended in this step."""
+
+    @property
+    def error(self) -> float:
+        """The share of the slots' time that the books do not account for, or account for twice."""
+        total = self.seconds * self.slots
+        return (self.unbooked + self.overbooked) / total if total else 0.0
+
+
+class NodeBooks(Record):
+    """`placement/books/{node}`: the newest steps, oldest first."""
+
+    called: ClassVar[str] = "books of a node"
+
+    node: str
+    steps: tuple[StepBook, ...] = ()
+
+    def at(self, version: Version) -> StepBook | None:
+        """The step that made `version`, if it is still there."""
+        return next((step for step in reversed(self.steps) if step.version == version), None)
+
+    def plus(self, step: StepBook) -> NodeBooks:
+        """With one step more, and without the oldest where there are too many."""
+        kept = [one for one in self.steps if one.version != step.version]
+        return self.model_copy(update={"steps": (*kept, step)[-NEWEST_STEPS:]})
+
+
+def by_version(books: Mapping[str, NodeBooks]) -> dict[Version, dict[str, StepBook]]:
+    """All that there is, step by step, by node."""
+    found: dict[Version, dict[str, StepBook]] = {}
+    for node, book in sorted(books.items()):
+        for step in book.steps:
+            found.setdefault(step.version, {})[node] = step
+    return found
+
+
+def engines_of(books: Iterable[StepBook]) -> dict[str, EngineSums]:
+    """By pool, all nodes together."""
+    parts: dict[str, list[EngineSums]] = {}
+    for book in books:
+        for pool, more in book.engines.items():
+            parts.setdefault(pool, []).append(more)
+    return {pool: EngineSums.together(found) for pool, found in parts.items()}
+
+
+FOLDER = "books"
+
+
+MOST_LINE_BYTES = 1 << 20
+"""What is looked through for the last line."""
+
+
+MOST_SLOTS = 65_536
+"""Of a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """From `begin` to `end`, in seconds since the step began on the node: how many of them were what."""
+
+    begin: float
+    end: float
+    seconds: Mapping[str, float]
+
+    @property
+    def most(self) -> str:
+        """What it was most of the time; empty: nobody can say."""
+        unbooked = self.end - self.begin - sum(self.seconds.values())
+        most = max(self.seconds, key=lambda state: self.seconds[state], default="")
+        return most if most and self.seconds[most] >= unbooked else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a worker had summed up at `at`, by the machine's monotonic clock: seconds, and counts, by name."""
+
+    slot: str
+    at: float
+    sums: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BookLine:
+    """A step on a node. `phases`: of the job, as the node saw it; `spans`: by slot."""
+
+    node: str
+    book: StepBook
+    phases: Sequence[Stretch] = ()
+    spans: Mapping[str, Sequence[Stretch]] = field(default_factory=dict)
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """By instance: what engines and ranks had summed up by its end, from which another life of the node's controller goes on."""
+
+    @property
+    def until(self) -> float:
+        """Its end, in seconds since the epoch."""
+        return self.book.began + self.book.seconds
+
+
+def line_of(line: BookLine) -> str:
+    """As it stands in the file, with its end."""
+    tree = {
+        "node": line.node,
+        "step": line.book.version.step,
+        "book": line.book.model_dump(mode="json", exclude_defaults=True),
+        "error": round(line.book.error, 6),
+        "phases": [_tree(one) for one in line.phases],
+        "spans": {slot: [_tree(one) for one in spans] for slot, spans in line.spans.items()},
+        "kept": {instance: [one.slot, one.at, dict(one.sums)] for instance, one in line.kept.items()},
+    }
+    return json.dumps(tree, separators=(",", ":")) + "\n"
+
+
+def _tree(one: Stretch) -> list[Any]:
+    told = {state: round(seconds, 4) for state, seconds in one.seconds.items() if seconds >= 5e-5}
+    return [round(one.begin, 4), round(one.end, 4), told]
+
+
+def parse(line: str) -> BookLine | None:
+    """Inverse of `line_of`; None for what cannot be read, or says what nobody can have booked."""
+    try:
+        tree = object_in(line) or {}
+        book = StepBook.model_validate_json(json.dumps(tree["book"]))
+        if book.slots > MOST_SLOTS:
+            return None
+        return BookLine(
+            str(tree["node"]),
+            book,
+            [_stretch(one) for one in tree["phases"]],
+            {slot: [_stretch(one) for one in spans] for slot, spans in tree["spans"].items()},
+            {instance: _kept(one) for instance, one in tree["kept"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _stretch(tree: Any) -> Stretch:
+    begin, end, seconds = tree
+    return Stretch(number(begin), number(end), {state: number(told) for state, told in seconds.items()})
+
+
+def _kept(tree: Any) -> Kept:
+    slot, at, sums = tree
+    if not isinstance(slot, str):
+        raise TypeError(f"{slot!r} is no slot")
+    return Kept(slot, number(at), {name: number(told) for name, told in sums.items()})
+
+
+def append(run_dir: Path, line: BookLine) -> None:
+    """Write a step down. Raises OSError. Blocks."""
+    path = run_dir / FOLDER / f"{line.node}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line_of(line))
+
+
+def newest(run_dir: Path, node: str) -> BookLine | None:
+    """The last step that a node has booked; None: it has booked none. Raises OSError. Blocks."""
+    try:
+        with (run_dir / FOLDER / f"{node}.jsonl").open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - MOST_LINE_BYTES, 0))
+            texts = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    return next((line for text in reversed(texts) if (line := parse(text)) is not None), None)
+
+
+def lines_of(run_dir: Path, step: int | None = None) -> Iterator[BookLine]:
+    """All that nodes have booked (of one step), node by node, oldest first. Raises OSError. Blocks."""
+    return (line for _, _, line in _lines(run_dir, step))
+
+
+def step_lines(run_dir: Path, step: int) -> Iterator[BookLine]:
+    """A step of the newest lineage that anybody has booked, node by node; each is read when it is asked for. Raises OSError. Blocks."""
+    newest, places = Version(0, step), dict[Path, int]()
+    for path, offset, line in _lines(run_dir, step):
+        if line.book.version > newest:
+            newest, places = line.book.version, {}
+        if line.book.version == newest:
+            places[path] = offset
+    for path, offset in sorted(places.items()):
+        with path.open("rb") as file:
+            file.seek(offset)
+            again = parse(file.readline().decode(errors="replace"))
+        if again is not None:
+            yield again
+
+
+def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, BookLine]]:
+    """With where each begins in which file."""
+    mark = None if step is None else f'"step":{step},'.encode()
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        with path.open("rb") as file:
+            offset = 0
+            for text in file:
+                begin, offset = offset, offset + len(text)
+                if mark is None or mark in text[: len(path.stem.encode()) + 64]:
+                    line = parse(text.decode(errors="replace"))
+                    if line is not None and step in (None, line.book.version.step):
+                        yield path, begin, line

@@ -1,0 +1,251 @@
+"""What can be said of a model's folder without torch: whether its weights are safe to read, and what code comes with it.
+
+Code that comes with a model (`auto_map` in its configuration) runs in every engine and rank. So it runs only if the
+spec says so; a model that cannot do without is refused before anything is started, by naming the file that would run.
+Whether a model can do without is looked up in the installed transformers, by reading its table of models, not by
+importing it. Weights in pickle files are refused: reading one runs code too.
+
+Does not look into the weights; a cut-off safetensors file is found elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gcore.models.hubs import INDEX, WHOLE, ModelError
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+_WORKERS_LOAD = ("AutoConfig", "AutoModelForCausalLM")
+"""The classes that engines and ranks ask for; other entries of `auto_map` are never imported."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's `config.json`; empty if there is none that can be read (who loads the model says more)."""
+    try:
+        tree = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def code_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The Python files that would run if the model's code were trusted, sorted; `REPO: FILE` if of another model."""
+    table = config.get("auto_map")
+    if not isinstance(table, dict):
+        return ()
+    found = set()
+    for name in _WORKERS_LOAD:
+        reference = table.get(name)
+        if isinstance(reference, str) and "." in reference:
+            repo, there, inner = reference.rpartition("--")
+            file = inner.rpartition(".")[0].replace(".", "/") + ".py"
+            found.add(f"{repo}: {file}" if there else file)
+    return tuple(sorted(found))
+
+
+def check_code(config: dict[str, Any], *, trusted: bool, where: str) -> tuple[str, ...]:
+    """The files that will run: none unless `trusted`. Raises ModelError if the model needs code that must not run."""
+    files = code_of(config)
+    foreign = [file for file in files if ": " in file]
+    if trusted and foreign:
+        raise ModelError(
+            f"its code is another model's ({foreign[0]})",
+            where=where,
+            fix="Copy model and code into one folder, read the code, and name that folder in model.path",
+        )
+    if trusted or not files:
+        return files
+    if not is_known(str(config.get("model_type", ""))):
+        raise ModelError(
+            f"the model needs Python code that comes with it ({', '.join(files)}), and code of others does not run unasked",
+            where=where,
+            fix="Read it, and if you trust it set model.trust_remote_code: true",
+        )
+    return ()
+
+
+def check_weights(names: Iterable[str], *, where: str) -> None:
+    """Raises ModelError if the only weights among the model's files are pickles."""
+    files = sorted(names)
+    if any(name.endswith(".safetensors") for name in files):
+        return
+    pickled = [name for name in files if name.endswith(PICKLED) and name not in ("training_args.bin", "optimizer.pt")]
+    if pickled:
+        raise ModelError(
+            f"its weights are a pickle ({pickled[0]}), and reading one can run anything",
+            where=where,
+            fix="Convert them once to safetensors (save_pretrained does), or name a model that has them",
+        )
+
+
+def is_known(model_type: str) -> bool:
+    """Whether the installed transformers has a causal language model of this type; True if there is no transformers."""
+    table = _table_of_models()
+    return table is None or f'("{model_type}",' in table
+
+
+@functools.cache
+def _table_of_models() -> str | None:
+    # find_spec of a top-level package runs nothing of it.
+    found = importlib.util.find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return None
+    file = Path(found.submodule_search_locations[0]) / "models" / "auto" / "modeling_auto.py"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    begin = text.find("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    return text[begin : text.find("\n)\n", begin)] if begin >= 0 else None
+
+
+# -------------------- weights
+# Whether a model's weights are all there, by names and sizes, without torch and without reading them.
+#
+# The header of a safetensors file says where its last tensor ends; a file that was not copied to its end is shorter. Told
+# before anything is started: later it would be an error in every engine and every rank. That the numbers are right is not
+# looked at.
+
+MAX_HEADER_BYTES = 100_000_000
+
+
+_FIX = "Copy or download it again; it was not written to its end"
+
+
+def check_whole(folder: Path) -> None:
+    """Raises ModelError if a folder's weights are missing, or one of their files is cut off or no safetensors."""
+    if (folder / INDEX).is_file():
+        files = _files_of_index(folder / INDEX)
+    else:
+        files = [WHOLE]
+        if not (folder / WHOLE).is_file():
+            raise ModelError(
+                f"the model folder has no weights ({WHOLE})",
+                where=str(folder),
+                fix="Save the model with its weights (model.save_pretrained)",
+            )
+    for name in files:
+        _check_file(folder / name)
+
+
+def _files_of_index(index: Path) -> list[str]:
+    try:
+        named = json.loads(index.read_bytes())["weight_map"].values()
+        files = sorted({str(name) for name in named})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError("the index of the weights cannot be read", where=str(index), fix=_FIX) from error
+    for name in files:
+        if Path(name).name != name:
+            raise ModelError(
+                f"the index of the weights names a file of another folder ({name[:80]!r})",
+                where=str(index),
+                fix="Put its files beside it, and name them so",
+            )
+    missing = [name for name in files if not (index.parent / name).is_file()]
+    if missing or not files:
+        raise ModelError(
+            f"{len(missing)} of {len(files)} files of weights are missing" + (f", {missing[0]}" if missing else ""),
+            where=str(index.parent),
+            fix="Copy or download the model again",
+        )
+    return files
+
+
+def _check_file(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            header = file.read(length) if 8 + length <= min(size, MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise ModelError(f"cannot read the weights ({reason})", where=str(path), fix="Make it readable") from error
+    if header.startswith(b"{"):
+        expected = 8 + length + _end_of_tensors(header, path)
+        if size < expected:
+            raise ModelError(f"the file is cut off: it has {size} of {expected} bytes", where=str(path), fix=_FIX)
+        if size == expected:
+            return
+    elif length < MAX_HEADER_BYTES and 8 + length > size:
+        raise ModelError(f"the file is cut off: it has {size} bytes, not even its header", where=str(path), fix=_FIX)
+    raise ModelError("the file is no safetensors file", where=str(path), fix="Save the model again")
+
+
+def _end_of_tensors(header: bytes, path: Path) -> int:
+    try:
+        tensors: dict[str, Any] = json.loads(header)
+        return max((int(t["data_offsets"][1]) for name, t in tensors.items() if name != "__metadata__"), default=0)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            "the header of the safetensors file cannot be read", where=str(path), fix="Save the model again"
+        ) from error
+
+
+# -------------------- classifier
+# Whether a model's folder holds a classic reward model: a sequence-classification head that says one number. Without torch.
+#
+# What its configuration says is believed; whether the head's weights are there is seen by who loads them.
+
+HEAD = "ForSequenceClassification"
+
+
+UNTOLD_LABELS = 2
+"""Labels of a configuration that names none: transformers takes it so."""
+
+
+def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
+    """`config`: the folder's config.json. Raises ModelError for a model without such a head, or with more than one label."""
+    names = config.get("architectures")
+    named = [str(name) for name in names] if isinstance(names, list) else []
+    if not any(name.endswith(HEAD) for name in named):
+        raise ModelError(
+            f"the model has no sequence-classification head (config.json says {', '.join(named) or 'no architecture'})",
+            where=where,
+            fix="Name a model that was saved as ...ForSequenceClassification, or let the judge be kind: generative",
+        )
+    labels = labels_of(config)
+    if labels != 1:
+        raise ModelError(
+            f"the model's head says {labels} numbers, and a reward is one",
+            where=where,
+            fix="Name a model with one label (num_labels: 1)",
+        )
+
+
+def labels_of(config: Mapping[str, Any]) -> int:
+    """How many numbers the head says."""
+    table, count = config.get("id2label"), config.get("num_labels")
+    if isinstance(table, dict) and table:
+        return len(table)
+    return count if isinstance(count, int) else UNTOLD_LABELS
+
+
+# -------------------- critic
+# Whether a critic's model (`train.critic.path`) can be started from, as far as that can be said without torch.
+#
+# What fits the policy (its longest text, a head of one number) is found by the train ranks, when they load both.
+
+
+def check_critic(path: str, *, trust_remote_code: bool) -> None:
+    """Raises ModelError: no such folder, no model in it, weights that are missing, cut off or a pickle, code that would run."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        missing = "no model is here: there is no config.json" if folder.is_dir() else "the folder does not exist"
+        raise ModelError(
+            f"train.critic.path: {missing}",
+            where=path,
+            fix="Name the folder of a Hugging Face model in train.critic.path",
+        )
+    check_weights((file.name for file in folder.iterdir()), where=path)
+    check_code(read_config(folder), trusted=trust_remote_code, where=path)
+    check_whole(folder)

@@ -1,0 +1,395 @@
+"""Who is there, who works on what, and what is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import ProcessCollector
+
+from gcore import __version__
+from gcore.errors import StoreUnavailable
+from gcore.observability.registry import CALL_BUCKETS_S, Declared
+from gcore.observability.step_metrics import GenerationMetrics, JudgeMetrics, StepMetrics
+from gcore.store.types import (
+    ALARMS,
+    Compare,
+    Delete,
+    KeyValue,
+    Listing,
+    Put,
+    Store,
+    StoreStanding,
+    TxnResult,
+    WatchBatch,
+)
+from gcore.system.clock import Clock
+
+# -------------------- store
+# The store, and what goes through it: calls, guarded transactions, how much it holds.
+#
+# How large the database is, is what etcd's members say of themselves; etcd's own metrics say more of each
+# (docs/watching.md). Measures nothing itself.
+
+RESULTS = ("won", "stale", "unknown")
+"""What comes of a guarded transaction (`gcore.ledger.guarded`)."""
+
+
+class StoreMetrics(Declared):
+    """Of this process's calls, and of the members that it can ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transactions = self._counter(
+            "gcore_transactions_total",
+            "Guarded transactions by kind (seal, reseal, ready, commit, account, rollback, ...) "
+            "and result (won, stale, unknown).",
+            "kind",
+            "result",
+        )
+        self.store_seconds = self._histogram(
+            "gcore_store_call_seconds",
+            "Seconds a call to the store took, answered or not.",
+            CALL_BUCKETS_S,
+            "operation",
+        )
+        self.store_unavailable = self._counter(
+            "gcore_store_unavailable_total", "Calls to the store that had no answer in time.", "operation"
+        )
+        self._database = self._gauge(
+            "gcore_store_database_bytes", "Bytes of a member's database file, as it says itself.", "endpoint"
+        )
+        self._in_use = self._gauge(
+            "gcore_store_in_use_bytes",
+            "Bytes of a member's database that are in use: defragmenting gives back the rest.",
+            "endpoint",
+        )
+        self._alarm = self._gauge(
+            "gcore_store_alarm",
+            "Whether a member says that this alarm (NOSPACE, CORRUPT) is raised: 1 or 0.",
+            "endpoint",
+            "alarm",
+        )
+        self._certificate_ends = self._gauge(
+            "gcore_store_certificate_expiry_timestamp_seconds",
+            "When the certificate ends that a member shows to whoever connects, in seconds since the epoch.",
+            "endpoint",
+        )
+        self.job_keys = self._gauge("gcore_store_job_keys", "Keys that the store holds of the job.", "job")
+        self.job_bytes = self._gauge(
+            "gcore_store_job_bytes", "Bytes that the store holds of the job, keys included, without its history.", "job"
+        )
+
+    def count_transaction(self, kind: str, result: str) -> None:
+        """A guarded transaction has ended. With a kind's first one all its results are there."""
+        for known in RESULTS:
+            self.transactions.labels(kind, known).inc(known == result)
+
+    def show_store_certificates(self, ends: Mapping[str, float]) -> None:
+        """Set when the certificates of the store's members end, by host:port; one that does not answer is shown no more."""
+        self._certificate_ends.clear()
+        for endpoint, end in ends.items():
+            self._certificate_ends.labels(endpoint).set(end)
+
+    def show_members(self, members: Mapping[str, StoreStanding]) -> None:
+        """Set what the store's members say of themselves, by host:port; one that does not answer is shown no more."""
+        for gauge in (self._database, self._in_use, self._alarm):
+            gauge.clear()
+        for endpoint, standing in members.items():
+            self._database.labels(endpoint).set(standing.database_bytes)
+            self._in_use.labels(endpoint).set(standing.in_use_bytes)
+            for alarm in ALARMS:
+                self._alarm.labels(endpoint, alarm).set(alarm in standing.alarms)
+
+
+# -------------------- calls
+# Calls of the job API that this process answered, by method and by the status they ended with.
+
+
+class CallMetrics(Declared):
+    """Of one process. Methods are those that are served; a call of any other is counted as `unknown`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self._counter(
+            "gcore_api_calls_total",
+            "Calls of the job API that were answered, by method and status code.",
+            "method",
+            "code",
+        )
+        self.call_seconds = self._histogram(
+            "gcore_api_call_seconds", "Seconds that a unary call of the job API took.", CALL_BUCKETS_S, "method"
+        )
+        self.open_streams = self._gauge("gcore_api_open_streams", "Streams of the job API that are open.", "method")
+
+
+JOB_STATES = ("running", "queued", "paused")
+
+
+class MembershipMetrics(Declared):
+    """Of the cluster as this process sees it, and of its own waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nodes = self._gauge("gcore_nodes", "Controllers registered in the cluster.")
+        self.ready = self._gauge(
+            "gcore_ready", "Whether this controller has its lease and is registered, so that it can work: 1 or 0."
+        )
+        self.lives = self._counter(
+            "gcore_incarnations_total", "Lives that this process began: each but the first followed a lost lease."
+        )
+        self._jobs = self._gauge(
+            "gcore_jobs",
+            "Jobs that have not ended, by whether they have slots (running), wait for some (queued) or are paused.",
+            "state",
+        )
+        self._job_slots = self._gauge("gcore_job_slots", "Slots that the job may use now.", "job")
+        self._shown_jobs: frozenset[str] = frozenset()
+        self._node_slots = self._gauge("gcore_node_slots", "Slots of this node by state (usable, sick).", "state")
+        self.certificate_ends = self._gauge(
+            "gcore_certificate_expiry_timestamp_seconds",
+            "When the first of this process's certificates ends (the one for callers, the one for the store), in seconds since the "
+            "epoch; 0 without certificates.",
+        )
+        self.members = self._gauge("gcore_members", "Controllers that work on the job.", "job")
+        self.shards_owned = self._gauge("gcore_shards_owned", "Shards assigned to this process.", "job")
+        self._workers = self._gauge(
+            "gcore_workers",
+            "Workers of this node by pool and state (starting, serving, stopping, failed).",
+            "pool",
+            "state",
+        )
+        self._waiting = self._gauge("gcore_waiting", "Jobs that wait in this process now, by cause.", "cause")
+        self._job_waits = self._gauge(
+            "gcore_job_waiting_seconds",
+            "Seconds that the job has been waiting for something, as this process sees it, by cause.",
+            "job",
+            "cause",
+        )
+        self._waited: dict[str, Mapping[str, float]] = {}
+        self.stalls = self._counter(
+            "gcore_stalls_total",
+            "Waits of which nothing had moved for so long that an event tells it, by cause.",
+            "cause",
+        )
+        self._waiting_seconds = self._counter(
+            "gcore_waiting_seconds_total", "Seconds that jobs waited in this process, by cause.", "cause"
+        )
+
+    def show_cluster(self, nodes: int, workers: Mapping[tuple[str, str], int]) -> None:
+        """Set how many controllers there are, and how many workers of this node by pool and state."""
+        self._nodes.set(nodes)
+        self._workers.clear()
+        for (pool, state), count in workers.items():
+            self._workers.labels(pool, state).set(count)
+
+    def show_jobs(self, states: Mapping[str, int], slots: Mapping[str, int]) -> None:
+        """Set how many jobs are in which state, and the slots of those that have any, by name."""
+        for state in JOB_STATES:
+            self._jobs.labels(state).set(states.get(state, 0))
+        for job in self._shown_jobs - slots.keys():
+            self._job_slots.remove_by_labels({"job": job})
+        for job, count in slots.items():
+            self._job_slots.labels(job).set(count)
+        self._shown_jobs = frozenset(slots)
+
+    def show_slots(self, slots: int, sick: int) -> None:
+        """Set how many of this node's slots may be used, and how many are sick."""
+        self._node_slots.labels("usable").set(slots - sick)
+        self._node_slots.labels("sick").set(sick)
+
+    def show_waits(self, job: str, seconds: Mapping[str, float]) -> None:
+        """Set for how long the job has been waiting, by cause; of a cause that is over nothing is shown."""
+        before = self._waited.get(job, {})
+        self._waited[job] = dict(seconds)
+        for cause in before.keys() - seconds.keys():
+            self._job_waits.remove(job, cause)
+        for cause, held in seconds.items():
+            self._job_waits.labels(job, cause).set(held)
+            self.stalls.labels(cause)  # there, before it counts anything
+            # Less than before: it was over, and has begun again.
+            more = held - before.get(cause, 0.0)
+            self._waiting_seconds.labels(cause).inc(more if more >= 0 else held)
+        for cause in before.keys() | seconds.keys():
+            waiting = sum(cause in causes for causes in self._waited.values())
+            self._waiting.labels(cause).set(waiting)
+
+    def forget_job(self, job: str) -> None:
+        """See `Declared.forget_job`; the job waits for nothing any more either."""
+        self.show_waits(job, {})
+        self._waited.pop(job, None)
+        super().forget_job(job)
+
+
+# -------------------- slots
+# Slots: what they did, by the books; how the placement shares them out, which moves it made and what came of those.
+#
+# A move's numbers are those of the newest move of its kind: what was expected of it beside what was measured. A gain
+# may be negative, so it is no counter.
+
+EXPECTED, MEASURED = "expected", "measured"
+
+
+POOLS = ("rollout", "reward", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFigures:
+    """Seconds that a step was to become shorter by and did, and that the move was to take and took; None: not known."""
+
+    expected_gain_s: float | None = None
+    gain_s: float | None = None
+    expected_s: float | None = None
+    took_s: float | None = None
+
+
+class SlotMetrics(Declared):
+    """Of this node's slots, and of the placement of its jobs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot_seconds = self._counter(
+            "gcore_slot_seconds_total",
+            "Seconds of this node's slots by what they were: busy and idle (with cause) of a pool, switching (to the pool, from the one "
+            "in cause), syncing, failed, unallocated; unbooked is what nobody can say.",
+            "pool",
+            "state",
+            "cause",
+        )
+        self.moves = self._counter(
+            "gcore_placement_moves_total",
+            "Moves of the placement that this process decided, by kind (split, world, lend, return, mend) and state (done, wanted, would).",
+            "kind",
+            "state",
+        )
+        self._split = self._gauge("gcore_split_slots", "Slots that the plan gives to a pool of the job.", "job", "pool")
+        self._move_gain = self._gauge(
+            "gcore_move_gain_seconds",
+            "Seconds a step by which the newest move of a kind was expected, and is measured, to shorten steps.",
+            "job",
+            "kind",
+            "measure",
+        )
+        self._move_took = self._gauge(
+            "gcore_move_seconds",
+            "Seconds that the newest move of a kind was expected to take, and took.",
+            "job",
+            "kind",
+            "measure",
+        )
+
+    def show_split(self, job: str, slots: Mapping[str, int]) -> None:
+        """Set how many slots each pool has by the plan."""
+        for pool in POOLS:
+            self._split.labels(job, pool).set(slots.get(pool, 0))
+
+    def show_move(self, job: str, kind: str, figures: MoveFigures) -> None:
+        """Set the numbers of the newest move of a kind; of what is not known nothing is shown."""
+        told = (
+            (self._move_gain, EXPECTED, figures.expected_gain_s),
+            (self._move_gain, MEASURED, figures.gain_s),
+            (self._move_took, EXPECTED, figures.expected_s),
+            (self._move_took, MEASURED, figures.took_s),
+        )
+        for gauge, measure, seconds in told:
+            if seconds is not None:
+                gauge.labels(job, kind, measure).set(seconds)
+            else:
+                gauge.remove_by_labels({"job": job, "kind": kind, "measure": measure})
+
+
+# -------------------- metrics
+# The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, by subject.
+#
+# Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a
+# code, a phase, a result, a pool, the name of a judge. Never a prompt, a request, an instance, an incarnation or a free text. What is known
+# about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with
+# `forget_job` when the controller lets go of it.
+#
+#     declared      a registry, and how a metric is declared in it
+#     store         calls, transactions, sizes
+#     steps         the chain, phases, learning curves; `step_stats` is the table of a step's numbers
+#     generation    engines and what is in flight
+#     judges        questions and verdicts
+#     slots         the books, the split, moves with what was expected and what came of them
+#     membership    nodes, workers, jobs, waits
+#     calls         the job API's calls
+#
+# Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric lives at module level.
+# How they are served is `gcore.metrics.serving`'s. Does not decide what is worth an alert (`deploy/prometheus`).
+
+
+class Metrics(StoreMetrics, StepMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):
+    """One process's metrics. Count with e.g. `metrics.transactions.labels(kind="seal", result="won").inc()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ProcessCollector(registry=self.registry)  # process_start_time_seconds, _resident_memory_bytes, ...
+        self._gauge("gcore_build_info", "Always 1; the version is in the label.", "version").labels(__version__).set(1)
+
+
+# -------------------- measured
+# A store whose calls are counted: how long each took, and which had no answer in time. Does nothing else.
+
+T = TypeVar("T")
+
+
+class MeasuredStore:
+    """`inner`, as `gcore.store.types.Store`. A watch is no call: it has no end."""
+
+    def __init__(self, inner: Store, metrics: Metrics, clock: Clock) -> None:
+        self._inner = inner
+        self._metrics = metrics
+        self._clock = clock
+
+    async def get(self, key: str) -> KeyValue | None:
+        """See `Store.get`."""
+        return await self._timed("get", self._inner.get(key))
+
+    async def list(self, prefix: str) -> Listing:
+        """See `Store.list`."""
+        return await self._timed("list", self._inner.list(prefix))
+
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+        """See `Store.newest`."""
+        return await self._timed("newest", self._inner.newest(prefix, limit, before))
+
+    async def between(self, first: str, behind: str, limit: int) -> Listing:
+        """See `Store.between`."""
+        return await self._timed("between", self._inner.between(first, behind, limit))
+
+    async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+        """See `Store.transact`."""
+        return await self._timed("transact", self._inner.transact(compares, writes))
+
+    async def grant(self, ttl: int) -> int:
+        """See `Store.grant`."""
+        return await self._timed("grant", self._inner.grant(ttl))
+
+    async def keep_alive(self, lease: int) -> float:
+        """See `Store.keep_alive`."""
+        return await self._timed("keep_alive", self._inner.keep_alive(lease))
+
+    async def revoke(self, lease: int) -> None:
+        """See `Store.revoke`."""
+        await self._timed("revoke", self._inner.revoke(lease))
+
+    def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
+        """See `Store.watch`."""
+        return self._inner.watch(prefix)
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        await self._inner.close()
+
+    async def _timed(self, operation: str, call: Awaitable[T]) -> T:
+        self._metrics.store_unavailable.labels(operation)  # there, before it counts anything
+        begun = self._clock.monotonic()
+        try:
+            return await call
+        except StoreUnavailable:
+            self._metrics.store_unavailable.labels(operation).inc()
+            raise
+        finally:
+            self._metrics.store_seconds.labels(operation).observe(max(self._clock.monotonic() - begun, 0.0))

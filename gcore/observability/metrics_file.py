@@ -1,0 +1,276 @@
+"""A run's numbers as the lines of `metrics.jsonl`, derived from its chain. Pure.
+
+    {"kind": "start", "seq": 0, ...}                  the chain's first entry: job, uid
+    {"kind": "step", "seq": 7, "lineage": 0, "step": 6, "metrics": {"reward": 0.5, ...}, "groups": 8, ...}
+    {"kind": "account", "seq": 8, ...}                prompts that ended without a step
+    {"kind": "rollback", "seq": 9, "lineage": 1, "step": 4, "from_step": 6, "reason": "..."}
+    {"kind": "eval", "id": "0.10", "lineage": 0, "step": 10, "metrics": {"accuracy": 0.9, ...}}
+    {"kind": "end", "state": "SUCCEEDED", "reason": "..."}
+
+Every line of the chain names its number `seq` there, an evaluation what it is of, and there is one end: so whoever writes
+knows from the file alone what it lacks, and whoever reads a line twice knows that it is the same. A rollback takes nothing
+out: its line says from where the steps are counted anew, in another lineage; where the store was put back to before its end, the
+job's end is no longer the last line, and another follows. `time` is when a line was written, in seconds
+since the epoch, for people. Numbers that are not finite are left out, as in the metrics of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gcore.ledger.records.chain import LogEntry
+from gcore.ledger.records.job import Evaluation, JobRecord, JobStatus
+
+VERSION = 1
+
+
+NO_FIGURES = {"schema_version", "version", "samples", "by", "responses_by"}
+"""Of an evaluation: what is no figure of the model's."""
+
+
+Line = dict[str, Any]
+
+
+_OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file holds already. `seq`, `step`: of the newest line of the chain; -1 and 0 before the first."""
+
+    seq: int = -1
+    step: int = 0
+    evaluations: frozenset[str] = frozenset()
+    ended: bool = False
+
+    def after(self, line: Line) -> Written:
+        """With one line more. What is no line of this version's changes nothing."""
+        kind, seq = line.get("kind"), line.get("seq")
+        if kind == "end":
+            return replace(self, ended=True)
+        if kind == "eval":
+            return replace(self, evaluations=self.evaluations | {str(line.get("id"))})
+        if isinstance(seq, int) and seq > self.seq:
+            # What follows an end goes on where that was cut off: the store was put back.
+            return replace(self, seq=seq, step=int(line.get("step", self.step)), ended=False)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What lines are made of, as last heard."""
+
+    job: JobRecord
+    status: JobStatus | None
+    log: Mapping[int, LogEntry]
+    evaluations: Mapping[str, Evaluation]
+
+
+def lacks(written: Written, source: Source) -> bool:
+    """Whether a file that holds `written` lacks anything of `source`."""
+    return (
+        max(source.log, default=-1) > written.seq
+        or not written.evaluations.issuperset(source.evaluations)
+        or (not written.ended and _ended(source))
+    )
+
+
+def gap(written: Written, source: Source) -> bool:
+    """Whether entries between the file's newest and the store's oldest left the store meanwhile."""
+    later = [seq for seq in source.log if seq > written.seq]
+    return len(later) < max(source.log, default=-1) - written.seq
+
+
+def fresh(written: Written, source: Source, wall: float) -> list[Line]:
+    """The lines that are missing, in the chain's order; an evaluation follows the step it is of, the end is the last."""
+    lines: list[Line] = []
+    step = written.step
+    waiting = {id_: one for id_, one in source.evaluations.items() if id_ not in written.evaluations}
+
+    def evaluations_of(entry: LogEntry | None) -> Iterable[Line]:
+        for id_ in sorted(waiting):
+            version = waiting[id_].version
+            if entry is None or (version.lineage, version.step) == (entry.lineage, entry.step):
+                yield _evaluation(id_, waiting[id_])
+
+    for seq in sorted(s for s in source.log if s > written.seq):
+        entry = source.log[seq]
+        lines.append(_entry(entry, step, source.job))
+        step = entry.step
+        if entry.kind in ("base", "train"):
+            for line in list(evaluations_of(entry)):
+                lines.append(line)
+                del waiting[line["id"]]
+    lines += evaluations_of(None)
+    if (not written.ended or max(source.log, default=-1) > written.seq) and _ended(source):
+        assert source.status is not None
+        lines.append({"kind": "end", "state": source.status.phase.value, "reason": source.status.reason})
+    return [{**line, "time": round(wall, 3)} for line in lines]
+
+
+def encode(lines: Sequence[Line]) -> bytes:
+    """As they stand in the file. Only ASCII, so that no reader stumbles over half a character."""
+    return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
+
+
+def decode(line: bytes) -> Line | None:
+    """Inverse for one line; None for what is none: a disk that was full may have left half of one, an editor anything."""
+    try:
+        tree = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
+        return None
+    if tree["kind"] in _OF_A_STEP and not all(type(tree.get(name)) is int for name in ("lineage", "step")):
+        return None
+    figures = tree.get("metrics", {})
+    whole = isinstance(figures, dict) and all(
+        isinstance(value, int | float) for value in (*figures.values(), tree.get("time", 0))
+    )
+    return tree if whole else None
+
+
+def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The finite numbers of a tree by name, those of sections as "section/name"."""
+    found: dict[str, float] = {}
+    for name, value in sorted(tree.items()):
+        if isinstance(value, Mapping):
+            found |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[f"{prefix}{name}"] = float(value)
+    return found
+
+
+def _ended(source: Source) -> bool:
+    return source.status is not None and source.status.phase.ended
+
+
+def _entry(entry: LogEntry, step_before: int, job: JobRecord) -> Line:
+    line: Line = {"kind": entry.kind, "seq": entry.seq, "lineage": entry.lineage, "step": entry.step}
+    kinds = {kind: sum(one.kind == kind for one in entry.delta) for kind in ("trained", "filtered", "failed")}
+    match entry.kind:
+        case "base":
+            return line | {"kind": "start", "version": VERSION, "job": job.name, "uid": job.uid}
+        case "train":
+            counts = {"groups": kinds["trained"], "filtered": kinds["filtered"], "failed": kinds["failed"]}
+            return line | {"kind": "step", "metrics": numbers(entry.stats), **counts}
+        case "account":
+            return line | {"filtered": kinds["filtered"], "failed": kinds["failed"]}
+        case "rollback":
+            return line | {"from_step": step_before, "reason": entry.reason}
+
+
+def _evaluation(id_: str, evaluation: Evaluation) -> Line:
+    shown = evaluation.model_dump(mode="json", exclude=NO_FIGURES)
+    version = evaluation.version
+    return {"kind": "eval", "id": id_, "lineage": version.lineage, "step": version.step, "metrics": numbers(shown)}
+
+
+# -------------------- file
+# `metrics.jsonl` in a run's folder: appended by one controller at a time, right whoever writes.
+#
+# Whoever writes locks the file, reads what was added since it last looked, and appends only what is missing by content: so
+# a controller that takes over, or wakes up late with an old view, adds nothing twice. A last line without its end was being
+# written when its writer died or the disk was full; it is cut off before the next is written. Where the file system knows no
+# locks, the order of turns and the content are all there is; readers pass over a line whose number they have seen.
+#
+# Nothing here waits for a lock: it blocks on the disk only, and is called off the event loop.
+
+FILE = "metrics.jsonl"
+
+
+READ_BYTES = 1 << 20
+
+
+class Busy(Exception):
+    """Somebody else is writing at this moment."""
+
+
+class MetricsFile:
+    """One writer's hand on the file. A second thread of the same process finds it busy."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / FILE
+        self._offset = 0
+        self._thread = threading.Lock()
+        self.written = Written()
+        """What the file held when it was last looked at."""
+
+    def bring(
+        self, source: Source, wall: float, archived: Callable[[], dict[int, LogEntry]], *, whole: bool = True
+    ) -> int:
+        """Append what `source` has and the file lacks; how many lines that were. Raises Busy, OSError, ValueError.
+
+        `archived`: entries that left the store; only asked where there is a gap. If it does not fill it, nothing is
+        written (ValueError): what is missing may not be seen here yet. Without `whole` it is passed over.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(self._thread), self.path.open("a+b") as file, _locked(file):
+            self._catch_up(file)
+            if gap(self.written, source):
+                source = Source(source.job, source.status, archived() | dict(source.log), source.evaluations)
+                if whole and gap(self.written, source):
+                    raise ValueError(f"entries after {self.written.seq} are neither in the store nor archived")
+            lines = fresh(self.written, source, wall)
+            if lines:
+                file.write(encode(lines))
+                file.flush()
+                self._offset = file.tell()
+                for line in lines:
+                    self.written = self.written.after(line)
+            return len(lines)
+
+    def _catch_up(self, file: BinaryIO) -> None:
+        size = file.seek(0, os.SEEK_END)
+        if size < self._offset:  # cut by a stranger; what stands there now is what counts
+            self._offset, self.written = 0, Written()
+        for line, end in read_lines(file, self._offset):
+            self._offset = end
+            if line is not None:
+                self.written = self.written.after(line)
+        if self._offset < size:
+            file.truncate(self._offset)
+        file.seek(0, os.SEEK_END)
+
+
+def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]:
+    """The whole lines from `offset` on (None for what is no line), each with the offset behind it."""
+    file.seek(offset)
+    rest = b""
+    while block := file.read(READ_BYTES):
+        *whole, rest = (rest + block).split(b"\n")
+        for raw in whole:
+            offset += len(raw) + 1
+            yield decode(raw), offset
+
+
+@contextlib.contextmanager
+def _alone(lock: threading.Lock) -> Iterator[None]:
+    """Raises Busy."""
+    if not lock.acquire(blocking=False):
+        raise Busy
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _locked(file: BinaryIO) -> Iterator[None]:
+    """Raises Busy. Where there are no locks, there is none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Busy from None
+    except OSError:
+        pass  # a file system without locks
+    yield  # closing the file lets go

@@ -1,0 +1,413 @@
+"""Which of the kept samples somebody wants to see, and in which words they are not there. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+
+from gcore.config.spec import SamplesSpec
+from gcore.errors import UsageError
+from gcore.ledger.records.chain import Head, Seal, SealedGroup
+from gcore.ledger.selection import is_ancestor
+from gcore.schema import Part, Record, UnreadableRecord
+from gcore.system.files import whole_file
+from gcore.types import FinishReason, Group, PromptRef, Range, Version
+
+# -------------------- choice
+# Which groups of a sealed step are kept for people. Pure, so that holders and train ranks choose the same.
+#
+# Every holder keeps at most so many of its own, spread evenly over its part of the seal: the first ones would be those of the
+# first shards, or of the shortest answers.
+
+
+def chosen(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
+    """At most `limit` groups of each holder, in the seal's order."""
+    places: dict[str, list[int]] = {}
+    for place, group in enumerate(seal.groups):
+        places.setdefault(group.holder, []).append(place)
+    taken = sorted(place for its in places.values() for place in _spread(its, limit))
+    return tuple(seal.groups[place] for place in taken)
+
+
+def _spread(places: list[int], limit: int) -> list[int]:
+    if len(places) <= limit:
+        return places
+    # n·len/limit grows by at least one, so none is taken twice.
+    return [places[n * len(places) // limit] for n in range(limit)]
+
+
+# -------------------- records
+# What is kept of a group for people: one JSON object a line, by its holder; and its advantages, by the ranks that knew them.
+#
+#     samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup
+#     samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage
+#
+# Both name the group by its digest. Texts longer than the spec allows are cut; `more` says by how many characters.
+
+
+class KeptText(Part):
+    """A text, cut to a bounded length. `more`: the characters that were left out at its end."""
+
+    text: str
+    more: int = 0
+
+    @classmethod
+    def of(cls, text: str, characters: int) -> KeptText:
+        """At most `characters` of `text`. Half a surrogate pair, which no file takes, is spelt out."""
+        kept = text[:characters].encode("utf-8", errors="backslashreplace").decode("utf-8")
+        return cls(text=kept, more=max(0, len(text) - characters))
+
+
+class KeptSample(Part):
+    """One response. `parts`: what its reward is made of; `tokens`: its length; `versions`: which weights made it.
+
+    `observed`: the characters [start, end) of it that the policy did not make, `observed_tokens` so many of its tokens.
+    """
+
+    came_with: ClassVar[Mapping[str, int]] = {"observed": 2, "observed_tokens": 2}
+
+    response: KeptText
+    tokens: int
+    reward: float
+    parts: tuple[tuple[str, float], ...] = ()
+    finish_reason: FinishReason
+    masked: bool = False
+    versions: tuple[str, ...] = ()
+    observed: tuple[Range, ...] = ()
+    observed_tokens: int = 0
+
+
+class KeptGroup(Record):
+    """A group as its holder had it. `answer`: what the prompt's entry says is right, where it says so."""
+
+    ref: PromptRef
+    digest: str
+    source: str
+    prompt: KeptText
+    prompt_tokens: int
+    answer: str = ""
+    temperature: float = 1.0
+    holder: str
+    samples: tuple[KeptSample, ...]
+
+    @property
+    def mean_reward(self) -> float:
+        """Of its samples."""
+        return math.fsum(sample.reward for sample in self.samples) / max(len(self.samples), 1)
+
+
+class KeptAdvantage(Record):
+    """Of one sample: the mean over its tokens; the least and the most where they differ."""
+
+    digest: str
+    sample: int
+    mean: float
+    least: float | None = None
+    most: float | None = None
+
+
+def kept_group(group: Group, digest: str, prompt: str, answer: str, holder: str, characters: int) -> KeptGroup:
+    """What is kept of `group`, whose prompt's text is `prompt`."""
+    samples = tuple(
+        KeptSample(
+            response=KeptText.of(sample.text, characters),
+            tokens=len(sample.token_ids),
+            reward=sample.reward,
+            parts=sample.reward_parts,
+            finish_reason=sample.finish_reason,
+            masked=sample.masked,
+            versions=tuple(sorted({str(span.version) for span in sample.spans})),
+            observed=tuple((start, min(end, characters)) for start, end in sample.observed_text if start < characters),
+            observed_tokens=len(sample.token_ids) - sample.own_tokens,
+        )
+        for sample in group.samples
+    )
+    return KeptGroup(
+        ref=group.ref,
+        digest=digest,
+        source=group.source,
+        prompt=KeptText.of(prompt, characters),
+        prompt_tokens=len(group.prompt_ids),
+        answer=answer[:characters],
+        temperature=group.temperature,
+        holder=holder,
+        samples=samples,
+    )
+
+
+# -------------------- folder
+# The folder `samples` of a run: one folder a step, one file a writer in it. Blocks on the disk; called off event loops.
+#
+# A file is there whole or not at all. Of all steps the newest are kept; whoever has written removes the oldest. Nothing is
+# waited for: samples that cannot be written are missing, and the step they are of is none the worse.
+
+log = logging.getLogger(__name__)
+
+
+R = TypeVar("R", bound=Record)
+
+
+FOLDER = "samples"
+
+
+ADVANTAGES = "advantages-"
+
+
+def step_folder(run_dir: Path, version: Version) -> Path:
+    """Where the samples of the step that led to `version` lie."""
+    return run_dir / FOLDER / f"{version.lineage}-{version.step}"
+
+
+def write(run_dir: Path, version: Version, name: str, records: Iterable[Record]) -> None:
+    """Write a file of `name` whole. Raises OSError."""
+    folder = step_folder(run_dir, version)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_file(folder / f"{name}.jsonl", b"".join(record.encode() + b"\n" for record in records))
+
+
+def advantages_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"{ADVANTAGES}{rank}"
+
+
+def kept_steps(run_dir: Path) -> list[Version]:
+    """The steps of which there are groups, oldest first. Raises OSError."""
+    return [version for version in _step_folders(run_dir) if _files(run_dir, version, advantages=False)]
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove the oldest steps beyond `keep`. Raises OSError."""
+    for version in _step_folders(run_dir)[:-keep]:
+        shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLine:
+    """Where a kept group lies, and what groups are picked by: without its texts, so that all of a step's are little together."""
+
+    ref: PromptRef
+    digest: str
+    source: str
+    mean_reward: float
+    file: Path
+    offset: int
+    length: int
+
+
+def list_groups(run_dir: Path, version: Version) -> list[GroupLine]:
+    """The kept groups of a step, by ref. Raises OSError."""
+    found: dict[str, GroupLine] = {}
+    for file in _files(run_dir, version, advantages=False):
+        for offset, line, group in _records(file, KeptGroup):
+            digest, source, reward = group.digest, group.source, group.mean_reward
+            found[digest] = GroupLine(group.ref, digest, source, reward, file, offset, len(line))
+    return sorted(found.values(), key=lambda one: one.ref)
+
+
+def read_group(where: GroupLine) -> KeptGroup:
+    """One of them. Raises OSError: it was removed since; UnreadableRecord: something else was written there."""
+    with where.file.open("rb") as file:
+        file.seek(where.offset)
+        return KeptGroup.decode(file.read(where.length), f"{where.file}, byte {where.offset}")
+
+
+def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
+    """All of them with their texts, by ref. Raises OSError."""
+    files = _files(run_dir, version, advantages=False)
+    groups = {group.digest: group for file in files for _, _, group in _records(file, KeptGroup)}
+    return sorted(groups.values(), key=lambda group: group.ref)
+
+
+def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
+    """The known advantages of a step by the group's digest, as they are written (`advantages_in`). Raises OSError."""
+    found: dict[str, list[bytes]] = {}
+    for file in _files(run_dir, version, advantages=True):
+        for _, line, one in _records(file, KeptAdvantage):
+            found.setdefault(one.digest, []).append(line)
+    return found
+
+
+def advantages_in(lines: Iterable[bytes]) -> dict[int, KeptAdvantage]:
+    """The advantages of one group, by the sample's index."""
+    return {one.sample: one for one in (KeptAdvantage.decode(line, ADVANTAGES) for line in lines)}
+
+
+def _step_folders(run_dir: Path) -> list[Version]:
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(run_dir / FOLDER):
+            lineage, _, step = entry.name.partition("-")
+            if lineage.isdigit() and step.isdigit():
+                found.append(Version(int(lineage), int(step)))
+    return sorted(found)
+
+
+def _files(run_dir: Path, version: Version, *, advantages: bool) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):  # removed at this moment
+        whole = step_folder(run_dir, version).glob("[!.]*.jsonl")
+        return sorted(file for file in whole if file.name.startswith(ADVANTAGES) == advantages)
+    return []
+
+
+def _records(file: Path, kind: type[R]) -> Iterator[tuple[int, bytes, R]]:
+    """Line by line: where each begins, the line, and what it says."""
+    try:
+        opened = file.open("rb")
+    except FileNotFoundError:  # removed since its folder was listed
+        return
+    with opened:
+        offset = 0
+        for number, line in enumerate(opened, 1):
+            begin, offset = offset, offset + len(line)
+            try:
+                yield begin, line, kind.decode(line, f"{file}:{number}")
+            except UnreadableRecord as error:
+                log.warning("%s", error)
+
+
+Order = Literal["stream", "best", "worst"]
+
+
+Standing = Literal["committed", "under way", "cut off"]
+
+
+SHOWN_RANGES = 12
+
+
+class NoSamples(UsageError):
+    """There are none of what was asked for; the sentence says why, and which there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A kept sample, its index in its group, and its advantage if a rank kept it."""
+
+    index: int
+    sample: KeptSample
+    advantage: KeptAdvantage | None
+
+
+class Kept(Protocol):
+    """What groups are picked by."""
+
+    @property
+    def ref(self) -> PromptRef: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def mean_reward(self) -> float: ...
+
+
+G = TypeVar("G", bound=Kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection(Generic[G]):
+    """`groups`, in the order asked for, of `of` that fit."""
+
+    groups: tuple[G, ...]
+    of: int
+
+
+def standing(head: Head, version: Version) -> Standing:
+    """How the step that led to `version` stands on head's chain."""
+    if is_ancestor(head, version):
+        return "committed"
+    return "under way" if version == Version(head.lineage, head.step + 1) else "cut off"
+
+
+def find_version(
+    kept: Sequence[Version], head: Head | None, spec: SamplesSpec, step: int | None, *, ended: bool = False
+) -> Version:
+    """The version of `step`, in the newest lineage that has it; by default the newest committed one. Raises NoSamples.
+
+    `ended`: whether the job has, so that nothing more is to come.
+    """
+    if step is not None and step < 1:
+        raise NoSamples(f"there is no step {step}; steps are counted from 1")
+    if step is not None and (found := [version for version in kept if version.step == step]):
+        return max(found)
+    if spec.groups == 0:
+        raise NoSamples(
+            "no samples are kept of this job: samples.groups is 0", fix="Set it in the spec of the next one"
+        )
+    if ended and not kept and (head is None or head.step == 0):
+        raise NoSamples("the job ended before its first step was trained, so there are no samples")
+    if head is None or (head.step == 0 and not kept):
+        raise NoSamples("no step has been trained yet, so there are no samples", fix="Ask again after the first step")
+    if step is None:
+        if not kept:
+            raise NoSamples("no samples were kept of this job", fix="The controllers' logs say why")
+        return max((v for v in kept if is_ancestor(head, v)), default=max(kept))
+    if step > head.step:
+        what = f"step {step} has not been trained yet; the newest that is committed is {head.step}"
+        more = f"; what is after {head.step} is not committed" if any(v.step > head.step for v in kept) else ""
+        raise NoSamples(what, fix=f"{_there(kept)}{more}")
+    if not spec.due(step):
+        raise NoSamples(f"the samples of step {step} are not kept: samples.every is {spec.every}", fix=_there(kept))
+    if kept and step < min(version.step for version in kept):
+        raise NoSamples(f"the samples of step {step} were removed: samples.keep is {spec.keep}", fix=_there(kept))
+    raise NoSamples(f"no samples of step {step} are there: who held them died, or could not write", fix=_there(kept))
+
+
+def find_kept(kept: Sequence[Version], step: int | None) -> Version:
+    """As `find_version`, of a run of which its folder alone is known: in the newest lineage that has it. Raises NoSamples."""
+    if not kept:
+        raise NoSamples("no samples were kept of this job")
+    if step is None:
+        return max(kept)
+    if not (found := [version for version in kept if version.step == step]):
+        raise NoSamples(f"no samples of step {step} are kept", fix=_there(kept))
+    return max(found)
+
+
+def select(groups: Iterable[G], *, source: str = "", order: Order = "stream", limit: int = 0) -> Selection[G]:
+    """At most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples for a source that has none."""
+    every = sorted(groups, key=lambda group: group.ref)
+    if not every:
+        raise NoSamples("the samples of this step are gone, or being written", fix="Ask again")
+    fitting = [group for group in every if not source or group.source == source]
+    if not fitting:
+        names = ", ".join(sorted({repr(group.source) for group in every}))
+        raise NoSamples(f"no group of this step is of source {source!r}", fix=f"There are groups of {names}")
+    if order != "stream":
+        fitting.sort(key=lambda group: _sign(order) * group.mean_reward)
+    return Selection(tuple(fitting[:limit] if limit else fitting), len(fitting))
+
+
+def responses_of(
+    group: KeptGroup, advantages: Mapping[int, KeptAdvantage], order: Order = "stream"
+) -> tuple[Response, ...]:
+    """Its responses in `order`; `advantages`: by the sample's index."""
+    found = [Response(i, sample, advantages.get(i)) for i, sample in enumerate(group.samples)]
+    if order != "stream":
+        found.sort(key=lambda response: _sign(order) * response.sample.reward)
+    return tuple(found)
+
+
+def _sign(order: Order) -> int:
+    return -1 if order == "best" else 1
+
+
+def _there(kept: Sequence[Version]) -> str:
+    """`There are those of steps 1, 5-9`"""
+    steps = sorted({version.step for version in kept})
+    if not steps:
+        return "There are none at all"
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], step]
+        else:
+            ranges.append([step])
+    shown = ["-".join(map(str, one)) for one in ranges]
+    if len(shown) > SHOWN_RANGES:
+        shown = [*shown[: SHOWN_RANGES - 1], "...", shown[-1]]
+    return f"There are those of step{'s' if len(steps) > 1 else ''} {', '.join(shown)}"

@@ -1,0 +1,305 @@
+"""A prepared folder: made all at once or not at all, and used again as long as it is what would be made now.
+
+The folder appears under its name by a rename, so a half-made one is never taken for done; whatever an interrupted
+preparation left beside it is removed by the next. Its `manifest.json` says the recipe that it was made by, and size and hash
+of every other file. A folder that the same recipe made, and whose files are as they were, is used again. One that gcore made
+by another recipe, or that was damaged, is made anew; a folder that gcore did not make is left alone, with an error. Two that
+prepare the same folder at once wait for each other.
+
+What goes into the folder is the recipe's business (`gcore.prepare.arithmetic`, `gcore.prepare.arithmetic_judge`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gcore.errors import DataError
+
+MANIFEST = "manifest.json"
+
+
+class FileEntry(BaseModel):
+    """A file as it was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What the `manifest.json` of every prepared folder holds. `files` is filled in when all of them are there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    example: str
+    recipe: int
+    seed: int
+    threads: int
+    torch: str
+    files: dict[str, FileEntry] = {}
+
+
+M = TypeVar("M", bound=Manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe(Generic[M]):
+    """How a folder is made. `fill` puts the files into an empty folder and says what it did."""
+
+    example: str
+    """By this name a folder says whose it is; no other example's folder is replaced."""
+    manifest: type[M]
+    asked: Mapping[str, int]
+    """What a folder's manifest must say for the folder to be used again."""
+    fill: Callable[[Path], M]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[M]):
+    """A prepared folder. `cached`: it was there already."""
+
+    folder: Path
+    manifest: M
+    cached: bool
+
+
+def made_or_found(to: Path, recipe: Recipe[M]) -> Prepared[M]:
+    """Make the folder `to`, or find it there.
+
+    Raises DataError if `to` is something else than a folder of this recipe's example, or cannot be written; and whatever
+    `fill` raises.
+    """
+    to = Path(os.path.abspath(to))
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(to):
+            found = _usable(to, recipe)
+            if found is not None:
+                return Prepared(to, found, cached=True)
+            _refuse_foreign(to, recipe.example)
+            return Prepared(to, _make(to, recipe), cached=False)
+    except OSError as error:
+        raise DataError(
+            f"the example cannot be prepared here ({error.strerror or error})",
+            where=str(to),
+            fix="Name a folder that can be written, with 20 MB free",
+        ) from error
+
+
+def _make(to: Path, recipe: Recipe[M]) -> M:
+    for remnant in to.parent.glob(f".{to.name}.making-*"):  # of a preparation that was killed: we hold the lock
+        shutil.rmtree(remnant)
+    draft = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
+    try:
+        manifest = recipe.fill(draft)
+        manifest = manifest.model_copy(update={"files": _entries(draft)})
+        (draft / MANIFEST).write_text(_text(manifest), encoding="utf-8")
+        _open_to_readers(draft)
+        _sync(draft)
+        _replace(draft, to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return manifest
+
+
+def _text(manifest: Manifest) -> str:
+    """As JSON, with the long list last."""
+    facts = manifest.model_dump(mode="json")
+    files = facts.pop("files")
+    return json.dumps(facts | {"files": files}, indent=2) + "\n"
+
+
+def _usable(to: Path, recipe: Recipe[M]) -> M | None:
+    """The manifest, if `to` is what would be made now, file by file."""
+    manifest = _read_manifest(to, recipe.manifest)
+    if manifest is None or any(getattr(manifest, name) != value for name, value in recipe.asked.items()):
+        return None
+    for name, entry in manifest.files.items():
+        file = to / name
+        if not file.is_file() or file.stat().st_size != entry.size or _sha256(file) != entry.sha256:
+            return None
+    return manifest
+
+
+def _read_manifest(to: Path, kind: type[M]) -> M | None:
+    try:
+        return kind.model_validate_json((to / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+
+
+def _refuse_foreign(to: Path, example: str) -> None:
+    """Only a folder that says it is this example, or an empty one, may be replaced."""
+    if not to.exists() and not to.is_symlink():
+        return
+    if to.is_symlink() or not to.is_dir():
+        raise DataError("this is no folder", where=str(to), fix="Name a folder that does not exist yet")
+    if any(to.iterdir()) and not _claims_to_be(to, example):
+        raise DataError(
+            f"the folder holds something else than the prepared example {example}",
+            where=str(to),
+            fix="Name a folder that does not exist yet, or empty this one",
+        )
+
+
+def _claims_to_be(to: Path, example: str) -> bool:
+    """Looser than `_read_manifest`: a manifest of another version of gcore will do."""
+    try:
+        found = json.loads((to / MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("example") == example
+
+
+def _replace(draft: Path, to: Path) -> None:
+    """Put `draft` in the place of `to`. Whoever looks sees the old folder, none, or the whole new one."""
+    if to.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
+        to.rename(old / "old")
+        draft.rename(to)
+        shutil.rmtree(old)
+    else:
+        draft.rename(to)
+    _sync_folder(to.parent)
+
+
+@contextmanager
+def _one_at_a_time(to: Path) -> Iterator[None]:
+    """Hold the lock beside the folder. The system lets go of it when the process ends, however that happens."""
+    with (to.parent / f".{to.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _entries(folder: Path) -> dict[str, FileEntry]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): FileEntry(size=path.stat().st_size, sha256=_sha256(path)) for path in files
+    }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _open_to_readers(folder: Path) -> None:
+    """mkdtemp's folders and safetensors' files are for their owner alone; other users run jobs from here too."""
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _sync(folder: Path) -> None:
+    """Everything in `folder` is on the disk before the rename is."""
+    for path in [folder, *folder.rglob("*")]:
+        _sync_folder(path)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -------------------- progress
+# How a preparation shows where it is: a bar on a terminal, a plain line now and then elsewhere, or nothing.
+#
+# Shows what it is told; decides nothing. Everything goes to standard error, so that standard output stays the command's.
+
+PLAIN_LINES = 8
+"""About so many lines where there is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeachingProgress:
+    """`update` of `updates` are done. `accuracy`: greedy, on held-out prompts, at the last look; None before the first."""
+
+    update: int
+    updates: int
+    accuracy: float | None
+
+
+class Reporter:
+    """Shows nothing; the base of those that do. Use as a context manager around what it reports."""
+
+    def report(self, at: TeachingProgress) -> None:
+        """Called after every update."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    @classmethod
+    def for_terminal(cls, progress: bool, what: str = "warm start") -> Reporter:
+        """What fits standard error: a bar, lines, or, without `progress`, nothing. `what`: what it is the progress of."""
+        if not progress:
+            return Reporter()
+        console = Console(stderr=True)
+        return BarReporter(console, what) if console.is_terminal else LineReporter(console, what)
+
+
+class LineReporter(Reporter):
+    """A line now and then, and one at the end."""
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._console = console
+        self._what = what
+
+    def report(self, at: TeachingProgress) -> None:
+        every = max(1, at.updates // PLAIN_LINES)
+        if at.update % every == 0 or at.update == at.updates:
+            self._console.print(f"{self._what} {at.update}/{at.updates} {_accuracy(at)}".rstrip(), highlight=False)
+
+
+class BarReporter(Reporter):
+    """A bar with the time that is left."""
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._bar = Progress(
+            TextColumn(what),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(what, total=None, accuracy="")
+
+    def report(self, at: TeachingProgress) -> None:
+        self._bar.update(self._task, completed=at.update, total=at.updates, accuracy=_accuracy(at))
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _accuracy(at: TeachingProgress) -> str:
+    return "" if at.accuracy is None else f"{at.accuracy:.0%} of held-out prompts right"

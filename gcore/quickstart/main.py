@@ -1,0 +1,54 @@
+"""`python -m gcore.prepare EXAMPLE --to FOLDER`: prepares an example, without the rest of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gcore.errors import GcoreError
+from gcore.quickstart import arithmetic, calculator
+
+# -------------------- examples
+# The prepared examples, by the names that `gcore prepare` knows them by.
+#
+# Each makes a folder, or finds it there, and says in half a sentence what there is in it now. Raises DataError.
+
+
+def _arithmetic(to: Path, seed: int) -> str:
+    made = arithmetic.prepare(to, seed=seed)
+    return f"{made.greedy_accuracy:.1%} of held-out sums right before RL"
+
+
+def _arithmetic_judge(to: Path, seed: int) -> str:
+    made = arithmetic.arithmetic_judge_prepare(to, seed=seed)
+    return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong answers called right"
+
+
+def _calculator(to: Path, seed: int) -> str:
+    made = calculator.prepare(to, seed=seed)
+    return f"{made.calls:.1%} of responses ask the calculator before RL"
+
+
+EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
+    "arithmetic": _arithmetic,
+    "arithmetic-judge": _arithmetic_judge,
+    "calculator": _calculator,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prepare what the arguments name; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m gcore.prepare", description="Make an example's data and model.")
+    parser.add_argument("example", choices=list(EXAMPLES))
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (default: 0)")
+    chosen = parser.parse_args(argv)
+    try:
+        there = EXAMPLES[chosen.example](chosen.to, chosen.seed)
+    except GcoreError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(f"{chosen.to}: {there}\n")
+    return 0

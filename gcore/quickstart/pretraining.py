@@ -1,0 +1,316 @@
+"""Teaching: a small qwen3 learns a lesson from its demonstrations.
+
+The model is supervised on the demonstrations of a `gcore.prepare.lesson.Lesson`: for each a coin decides anew whether the
+careless answer or the right one is shown. A model that begins reinforcement learning learns from a careless hand: what it
+prefers to say then is wrong wherever carelessness does harm, and it says the right thing now and then: greedy accuracy below
+one half, and for nearly every prompt some right answer among eight samples. A judge's lesson has nothing careless in it. The
+accuracy on held-out prompts is looked at every few updates of the last quarter, and the model kept is that of the last look
+within the band; training a model past it would not help, as the demonstrations stay careless.
+
+As `gcore.prepare.small_model` it works with one thread, and leaves global random state and the number of threads as they
+were. It imports torch and transformers, and is imported by preparations when needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional
+
+from gcore.errors import DataError
+from gcore.quickstart.folder import TeachingProgress
+from gcore.quickstart.lessons import CONTEXT, Alphabet, Exercise, Lesson, save_tokenizer
+
+# -------------------- small_model
+# A qwen3 of 1.0M parameters that reads and writes characters: begun, asked, and saved with a tokenizer of its own.
+#
+# One thread, so that nothing depends on how many cores there are. Global random state and the number of threads are left as
+# they were. What it is taught is not known here (`gcore.prepare.teaching`). This is a leaf: it imports torch and
+# transformers.
+
+THREADS = 1
+
+
+INITIALIZER_RANGE = 0.05
+"""Larger than the usual 0.02, which is meant for wider layers: at width 128 the first hundred updates are saved."""
+
+
+NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""Stands for a token that is none: padding, and ids beyond the alphabet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """The network, and the characters that are its tokens."""
+
+    network: Any
+    alphabet: Alphabet
+
+
+def torch_version() -> str:
+    """The torch that trains."""
+    return str(torch.__version__)
+
+
+def new_model(alphabet: Alphabet) -> SmallModel:
+    """A model that knows nothing yet; its weights are drawn from torch's random state."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=alphabet.vocabulary_size,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=512,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        bos_token_id=None,
+        eos_token_id=alphabet.eos,
+        pad_token_id=alphabet.pad,
+    )
+    return SmallModel(Qwen3ForCausalLM(config), alphabet)
+
+
+def responses(model: SmallModel, prompts: Sequence[str], tokens: int, generator: torch.Generator | None) -> list[str]:
+    """What the model writes behind each prompt, up to the end of sequence or `tokens`: greedy without a generator, else
+    sampled at temperature 1."""
+    written = [""] * len(prompts)
+    for length in sorted({len(prompt) for prompt in prompts}):  # no padding: prompts of a length go together
+        places = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+        asked = torch.tensor([model.alphabet.encode(prompts[i]) for i in places])
+        for place, ids in zip(places, _generate(model.network, asked, tokens, generator).tolist(), strict=True):
+            written[place] = _text(model.alphabet, ids)
+    return written
+
+
+def save_model(model: SmallModel, folder: Path) -> None:
+    """A folder that `AutoModelForCausalLM`, `AutoTokenizer` and the `tokenizers` library load. Raises OSError."""
+    try:
+        with _without_progress_bars():
+            model.network.save_pretrained(folder)
+    except SafetensorError as error:
+        # Only its words hold what the system said, a full disk for one.
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+    save_tokenizer(model.alphabet, folder)
+
+
+@contextmanager
+def deterministic(seed: int) -> Iterator[None]:
+    """A fixed number of threads and a seeded random state; both as before afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _text(alphabet: Alphabet, ids: Sequence[int]) -> str:
+    ended = ids[: ids.index(alphabet.eos)] if alphabet.eos in ids else ids
+    return "".join(alphabet.characters[i] if i < len(alphabet.characters) else NO_CHARACTER for i in ended)
+
+
+@torch.no_grad()
+def _generate(network: Any, prompts: Tensor, tokens: int, generator: torch.Generator | None) -> Tensor:
+    """Responses to prompts of equal length, [n, tokens] int64."""
+    network.eval()
+    ids, cache, steps = prompts, None, []
+    for _ in range(tokens):
+        out = network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits, cache = out.logits[:, -1], out.past_key_values
+        ids = (
+            logits.argmax(-1, keepdim=True)
+            if generator is None
+            else torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)
+        )
+        steps.append(ids)
+    network.train()
+    return torch.cat(steps, 1)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Saving one small file needs no bar of transformers' own beside ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+PEAK_LEARNING_RATE = 1.5e-3
+
+
+WARMUP_UPDATES = 20
+
+
+DECAY_SHARE = 0.6
+"""The learning rate falls over this last part of the updates, which takes the noise of single batches out of the model."""
+
+
+LOOK_EVERY = 20
+
+
+_IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """The model, and the share of held-out prompts that it is right on greedily."""
+
+    model: SmallModel
+    greedy_accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    update: int
+    accuracy: float
+    weights: dict[str, Tensor]
+
+    def fits(self, lesson: Lesson) -> bool:
+        low, high = lesson.band
+        return low <= self.accuracy <= high
+
+
+@dataclass(frozen=True, slots=True)
+class _Demonstrations:
+    """Rows of prompt, answer, padding. [exercises, tokens] int64 each; labels are -100 but at the answer."""
+
+    inputs_right: Tensor
+    labels_right: Tensor
+    inputs_careless: Tensor
+    labels_careless: Tensor
+
+
+def teach(
+    lesson: Lesson, *, seed: int, updates: int, report: Callable[[TeachingProgress], None], must_fit: bool = True
+) -> Taught:
+    """Train for `updates` and return the model as the last look within the lesson's band found it.
+
+    Without `must_fit`, a model that was never within the band is returned as it ended. Raises DataError otherwise.
+    """
+    with deterministic(seed):
+        model = new_model(Alphabet(lesson.characters))
+        look = _train(model, lesson, seed, updates, report)
+        if must_fit and not look.fits(lesson):
+            low, high = lesson.band
+            raise DataError(
+                f"after {updates} updates the model is right on {look.accuracy:.1%} of the held-out prompts, not on "
+                f"{low:.0%} to {high:.0%}",
+                where=f"seed {seed}",
+                fix="Use another seed",
+            )
+        model.network.load_state_dict(look.weights)
+        return Taught(model, look.accuracy)
+
+
+def right_once(model: SmallModel, lesson: Lesson, *, seed: int, samples: int) -> float:
+    """The share of held-out prompts that one of so many samples is right on."""
+    with deterministic(seed):
+        generator = torch.Generator().manual_seed(seed)
+        sampled = [_right(model, lesson, generator) for _ in range(samples)]
+        return float(torch.stack(sampled).any(0).double().mean())
+
+
+def _train(
+    model: SmallModel, lesson: Lesson, seed: int, updates: int, report: Callable[[TeachingProgress], None]
+) -> _Look:
+    network = model.network
+    generator = torch.Generator().manual_seed(seed)
+    sources = [_demonstrations(source, model.alphabet, lesson.longest_row) for source in lesson.sources]
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    kept: _Look | None = None
+    accuracy: float | None = None
+    network.train()
+    for update in range(1, updates + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(update, updates)
+        inputs, labels = _batch(sources, lesson, generator)
+        logits = network(input_ids=inputs[:, :-1]).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        last_quarter = 4 * update > 3 * updates
+        if update == updates or update % (LOOK_EVERY if last_quarter else 5 * LOOK_EVERY) == 0:
+            look = _look(model, lesson, update)
+            accuracy = look.accuracy
+            if last_quarter and (look.fits(lesson) or kept is None or not kept.fits(lesson)):
+                kept = look
+        report(TeachingProgress(update, updates, accuracy))
+    if kept is None:
+        raise ValueError(f"teaching with {updates} updates")
+    return kept
+
+
+def _look(model: SmallModel, lesson: Lesson, update: int) -> _Look:
+    right = _right(model, lesson, None)
+    return _Look(update, float(right.double().mean()), copy.deepcopy(model.network.state_dict()))
+
+
+def _learning_rate(update: int, updates: int) -> float:
+    """Rises over the warm-up, then stays, then falls to a twentieth along a line."""
+    left = max(0.05, (updates - update) / max(1.0, DECAY_SHARE * updates))
+    return PEAK_LEARNING_RATE * min(1.0, update / WARMUP_UPDATES, left)
+
+
+def _batch(sources: Sequence[_Demonstrations], lesson: Lesson, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, [rows, tokens] each: exercises drawn at random, and for each a coin."""
+    inputs, labels = [], []
+    for source, count in zip(sources, lesson.rows, strict=True):
+        rows = torch.randint(len(source.inputs_right), (count,), generator=generator)
+        careless = (torch.rand(count, generator=generator) < lesson.careless_share)[:, None]
+        inputs.append(torch.where(careless, source.inputs_careless[rows], source.inputs_right[rows]))
+        labels.append(torch.where(careless, source.labels_careless[rows], source.labels_right[rows]))
+    return torch.cat(inputs), torch.cat(labels)
+
+
+def _demonstrations(exercises: Sequence[Exercise], alphabet: Alphabet, length: int) -> _Demonstrations:
+    right = [_row(e.prompt, e.answer, alphabet, length) for e in exercises]
+    careless = [
+        row if e.careless_answer == e.answer else _row(e.prompt, e.careless_answer, alphabet, length)
+        for e, row in zip(exercises, right, strict=True)
+    ]
+    return _Demonstrations(
+        torch.tensor([row for row, _ in right]),
+        torch.tensor([row for _, row in right]),
+        torch.tensor([row for row, _ in careless]),
+        torch.tensor([row for _, row in careless]),
+    )
+
+
+def _row(prompt: str, answer: str, alphabet: Alphabet, length: int) -> tuple[list[int], list[int]]:
+    """Input ids and labels of one demonstration, padded to `length` tokens."""
+    asked, told = alphabet.encode(prompt), [*alphabet.encode(answer), alphabet.eos]
+    rest = length - len(asked) - len(told)
+    return asked + told + [alphabet.pad] * rest, [_IGNORE] * len(asked) + told + [_IGNORE] * rest
+
+
+def _right(model: SmallModel, lesson: Lesson, generator: torch.Generator | None) -> Tensor:
+    """[held-out prompts] bool: the response is the right answer, and ends there."""
+    given = responses(model, [e.prompt for e in lesson.held_out], lesson.longest_answer, generator)
+    return torch.tensor([response == e.answer for response, e in zip(given, lesson.held_out, strict=True)])

@@ -1,0 +1,295 @@
+"""What a reward is, and how a job's reward is found by name.
+
+A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It sees one response, the prompt's entry and
+the spec's reward section, and returns a number with its parts. Because it is foreign code, what `find_reward` returns checks
+each result: a number that is not finite, a result of another type, or an exception becomes a `RewardError`, with which the
+prompt ends as failed and the job goes on. What foreign code may do beyond that (hang, crash, take all memory) is bounded by
+the process that it runs in (`gcore.reward.pool`).
+
+Rewards that ask a model are not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gcore.config.base import shortened
+from gcore.config.reward import LARGEST, RewardPart, RewardSpec
+from gcore.errors import GcoreError
+from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+
+REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
+
+
+MOST_PARTS, LONGEST_PART = 64, 64
+"""Parts of a result, and characters of a part's name: they are kept for every response."""
+
+
+class RewardError(GcoreError):
+    """A response could not be scored. Its prompt's outcome is failed, with this as the reason.
+
+    `trace`: the traceback of the plug-in's own code, or empty. It is for the event, not for the reason.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.trace = trace
+
+
+class Response(str):
+    """A response's text, without special tokens, which also knows its length in tokens.
+
+    Rewards are handed one; to those that only want the text it is a string like any other.
+    """
+
+    __slots__ = ("environment", "tokens", "truncated")
+    tokens: int | None
+    """Its length, end token included; None where nobody knows."""
+    truncated: bool
+    """Whether it was cut off at its longest length."""
+    environment: float | None
+    """What its environment said that it is worth; None where there is none, or it said nothing."""
+
+    def __new__(
+        cls, text: str, tokens: int | None = None, truncated: bool = False, environment: float | None = None
+    ) -> Response:
+        """`text` with what else is known of it."""
+        response = super().__new__(cls, text)
+        response.tokens, response.truncated, response.environment = tokens, truncated, environment
+        return response
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """The reward of one response, and what it is made of: names and numbers, for people."""
+
+    value: float
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+class Reward(Protocol):
+    """Scores one response."""
+
+    def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+        """`response`: the text without special tokens; `fields`: the prompt's entry. Raises RewardError."""
+        ...
+
+
+def find_reward(name: str) -> CheckedReward:
+    """The reward of that entry-point name, its results checked. Raises PluginFault, with the nearest name if there is none."""
+    reward: Reward = find_plugin(REWARDS, name)
+    return CheckedReward(name, reward)
+
+
+class CheckedReward:
+    """A reward whose every result is checked."""
+
+    def __init__(self, name: str, reward: Reward) -> None:
+        self._name = name
+        self._reward = reward
+
+    def start(self, spec: RewardSpec) -> None:
+        """What the reward wants done once before its first response, if it has a `start` of its own. Raises RewardError."""
+        start: Callable[[RewardSpec], object] | None = getattr(self._reward, "start", None)
+        if start is None:
+            return
+        try:
+            start(spec)
+        except RewardError:
+            raise
+        except RAISED as error:  # the edge to foreign code
+            raise self._raised(error, "while it was started") from error
+
+    def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+        """As the reward. Raises RewardError and nothing else."""
+        try:
+            return self._checked(self._reward(response, fields, spec))
+        except RewardError:
+            raise
+        except RAISED as error:  # the edge to foreign code: one odd response or result must not end the process
+            raise self._raised(error) from error
+
+    def _checked(self, result: Any) -> RewardResult:
+        """What it gave, in gcore's own types. Its numbers, names and sequences may be foreign code too."""
+        if not isinstance(result, RewardResult):
+            raise RewardError(
+                f"reward {self._name!r} returned a {type(result).__name__}, not a RewardResult",
+                fix="Correct the reward",
+            )
+        value = self._number("value", result.value)
+        return RewardResult(
+            value, tuple((self._part(part), self._number(str(part), n)) for part, n in self._parts(result))
+        )
+
+    def _raised(self, error: BaseException, when: str = "") -> RewardError:
+        said = " ".join(word for word in (f"reward {self._name!r} raised", sentence_of(error), when) if word)
+        return RewardError(said, fix="Correct the reward", trace=trace_of(error))
+
+    def _parts(self, result: RewardResult) -> list[tuple[Any, Any]]:
+        try:
+            pairs = [(name, number) for name, number in result.parts]
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"reward {self._name!r} gave parts that are no pairs of a name and a number", fix="Correct the reward"
+            ) from error
+        if len(pairs) > MOST_PARTS:
+            raise RewardError(
+                f"reward {self._name!r} gave {len(pairs)} parts; at most {MOST_PARTS}", fix="Correct the reward"
+            )
+        return pairs
+
+    def _part(self, name: Any) -> str:
+        text = str(name)
+        if len(text) > LONGEST_PART:
+            raise RewardError(
+                f"reward {self._name!r} gave a part a name of {len(text)} characters; at most {LONGEST_PART}",
+                fix="Correct the reward",
+            )
+        return text
+
+    def _number(self, what: str, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            shown = shortened(repr(value))
+            raise RewardError(f"reward {self._name!r} gave {shown} as {what}", fix="Correct the reward") from error
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            raise RewardError(
+                f"reward {self._name!r} gave {number} as {what}, which is not finite in float32",
+                fix="Correct the reward",
+            )
+        return number
+
+
+# -------------------- options
+# Reading `reward.options` and the entry's answer, for gcore's own rewards: what is wrong is a sentence with its key.
+
+
+def refuse_unknown(spec: RewardSpec, known: Sequence[str]) -> None:
+    """Raises RewardError for an option that the reward does not have."""
+    unknown = sorted(set(spec.options) - set(known))
+    if unknown:
+        raise RewardError(
+            f"reward {spec.name!r} has no option {unknown[0]!r}", fix=f"Known: {', '.join(known) or 'none'}"
+        )
+
+
+def word_option(spec: RewardSpec, name: str, default: str, words: Sequence[str]) -> str:
+    """An option that is one of some words. Raises RewardError."""
+    word = spec.options.get(name, default)
+    if word not in words or not isinstance(word, str):
+        raise RewardError(f"reward.options.{name} is {word!r}", fix=f"Write one of {', '.join(words)}")
+    return word
+
+
+def number_option(spec: RewardSpec, name: str, default: float, *, least: float, whole: bool = False) -> float:
+    """An option that is a finite number, at least `least`. Raises RewardError."""
+    number = spec.options.get(name, default)
+    good = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+    if not good or float(number) < least or (whole and float(number) != int(number)):
+        kind = "a whole number" if whole else "a number"
+        raise RewardError(f"reward.options.{name} is {number!r}", fix=f"Write {kind}, at least {least:g}")
+    return float(number)
+
+
+def truth_option(spec: RewardSpec, name: str, default: bool) -> bool:
+    """An option that is true or false. Raises RewardError."""
+    truth = spec.options.get(name, default)
+    if not isinstance(truth, bool):
+        raise RewardError(f"reward.options.{name} is {truth!r}", fix="Write true or false")
+    return truth
+
+
+def answer_field(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
+    """What the entry says of the answer. Raises RewardError if it says nothing."""
+    answer = fields.get(spec.answer)
+    if answer is None:
+        raise RewardError(
+            f"the prompt's entry has no answer in field {spec.answer!r}", fix="Name the field in reward.answer"
+        )
+    return answer
+
+
+# -------------------- composed
+# Several rewards as one: a weighted sum, a gate, the smallest.
+#
+# Every part is computed for every response, also where it cannot change the value any more: the parts are what people look at
+# to see why a response is worth what it is. A part that cannot score a response makes the whole one that cannot be scored;
+# nothing is filled in for it. But a judge's part without weight changes no value: where it cannot judge, it is left out. What a part is itself made of stays with it, as "LABEL.NAME".
+
+
+class OpenReward:
+    """A reward of a spec, found and started. `OpenReward.of` makes it."""
+
+    def __init__(self, spec: RewardSpec, parts: tuple[tuple[RewardSpec, CheckedReward], ...]) -> None:
+        self._spec = spec
+        self._parts = parts
+
+    @classmethod
+    def of(cls, spec: RewardSpec) -> OpenReward:
+        """Find what the spec names, and start it. Raises SpecError (PluginFault) or RewardError."""
+        told = [spec.of_part(part) for part in spec.parts] or [spec]
+        found = []
+        for number, one in enumerate(told):
+            try:
+                reward = find_reward(one.name)
+            except PluginFault as fault:
+                if not spec.parts:
+                    raise
+                where = f"reward.parts.{number}.name"
+                raise PluginFault(fault.what, where=where, fix=fault.fix, trace=fault.trace) from fault
+            reward.start(one)
+            found.append((one, reward))
+        return cls(spec, tuple(found))
+
+    def __call__(self, response: str, fields: Mapping[str, Any]) -> RewardResult:
+        """The response's reward and its parts. Raises RewardError."""
+        if not self._spec.parts:
+            spec, reward = self._parts[0]
+            return reward(response, fields, spec)
+        return composed(self._spec, [self._scored(number, response, fields) for number in range(len(self._parts))])
+
+    def _scored(self, number: int, response: str, fields: Mapping[str, Any]) -> RewardResult:
+        spec, reward = self._parts[number]
+        try:
+            return reward(response, fields, spec)
+        except RewardError as error:
+            raise blamed(self._spec.parts[number], error) from error
+
+
+def blamed(part: RewardPart, error: RewardError) -> RewardError:
+    """`error` of a part, which says which."""
+    return RewardError(f"part {part.shown_as!r}: {error.what}", fix=error.fix, trace=error.trace)
+
+
+def is_only_shown(spec: RewardSpec, part: RewardPart) -> bool:
+    """Whether it is a judge's part that changes no value, whatever the judge says."""
+    return part.judge is not None and part.weight == 0 and spec.compose != "min"
+
+
+def composed(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
+    """What the parts of a reward come to, one result a part; None for one that is only shown, and that there is not.
+
+    Raises RewardError if it is not finite in float32.
+    """
+    value = _value(spec, [0.0 if result is None else result.value for result in results])
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise RewardError(
+            f"the parts of the reward come to {value}, which is not finite in float32", fix="Lower their weights"
+        )
+    known = [(part.shown_as, one) for part, one in zip(spec.parts, results, strict=True) if one is not None]
+    shown = [(label, result.value) for label, result in known]
+    inner = [(f"{label}.{name}", number) for label, result in known for name, number in result.parts]
+    return RewardResult(value, (*shown, *inner))
+
+
+def _value(spec: RewardSpec, values: Sequence[float]) -> float:
+    weighted = [part.weight * value for part, value in zip(spec.parts, values, strict=True)]
+    if spec.compose == "min":
+        return min(weighted)
+    if spec.compose == "gate":
+        return math.fsum(weighted[1:]) if values[0] > 0 else 0.0
+    return math.fsum(weighted)

@@ -1,0 +1,237 @@
+"""Programs as answers: the Python code in a response is run against the entry's tests, shut in (`gcore.reward.box`).
+
+Two kinds of tests. Statements (`assert f(2) == 4`) are run after the program, in its names and its process: they can call
+what it defines, but a program that goes for it can make them pass. Pairs of input and output are run one process each, and
+what the program printed is compared here, out of its reach. Both are read as the usual data sets write them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from gcore.config.reward import RewardSpec
+from gcore.reward.api import (
+    RewardError,
+    RewardResult,
+    answer_field,
+    number_option,
+    refuse_unknown,
+    truth_option,
+    word_option,
+)
+from gcore.system.clock import SystemClock
+from gcore.worker.sandbox.box import Box
+
+OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests")
+
+
+TIMEOUT_S, MEMORY_MB, MOST_TESTS = 5.0, 512, 100
+
+
+ROOM_S = 1.0
+"""What a response's scoring takes beyond its programs."""
+
+
+LEAST_MEMORY_MB = 64
+
+
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What a program is tested by: statements, or pairs of what it reads and what it should print."""
+
+    statements: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.statements) + len(self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    timeout_s: float
+    memory_mb: int
+    packages: bool
+
+
+class CodeReward:
+    """The share of the entry's tests that the program in the response passes: all or nothing, or in parts.
+
+    The program is the last block between ``` fences, or the whole response if there is none. The tests are what the answer
+    holds: a statement, or a list of them, as in MBPP and HumanEval; a list of {"input": ..., "output": ...}, or {"inputs":
+    [...], "outputs": [...]}, as in APPS and CodeContests; or any of these as a string of JSON.
+
+    Options: `timeout_s` (5), for all tests of a response together; `memory_mb` (512); `value`: "all" (default: 1.0 if all tests
+    are passed, else 0.0) or "share"; `before`: the field whose text stands before the program (HumanEval's prompt); `packages`
+    (false): whether it may import what is installed beside gcore; `most_tests` (100): only so many are run, the first ones.
+    Parts: `passed`, the share; `ran`: whether the program itself came to its end. Raises RewardError for tests that cannot be
+    read, and if programs cannot be shut in here.
+    """
+
+    def __init__(self) -> None:
+        self._boxes: dict[_Settings, Box] = {}
+
+    def start(self, spec: RewardSpec) -> None:
+        """Prove that programs can be shut in here. Raises RewardError."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RewardError("programs are run from a main thread only", fix="Score them as a job does")
+        self._box(_settings(spec))
+
+    def __call__(self, response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
+        """As the class says."""
+        settings = _settings(spec)
+        every = word_option(spec, "value", "all", ("all", "share")) == "all"
+        most = int(number_option(spec, "most_tests", MOST_TESTS, least=1, whole=True))
+        tests = checks_of(answer_field(fields, spec), spec.answer, most)
+        program = before(fields, spec) + program_of(response)
+        passed, ran = self._passed(self._box(settings), program, tests, settings.timeout_s)
+        share = passed / tests.count
+        value = float(passed == tests.count) if every else share
+        return RewardResult(value, (("passed", share), ("ran", float(ran))))
+
+    def _box(self, settings: _Settings) -> Box:
+        if settings not in self._boxes:
+            box = Box(settings.memory_mb, packages=settings.packages)
+            box.prove()
+            self._boxes[settings] = box
+        return self._boxes[settings]
+
+    def _passed(self, box: Box, program: str, tests: Checks, timeout_s: float) -> tuple[int, bool]:
+        """How many tests it passes, and whether it came to its end."""
+        if tests.statements:
+            done = box.run(program, tests.statements, timeout_s=timeout_s)
+            _check(done.refused)
+            return sum(done.passed), not done.error
+        clock = SystemClock()
+        deadline = clock.monotonic() + timeout_s
+        passed, ran = 0, True
+        for given, expected in tests.pairs:
+            left = deadline - clock.monotonic()
+            if left <= 0:
+                return passed, False
+            done = box.run(program, given=given, timeout_s=left)
+            _check(done.refused)
+            ran = ran and not done.error
+            passed += not done.error and _lines(done.output) == _lines(expected)
+        return passed, ran
+
+
+code = CodeReward()
+
+
+def program_of(response: str) -> str:
+    """The last block of Python between fences; all of it if there is no block."""
+    blocks = _FENCE.findall(response)
+    return str(blocks[-1]) if blocks else str(response)
+
+
+def before(fields: Mapping[str, Any], spec: RewardSpec) -> str:
+    """What the option `before` puts in front of the program. Raises RewardError."""
+    name = spec.options.get("before")
+    if name is None:
+        return ""
+    text = fields.get(str(name))
+    if not isinstance(text, str):
+        raise RewardError(f"the prompt's entry has no text in field {name!r}", fix="Name it in reward.options.before")
+    return text
+
+
+def checks_of(answer: Any, field: str, most: int) -> Checks:
+    """The tests that an answer holds, the first `most` of them. Raises RewardError if it holds none."""
+    found = _tests(_parsed(answer))
+    if found is None or found.count == 0:
+        shown = json.dumps(answer, ensure_ascii=False)[:100]
+        raise RewardError(
+            f"the answer {shown} in field {field!r} holds no tests",
+            fix='Give statements, or a list of {"input": ..., "output": ...}; see docs/rewards.md',
+        )
+    for statement in found.statements[:most]:
+        if (why := _cannot_tell(statement)) is not None:
+            raise RewardError(
+                f"the test {json.dumps(statement, ensure_ascii=False)[:100]} in field {field!r} {why}",
+                fix="Write what is to hold, as in assert f(2) == 4; a function that checks must be called too",
+            )
+    return Checks(found.statements[:most], found.pairs[:most])
+
+
+@lru_cache(maxsize=4096)
+def _cannot_tell(statement: str) -> str | None:
+    """Why a statement says nothing about a program, if it does not: every program would pass it, or none."""
+    try:
+        tree = ast.parse(statement)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "is no Python"
+    open_: list[ast.AST] = [tree]
+    while open_:
+        node = open_.pop()
+        if isinstance(node, ast.Assert | ast.Raise | ast.Call):
+            return None
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            open_ += ast.iter_child_nodes(node)
+    return "asserts and calls nothing, so that every program would pass it"
+
+
+def _parsed(answer: Any) -> Any:
+    """What a string of JSON says; a statement is no JSON that holds tests."""
+    if isinstance(answer, str) and answer.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(answer)
+        except ValueError:
+            return answer
+    return answer
+
+
+def _tests(answer: Any) -> Checks | None:
+    match answer:
+        case str() if answer.strip():
+            return Checks(statements=(answer,))
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
+            return Checks(pairs=tuple((_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)))
+        case list() if all(isinstance(one, str) and one.strip() for one in answer):
+            return Checks(statements=tuple(answer))
+        case list() if all(isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in answer):
+            return Checks(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in answer))
+    return None
+
+
+def _text(value: Any) -> str:
+    """An input or output, which some data sets write as a list of lines."""
+    if isinstance(value, list):
+        return "\n".join(str(line) for line in value)
+    return str(value)
+
+
+def _lines(text: str) -> list[str]:
+    """What counts of an output: not the white space at the ends of its lines, nor the empty lines around it."""
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _settings(spec: RewardSpec) -> _Settings:
+    refuse_unknown(spec, OPTIONS)
+    timeout_s = number_option(spec, "timeout_s", min(TIMEOUT_S, spec.timeout_s - ROOM_S), least=0.1)
+    if timeout_s + ROOM_S > spec.timeout_s:
+        raise RewardError(
+            f"reward.options.timeout_s is {timeout_s:g}, which leaves no room in reward.timeout_s ({spec.timeout_s:g})",
+            fix=f"Set reward.timeout_s to {timeout_s + ROOM_S:g} at least",
+        )
+    memory_mb = int(number_option(spec, "memory_mb", MEMORY_MB, least=LEAST_MEMORY_MB, whole=True))
+    return _Settings(timeout_s, memory_mb, truth_option(spec, "packages", False))
+
+
+def _check(refused: str) -> None:
+    """Raises RewardError for a program that was not begun: nothing about it is known."""
+    if refused:
+        raise RewardError(f"the program could not be run ({refused})", fix="See docs/rewards.md")

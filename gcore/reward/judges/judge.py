@@ -1,0 +1,455 @@
+"""A judge: from a prompt and its responses to what each is worth.
+
+A pointwise judge is asked about each response for itself, a pairwise one about the pairs of a group. A question that could
+not be asked is asked again, later and later, up to `tries` times (how long one try may take is known to whoever puts it: that it waits
+for an engine that is still being loaded is nobody's silence); one that cannot be judged is a `JudgeError`, in the place
+of the response that it was about, and is not asked again about the same prompt before `forget` is called: its answer would be the same. What becomes of the group then (`on_error`), how many questions are open, and which engine
+answers, is not decided here.
+
+Pairwise, an order that cannot be judged leaves its pair to the other order. But one that could not be *asked* makes both its
+responses such that could not be judged: what is worth more must not follow from which engines were there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Generic, TypeVar, cast
+
+from gcore.config.reward import LARGEST, JudgeSpec
+from gcore.reward.judges.parsers import CheckedParser, find_parser
+from gcore.reward.judges.template import Question
+from gcore.reward.judges.types import (
+    Answer,
+    Ask,
+    JudgeAway,
+    JudgeError,
+    JudgeLate,
+    Seen,
+    Unjudgeable,
+    Unreadable,
+    Value,
+)
+from gcore.system.clock import Clock, retry_delay
+from gcore.system.concurrency import all_or_none
+from gcore.types import Prompt, PromptRef
+
+# -------------------- votes
+# From the answers to one question to its verdict: the mean of those that can be read.
+#
+# What cannot be read does not count, and is not worth nothing. An answer that was cut off is read like any other, for a judge
+# may be asked for a single word; one that thinks first is told by `verdict.after` where its verdict begins. Pure.
+
+LONGEST_EXAMPLE = 200
+"""Characters of an answer that are shown: its beginning."""
+
+
+Read = Callable[[str], float]
+"""Reads an answer. Raises Unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a response is worth. `example`: how the first answer begins that could not be read, or empty."""
+
+    value: float
+    votes: int
+    """Answers that counted."""
+    unreadable: int
+    """Answers that could not be read."""
+    example: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotRead:
+    """An answer without a verdict. `example`: how it begins."""
+
+    example: str
+    why: str
+    truncated: bool
+
+    @property
+    def reason(self) -> str:
+        """Why it holds none, without a word of the answer itself: reasons that are alike are counted together."""
+        return f"{self.why}{', and it was cut off at max_new_tokens' * self.truncated}"
+
+
+def read_all(answers: Sequence[Answer], read: Read) -> tuple[float | NotRead, ...]:
+    """What each answer says. Raises JudgeError if the parser itself is broken."""
+    return tuple(_read(answer, read) for answer in answers)
+
+
+def judgement(votes: Sequence[float | NotRead]) -> Judgement:
+    """The verdict. Raises JudgeError if no answer can be read."""
+    values = [vote for vote in votes if not isinstance(vote, NotRead)]
+    lost = [vote for vote in votes if isinstance(vote, NotRead)]
+    if values:
+        example = lost[0].example if lost else ""
+        return Judgement(mean(values), len(values), len(lost), example)
+    if not lost:
+        raise JudgeError("the judge gave no answer")
+    first = lost[0]
+    many = f"none of {len(lost)} answers" if len(lost) > 1 else "the answer"
+    raise JudgeError(
+        f"{many} can{'not' if len(lost) == 1 else ''} be read: {first.reason}",
+        fix="Change the template or the verdict's parser",
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of at least one; never beyond the smallest and the largest of them, whatever rounding does."""
+    return min(max(math.fsum(values) / len(values), min(values)), max(values))
+
+
+def _read(answer: Answer, read: Read) -> float | NotRead:
+    try:
+        return read(answer.text)
+    except Unreadable as error:
+        return NotRead(answer.text.strip()[:LONGEST_EXAMPLE], error.what, answer.truncated)
+
+
+# -------------------- pairs
+# Pairwise judging: which responses of a group are held against each other, and what each is worth from the outcomes.
+#
+# Every pair is asked in both orders, for judges prefer a place: what the order does then cancels out. The verdict of (first,
+# second) says how much better the first is: 1 the first, 0 the second, 0.5 equal. A pair's result is the mean of its orders
+# that have a verdict; a response is worth the mean of its pairs that have one. So the values of a group in which everything
+# was judged, and each has as many opponents, have the mean 0.5. Pure.
+
+Pair = tuple[int, int]
+
+
+Verdicts = Mapping[Pair, float]
+"""(first, second) → how much better the first is, from 0 to 1. What could not be judged is not there."""
+
+
+def pairs_of(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
+    """The pairs (i < j) of n responses that are held against each other, the same ones always.
+
+    All of them; or each response against `opponents` others: those next to it in a ring. Where n and `opponents` are both
+    odd, that cannot be for all, and one response has one opponent more.
+    """
+    if opponents is None or opponents >= n - 1:
+        return tuple((i, j) for i in range(n) for j in range(i + 1, n))
+    near = {_ordered(i, (i + distance) % n) for i in range(n) for distance in range(1, opponents // 2 + 1)}
+    if opponents % 2 == 1:  # and the one on the other side of the ring
+        near |= {_ordered(i, i + n // 2) for i in range(n // 2)}
+        if n % 2 == 1:
+            near.add(_ordered(n - 1, (n - 1 + n // 2) % n))
+    return tuple(sorted(near))
+
+
+def orders(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Both orders of each pair."""
+    return tuple(order for i, j in pairs for order in ((i, j), (j, i)))
+
+
+def values_of(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[float | None, ...]:
+    """What each response is worth; None where none of its pairs has a verdict."""
+    won: list[list[float]] = [[] for _ in range(n)]
+    for i, j in pairs:
+        result = result_of((i, j), verdicts)
+        if result is not None:
+            won[i].append(result)
+            won[j].append(1.0 - result)
+    return tuple(mean(results) if results else None for results in won)
+
+
+def result_of(pair: Pair, verdicts: Verdicts) -> float | None:
+    """How much better the pair's first is, over both orders; None if neither has a verdict."""
+    i, j = pair
+    told = [verdicts[i, j]] if (i, j) in verdicts else []
+    told += [1.0 - verdicts[j, i]] if (j, i) in verdicts else []
+    return mean(told) if told else None
+
+
+def disagreed(pairs: Sequence[Pair], verdicts: Verdicts) -> float | None:
+    """The share of pairs whose orders contradict each other, of those with both; None if there are none.
+
+    They do if both prefer the first place, or both the second.
+    """
+    both = [(verdicts[i, j], verdicts[j, i]) for i, j in pairs if (i, j) in verdicts and (j, i) in verdicts]
+    if not both:
+        return None
+    return sum(1 for one, other in both if (one > 0.5 and other > 0.5) or (one < 0.5 and other < 0.5)) / len(both)
+
+
+def _ordered(i: int, j: int) -> Pair:
+    return (i, j) if i < j else (j, i)
+
+
+# -------------------- remembered
+# Verdicts by question, so that the same question is not asked twice: neither later, nor by two at the same moment.
+#
+# Whoever asks what somebody is asking waits for that verdict. If the other is cancelled, one of those who wait asks in its
+# place; if the other fails, each of them asks for itself: what failed for one need not fail for all, and one after another
+# would take as many times as long. Failures are not remembered. What was asked for least recently goes first.
+
+T = TypeVar("T")
+
+
+def spec_digest(spec: JudgeSpec) -> bytes:
+    """All that a judge is told, as a hash."""
+    return hashlib.blake2b(spec.model_dump_json().encode(), digest_size=16).digest()
+
+
+def question_key(digest: bytes, question: str) -> bytes:
+    """The name of a question to the judge of that digest."""
+    return hashlib.blake2b(digest + question.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class _End(Enum):
+    CANCELLED = auto()
+    FAILED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class _Asking(Generic[T]):
+    """A question under way. `end`: how it ended, once `over` is set; a list holds the verdict."""
+
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    end: list[T] | _End = _End.FAILED
+
+
+class Remembered(Generic[T]):
+    """`most` verdicts. Belongs to one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[bytes, T] = OrderedDict()
+        self._under_way: dict[bytes, _Asking[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def forget(self, key: bytes) -> None:
+        """Whoever asks `key` next asks anew."""
+        self._kept.pop(key, None)
+
+    async def get(self, key: bytes, ask: Callable[[], Awaitable[T]], known: Callable[[], None]) -> T:
+        """The verdict of the question `key`; `known` is called if it did not have to be asked. Raises what `ask` raises."""
+        while True:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                known()
+                return self._kept[key]
+            other = self._under_way.get(key)
+            if other is None:
+                return await self._asked(key, ask)
+            await other.over.wait()
+            if isinstance(other.end, list):
+                known()
+                return other.end[0]
+            if other.end is _End.FAILED:
+                return await self._asked(key, ask)
+
+    async def _asked(self, key: bytes, ask: Callable[[], Awaitable[T]]) -> T:
+        mine: _Asking[T] = _Asking()
+        self._under_way.setdefault(key, mine)  # after a failure others may ask beside; later ones wait for the first
+        try:
+            value = await ask()
+            mine.end = [value]
+            self._keep(key, value)
+            return value
+        except asyncio.CancelledError:
+            mine.end = _End.CANCELLED
+            raise
+        finally:
+            if self._under_way.get(key) is mine:
+                del self._under_way[key]
+            mine.over.set()
+
+    def _keep(self, key: bytes, value: T) -> None:
+        self._kept[key] = value
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+
+MOST_IN_VAIN = 4096
+"""Prompts of which it is remembered what cannot be judged."""
+
+
+_EQUAL = Judgement(0.5, 0, 0)
+"""Two responses with the same text, which nobody is asked about."""
+
+
+def vote_seed(judge: str, question: str, vote: int) -> int:
+    """The seed of a vote (63 bits): the same question has the same verdict wherever and however often it is asked."""
+    named = json.dumps([judge, question, vote]).encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
+
+
+class Judge:
+    """One judge of a job, as one controller asks it. `Judge.of` makes it."""
+
+    def __init__(
+        self, spec: JudgeSpec, question: Question, parser: CheckedParser, ask: Ask | Value, seen: Seen, clock: Clock
+    ) -> None:
+        """`ask`: a `Value` if the judge is a classifier, else an `Ask`."""
+        self.spec = spec
+        self._question = question
+        self._ask = ask
+        self._seen = seen
+        self._clock = clock
+        self._parser = parser
+        self._digest = spec_digest(spec)
+        self._remembered: Remembered[Judgement | JudgeError] = Remembered(spec.remembered)
+        self._in_vain: OrderedDict[PromptRef, set[bytes]] = OrderedDict()
+        """By prompt: the questions that were asked and cannot be judged."""
+        self._once = self._classified if spec.kind == "classifier" else self._written
+        self._open = 0
+
+    @classmethod
+    def of(cls, spec: JudgeSpec, ask: Ask | Value, seen: Seen, clock: Clock, *, where: str = "judges") -> Judge:
+        """The judge of a section, which messages call `where`. Raises SpecError."""
+        parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
+        return cls(spec, Question.compile(spec, where), parser, ask, seen, clock)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many questions are open as the spec lets one controller have (`queue`)."""
+        return self._open >= self.spec.queue
+
+    async def value(self, prompt: Prompt, response: str) -> Judgement:
+        """What a response is worth, of a pointwise judge. Raises JudgeError; JudgeAway if another time may help."""
+        if self.spec.mode != "pointwise":
+            raise RuntimeError(f"judge {self.spec.name!r} is pairwise: it says nothing of one response alone")
+        return await self._judged(prompt, self._question.about(prompt, response))
+
+    async def values(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
+        """What each response of a group is worth, or why it could not be judged."""
+        if self.spec.mode == "pairwise":
+            return await self._held_together(prompt, responses)
+        return tuple(await all_or_none([caught(self.value(prompt, response)) for response in responses]))
+
+    async def _held_together(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
+        n = len(responses)
+        pairs = pairs_of(n, self.spec.opponents)
+        asked = orders(pairs)
+        outcomes = await all_or_none([caught(self._compared(prompt, responses[i], responses[j])) for i, j in asked])
+        told = dict(zip(asked, outcomes, strict=True))
+        verdicts = {order: one.value for order, one in told.items() if isinstance(one, Judgement)}
+        different = [(i, j) for i, j in pairs if responses[i] != responses[j]]
+        share = disagreed(different, verdicts)
+        if share is not None:
+            self._seen.disagreed(self.spec.name, share)
+        values = values_of(n, pairs, verdicts)
+        return tuple(self._of_response(i, values[i], told) for i in range(n))
+
+    def _of_response(
+        self, number: int, value: float | None, told: dict[Pair, Judgement | JudgeError]
+    ) -> Judgement | JudgeError:
+        """What the outcomes of its pairs come to."""
+        outcomes = [outcome for order, outcome in told.items() if number in order]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, JudgeError)]
+        away = next((error for error in errors if isinstance(error, JudgeAway)), None)
+        if away is not None:
+            return away
+        if value is None:
+            if not errors:
+                return Unjudgeable(
+                    f"judge {self.spec.name!r} compares, and the group has one response",
+                    fix="Let flow.samples_per_prompt be at least 2, or the judge pointwise",
+                )
+            return errors[0]
+        judged = [outcome for outcome in outcomes if isinstance(outcome, Judgement)]
+        example = next((one.example for one in judged if one.example), "")
+        return Judgement(value, sum(one.votes for one in judged), sum(one.unreadable for one in judged), example)
+
+    async def _compared(self, prompt: Prompt, first: str, second: str) -> Judgement:
+        if first == second:
+            return _EQUAL
+        return await self._judged(prompt, self._question.between(prompt, first, second))
+
+    async def _judged(self, prompt: Prompt, question: str) -> Judgement:
+        key = question_key(self._digest, question)
+        judged = await self._remembered.get(
+            key, lambda: self._settled(question), lambda: self._seen.remembered(self.spec.name)
+        )
+        if isinstance(judged, Judgement):
+            return judged
+        self._in_vain.setdefault(prompt.ref, set()).add(key)
+        if len(self._in_vain) > MOST_IN_VAIN:
+            self.forget(next(iter(self._in_vain)))
+        raise type(judged)(judged.what, where=judged.where, fix=judged.fix, trace=judged.trace) from judged.__cause__
+
+    async def _settled(self, question: str) -> Judgement | JudgeError:
+        """The verdict, or why there can be none. Raises JudgeAway."""
+        try:
+            return await self._once(question)
+        except JudgeAway:
+            raise
+        except JudgeError as error:
+            return error
+
+    def forget(self, ref: PromptRef) -> None:
+        """What cannot be judged of this prompt is asked again from now on: by whoever issues it again."""
+        for key in self._in_vain.pop(ref, ()):
+            self._remembered.forget(key)
+
+    async def _written(self, question: str) -> Judgement:
+        ask = cast(Ask, self._ask)
+        seeds = [vote_seed(self.spec.name, question, vote) for vote in range(self.spec.votes)]
+        began, answers = await self._tried(lambda: self._answers(ask, question, seeds))
+        tokens_in, tokens_out = sum(a.tokens_in for a in answers), sum(a.tokens_out for a in answers)
+        self._seen.asked(self.spec.name, self._clock.monotonic() - began, tokens_in, tokens_out)
+        votes = read_all(answers, lambda answer: self._parser(answer, self.spec.verdict))
+        for vote in votes:
+            if isinstance(vote, NotRead):
+                self._seen.unreadable(self.spec.name, vote.example, vote.reason)
+        return self._told(judgement(votes))
+
+    async def _answers(self, ask: Ask, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        answers = await ask(question, seeds)
+        if len(answers) != len(seeds):
+            raise JudgeError(f"judge {self.spec.name!r} gave {len(answers)} answers where {len(seeds)} were asked for")
+        return answers
+
+    async def _classified(self, question: str) -> Judgement:
+        value = cast(Value, self._ask)
+        began, said = await self._tried(lambda: value(question))
+        self._seen.asked(self.spec.name, self._clock.monotonic() - began, said.tokens_in, 0)
+        number = said.number
+        if not math.isfinite(number) or abs(number) > LARGEST:
+            raise JudgeError(f"judge {self.spec.name!r} gave {number}, which is not finite in float32")
+        return self._told(Judgement(number, 1, 0))
+
+    def _told(self, judged: Judgement) -> Judgement:
+        self._seen.verdict(self.spec.name, judged.value)
+        return judged
+
+    async def _tried(self, once: Callable[[], Coroutine[Any, Any, T]]) -> tuple[float, T]:
+        """What a question gives, and when the try began that gave it. Raises JudgeError."""
+        tries = 0
+        self._open += 1  # also between two tries: it waits for the judge
+        try:
+            while True:
+                tries += 1
+                began = self._clock.monotonic()
+                try:
+                    return began, await once()
+                except JudgeAway as error:
+                    self._seen.failed(self.spec.name, "timeout" if isinstance(error, JudgeLate) else "away")
+                    if tries >= self.spec.tries:
+                        raise
+                except JudgeError:
+                    self._seen.failed(self.spec.name, "refused")
+                    raise
+                await self._clock.sleep(retry_delay(tries))
+        finally:
+            self._open -= 1
+
+
+async def caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
+    """The verdict, or why there is none."""
+    try:
+        return await judged
+    except JudgeError as error:
+        return error

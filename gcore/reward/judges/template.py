@@ -1,0 +1,527 @@
+"""What a judge is shown: its template, and the questions that come of it.
+
+A template is checked when it is compiled, before any response is there: its syntax, that it asks only for what it will be
+given, and that it shows the response. What can be wrong later is the entry's: a field that one of them lacks. The text of
+the prompt is what the policy was shown, with its chat template's marks if it has one; the entry's own words are in `fields`.
+
+A template runs in the controller, in a sandbox that bounds what it takes and what it writes
+(`gcore.reward.generative.bounded`). Whether a question suits the judge's context is the judge's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import Undefined, nodes, pass_context
+from jinja2.meta import find_undeclared_variables
+from jinja2.runtime import Context
+from jinja2.utils import missing
+from jinja2.visitor import NodeTransformer
+
+from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
+from gcore.data.templates import FOREIGN_FAILURES, UNCOMPILED, Sandbox, problem_of
+from gcore.errors import SpecError, did_you_mean
+from gcore.reward.judges.types import JudgeError, Unjudgeable
+from gcore.types import Prompt
+
+# -------------------- bounded
+# The sandbox of what judges are shown: a template runs in the controller, so it may neither take long nor grow.
+#
+# Before it is compiled, every loop in it is made to count its turns, and every text or list that could double is looked at
+# before it does. What cannot be counted is refused with its line: macros, recursive loops, blocks that collect what they
+# write. Filters and methods are those of a list: none that draws (`random`), none that pads or formats to a width. What is
+# shown is text; anything else is written as JSON. A name that is not there is an error, never nothing.
+#
+# A list is counted with all that is within it, wherever one is written or put together: one that holds itself twice, and that
+# again, is small in memory, and takes for ever to compare or to hash. What filters and methods are handed is added up. Those run
+# in C, and whatever takes long there holds up the whole controller.
+#
+# It bounds what goes wrong by mistake, and what grows without end. It is no jail: whoever sets out to can still make a controller
+# spend some seconds on one question. Who may submit jobs may do worse.
+
+LONGEST_TEXT = 1_000_000
+"""Characters of a question, and of any text on the way to it."""
+
+
+MOST_TURNS = 10_000
+"""Of all loops of one template together; also the longest list, with all that is in its items."""
+
+
+MOST_WORK = 20_000_000
+"""Characters and items that the filters and methods of one rendering are handed."""
+
+
+ITEM_WORK = 4
+"""What an item counts for: looking at one takes as long as some characters."""
+
+
+LARGEST_BITS = 1024
+"""Of a whole number that a template works out."""
+
+
+SHOWN_NAMES = 8
+
+
+_TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # the first is no name that a template can write
+
+
+_MADE, _LONG, _WHOLE = "made", "as long", "with all in it"
+
+
+_QUICK_FILTERS = "abs count d default first float int items last length list reverse round"
+"""Those that do not look into the items of what they are handed."""
+
+
+_QUICK = frozenset(_QUICK_FILTERS.split())
+
+
+_HOLDERS: tuple[type[Any], ...] = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
+"""What has items: it counts with all of them."""
+
+
+_LONG_ONES: tuple[type[Any], ...] = (str, *_HOLDERS)
+
+
+_FILTERS = """
+    abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject
+    rejectattr reverse select selectattr sort title trim truncate unique upper wordcount
+"""
+
+
+_PLAIN_METHODS = """
+    capitalize count endswith find get index isalnum isalpha isdigit islower isnumeric isspace istitle isupper items keys
+    lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split splitlines startswith
+    strip swapcase title upper values
+"""
+
+
+_METHODS = frozenset(_PLAIN_METHODS.split())
+
+
+_REFUSED: dict[type[nodes.Node], str] = {
+    nodes.Macro: "a macro",
+    nodes.CallBlock: "a call block",
+    nodes.AssignBlock: "a set block; write {% set name = ... %}",
+    nodes.FilterBlock: "a filter block; write {{ ...|filter }}",
+    nodes.Block: "a block",
+    nodes.Extends: "extends",
+    nodes.Include: "include",
+    nodes.Import: "import",
+    nodes.FromImport: "import",
+}
+
+
+class TooMuch(jinja2.TemplateRuntimeError):
+    """A template writes too much, or takes too many turns."""
+
+
+class Turns:
+    """How many turns the loops of one rendering may still take, and how much its filters may still be handed."""
+
+    def __init__(self) -> None:
+        self._left = MOST_TURNS
+        self._work = MOST_WORK
+
+    def works(self, work: int) -> None:
+        """Somebody is handed so much. Raises TooMuch."""
+        self._work -= work
+        if self._work < 0:
+            raise TooMuch(f"its filters and methods are handed more than {MOST_WORK} characters")
+
+    def each(self, items: Iterable[Any]) -> Iterator[Any]:
+        """`items`, each of them a turn. Raises TooMuch."""
+        for item in items:
+            if self._left == 0:
+                raise TooMuch(f"its loops take more than {MOST_TURNS} turns")
+            self._left -= 1
+            yield item
+
+
+class BoundedSandbox(Sandbox):
+    """Compiles what a judge is shown. `turns()` is given to each rendering."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(undefined=_Missing)
+        self.finalize = text_of
+        own = {"join": _joined, "replace": _replaced, "string": text_of, "tojson": _as_json, "round": _rounded}
+        own["list"] = _listed
+        self.filters = {name: self.filters[name] for name in _FILTERS.split()} | own
+        self.filters |= {_COUNTED: _counted, _TOGETHER: _together, _MADE: _made, _LONG: _long, _WHOLE: _whole}
+        self.globals = {name: self.globals[name] for name in ("namespace", "raise_exception")}
+        self.globals |= {"dict": _dict, "range": _range}
+
+    def bounded(self, tree: nodes.Template) -> jinja2.Template:
+        """The template of a parsed source. Raises TemplateSyntaxError for what is refused."""
+        bounded = _Bounds().visit(tree)
+        bounded.set_environment(self)
+        return self.from_string(bounded)
+
+    @staticmethod
+    def turns() -> dict[str, Any]:
+        """What a rendering is given beside its own variables."""
+        return {_TURNS: Turns()}
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`fields.items` is the entry's field of that name, if it has one."""
+        return obj[attribute] if isinstance(obj, dict) and attribute in obj else super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Of plain values, only the methods that neither grow nor draw."""
+        plain = isinstance(obj, str | int | float | list | tuple | dict)
+        return super().is_safe_attribute(obj, attr, value) and (not plain or attr in _METHODS)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """`format` is a method like any other, and none of those above."""
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """What can grow, looked at before it does."""
+        if operator == "%" and isinstance(left, str):
+            raise TooMuch("it formats with %; write text with ~")
+        if operator == "+":
+            (items, letters), (more, others) = _size(context, left), _size(context, right)
+            _check_size(items + more, letters + others)
+        elif operator == "*":
+            (items, letters), (more, others) = _size(context, left), _size(context, right)
+            _check_size(
+                items * _number(right) + more * _number(left), letters * _number(right) + others * _number(left)
+            )
+            _check_bits(_bits(left) + _bits(right))
+        elif operator == "**":
+            _check_bits(_bits(left) * abs(_number(right)))
+        return super().call_binop(context, operator, left, right)
+
+
+def text_of(value: Any) -> str:
+    """How a value is shown: text as it is, anything else as JSON. Raises TooMuch, TypeError, or for what is not there."""
+    if isinstance(value, str | Undefined):
+        return str(value)
+    return _as_json(value)
+
+
+class NoField(jinja2.UndefinedError):
+    """The entry lacks a field."""
+
+
+class _Missing(jinja2.StrictUndefined):
+    """What is not there. It names the field that an entry lacks."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        hint: str | None = None,
+        obj: Any = missing,
+        name: str | None = None,
+        exc: type[jinja2.TemplateRuntimeError] = jinja2.UndefinedError,
+    ) -> None:
+        super().__init__(hint, obj, name, NoField if hint is None and isinstance(obj, dict) else exc)
+
+    @property
+    def _undefined_message(self) -> str:
+        there = self._undefined_obj
+        if self._undefined_hint or not isinstance(there, dict):
+            return str(super()._undefined_message)
+        names = ", ".join(repr(name) for name in list(there)[:SHOWN_NAMES]) or "none"
+        more = len(there) - SHOWN_NAMES
+        return f"there is no field {self._undefined_name!r}, only {names}{f' and {more} more' if more > 0 else ''}"
+
+
+class _Bounds(NodeTransformer):
+    """Makes loops count, and looks at what is made, put together, and handed to filters and methods."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        refused = _REFUSED.get(type(node))
+        if refused is not None:
+            raise jinja2.TemplateSyntaxError(f"what a judge is shown cannot have {refused}", node.lineno)
+        return super().visit(node, *args, **kwargs)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.recursive:
+            raise jinja2.TemplateSyntaxError("what a judge is shown cannot have a recursive loop", node.lineno)
+        self.generic_visit(node)
+        node.iter = _through(_COUNTED, node.iter)
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_MADE, node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_MADE, node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_MADE, node) if node.ctx == "load" else node  # else the names of `for a, b in ...`
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        if node.node is not None:
+            node.node = _through(_LONG if node.name in _QUICK else _WHOLE, node.node)
+        return node
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.node, nodes.Getattr | nodes.Getitem):
+            node.node.node = _through(_LONG, node.node.node)
+        return node
+
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        if node.attr.startswith("_"):
+            raise jinja2.TemplateSyntaxError(f"{node.attr!r} is out of bounds", node.lineno)
+        return self.generic_visit(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _through(_TOGETHER, nodes.List(node.nodes, lineno=node.lineno))
+
+
+def _through(name: str, node: Any) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+@pass_context
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    return _turns(context).each(items)
+
+
+@pass_context
+def _made(context: Context, value: Any) -> Any:
+    _size(context, value)
+    return value
+
+
+@pass_context
+def _long(context: Context, value: Any) -> Any:
+    _turns(context).works(len(value) if isinstance(value, _LONG_ONES) else 0)
+    return value
+
+
+@pass_context
+def _whole(context: Context, value: Any) -> Any:
+    turns, left = _turns(context), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            turns.works(len(one))
+        elif isinstance(one, _HOLDERS):
+            turns.works(ITEM_WORK * len(one))
+            left.extend(_within(one))
+    return value
+
+
+def _turns(context: Context) -> Turns:
+    turns: Turns = context[_TURNS]
+    return turns
+
+
+@pass_context
+def _dict(context: Context, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    made = dict(*args, **kwargs)
+    _size(context, made)
+    return made
+
+
+@pass_context
+def _listed(context: Context, values: Iterable[Any]) -> list[Any]:
+    made, items, letters = list[Any](), 0, 0
+    for value in values:
+        made.append(value)
+        more, others = _size(context, value)
+        items, letters = items + 1 + more, letters + others
+        _check_size(items, letters)
+    return made
+
+
+def _together(pieces: Sequence[Any]) -> str:
+    return _joined(pieces)
+
+
+def _joined(values: Iterable[Any], separator: str = "", attribute: str | None = None) -> str:
+    if attribute is not None:
+        values = (value[attribute] for value in values)
+    texts, length = [], 0
+    for value in values:
+        texts.append(text_of(value))
+        length += len(texts[-1]) + len(separator)
+        _check_length(length)
+    return separator.join(texts)
+
+
+def _replaced(value: Any, old: str, new: str) -> str:
+    text = text_of(value)
+    _check_length(len(text) + text.count(old) * max(0, len(new) - len(old)))
+    return text.replace(old, new)
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    if indent is not None and not 0 <= indent <= 8:
+        raise TooMuch(f"it indents by {indent}; at most 8")
+    pieces, length = [], 0
+    for piece in json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value):
+        pieces.append(piece)
+        length += len(piece)
+        _check_length(length)
+    return "".join(pieces)
+
+
+def _rounded(value: float, precision: int = 0) -> float:
+    if abs(precision) > 15:
+        raise TooMuch(f"it rounds to {precision} places; at most 15")
+    return round(value, precision)
+
+
+def _range(*bounds: int) -> range:
+    made = range(*bounds)
+    if made[MOST_TURNS:]:
+        raise TooMuch(f"it takes a range of more than {MOST_TURNS} numbers")
+    return made
+
+
+def _size(context: Context, value: Any) -> tuple[int, int]:
+    """Items and characters of a value, with all that is in it. Raises TooMuch."""
+    if isinstance(value, str):
+        return 0, len(value)
+    items, letters, left = 0, 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            letters += len(one)
+        elif isinstance(one, _HOLDERS):
+            items += len(one)
+            _check_size(items, letters)  # before they are looked at
+            left.extend(_within(one))
+    _check_size(items, letters)
+    _turns(context).works(ITEM_WORK * items)
+    return items, letters
+
+
+def _within(value: Any) -> Iterable[Any]:
+    return chain(value, value.values()) if isinstance(value, dict) else value
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _check_size(items: int, letters: int) -> None:
+    if items > MOST_TURNS:
+        raise TooMuch(f"it makes a list of more than {MOST_TURNS} items, with those in its items")
+    _check_length(letters)
+
+
+def _check_length(letters: int) -> None:
+    if letters > LONGEST_TEXT:
+        raise TooMuch(f"it makes more than {LONGEST_TEXT} characters")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > LARGEST_BITS:
+        raise TooMuch(f"it works out a whole number of more than {LARGEST_BITS} bits")
+
+
+RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
+"""What the responses are called, by the judge's mode."""
+
+
+class Question:
+    """The questions that one judge is asked. `Question.compile` makes it. Stateless."""
+
+    def __init__(self, template: jinja2.Template, judge: str) -> None:
+        self._template = template
+        self._judge = judge
+
+    @classmethod
+    def compile(cls, spec: JudgeSpec, where: str) -> Question:
+        """The judge's template, ready to render; `where`: how messages name the judge's section. Raises SpecError."""
+        source, where = _source(spec, where)
+        sandbox = BoundedSandbox()
+        try:
+            tree = sandbox.parse(source)
+            asked = find_undeclared_variables(tree) - set(sandbox.globals)
+            _check_names(tree, asked, RESPONSES[spec.mode], where)
+            return cls(sandbox.bounded(tree), spec.name)
+        except UNCOMPILED as error:
+            raise SpecError(
+                f"the template is not valid ({problem_of(error)})", where=where, fix="Correct it"
+            ) from error
+
+    def about(self, prompt: Prompt, response: str) -> str:
+        """What a pointwise judge is asked about a response. Raises JudgeError."""
+        return self._rendered(prompt, {"response": str(response)})
+
+    def between(self, prompt: Prompt, first: str, second: str) -> str:
+        """What a pairwise judge is asked about two responses, in this order. Raises JudgeError."""
+        return self._rendered(prompt, {"first": str(first), "second": str(second)})
+
+    def _rendered(self, prompt: Prompt, responses: dict[str, str]) -> str:
+        given = {"prompt": prompt.text, "fields": prompt.fields, **responses, **BoundedSandbox.turns()}
+        pieces, length = [], 0
+        try:
+            for piece in self._template.generate(given):
+                pieces.append(piece)
+                length += len(piece)
+                if length > LONGEST_TEXT:
+                    raise TooMuch(f"it makes more than {LONGEST_TEXT} characters")
+        except FOREIGN_FAILURES as error:
+            said = f"{error}" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            failure = Unjudgeable if isinstance(error, NoField) else JudgeError
+            raise failure(
+                f"the template of judge {self._judge!r} does not take the entry ({said})",
+                fix="Change the template, or the data",
+            ) from error
+        return "".join(pieces)
+
+
+def _source(spec: JudgeSpec, where: str) -> tuple[str, str]:
+    """The template's text, and where it stands."""
+    if spec.template is not None:
+        return spec.template, f"{where}.template"
+    path = Path(spec.template_file or "")
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST_TEMPLATE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise SpecError(
+            f"cannot read the template ({reason})", where=str(path), fix=f"Name a Jinja file in {where}.template_file"
+        ) from error
+    if len(text) > LONGEST_TEMPLATE:
+        raise SpecError(f"the template has more than {LONGEST_TEMPLATE} characters", where=str(path), fix="Shorten it")
+    return text, str(path)
+
+
+def _check_names(tree: nodes.Template, asked: set[str], responses: tuple[str, ...], where: str) -> None:
+    """Raises SpecError unless the template asks for what it will be given, and shows what it should."""
+    known = ("prompt", *responses, "fields")
+    for name in sorted(asked - set(known)):
+        line = next((node.lineno for node in tree.find_all(nodes.Name) if node.name == name), 1)
+        raise SpecError(
+            f"line {line} of the template asks for {name!r}, which it is not given{did_you_mean(name, known)}",
+            where=where,
+            fix=f"Known: {', '.join(known)}; fields of the entry are fields.NAME",
+        )
+    shown = {node.name for node in _shown(tree) if isinstance(node, nodes.Name)} & asked
+    for name in responses:
+        if name not in shown:
+            raise SpecError(f"the template never shows {name!r}", where=where, fix=f"Write {{{{ {name} }}}} into it")
+
+
+def _shown(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The node and what is in it, but for what is only a condition."""
+    yield node
+    conditions: tuple[Any, ...] = (node.test,) if isinstance(node, nodes.If | nodes.CondExpr | nodes.For) else ()
+    for child in node.iter_child_nodes():
+        if not any(child is condition for condition in conditions):
+            yield from _shown(child)

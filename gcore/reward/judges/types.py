@@ -1,0 +1,120 @@
+"""What a judge is asked through, and who is told of it: the edges of `gcore.reward.generative.judge`.
+
+Who asks (an engine of the cluster, an address outside of it) and who counts (the controller's metrics) are somebody else's;
+here is only what they must be like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from gcore.errors import EngineError, EngineLate, GcoreError
+
+# -------------------- errors
+# What can be wrong between a response and its verdict.
+#
+# Names only; whoever catches them says what becomes of the response (`on_error` of the judge).
+
+
+class JudgeError(GcoreError):
+    """A response could not be judged, and asking again will not help.
+
+    `trace`: the traceback of a parser of somebody's own, or empty. It is for the event, not for the reason.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.trace = trace
+
+
+class Unjudgeable(JudgeError):
+    """Nor could another response to the prompt be judged: its entry is wrong, the verdict's parser, or the spec."""
+
+
+class JudgeAway(JudgeError):
+    """The judge could not be asked; another try may help."""
+
+
+class JudgeLate(JudgeAway):
+    """It gave no answer in time."""
+
+
+def unanswered(error: EngineError) -> JudgeAway:
+    """What an engine's error is that did not answer a question."""
+    failure = JudgeLate if isinstance(error, EngineLate) else JudgeAway
+    return failure(error.what, where=error.where, fix=error.fix)
+
+
+class Unreadable(GcoreError):
+    """An answer holds no verdict. `what` says why. A parser raises it; the answer then does not count."""
+
+
+Why = Literal["away", "timeout", "refused"]
+"""Why a question was in vain: it could not be asked; nothing came in time; asking again will not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a judge wrote."""
+
+    text: str
+    tokens_in: int
+    """Of the question."""
+    tokens_out: int
+    truncated: bool
+    """Whether it was cut off at its longest length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Valued:
+    """What a classifier says."""
+
+    number: float
+    tokens_in: int
+    """Of the question."""
+
+
+class Ask(Protocol):
+    """Asks a judge that writes. One that others serve is not timed by who asks: it waits for its turn, and times its requests itself."""
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """One answer a seed. Raises JudgeAway if it could not be asked, JudgeError if asking again will not help."""
+        ...
+
+
+class Value(Protocol):
+    """Asks a judge of `kind: classifier`."""
+
+    async def __call__(self, question: str) -> Valued:
+        """The number it gives, and for what. Raises JudgeAway or JudgeError, as `Ask` does."""
+        ...
+
+
+class Seen(Protocol):
+    """Is told what happens between a judge and its questions, by the judge's name. It neither waits nor raises."""
+
+    def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
+        """A question was answered, after so long; `tokens_out` are those of all its answers, 0 for a classifier."""
+        ...
+
+    def failed(self, judge: str, why: Why) -> None:
+        """A try was in vain."""
+        ...
+
+    def verdict(self, judge: str, value: float) -> None:
+        """A question was judged. Those that are remembered are not told again."""
+        ...
+
+    def unreadable(self, judge: str, example: str, why: str) -> None:
+        """An answer could not be read, and why; `example`: how it begins."""
+        ...
+
+    def remembered(self, judge: str) -> None:
+        """A question was not asked, for its verdict was known, or somebody was asking it already."""
+        ...
+
+    def disagreed(self, judge: str, share: float) -> None:
+        """In this share of a group's pairs, the two orders contradicted each other."""
+        ...

@@ -1,0 +1,341 @@
+"""What an agent asks for: the body of a request for a chat completion, read and checked. Pure.
+
+Sampling is the job's: a request for other sampling is refused with 400, in a sentence that says what to change, unless the spec
+says that it is ignored (`agent.ignore`). What changes no token of the answer is ignored always (`HARMLESS`). A field that nobody knows
+is refused: what it was meant to change would be left as it is in silence. null is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gcore.rollout.agents.api import MODEL, Refused
+
+# -------------------- words
+# Messages, as agents send them and as they are compared, and answers, as agents are sent them. Pure.
+#
+# A message is brought into one form, in which two are the same if they say the same: content a text, what is null left out, the
+# arguments of a call as the values that they are. Of a message of the assistant its content and its calls count, nothing else.
+
+Message = Mapping[str, Any]
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+_KEPT = ("name", "tool_call_id")
+
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+def message_of(given: Any, number: int) -> Message:
+    """One message in its form. `number`: its place, for what is said of it. Raises Refused."""
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        raise _bad(number, f"is no object with a role of {', '.join(ROLES)}")
+    message: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), number)}
+    for name in _KEPT:
+        if given["role"] != "assistant" and given.get(name) is not None:
+            if not isinstance(given[name], str):
+                raise _bad(number, f"has a {name} that is no text")
+            message[name] = given[name]
+    if given["role"] == "assistant" and given.get("tool_calls"):
+        message["tool_calls"] = _calls(given["tool_calls"], number)
+    return message
+
+
+def answer_of(text: str, prefix: str, *, tools: bool) -> dict[str, Any]:
+    """The assistant's message that says `text`. With `tools`, the calls in it are told apart; those that are no JSON stay text.
+
+    `prefix`: of what the calls are named.
+    """
+    calls: list[dict[str, Any]] = []
+    for found in _CALL.finditer(text) if tools else ():
+        call = _call_of(found.group(1))
+        if call is not None:
+            calls.append({"id": f"{prefix}-{len(calls)}", "type": "function", "function": call})
+    if not calls:
+        return {"role": "assistant", "content": text, "refusal": None}
+    content = text[: text.index("<tool_call>")]
+    return {"role": "assistant", "content": content if content.strip() else None, "refusal": None, "tool_calls": calls}
+
+
+def _call_of(inner: str) -> dict[str, str] | None:
+    try:
+        tree = json.loads(inner)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
+        return None
+    arguments = tree.get("arguments", {})
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": tree["name"], "arguments": written}
+
+
+def _content(given: Any, number: int) -> str:
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise _bad(number, "has a content that is no text")
+    for part in given:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _bad(number, "has a part that is no text, and the policy reads nothing else")
+    return "".join(part["text"] for part in given)
+
+
+def _calls(given: Any, number: int) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise _bad(number, "has tool_calls that are no list")
+    calls = []
+    for call in given:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _bad(number, "has a tool call without a function's name")
+        arguments = function.get("arguments", "")
+        try:
+            value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            value = arguments
+        calls.append(
+            {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": value}}
+        )
+    return calls
+
+
+def _bad(number: int, what: str) -> Refused:
+    return Refused(400, "bad_messages", f"message {number} {what}", param=f"messages[{number}]")
+
+
+HARMLESS = frozenset(
+    (
+        *("model", "user", "metadata", "store", "seed", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("stream_options", "parallel_tool_calls"),
+    )
+)
+"""Ignored: they name somebody, or change nothing of what is drawn (the seed is the rollout's)."""
+
+
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+}
+"""What fields may say that ask for nothing out of the ordinary."""
+
+
+MOST_STOPS, LONGEST_STOP = 16, 256
+
+
+_BEYOND = 1e6
+"""No sampling has numbers so large, and JSON has whole numbers that no float holds."""
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""Of a surrogate pair, which is no character: no text that is generated holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the job draws with, first of what an agent may say that it wants. `most`: tokens of one answer at most; `ignored`: fields of
+    `agent.ignore`."""
+
+    temperature: tuple[float, ...]
+    top_p: tuple[float, ...]
+    most: int
+    ignored: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request that can be answered."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    most: int | None = None
+    """Tokens that the agent wants at most."""
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    """Whether the stream shall end in what was used."""
+    model: str = ""
+
+
+def question_of(raw: bytes, rules: Rules) -> Question:
+    """What the body asks. Raises Refused."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "not_json", f"the body is no JSON ({str(error)[:100]})") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "not_json", f"the body is a JSON {type(body).__name__}, no object")
+    body = {name: value for name, value in body.items() if value is not None}
+    most = _most(body, rules)
+    for name in ("temperature", "top_p"):
+        _check_sampling(name, body.pop(name, None), getattr(rules, name), rules.ignored)
+    for name, plain in _NOTHING.items():
+        value = body.pop(name, plain[0])
+        if name.removeprefix("top_") not in rules.ignored and value not in plain:
+            raise _unsupported(name, f"{name} {value!r:.100} is not to be had here; leave it out")
+    stream_options = body.get("stream_options")
+    question = Question(
+        messages=_messages(body.pop("messages", None)),
+        tools=_tools(body.pop("tools", [])),
+        most=most,
+        stop=_stops(body.pop("stop", [])),
+        stream=body.pop("stream", False) is True,
+        usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
+        model=str(body.get("model", ""))[:200],
+    )
+    if unknown := sorted(body.keys() - HARMLESS):
+        raise _unsupported(
+            unknown[0][:100], f"there is nothing called {unknown[0]!r:.100} to be asked for here; leave it out"
+        )
+    return question
+
+
+def _most(body: dict[str, Any], rules: Rules) -> int | None:
+    wanted: list[Any] = [body.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in body]
+    for value in wanted:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _unsupported("max_tokens", f"max_tokens is {value!r:.100}, no number of tokens")
+    least: int | None = min(wanted, default=None)
+    if least is None or ("max_tokens" in rules.ignored and least > rules.most):
+        return None
+    if least > rules.most:
+        raise _unsupported(
+            "max_tokens",
+            f"max_tokens is {least}, and the job's rollout.max_new_tokens {rules.most}; ask for less or leave it out, raise "
+            "that one, or name max_tokens in agent.ignore",
+        )
+    return least
+
+
+def _check_sampling(name: str, asked: Any, ours: tuple[float, ...], ignored: frozenset[str]) -> None:
+    if asked is None or name in ignored:
+        return
+    is_number = isinstance(asked, int | float) and not isinstance(asked, bool) and abs(asked) < _BEYOND
+    if not is_number or not any(math.isclose(asked, one, abs_tol=1e-6) for one in ours):
+        raise _unsupported(
+            name,
+            f"{name} is {asked!r:.100}, and the job draws with {ours[0]:g}; leave it out, or name it in agent.ignore",
+        )
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        raise Refused(400, "bad_messages", "messages is no list of messages", param="messages")
+    messages = tuple(message_of(message, number) for number, message in enumerate(given))
+    if messages[-1]["role"] == "assistant":
+        raise Refused(
+            400,
+            "bad_messages",
+            "the last message is the assistant's: words are not put into its mouth here",
+            param="messages",
+        )
+    return messages
+
+
+def _tools(given: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(given, list):
+        raise _unsupported("tools", "tools is no list")
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _unsupported("tools", "tools holds something other than functions with a name")
+    return tuple(given)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops: Sequence[Any] = [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise _unsupported("stop", f"stop is no text and no list of at most {MOST_STOPS}")
+    if not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stops):
+        raise _unsupported("stop", f"stop holds something other than texts of 1 to {LONGEST_STOP} characters")
+    if any(_HALF.search(one) for one in stops):
+        raise _unsupported("stop", "stop holds half a surrogate pair (\\ud800 to \\udfff alone), which is no character")
+    return tuple(stops)
+
+
+def _unsupported(param: str, what: str) -> Refused:
+    return Refused(400, "unsupported_parameter", what, param=param)
+
+
+# -------------------- written
+# What an agent is sent: chat completions, whole or as a stream of events, and refusals, in OpenAI's forms. Pure.
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+JSON, EVENTS = "application/json", "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch."""
+
+    name: str
+    model: str
+    made_at: int
+    message: Mapping[str, Any]
+    finish: Finish
+    tokens_in: int
+    tokens_out: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """In tokens."""
+        total = self.tokens_in + self.tokens_out
+        return {"prompt_tokens": self.tokens_in, "completion_tokens": self.tokens_out, "total_tokens": total}
+
+
+def whole(answer: Completion) -> bytes:
+    """As one object."""
+    choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish}
+    head = _head(answer, "chat.completion")
+    return json.dumps({**head, "choices": [choice], "usage": answer.usage}).encode("ascii")
+
+
+def events(answer: Completion, *, usage: bool) -> bytes:
+    """As a stream: the whole answer at once, for it is complete when it is recorded."""
+    head = _head(answer, "chat.completion.chunk")
+    delta = {name: value for name, value in answer.message.items() if name != "tool_calls"}
+    if calls := answer.message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+    chunks: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": answer.finish}]},
+    ]
+    if usage:
+        chunks.append({**head, "choices": [], "usage": answer.usage})
+    lines = [*(json.dumps(chunk) for chunk in chunks), "[DONE]"]
+    return "".join(f"data: {line}\n\n" for line in lines).encode("ascii")
+
+
+def refusal(refused: Refused) -> bytes:
+    """Why there is no answer."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    error = {"message": refused.what, "type": kind, "param": refused.param, "code": refused.code}
+    return json.dumps({"error": error}).encode("ascii")
+
+
+def models() -> bytes:
+    """The one model there is."""
+    one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gcore"}
+    return json.dumps({"object": "list", "data": [one]}).encode("ascii")
+
+
+def _head(answer: Completion, kind: str) -> dict[str, Any]:
+    return {"id": answer.name, "object": kind, "created": answer.made_at, "model": answer.model or MODEL}

@@ -1,0 +1,349 @@
+"""The HTTP server that agents ask: OpenAI's routes below an address of each response's own. Loopback only.
+
+    POST /r/TOKEN/v1/chat/completions      GET /r/TOKEN/v1/models
+
+A token names one response, cannot be guessed, and ends with it: from then on it is answered with 404, and what was under way is cut off.
+A client that goes away takes its question with it; one that has only said its last, and still listens, is answered. Refusals carry `x-should-retry: false`, or OpenAI's own client would
+repeat some of them. What an answer is `gcore.agents.served` says; this module reads and writes HTTP/1.1, through h11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NoReturn
+
+import h11
+
+from gcore.config.rollout import AgentSpec
+from gcore.plugins import PluginFault
+from gcore.rollout.agents.api import AgentFault, Refused
+from gcore.rollout.agents.chat_protocol import EVENTS, JSON, events, models, refusal, whole
+from gcore.rollout.agents.session import Served
+from gcore.system.clock import Clock, SystemClock
+from gcore.system.concurrency import end_all
+from gcore.system.process import CannotStart
+from gcore.worker.sandbox.pool import Crew, Program, Scoring
+from gcore.worker.sandbox.process import ProcessEnded, RewardProcess, Unagreed, line_of
+
+log = logging.getLogger(__name__)
+
+
+READ_BYTES = 1 << 16
+
+
+MOST_BODY = 8 << 20
+"""Bytes of a question."""
+
+
+MOST_LINES = 4096
+"""Connections at a time; a further one is closed at once."""
+
+
+GONE_S = 0.1
+"""What a closed connection takes to say so, once something is sent to it."""
+
+
+_PATH = re.compile(r"/r/([0-9a-f]{32})/v1/(chat/completions|models)")
+
+
+_RETRY = b"x-stainless-retry-count"
+"""What OpenAI's clients say how often they have asked already."""
+
+
+Reply = tuple[int, str, bytes]
+"""Status, content type, body."""
+
+
+class Endpoint:
+    """Of one job, on one controller. Opened by the first response; close it."""
+
+    def __init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()
+        self._port = 0
+        self._served: dict[str, Served] = {}
+        self._lines: dict[asyncio.Task[None], str] = {}
+        """The token that each connection asked for last."""
+
+    async def begin(self, served: Served) -> str:
+        """The token of a response that may be asked for from now on."""
+        async with self._opening:
+            if self._server is None:
+                self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+                self._port = self._server.sockets[0].getsockname()[1]
+        token = secrets.token_hex(16)
+        self._served[token] = served
+        return token
+
+    def base_url(self, token: str) -> str:
+        """Where that response is asked for."""
+        return f"http://127.0.0.1:{self._port}/r/{token}/v1"
+
+    async def end(self, token: str) -> None:
+        """The response is over: nobody asks for it any more."""
+        self._served.pop(token, None)
+        await end_all([line for line, asked in self._lines.items() if asked == token])
+
+    async def close(self) -> None:
+        """No address is answered any more."""
+        self._served.clear()
+        if self._server is not None:
+            self._server.close()
+        await end_all(list(self._lines))
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of its own: of one that asyncio makes itself, its cancellation is logged as an error.
+        if len(self._lines) >= MOST_LINES:
+            writer.close()
+            return
+        line = asyncio.ensure_future(self._line(reader, writer))
+        self._lines[line] = ""
+        line.add_done_callback(lambda line: self._lines.pop(line, None))
+
+    async def _line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError, h11.RemoteProtocolError, h11.LocalProtocolError):
+                await self._serve(reader, writer, h11.Connection(h11.SERVER))
+        finally:
+            writer.close()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: h11.Connection
+    ) -> None:
+        """One request after the other, until the client goes away."""
+        head, body = None, bytearray()
+        while True:
+            event = protocol.next_event()
+            if event is h11.NEED_DATA:
+                if protocol.they_are_waiting_for_100_continue:
+                    writer.write(protocol.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+                protocol.receive_data(await reader.read(READ_BYTES))
+            elif isinstance(event, h11.Request):
+                head, body = event, bytearray()
+            elif isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > MOST_BODY:
+                    too_large = Refused(413, "too_large", f"a question has more than {MOST_BODY >> 20} MiB")
+                    await _send(writer, protocol, _refusal(too_large), close=True)
+                    return
+            elif isinstance(event, h11.EndOfMessage) and head is not None:
+                reply = await self._unless_gone(head, bytes(body), reader, writer, protocol)
+                if reply is None:
+                    return
+                await _send(writer, protocol, reply)
+                if protocol.our_state is h11.MUST_CLOSE:
+                    return
+                protocol.start_next_cycle()
+            else:
+                return
+
+    async def _unless_gone(
+        self,
+        head: h11.Request,
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        protocol: h11.Connection,
+    ) -> Reply | None:
+        """The answer; None if the client went away while it was made."""
+        line, found = asyncio.current_task(), _path(head)
+        if found is not None and line in self._lines:
+            self._lines[line] = found.group(1)
+        answer = asyncio.ensure_future(self._reply(head, body))
+        more = asyncio.ensure_future(reader.read(READ_BYTES))
+        try:
+            await asyncio.wait((answer, more), return_when=asyncio.FIRST_COMPLETED)
+            if more.done() and (data := more.result()):
+                protocol.receive_data(data)  # the next request, before this one is answered
+            elif not answer.done() and await _is_gone(answer, head, writer, protocol):
+                return None
+            return await answer
+        finally:
+            await end_all((answer, more))
+
+    async def _reply(self, head: h11.Request, body: bytes) -> Reply:
+        try:
+            return await self._answered(head, body)
+        except Refused as refused:
+            return _refusal(refused)
+        except Exception:  # the edge to a client: it is told, and the connection serves on
+            log.exception("a question of an agent could not be answered")
+            return _refusal(Refused(500, "defect", "gcore made a mistake; its log says which"))
+
+    async def _answered(self, head: h11.Request, body: bytes) -> Reply:
+        found = _path(head)
+        if found is None:
+            raise Refused(
+                404, "no_such_route", "there are chat/completions and models below a rollout's base_url, nothing else"
+            )
+        token, route = found.groups()
+        served = self._served.get(token)
+        if served is None:
+            raise Refused(404, "no_such_rollout", "this rollout is over, or never was")
+        wanted = "GET" if route == "models" else "POST"
+        if head.method.decode("ascii", errors="replace") != wanted:
+            raise Refused(405, "wrong_method", f"ask with {wanted}")
+        if route == "models":
+            return 200, JSON, models()
+        again = any(name == _RETRY and value.strip() not in (b"", b"0") for name, value in head.headers)
+        question, completion = await served.complete(body, again=again)
+        if question.stream:
+            return 200, EVENTS, events(completion, usage=question.usage)
+        return 200, JSON, whole(completion)
+
+
+async def _is_gone(
+    answer: asyncio.Future[Reply], head: h11.Request, writer: asyncio.StreamWriter, protocol: h11.Connection
+) -> bool:
+    """Whether a client that sends no more also listens no more, which only shows when something is sent to it.
+
+    `100 Continue` is what any client passes over, and none older than HTTP/1.1 may be sent. To the first, a connection that is closed says
+    so; the second cannot be sent then. False if `answer` is there before that.
+    """
+    if head.http_version < b"1.1":
+        return True
+    for _ in range(2):
+        writer.write(protocol.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        await asyncio.wait((answer,), timeout=GONE_S)
+        if answer.done() or writer.transport.is_closing():
+            break
+    return writer.transport.is_closing()
+
+
+def _path(head: h11.Request) -> re.Match[str] | None:
+    return _PATH.fullmatch(head.target.decode("ascii", errors="replace").partition("?")[0])
+
+
+def _refusal(refused: Refused) -> Reply:
+    return refused.status, JSON, refusal(refused)
+
+
+async def _send(writer: asyncio.StreamWriter, protocol: h11.Connection, reply: Reply, *, close: bool = False) -> None:
+    status, kind, body = reply
+    headers = [("content-type", kind), ("content-length", str(len(body)))]
+    if status >= 400:
+        headers.append(("x-should-retry", "false"))
+    if close:
+        headers.append(("connection", "close"))
+    parts = (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+    writer.write(b"".join(protocol.send(part) or b"" for part in parts))
+    await writer.drain()
+
+
+# -------------------- pool
+# The processes that agents run in on one controller, and what becomes of an agent that hangs, dies or raises.
+#
+# An agent is foreign code that works on what a model wrote, so none of it runs in the controller. A few processes (`agent.workers`)
+# run one agent each at a time; who finds none free waits, and its time does not run yet. An agent that takes longer than it may, or
+# whose response is given up, costs its process, which is killed with all it started, and replaced; so with one that dies. One that raises
+# does not: its process has said so, and runs the next. But one that leaves something running, a thread or a process, costs its process too:
+# it would ask in the next response's name.
+#
+# The processes are those that score, with another program in them (`gcore.reward.crew`).
+
+NEVER_S = 1e8
+"""How long a process is waited for: `watch` says when that is over."""
+
+
+class AgentPool:
+    """One event loop; close it."""
+
+    def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
+        """`group`: the control group of the processes."""
+        setup = line_of({"agent": spec.name, "memory_mb": spec.memory_mb})
+        program = Program("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s, group)
+        self._crew = Crew(program, spec.workers, clock)
+
+    async def warm(self) -> None:
+        """Have one process loaded. Raises PluginFault for an agent that cannot be had, CannotStart."""
+        await self._crew.warm()
+
+    async def run(
+        self, call: Mapping[str, Any], began: Callable[[], None], watch: Callable[[], Coroutine[Any, Any, NoReturn]]
+    ) -> float | None:
+        """What the agent returns. `began` is called when it has a process; `watch` raises when it is to be ended.
+
+        Raises AgentFault, what `watch` raises, and PluginFault if this node does not have the agent: no other would do better.
+        """
+        async with self._crew.lent() as loan:
+            loan.process.ask(call)
+            began()
+            try:
+                said = await self._said(loan.process, watch())
+                told = _told(said)
+            except Unagreed:
+                raise _unagreed() from None
+            except ProcessEnded:
+                raise AgentFault(
+                    f"took the process that ran it with it, which was {await self._crew.how_ended(loan.process)}",
+                    where="agent",
+                    fix="See the controller's log; raise agent.memory_mb if memory ran out",
+                ) from None
+            loan.fit = not said.get("threads")
+            if isinstance(told, AgentFault):
+                raise told
+            return told
+
+    @property
+    def waits(self) -> Scoring:
+        """Who waits for a process of an agent, and how many have been served."""
+        return self._crew.waits
+
+    async def close(self) -> None:
+        """End every process."""
+        await self._crew.close()
+
+    async def _said(self, process: RewardProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
+        """What the process answers, unless `watch` raises first."""
+        answer, watching = asyncio.ensure_future(process.told(NEVER_S)), asyncio.ensure_future(watch)
+        try:
+            await asyncio.wait((answer, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                watching.result()
+            return answer.result()
+        finally:
+            await end_all((answer, watching))
+
+
+def _told(said: Any) -> float | AgentFault | None:
+    """What the agent returned, or raised. Raises AgentFault for what no such process says: more may come behind it."""
+    match said:
+        case {"reward": None}:
+            return None
+        case {"reward": float() | int() as reward}:
+            return float(reward)
+        case {"what": str(what), "trace": str(trace)}:
+            return AgentFault(what, where="agent", fix="Correct the agent", trace=trace)
+    raise _unagreed()
+
+
+def _unagreed() -> AgentFault:
+    return AgentFault(
+        "let its process say what no such process says", where="agent", fix="Let it leave its socket alone"
+    )
+
+
+# -------------------- trial
+# An agent, tried before there is a job: loaded in a process as it will be. It is not called: there is no policy to ask yet.
+#
+# For code that has no event loop.
+
+
+def try_agent(spec: AgentSpec) -> None:
+    """Blocks. Not within an event loop. Raises PluginFault."""
+    asyncio.run(_tried(spec))
+
+
+async def _tried(spec: AgentSpec) -> None:
+    pool = AgentPool(spec.model_copy(update={"workers": 1}), SystemClock())
+    try:
+        await pool.warm()
+    except CannotStart as error:
+        raise PluginFault(error.what, where=error.where or "agent", fix=error.fix) from error
+    finally:
+        await pool.close()

@@ -1,0 +1,312 @@
+"""How a model writes that it wants a tool, and how it is told what came of it. Pure.
+
+    tags    `<<12*34>>`: what stands between two texts is the argument of the one tool; the result is put behind, between two more
+    json    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as models of the Qwen and Hermes families write it; the result
+            comes as a message of the role `tool`, or where prompts are plain text, within `<tool_response>`
+
+A turn ends at the closing text, which stays in it. So a call is what stands between the last opening text and the closing one at a
+turn's end; a closing text without an opening one calls nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Any, Protocol
+
+from gcore.rollout.environments.api import BadArgument, Done, EnvironmentFault, Observation, Said, Setting, Turn
+
+LONGEST_RESULT = 2000
+"""Characters of what a tool says that a model is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that a model wants. `problem`: why it cannot be had as it is written; else empty."""
+
+    name: str
+    argument: str
+    problem: str = ""
+
+
+class Form(Protocol):
+    """One way of writing calls."""
+
+    @property
+    def stop(self) -> str:
+        """The text that ends a call, and a turn."""
+        ...
+
+    def call(self, text: str) -> Call | None:
+        """The call that a turn ends in."""
+        ...
+
+    def result(self, call: Call, said: Said) -> Observation:
+        """What the model is shown of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Calls of one tool between two texts."""
+
+    tool: str
+    open: str
+    close: str
+    before: str = ""
+    after: str = ""
+    failed: str | None = None
+    """What is shown of a tool that failed, for a model whose tokenizer has no letters; None: the reason."""
+
+    @property
+    def stop(self) -> str:
+        """The text that ends a call."""
+        return self.close
+
+    def call(self, text: str) -> Call | None:
+        """What stands between the last opening text and the closing one."""
+        inner = _between(text, self.open, self.close)
+        return None if inner is None else Call(self.tool, inner)
+
+    def result(self, call: Call, said: Said) -> Observation:
+        """Behind the call."""
+        text = self.failed if said.failed and self.failed is not None else said.text[:LONGEST_RESULT]
+        return Observation(f"{self.before}{text}{self.after}")
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """Calls of any tool as JSON."""
+
+    tools: tuple[str, ...]
+    chat: bool
+    open: str = "<tool_call>"
+    close: str = "</tool_call>"
+
+    @property
+    def stop(self) -> str:
+        """The text that ends a call."""
+        return self.close
+
+    def call(self, text: str) -> Call | None:
+        """The name, and the arguments: of one argument that is a text, that text; else all of them as JSON."""
+        inner = _between(text, self.open, self.close)
+        if inner is None:
+            return None
+        try:
+            tree = json.loads(inner)
+        except (ValueError, RecursionError):
+            return Call("", "", "the call is no JSON")
+        if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
+            return Call("", "", 'the call is no object with a "name"')
+        name = tree["name"]
+        if name not in self.tools:
+            return Call("", "", f"there is no tool {name[:100]!r}; there are {', '.join(self.tools)}")
+        return Call(name, _argument(tree.get("arguments", {})))
+
+    def result(self, call: Call, said: Said) -> Observation:
+        """As a message of the tool."""
+        text = said.text[:LONGEST_RESULT]
+        if self.chat:
+            return Observation(messages=({"role": "tool", "name": call.name or "tool", "content": text},))
+        return Observation(f"\n<tool_response>\n{text}\n</tool_response>\n")
+
+
+def form_of(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> Form:
+    """What the options of the environment `tools` say. Raises EnvironmentFault."""
+    form = options.get("form", "json")
+    known = {"tags": ("open", "close", "before", "after", "failed"), "json": ()}
+    if form not in known:
+        raise EnvironmentFault(f"form {form!r} is not known", where="environment.options", fix="Use tags or json")
+    for name in options:
+        if name not in ("form", *known[form]):
+            listed = ", ".join(("form", *known[form]))
+            raise EnvironmentFault(
+                f"environment 'tools' has no option {name!r} with form {form}",
+                where="environment.options",
+                fix=f"Known: {listed}",
+            )
+    if not tools:
+        raise EnvironmentFault(
+            "environment 'tools' has no tool", where="environment.tools", fix="Name one, such as calculator"
+        )
+    if form == "json":
+        return Json(tools, chat)
+    texts = {"open": "<<", "close": ">>", "before": "", "after": ""}
+    texts |= {name: value for name, value in options.items() if name != "form"}
+    for name, value in texts.items():
+        if not isinstance(value, str) or (name in ("open", "close") and not value):
+            raise EnvironmentFault(f"option {name!r} is {value!r}, no text", where="environment.options")
+    if texts["open"] == texts["close"]:
+        raise EnvironmentFault(
+            f"open and close are both {texts['open']!r}", where="environment.options", fix="Give texts that differ"
+        )
+    if len(tools) > 1:
+        raise EnvironmentFault(
+            f"between tags stands the argument of one tool, and {len(tools)} are named",
+            where="environment.tools",
+            fix="Name one, or use form: json",
+        )
+    return Tags(tools[0], **texts)
+
+
+def _between(text: str, opening: str, closing: str) -> str | None:
+    """What stands between the first closing text and the last opening one before it."""
+    end = text.find(closing, text.find(opening) + len(opening)) if opening in text else -1
+    start = text.rfind(opening, 0, end) if end >= 0 else -1
+    return None if start < 0 else text[start + len(opening) : end]
+
+
+def _argument(arguments: Any) -> str:
+    if isinstance(arguments, dict) and len(arguments) == 1:
+        (only,) = arguments.values()
+        if isinstance(only, str):
+            return only
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+# -------------------- tooled
+# The environment `tools`: a model that may call tools, turn after turn, until it ends a turn without a call.
+#
+#     environment: {name: tools, tools: {names: [calculator]}, options: {form: tags, open: "<<", close: ">>"}}
+#
+# How calls are written is `gcore.environments.calls`; how tools are run, `gcore.environments.pool`. It gives no reward: what an answer is
+# worth the spec's reward says.
+
+
+class ToolEnvironment:
+    """Implements `Environment`."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._tools = setting.tools
+        self._form = form_of(setting.options, setting.tools.names, chat=setting.chat)
+        self.stop = (self._form.stop,)
+
+    async def reset(self) -> Observation:
+        """Nothing: the prompt was shown."""
+        return Observation()
+
+    async def step(self, turn: Turn) -> Observation | Done:
+        """What the tool says, if the turn ends in a call."""
+        call = self._form.call(turn.text) if turn.finish_reason == "stop" else None
+        if call is None:
+            return Done()
+        if call.problem:
+            return self._form.result(call, Said(f"error: {call.problem}", failed=True))
+        return self._form.result(call, await self._tools.call(call.name, call.argument))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+# -------------------- calculator
+# The tool `calculator`: sums with + - * / and parentheses, of whole and decimal numbers. A parser of its own: nothing is evaluated
+# that a model writes.
+#
+# Exact: numbers are fractions all the way, and what comes out is written as a decimal number, rounded to twelve places where it has
+# no end. Bounded: so many characters, so many digits, so many parentheses within each other.
+
+MOST_CHARACTERS, MOST_DIGITS, MOST_DEPTH = 256, 64, 32
+
+
+PLACES = 12
+
+
+_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+|[-+*/()])", re.ASCII)
+
+
+_LARGEST = 10**MOST_DIGITS
+
+
+class NoSum(BadArgument):
+    """It is none that can be worked out; the words say why."""
+
+
+def calculator(argument: str) -> str:
+    """What the sum comes to. Raises NoSum."""
+    if len(argument) > MOST_CHARACTERS:
+        raise NoSum(f"the sum has {len(argument)} characters; at most {MOST_CHARACTERS}")
+    parser = _Parser(_tokens(argument))
+    value = parser.sum(0)
+    if parser.rest:
+        raise NoSum(f"what is {parser.rest[0]!r} doing there?")
+    return _written(value)
+
+
+def _tokens(text: str) -> list[str]:
+    found, at = [], 0
+    text = text.strip()
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise NoSum(f"{text[at:].strip()[:1]!r} is no part of a sum")
+        found.append(match.group(1))
+        at = match.end()
+    return found
+
+
+class _Parser:
+    """Descends from sums to products to numbers."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.rest = tokens
+
+    def sum(self, depth: int) -> Fraction:
+        value = self._product(depth)
+        while self.rest and self.rest[0] in "+-":
+            value = _bounded(value + self._product(depth) if self._take() == "+" else value - self._product(depth))
+        return value
+
+    def _product(self, depth: int) -> Fraction:
+        value = self._number(depth)
+        while self.rest and self.rest[0] in "*/":
+            if self._take() == "*":
+                value = _bounded(value * self._number(depth))
+                continue
+            divisor = self._number(depth)
+            if divisor == 0:
+                raise NoSum("nothing can be divided by zero")
+            value = _bounded(value / divisor)
+        return value
+
+    def _number(self, depth: int) -> Fraction:
+        if depth > MOST_DEPTH:
+            raise NoSum(f"more than {MOST_DEPTH} signs or parentheses within each other")
+        if not self.rest:
+            raise NoSum("the sum ends in the middle")
+        token = self._take()
+        if token in "+-":
+            value = self._number(depth + 1)
+            return value if token == "+" else -value
+        if token == "(":
+            value = self.sum(depth + 1)
+            if not self.rest or self._take() != ")":
+                raise NoSum("a parenthesis is not closed")
+            return value
+        if token in ("*", "/", ")"):
+            raise NoSum(f"what is {token!r} doing there?")
+        return _bounded(Fraction(token))
+
+    def _take(self) -> str:
+        return self.rest.pop(0)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if abs(value.numerator) >= _LARGEST * value.denominator or value.denominator >= _LARGEST:
+        raise NoSum(f"a number of more than {MOST_DIGITS} digits")
+    return value
+
+
+def _written(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    with localcontext() as context:
+        context.prec = 2 * MOST_DIGITS + PLACES
+        exact = Decimal(value.numerator) / Decimal(value.denominator)
+        rounded = exact.quantize(Decimal(1).scaleb(-PLACES))
+    text = f"{rounded:f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text

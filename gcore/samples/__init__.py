@@ -1,1 +1,0 @@
-"""Samples of a run kept for people: what was trained on, with its rewards and advantages."""

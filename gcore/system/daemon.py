@@ -1,0 +1,205 @@
+"""How every process of gcore writes its log: lines of text for people, or lines of JSON for whoever collects them.
+
+A JSON line has `time` (UTC), `level`, `logger`, `message`, and what it is about, as far as that is known: `controller` (the node's name), `worker`,
+`role`, `job` (its uid), `job_name` and `step` (the newest committed one). A trace stands under `trace`. What a line is about follows the task that writes
+it: whoever works on a job says so once (`about`), and everything begun from there has it.
+
+Which of the two a process writes stands in its environment (`GCORE_LOG_FORMAT`, `GCORE_LOG_LEVEL`), so that workers write as their controller does.
+Messages are cut at `MOST_CHARACTERS`. Does not rotate, keep or send logs, and adds nothing to a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import closing
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Literal, TextIO, get_args
+
+from gcore.errors import CannotListen, GcoreError, UsageError
+from gcore.system.files import object_in
+
+LogFormat = Literal["text", "json"]
+
+
+FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+
+
+FORMAT_VARIABLE, LEVEL_VARIABLE = "GCORE_LOG_FORMAT", "GCORE_LOG_LEVEL"
+
+
+ABOUT_VARIABLE = "GCORE_LOG_ABOUT"
+"""What all lines of a process that was started for something are about, as JSON."""
+
+
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+MOST_CHARACTERS = 16_000
+
+
+Fields = Mapping[str, object]
+
+
+_about: ContextVar[Callable[[], Fields] | None] = ContextVar("about", default=None)
+
+
+def about(fields: Callable[[], Fields]) -> None:
+    """What this task, and all that it begins from now on, writes of. `fields` is called for each line."""
+    _about.set(fields)
+
+
+class JsonFormatter(logging.Formatter):
+    """A line is one JSON object. `fixed`: what every line of the process is about."""
+
+    def __init__(self, fixed: Fields) -> None:
+        super().__init__()
+        self._fixed = dict(fixed)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter. A line break in a message is written as one in JSON, so a line stays a line."""
+        told = _about.get()
+        tree: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage()[:MOST_CHARACTERS],
+            **self._fixed,
+            **(told() if told is not None else {}),
+        }
+        if record.exc_info:
+            tree["trace"] = self.formatException(record.exc_info)[-MOST_CHARACTERS:]
+        return json.dumps(tree, default=str)
+
+
+def set_up(
+    fixed: Fields = MappingProxyType({}),
+    *,
+    level: str = "INFO",
+    environment: Mapping[str, str] = os.environ,
+    stream: TextIO | None = None,
+) -> None:
+    """Write to `stream` (standard error) as the environment says; what else wrote the log so far does no more.
+
+    `level`: of a process whose environment names none. `fixed`: what every line is about, beside what whoever started the process has said of it.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    is_json = environment.get(FORMAT_VARIABLE) == "json"
+    handler.setFormatter(
+        JsonFormatter({**(object_in(environment.get(ABOUT_VARIABLE, "{}")) or {}), **fixed})
+        if is_json
+        else logging.Formatter(TEXT)
+    )
+    wanted = environment.get(LEVEL_VARIABLE, level).upper()
+    known = wanted if wanted in logging.getLevelNamesMapping() else level
+    logging.basicConfig(level=known, handlers=[handler], force=True)
+
+
+def told_of(fields: Fields) -> dict[str, str]:
+    """The environment of a process whose lines are all about `fields`; what is empty or None is nothing."""
+    return {ABOUT_VARIABLE: json.dumps({name: value for name, value in fields.items() if value not in ("", None)})}
+
+
+def choose(log_format: LogFormat, environment: MutableMapping[str, str] = os.environ) -> None:
+    """What this process and those that it starts write, unless the environment says already."""
+    environment.setdefault(FORMAT_VARIABLE, log_format)
+
+
+# -------------------- systemd
+# What a service tells systemd of itself (sd_notify): datagrams to the socket that NOTIFY_SOCKET names. Elsewhere nothing is told.
+#
+# Knows the protocol, and nothing of when a daemon is ready (`controllers.notifying`). What cannot be sent is not sent again: systemd
+# is not worth failing for.
+
+SOCKET, WATCHDOG_USEC, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
+
+
+LONGEST_STATUS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceManager:
+    """Where to tell, and how often it wants to hear. `address` empty: nobody listens. `watchdog_s` None: nobody counts."""
+
+    address: str = ""
+    watchdog_s: float | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], pid: int) -> ServiceManager:
+        """As systemd says it to the process `pid`. A watchdog that is another process's is none."""
+        address = environment.get(SOCKET, "")
+        if not address.startswith(("/", "@")):
+            return cls()
+        micros, whose = environment.get(WATCHDOG_USEC, ""), environment.get(WATCHDOG_PID, "")
+        mine = whose in ("", str(pid))
+        counts = mine and micros.isascii() and micros.isdigit() and len(micros) < 16 and int(micros) > 0
+        return cls(address, int(micros) / 1e6 if counts else None)
+
+    def tell(self, *lines: str) -> None:
+        """One message: `READY=1`, `STATUS=...`."""
+        if not self.address:
+            return
+        address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
+        message = "\n".join(line.replace("\n", " ")[:LONGEST_STATUS] for line in lines)
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line,
+        ):
+            line.setblocking(False)  # a manager that does not read is not waited for
+            line.sendto(message.encode(errors="replace"), address)
+
+
+def forget(environment: dict[str, str] | os._Environ[str]) -> None:
+    """Take out what is this process's alone: its workers must not speak for it."""
+    for name in (SOCKET, WATCHDOG_USEC, WATCHDOG_PID):
+        environment.pop(name, None)
+
+
+# -------------------- listening
+# Why an address cannot be listened on: whether that passes by itself, or the configuration names what cannot be had.
+#
+# At a machine's start an address may not be up yet, and a port may still be somebody else's for a moment: whoever starts daemons is to try
+# again (`CannotListen`). A port that needs rights, or a host that is none, stays so (`UsageError`). Opens nothing for good.
+
+PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
+
+
+PASSING_NAMES = frozenset({socket.EAI_AGAIN})
+"""Whoever resolves names does not answer yet."""
+
+
+def refused(what: str, error: OSError | None) -> GcoreError:
+    """The error to raise. `what` cannot be done, and so says the system; None: it would not refuse any more."""
+    said = "somebody else had it a moment ago" if error is None else error.strerror or str(error)
+    if error is None or error.errno in (PASSING_NAMES if isinstance(error, socket.gaierror) else PASSING):
+        return CannotListen(
+            f"{what} ({said})",
+            fix="Another start may find it free, or the address up; if not, choose another in the configuration",
+        )
+    return UsageError(f"{what} ({said})", fix="Choose another address or port in the configuration")
+
+
+def asked(host: str, port: int) -> OSError | None:
+    """What the system says of listening there now, for servers that do not tell; None: nothing."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with closing(socket.socket(family, kind, protocol)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+    except OSError as error:
+        return error
+    return None

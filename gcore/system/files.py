@@ -1,0 +1,148 @@
+"""Files and folders that are there whole or not at all.
+
+A file is written under a hidden name beside its target and renamed. A folder is filled under a hidden name beside its target and renamed when everything is in it. A crash at any moment
+leaves what was there before, plus at most a hidden remainder, which `sweep` removes. With `durable`, all bytes are on
+the disk before the name is, so that this holds for a machine that loses power too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gcore.errors import GcoreError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskFull(GcoreError):
+    """There was no room for what had to be written; nothing half-written was left."""
+
+
+def whole_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write `target` in place of what was there. For one writer at a time; whoever has the machine's power cut may find the
+    old one. `mode` is less the umask's. Raises OSError; then what was there before still is, and nothing else.
+    """
+    half = target.with_name(f".{target.name}.part")
+    try:
+        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+        half.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None = None) -> Iterator[Path]:
+    """Yields a new folder to fill; it becomes `target` at the end of the block, in place of one that was there.
+
+    `owner` keeps two writers' unfinished folders apart. `drafts`: where it is filled, on the same file system, if not beside
+    the target, where another writer may sweep. If the block raises, what was written is removed. Raises DiskFull where the
+    disk was.
+    """
+    temporary = (drafts or target.parent) / f".{target.name}.{owner}.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if durable:
+            for path in temporary.rglob("*"):
+                sync(path)
+            sync(temporary)
+        if drafts is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        _take_name(temporary, target)
+        if durable:
+            sync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise DiskFull(
+                f"no room to write it ({error.strerror})", where=str(target), fix="Free some space on this disk"
+            ) from error
+        raise
+
+
+def sync(path: Path) -> None:
+    """Block until a file or folder is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sweep(parent: Path, spared: Callable[[str], bool] = lambda target: False) -> None:
+    """Remove the hidden remainders of writers that died, in `parent`; not those of targets whose name is `spared`.
+
+    Only for whoever now is the only writer of the others.
+    """
+    for path in parent.glob(".*.tmp"):
+        if not spared(path.name.removeprefix(".").partition(".")[0]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _take_name(temporary: Path, target: Path) -> None:
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # A folder cannot be replaced in one move. Between the two there is no target, which readers take for "not yet".
+        aside = temporary.with_name(temporary.name.removesuffix(".tmp") + ".old.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        temporary.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+# -------------------- json_line
+# One line of a file of JSON lines, as somebody may have left it: cut off, damaged, or written by another program. Pure.
+#
+# What is no object, is nested too deep, or has a number that nobody can have measured (`NaN`, an infinite one, one beyond `MOST`) is told
+# from what can be read; whether an object is the one that was expected is its reader's to check.
+
+MOST = 1e18
+"""No time, count or size that is written down comes near it."""
+
+
+def object_in(line: str) -> dict[str, Any] | None:
+    """The object that the line is; None for anything else."""
+    try:
+        tree = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def number(value: Any) -> float:
+    """A number of such an object. Raises TypeError for what is none, as text or a truth value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not -MOST <= value <= MOST:
+        raise ValueError("no number that was measured")
+    return value
+
+
+def _int(text: str) -> int:
+    value = int(text)
+    if not -MOST <= value <= MOST:
+        raise ValueError("no number that was counted")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")

@@ -1,0 +1,243 @@
+"""The contract kit: what a plug-in's own tests call, to know that gcore will get on with it.
+
+    from gcore.testing.contract import check_filter, check_flow, check_reward
+
+    async def test_my_flow():
+        await check_flow("my_flow", entries=[{"prompt": "1+1=", "answer": "2"}])
+
+    def test_my_reward():
+        check_reward("my_reward", entries=[{"prompt": "1+1=", "answer": "2"}], right=["2"], wrong=["3"])
+
+Each check takes the plug-in by its entry-point name, as a job does, runs it in memory, and raises `ContractBroken` with a
+sentence that says what was promised and what was seen. A plug-in that passes may still be wrong: whether it is a good idea is
+for tests of its own, and for a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gcore.config.base import Option
+from gcore.config.load import settings_of
+from gcore.config.reward import RewardSpec
+from gcore.config.train import FilterSpec
+from gcore.data.curriculum import CurriculumError, CurriculumView, SourceStatistics, find_curriculum
+from gcore.errors import EngineUnreachable, GcoreError
+from gcore.flows.api import find_flow
+from gcore.flows.filters import CheckedFilter, FilterError, find_filters, misfit
+from gcore.plugins import trace_of
+from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
+from gcore.testing.flows import Asked, FakeCluster, Script
+from gcore.testing.judges import group_of
+from gcore.types import Group
+
+Entries = Sequence[Mapping[str, Any]]
+
+
+ODD_RESPONSES = ("", " ", "\n", "0", "-", "x" * 20_000, "9" * 20_000, "\u0663", "\x00", "\\boxed{", "((((", "🙂")
+"""What a model may write, sooner or later."""
+
+
+NO_SUCH_OPTION = "no_such_option"
+
+
+HANGS_S = 20.0
+
+
+class ContractBroken(AssertionError):
+    """A plug-in does not do what gcore counts on."""
+
+
+async def check_flow(
+    name: str, entries: Entries, script: Script | None = None, *, peers: int = 2, **settings: Mapping[str, Any]
+) -> FakeCluster:
+    """Run a flow on `peers` peers to the end of its steps, and once more with engines, rewards and filters that fail.
+
+    `script` answers in place of an engine (default: right and wrong in turn); `settings` are sections of a spec. Returns the
+    cluster of the quiet run, for assertions of one's own. Raises ContractBroken, and what the flow raises.
+    """
+    flow = find_flow(name)
+    for section in settings_of(flow):
+        _promise(section in ("flow", "rollout", "train", "reward", "checkpoint", "eval"), f"it sets {section!r}")
+    mine: dict[str, Mapping[str, Any]] = {**settings, "flow": {**settings.get("flow", {}), "name": name}}
+    answers = script or by_turns
+    quiet = FakeCluster(entries, answers, peers=peers, **mine)
+    await _to_its_end(name, quiet)
+    _check_steps(name, quiet)
+
+    def unreliable(asked: Asked) -> str:
+        if asked.tries == 0 and asked.prompt.ref.seq % 2 == 0:
+            raise EngineUnreachable("no engine answers, for the contract's sake")
+        return answers(asked)
+
+    broken = FakeCluster(entries, unreliable, peers=peers, **mine)
+    await _to_its_end(name, broken)
+    _check_steps(name, broken)
+    return quiet
+
+
+def check_reward(
+    name: str,
+    entries: Entries,
+    *,
+    right: Sequence[str] = (),
+    wrong: Sequence[str] = (),
+    answer: str = "answer",
+    options: Mapping[str, Option] | None = None,
+) -> None:
+    """A reward: it scores anything a model may write, says the same twice, and refuses what it does not know.
+
+    `right[i]` and `wrong[i]` are responses to `entries[i]`; each right one must be worth more than each wrong one. Raises
+    ContractBroken, PluginFault.
+    """
+    spec = RewardSpec(name=name, answer=answer, options=dict(options or {}))
+    reward = OpenReward.of(spec)
+    values: dict[bool, list[float]] = {True: [], False: []}
+    for good, responses in ((True, right), (False, wrong)):
+        for entry, response in zip(itertools.cycle(entries), responses, strict=False):
+            values[good].append(_scored(name, reward, response, entry).value)
+    for best, worst in itertools.product(values[True], values[False]):
+        _promise(best > worst, f"reward {name!r} gives {best} for a right response and {worst} for a wrong one")
+    for entry in entries:
+        for response in ODD_RESPONSES:
+            once, again = (_scored(name, reward, response, entry) for _ in range(2))
+            _promise(once == again, f"reward {name!r} gives {once}, then {again}, for the same response and entry")
+            _promise(math.isfinite(once.value), f"reward {name!r} is {once.value}")
+    odd = spec.model_copy(update={"options": {**spec.options, NO_SUCH_OPTION: 1}})
+    _refuses(f"reward {name!r} takes an option it cannot know", lambda: _open_and_score(odd, entries[0]), RewardError)
+    bare = {key: value for key, value in entries[0].items() if key != answer}
+    if len(bare) < len(entries[0]):
+        _says_so(f"reward {name!r} and an entry without {answer!r}", lambda: reward(Response(""), bare), RewardError)
+
+
+def check_filter(name: str, entries: Entries, *, options: Mapping[str, Option] | None = None) -> None:
+    """A filter: it keeps a group or says why not, the same each time, and refuses options it does not know.
+
+    Raises ContractBroken, PluginFault.
+    """
+    found = find_filters([FilterSpec(name=name, options=dict(options or {}))])[0]
+    for entry in entries:
+        for rewards in ((0.0,), (1.0,), (0.0, 1.0), (1.0, 1.0, 1.0), (0.25, -3.0, 1e9)):
+            group = group_of(rewards, str(entry.get("prompt", "")))
+            once, again = (_kept(found, group, entry) for _ in range(2))
+            _promise(once == again, f"filter {name!r} says {once!r}, then {again!r}, of the same group")
+    odd = CheckedFilter(name, found.function, {**found.options, NO_SUCH_OPTION: 1})
+    group = group_of((0.0, 1.0))
+    _refuses(f"filter {name!r} takes an option it cannot know", lambda: odd.refuses(group, entries[0]), FilterError)
+
+
+def check_curriculum(name: str, entries: Entries, *, options: Mapping[str, Option] | None = None) -> None:
+    """A curriculum: the same key for the same entry, in any epoch, and options it does not know are refused.
+
+    Raises ContractBroken, PluginFault.
+    """
+    found = find_curriculum(name)
+    for epoch in range(3):
+        keys = [found(_view(epoch, dict(options or {}))) for _ in range(2)]
+        _promise((keys[0] is None) == (keys[1] is None), f"curriculum {name!r} has an order for epoch {epoch} or not")
+        for entry in entries:
+            values = [key("data", dict(entry)) for key in keys if key is not None]
+            _promise(len(set(values)) < 2, f"curriculum {name!r} gives {values} for the same entry of epoch {epoch}")
+    odd = _view(0, {**(options or {}), NO_SUCH_OPTION: 1})
+    _refuses(f"curriculum {name!r} takes an option it cannot know", lambda: found(odd), CurriculumError)
+
+
+def by_turns(asked: Asked) -> str:
+    """Right and wrong in turn, as the entry's `answer` has it; greedy: right."""
+    right = str(asked.prompt.fields.get("answer", ""))
+    return right if asked.greedy or (asked.index + asked.prompt.ref.seq) % 2 == 0 else f"{right}?"
+
+
+async def _to_its_end(name: str, cluster: FakeCluster) -> None:
+    try:
+        async with asyncio.timeout(HANGS_S):
+            await cluster.run(find_flow(name))
+    except TimeoutError as error:
+        waits = f"step {cluster.head + 1} of {cluster.spec.flow.steps}"
+        raise ContractBroken(f"flow {name!r} hangs in {waits}: it waits for what never comes") from error
+    except GcoreError as error:
+        raise ContractBroken(
+            f"flow {name!r} let no error of an engine, a reward or a filter through to its batch, or raised one: {error}"
+        ) from error
+
+
+def _check_steps(name: str, cluster: FakeCluster) -> None:
+    steps, quota = cluster.spec.flow.steps, cluster.spec.flow.groups_per_step
+    _promise(cluster.head == steps, f"flow {name!r} ended after {cluster.head} of {steps} steps")
+    for number, groups in enumerate(cluster.trained, 1):
+        state = cluster.steps[number]
+        _promise(len(groups) == quota, f"flow {name!r} trained {len(groups)} of {quota} groups in step {number}")
+        for peer in cluster.peers:
+            _promise(peer.name in state.through, f"flow {name!r} does not wait for step.train() in step {number}")
+            _promise(peer.name in state.published, f"flow {name!r} does not wait for step.publish() in step {number}")
+        for group in groups:
+            _check_group(name, group)
+            why = misfit(group, cluster.spec.train)
+            _promise(why is None, f"flow {name!r} made a group that would fail its prompt: {why}")
+    some = min(cluster.unfiltered, default=None)
+    _promise(some is None, f"flow {name!r} gave the group of prompt {some} to its batch without peer.filter")
+
+
+def _check_group(name: str, group: Group) -> None:
+    what = f"flow {name!r} made a group of prompt {group.ref}"
+    _promise(bool(group.samples), f"{what} without a sample")
+    for sample in group.samples:
+        _promise(bool(sample.token_ids), f"{what} with a sample of no tokens")
+        same = len(sample.token_ids) == len(sample.logprobs)
+        _promise(same, f"{what} with {len(sample.token_ids)} tokens and {len(sample.logprobs)} log-probabilities")
+        _promise(math.isfinite(sample.reward), f"{what} with a reward of {sample.reward}")
+
+
+def _scored(name: str, reward: OpenReward, response: str, entry: Mapping[str, Any]) -> RewardResult:
+    try:
+        return reward(Response(response, len(response) + 1), entry)
+    except RewardError as error:
+        shown = repr(response if len(response) < 40 else f"{response[:40]}…")
+        trace = trace_of(error)
+        raise ContractBroken(
+            f"reward {name!r} cannot score the response {shown}: {error}; a response that is nonsense is worth little, and "
+            f"is no error{f'{chr(10)}{trace}' if trace else ''}"
+        ) from error
+
+
+def _open_and_score(spec: RewardSpec, entry: Mapping[str, Any]) -> None:
+    OpenReward.of(spec)(Response("0"), entry)
+
+
+def _kept(found: CheckedFilter, group: Group, entry: Mapping[str, Any]) -> str | None:
+    try:
+        return found.refuses(group, entry)
+    except FilterError as error:
+        rewards = [sample.reward for sample in group.samples]
+        raise ContractBroken(f"filter {found.name!r} cannot say of a group with rewards {rewards}: {error}") from error
+
+
+def _view(epoch: int, options: Mapping[str, Option]) -> CurriculumView:
+    some = {"data": SourceStatistics(kept=3, filtered=1, mean_reward=0.5, mean_length=7.0, truncated=0.0)}
+    return CurriculumView(0, epoch, options, ("data",), some, some)
+
+
+def _promise(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ContractBroken(otherwise)
+
+
+def _refuses(what: str, act: Callable[[], object], kind: type[GcoreError]) -> None:
+    try:
+        act()
+    except kind as error:
+        _promise(not trace_of(error), f"{what} and fails on it by accident: {error}")
+        return
+    raise ContractBroken(f"{what}; a misspelt one would change nothing, in silence")
+
+
+def _says_so(what: str, act: Callable[[], object], kind: type[GcoreError]) -> None:
+    """What goes wrong, if it does, is told in words and not by a traceback."""
+    try:
+        act()
+    except kind as error:
+        _promise(not trace_of(error), f"{what}: it fails by accident ({error}); raise {kind.__name__} with a sentence")

@@ -1,0 +1,412 @@
+"""One peer of a `gcore.testing.fake_cluster.FakeCluster`: `Peer`, `Step` and `Batch` in memory, by the rules of the real ones.
+
+Only what a flow can see is here; what becomes of groups and prompts is the cluster's to remember.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gcore.config.data import training_sources
+from gcore.config.load import new_spec
+from gcore.config.spec import JobSpec
+from gcore.errors import EngineError, SpecError
+from gcore.flows.api import Flow, Peer
+from gcore.flows.filters import FilterError, filtered, find_filters, given
+from gcore.ledger.collectives import check_given, summed
+from gcore.reward.api import Response, RewardError
+from gcore.reward.pool import DirectScorer, Scorer
+from gcore.rollout.postprocess import dropped, is_truncated, scored_group
+from gcore.testing.judges import sample_of, tokens_of
+from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
+
+MOST_ROUNDS = 30
+"""Passes over the prompts that may end without a group before a test is told that no step will ever be full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One response that a flow asked for. `index`: which of the prompt's; `tries`: how often the prompt was issued before."""
+
+    prompt: Prompt
+    index: int
+    greedy: bool
+    tries: int
+
+
+@dataclass
+class StepState:
+    """A step, as its peers share it."""
+
+    number: int
+    closed: bool = False
+    gathered: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gave: asyncio.Event = field(default_factory=asyncio.Event)
+    through: set[str] = field(default_factory=set)
+    """Peers that asked for it to be trained."""
+    published: set[str] = field(default_factory=set)
+    """Peers that asked for its weights."""
+
+
+class FakePeer:
+    """Implements `gcore.flows.Peer`."""
+
+    def __init__(self, cluster: FakeCluster, name: str, number: int, peers: int) -> None:
+        self.cluster = cluster
+        self.name = name
+        self._number, self._peers = number, peers
+        self._passed: set[PromptRef] = set()
+
+    @property
+    def version(self) -> Version:
+        """Of the weights that are served."""
+        return Version(0, self.cluster.head)
+
+    async def steps(self) -> AsyncIterator[FakeStep]:
+        """The steps to come."""
+        steps = self.cluster.steps_to_make
+        number = 0
+        while (number := max(self.cluster.head, number)) < steps:
+            number += 1
+            yield FakeStep(self, self.cluster.step(number))
+            await asyncio.sleep(0)  # noqa: TID251 - gives way, so that a flow that does nothing hangs nobody
+
+    async def prompts(self, step: Any) -> AsyncIterator[Prompt]:
+        """This peer's prompts, oldest first, until the step is full."""
+        cluster, mine = self.cluster, step.state
+        while not mine.closed:
+            place = self._next_place()
+            if place is None:
+                await asyncio.sleep(0)  # noqa: TID251 - others go on
+            else:
+                prompt = cluster.prompt(place)
+                cluster.taken.add(prompt.ref)
+                cluster.in_flight.add(prompt.ref)
+                step.handed_out = prompt
+                yield prompt
+                await asyncio.sleep(0)  # noqa: TID251 - what was started begins
+                if step.handed_out is not None:
+                    raise AssertionError(f"the flow took prompt {prompt.ref} and did not start it")
+            step.raise_defect()
+            if len(cluster.outcomes) > MOST_ROUNDS * len(cluster.entries):
+                raise AssertionError("a step never gets its quota: nearly everything is filtered or fails")
+
+    def _next_place(self) -> int | None:
+        """My oldest prompt that is due; None while what is in flight may be enough."""
+        cluster = self.cluster
+        if len(cluster.held) + len(cluster.in_flight) >= cluster.spec.flow.groups_per_step:
+            return None
+        mine = itertools.count(self._number, self._peers)
+        return next(place for place in mine if cluster.prompt(place).ref not in cluster.taken)
+
+    async def rollout(self, prompt: Prompt, samples: int | None = None, *, greedy: bool = False) -> tuple[Sample, ...]:
+        """What the script answers."""
+        count = self.cluster.spec.flow.samples_per_prompt if samples is None else samples
+        tries, version = self.cluster.tries.get(prompt.ref, 0), self.version
+        made = []
+        for index in range(count):
+            asked = Asked(prompt, index, greedy, tries)
+            self.cluster.asked.append(asked)
+            made.append(sample_of(self.cluster.script(asked), version, self.cluster.spec.rollout.max_new_tokens))
+        await asyncio.sleep(0)  # noqa: TID251 - an engine takes its time
+        return tuple(made)
+
+    async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
+        """The entry's answer."""
+        field_ = training_sources(self.cluster.spec)[0].reward.answer
+        answer = prompt.fields.get(field_)
+        if answer is None:
+            return Outcome("failed", f"the entry has no answer in field {field_!r} (reward.answer)")
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        longest = self.cluster.spec.rollout.max_new_tokens
+        sample = sample_of(text, self.version, longest)
+        if sample.finish_reason == "length":
+            return Outcome("failed", f"the answer has {len(text) + 1} tokens, more than max_new_tokens ({longest})")
+        return Group(prompt.ref, prompt.token_ids, (sample,), prompt.source)
+
+    async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
+        """What the spec's reward says of them, and what becomes of cut-off ones. Raises RewardError."""
+        rollout, source = self.cluster.spec.rollout, training_sources(self.cluster.spec)[0]
+        if (outcome := dropped(samples, rollout.truncated)) is not None:
+            return outcome
+        responses = [Response(s.text, s.own_tokens, is_truncated(s)) for s in samples]
+        results = []
+        for result in await self.cluster.scorer.score(source.reward, prompt.fields, responses):
+            if isinstance(result, RewardError):
+                raise result
+            results.append(result)
+        return scored_group(prompt, samples, results, rollout, source.sampling)
+
+    async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
+        """What the spec's filters make of it. Raises FilterError."""
+        if isinstance(group, Outcome):
+            return group
+        result = filtered(self.cluster.filters, group, prompt.fields)
+        if isinstance(result, Group):
+            self._passed.add(prompt.ref)
+        return result
+
+    def passed(self, ref: PromptRef) -> bool:
+        """Whether a group of that prompt came through the filters, since last asked."""
+        there = ref in self._passed
+        self._passed.discard(ref)
+        return there
+
+    async def evaluate(self) -> None:
+        """Notes that it was asked for."""
+        if self._number == 0:
+            self.cluster.evaluated.append(self.cluster.head)
+
+
+class FakeStep:
+    """Implements `gcore.flows.Step`."""
+
+    def __init__(self, peer: FakePeer, state: StepState) -> None:
+        self._peer, self._cluster = peer, peer.cluster
+        self.state = state
+        self.handed_out: Prompt | None = None
+        self._defect: BaseException | None = None
+        self._told: set[str] = set()
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        return self.state.number
+
+    def fail(self, defect: BaseException) -> None:
+        """A production raised what is no outcome."""
+        self._defect = self._defect or defect
+
+    def raise_defect(self) -> None:
+        """Raise it."""
+        if self._defect is not None:
+            raise self._defect
+
+    @asynccontextmanager
+    async def collect(self) -> AsyncIterator[FakeBatch]:
+        """Ends when the peers have the quota."""
+        batch = FakeBatch(self._peer, self)
+        try:
+            yield batch
+            self.raise_defect()
+        finally:
+            await batch.give_up()
+
+    async def train(self) -> None:
+        """Until every peer has come to it, and the step is trained."""
+        if not self.state.closed:
+            raise AssertionError(f"step.train() in step {self.number}, and its batch was never collected")
+        self.state.through.add(self._peer.name)
+        if self._cluster.head < self.number:
+            self._cluster.train()
+
+    async def publish(self) -> None:
+        """At once."""
+        if self._cluster.head < self.number:
+            raise AssertionError(f"step.publish() in step {self.number}, and it was never trained")
+        self.state.published.add(self._peer.name)
+
+    async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
+        """What all peers give. Raises ValueError."""
+        check_given(name, value)
+        if name in self._told:
+            raise ValueError(f"{name!r} was used in this step; give what is told again another name")
+        self._told.add(name)
+        given = self.state.gathered.setdefault(name, {})
+        given.setdefault(self._peer.name, value)
+        self.state.gave.set()
+        while len(given) < len(self._cluster.peers):
+            self.state.gave.clear()
+            await self.state.gave.wait()
+        return tuple(value for _, value in sorted(given.items()))
+
+    async def sum(self, name: str, value: float) -> float:
+        """The sum of what all peers give. Raises ValueError."""
+        summed([value])
+        return summed(await self.gather(name, value))
+
+
+class FakeBatch:
+    """Implements `gcore.flows.Batch`."""
+
+    def __init__(self, peer: FakePeer, step: FakeStep) -> None:
+        self._peer, self._cluster, self._step = peer, peer.cluster, step
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        """Run it beside others."""
+        prompt, self._step.handed_out = self._step.handed_out, None
+        if prompt is None:
+            produce.close()
+            raise RuntimeError("batch.start() was called twice for one prompt, or before peer.prompts() gave one")
+        task = asyncio.create_task(self._produce(prompt, produce), name=f"prompt {prompt.ref}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def give_up(self) -> None:
+        """Cancel what is under way; it is issued again."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            self._step.fail(defect)
+
+    async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
+        cluster, ref = self._cluster, prompt.ref
+        try:
+            result = given(await produce, ref)
+            if self._step.state.closed:
+                cluster.taken.discard(ref)  # it lost the race
+            elif isinstance(result, Group):
+                if not self._peer.passed(ref):
+                    cluster.unfiltered.add(ref)
+                cluster.held[ref] = result if result.source else replace(result, source=prompt.source)
+                cluster.close_if_full()
+            else:
+                cluster.outcomes[ref] = result
+        except (RewardError, FilterError) as error:
+            cluster.outcomes[ref] = Outcome("failed", str(error))
+        except EngineError as error:
+            cluster.tries[ref] = cluster.tries.get(ref, 0) + 1
+            if cluster.tries[ref] > cluster.spec.flow.max_reissues:
+                cluster.outcomes[ref] = Outcome("failed", str(error))
+            else:
+                cluster.taken.discard(ref)
+        except asyncio.CancelledError:
+            cluster.taken.discard(ref)
+            raise
+        finally:
+            cluster.in_flight.discard(ref)
+
+
+def _is_peer(peer: FakePeer) -> Peer:
+    """Read by the type checker alone: a fake peer is a peer."""
+    return peer
+
+
+# -------------------- fake_cluster
+# Peers in memory, for tests of flows: no store, no engine, no train rank; the same interface, and the same rules.
+#
+# A `FakeCluster` has prompts, a script that answers them, and some peers; `run` has each of them run the flow, as controllers
+# do. Steps end when the peers together hold the quota; what an engine did not answer is issued again; what cannot be scored
+# has failed; groups are trained in the order of their refs. What was asked and trained stands in the cluster afterwards.
+#
+#     cluster = FakeCluster([{"prompt": "1+1=", "answer": "2"}], script=lambda asked: "2" if asked.greedy else "3")
+#     await cluster.run(my_flow)
+#     assert cluster.trained[0][0].samples[0].reward == 0.0
+#
+# A token is a character, and one more ends each response. There is no staleness, no rollback, no death and no limit of prompts
+# here: those are the cluster's, and no flow sees them. Time is not simulated: a script that waits, waits.
+
+LONGEST = 64
+"""Tokens of a response, at most; `rollout.max_new_tokens` of a made-up spec."""
+
+
+Script = Callable[[Asked], str]
+"""Answers; raises EngineError where no engine would."""
+
+
+class FakeCluster:
+    """Peers that share prompts and quotas. `settings`: sections of a spec, as a user writes them."""
+
+    def __init__(
+        self,
+        entries: Sequence[Mapping[str, Any]],
+        script: Script | None = None,
+        *,
+        peers: int = 1,
+        **settings: Mapping[str, Any],
+    ) -> None:
+        self.spec = made_spec(**settings)
+        if not entries:
+            raise SpecError("a cluster needs prompts", fix="Give at least one entry")
+        self.entries = entries
+        self.script = script or (lambda asked: str(asked.prompt.fields.get("answer", "")))
+        self.scorer: Scorer = DirectScorer()
+        self.filters = find_filters(self.spec.flow.filters)
+        self.asked: list[Asked] = []
+        """Every response that was asked for, in order."""
+        self.trained: list[tuple[Group, ...]] = []
+        """The groups of each step."""
+        self.outcomes: dict[PromptRef, Outcome] = {}
+        """What was not trained, and why."""
+        self.evaluated: list[int] = []
+        """At which steps the flow asked for an evaluation; of the first peer."""
+        self.unfiltered: set[PromptRef] = set()
+        """Groups that were given to a batch without having passed `peer.filter`."""
+        self.held: dict[PromptRef, Group] = {}
+        self.tries: dict[PromptRef, int] = {}
+        self.in_flight: set[PromptRef] = set()
+        self.taken: set[PromptRef] = set()
+        self.steps: dict[int, StepState] = {}
+        self.peers = tuple(FakePeer(self, f"peer-{number}", number, peers) for number in range(peers))
+
+    @property
+    def steps_to_make(self) -> int:
+        """`flow.steps`. Raises SpecError for a spec that goes by epochs, which are not counted here."""
+        if self.spec.flow.steps is None:
+            raise SpecError("a fake cluster goes by steps", where="flow.epochs", fix="Give flow.steps")
+        return self.spec.flow.steps
+
+    @property
+    def head(self) -> int:
+        """The last step that was trained."""
+        return len(self.trained)
+
+    async def run(self, flow: Flow) -> None:
+        """Every peer runs it to its end. Raises what a flow raises."""
+        tasks = [asyncio.ensure_future(flow(peer)) for peer in self.peers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def step(self, number: int) -> StepState:
+        """The step of that number."""
+        return self.steps.setdefault(number, StepState(number))
+
+    def prompt(self, place: int) -> Prompt:
+        """The prompt at that place of the endless stream."""
+        epoch, seq = divmod(place, len(self.entries))
+        fields = dict(self.entries[seq])
+        text = str(fields.get("prompt", ""))
+        return Prompt(PromptRef(epoch, 0, seq), text, tokens_of(text), fields, training_sources(self.spec)[0].name)
+
+    def close_if_full(self) -> None:
+        """End the step that is open, if the quota is there."""
+        step = self.step(self.head + 1)
+        if not step.closed and len(self.held) >= self.spec.flow.groups_per_step:
+            step.closed = True
+
+    def train(self) -> None:
+        """Take the quota, oldest first."""
+        refs = sorted(self.held)[: self.spec.flow.groups_per_step]
+        self.trained.append(tuple(self.held.pop(ref) for ref in refs))
+        # Strictly on-policy: what is left was made with the weights before, and is issued again.
+        self.taken -= self.held.keys()
+        self.held.clear()
+
+
+def made_spec(**settings: Mapping[str, Any]) -> JobSpec:
+    """A small spec with `settings` in it; two steps of two groups, if nothing is said. Raises SpecError."""
+    made: dict[str, Any] = {
+        "name": "fake",
+        "model": {"path": "no-model"},
+        "data": {"path": "no-data"},
+        "flow": {"steps": 2, "groups_per_step": 4},
+        "rollout": {"max_new_tokens": LONGEST},
+        "reward": {"name": "exact"},
+    }
+    for section, values in settings.items():
+        made[section] = {**made.get(section, {}), **values}
+    return new_spec(made)

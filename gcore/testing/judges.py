@@ -1,0 +1,295 @@
+"""A server that answers chat completions with a function, and fails as it is told to: for tests of whatever asks outside judges.
+
+It is a real HTTP server, on a port of its own of this machine, in the loop of whoever opens it. It counts what it is asked and
+looks at the key. It holds no model, and knows of OpenAI's fields only those that a judge's requests have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import h11
+
+from gcore.reward.judges.types import Answer, JudgeError, Valued, Why
+from gcore.system.clock import Clock, SystemClock
+from gcore.system.concurrency import end_all
+from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
+
+# -------------------- fake_judge
+# A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
+#
+# It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
+
+
+@dataclass(frozen=True, slots=True)
+class AskedOf:
+    """A question that a fake judge was asked, and the seeds of its answers."""
+
+    question: str
+    seeds: tuple[int, ...]
+
+
+class _Fake:
+    def __init__(
+        self, clock: Clock, delay_s: Callable[[str], float] | None, failures: Sequence[JudgeError | None]
+    ) -> None:
+        self._clock = clock
+        self.delay_s = delay_s
+        self._failures = list(failures)
+        self.asked: list[AskedOf] = []
+        self.open = 0
+        """Questions under way."""
+
+    async def _begun(self, question: str, seeds: Sequence[int]) -> None:
+        self.asked.append(AskedOf(question, tuple(seeds)))
+        failure = self._failures.pop(0) if self._failures else None
+        self.open += 1
+        try:
+            await self._clock.sleep(0.0 if self.delay_s is None else self.delay_s(question))
+        finally:
+            self.open -= 1
+        if failure is not None:
+            raise failure
+
+
+class FakeJudge(_Fake):
+    """`gcore.reward.generative.Ask`: answers `answer(question, seed)`. A token is a word."""
+
+    def __init__(
+        self,
+        answer: Callable[[str, int], str],
+        clock: Clock,
+        *,
+        delay_s: Callable[[str], float] | None = None,
+        failures: Sequence[JudgeError | None] = (),
+        longest: int = 1000,
+    ) -> None:
+        """`failures`: what each of the first questions raises, None where it is answered. `longest`: tokens of an answer."""
+        super().__init__(clock, delay_s, failures)
+        self._answer = answer
+        self._longest = longest
+
+    async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+        """As `Ask`."""
+        await self._begun(question, seeds)
+        return tuple(self._written(question, self._answer(question, seed)) for seed in seeds)
+
+    def _written(self, question: str, text: str) -> Answer:
+        words = text.split(" ")
+        cut = len(words) > self._longest
+        text = " ".join(words[: self._longest]) if cut else text
+        return Answer(text, len(question.split()), min(len(words), self._longest), cut)
+
+
+class FakeClassifier(_Fake):
+    """`gcore.reward.generative.Value`: gives `value(question)`."""
+
+    def __init__(
+        self,
+        value: Callable[[str], float],
+        clock: Clock,
+        *,
+        delay_s: Callable[[str], float] | None = None,
+        failures: Sequence[JudgeError | None] = (),
+    ) -> None:
+        super().__init__(clock, delay_s, failures)
+        self._value = value
+
+    async def __call__(self, question: str) -> Valued:
+        """As `Value`. Tokens are words."""
+        await self._begun(question, ())
+        return Valued(self._value(question), len(question.split()))
+
+
+@dataclass
+class HeardOf:
+    """`gcore.reward.generative.Seen`: keeps what it is told, without the judge's name."""
+
+    asked_of: list[tuple[float, int, int]] = field(default_factory=list)
+    failures: list[Why] = field(default_factory=list)
+    verdicts: list[float] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+    known: int = 0
+    shares: list[float] = field(default_factory=list)
+
+    def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:
+        self.asked_of.append((seconds, tokens_in, tokens_out))
+
+    def failed(self, judge: str, why: Why) -> None:
+        self.failures.append(why)
+
+    def verdict(self, judge: str, value: float) -> None:
+        self.verdicts.append(value)
+
+    def unreadable(self, judge: str, example: str, why: str) -> None:
+        self.examples.append(example)
+
+    def remembered(self, judge: str) -> None:
+        self.known += 1
+
+    def disagreed(self, judge: str, share: float) -> None:
+        self.shares.append(share)
+
+
+READ_BYTES = 1 << 16
+
+
+Say = Callable[[Mapping[str, Any]], str]
+"""What is answered to the body of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """What happens to one request. `status` None: its connection is closed without a word. `slow_s`: it is answered late.
+
+    `body`: sent as it is, instead of a completion. `usage`: whether a completion says how many tokens it has.
+    """
+
+    status: int | None = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    slow_s: float = 0.0
+    usage: bool = True
+
+
+WELL = Failing()
+
+
+class FakeOpenAI:
+    """Use it as `async with FakeOpenAI(say) as fake`; `fake.url` is what a spec names. A token is a word."""
+
+    def __init__(self, say: Say, *, key: str | None = None, clock: Clock | None = None) -> None:
+        """`key`: any other is refused with 401."""
+        self._say = say
+        self.key = key
+        self._clock = clock or SystemClock()
+        self.script: list[Failing] = []
+        """What happens to the next requests, one after the other; to those after them nothing."""
+        self.asked: list[dict[str, Any]] = []
+        """The bodies of all requests with the right key."""
+        self.refused = 0
+        """Requests without it."""
+        self.open, self.most_open = 0, 0
+        """Requests under way, now and at most."""
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._lines: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> FakeOpenAI:
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        await end_all(self._lines)
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of the fake's own: of one that asyncio makes itself, its cancellation is logged as an error.
+        line = asyncio.ensure_future(self._line(reader, writer))
+        self._lines.add(line)
+        line.add_done_callback(self._lines.discard)
+
+    async def _line(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError, h11.RemoteProtocolError):
+                await self._serve(reader, writer, h11.Connection(h11.SERVER))
+        finally:
+            writer.close()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: h11.Connection
+    ) -> None:
+        """One request after the other, until the client goes away."""
+        head, body = None, bytearray()
+        while True:
+            event = protocol.next_event()
+            if event is h11.NEED_DATA:
+                protocol.receive_data(await reader.read(READ_BYTES))
+            elif isinstance(event, h11.Request):
+                head, body = event, bytearray()
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage) and head is not None:
+                self.open += 1
+                self.most_open = max(self.most_open, self.open)
+                try:
+                    status, headers, answer = await self._answered(head, bytes(body))
+                finally:
+                    self.open -= 1
+                if status is None:
+                    return
+                told = {"content-type": "application/json", "content-length": str(len(answer)), **headers}
+                sent = [h11.Response(status_code=status, headers=list(told.items())), h11.Data(data=answer)]
+                writer.write(b"".join(protocol.send(part) or b"" for part in (*sent, h11.EndOfMessage())))
+                await writer.drain()
+                protocol.start_next_cycle()
+            else:
+                return
+
+    async def _answered(self, head: h11.Request, body: bytes) -> tuple[int | None, Mapping[str, str], bytes]:
+        if head.target != b"/v1/chat/completions" or head.method != b"POST":
+            return 404, {}, _error(f"there is nothing at {head.target.decode()}")
+        said = next((value.decode() for name, value in head.headers if name == b"authorization"), "")
+        if self.key is not None and said != f"Bearer {self.key}":
+            self.refused += 1
+            return 401, {}, _error(f"Incorrect API key provided: {said.removeprefix('Bearer ')}")
+        asked: dict[str, Any] = json.loads(body)
+        self.asked.append(asked)
+        fate = self.script.pop(0) if self.script else WELL
+        await self._clock.sleep(fate.slow_s)
+        if fate.body is not None or fate.status != 200:
+            return fate.status, fate.headers, fate.body or _error("the script says so")
+        return 200, fate.headers, self._completion(asked, usage=fate.usage)
+
+    def _completion(self, asked: Mapping[str, Any], *, usage: bool) -> bytes:
+        words = self._say(asked).split(" ")
+        cut = len(words) > asked["max_tokens"]
+        words = words[: asked["max_tokens"]]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": " ".join(words)},
+            "finish_reason": "length" if cut else "stop",
+        }
+        tree = {"id": "fake", "object": "chat.completion", "model": asked["model"], "choices": [choice]}
+        if usage:
+            questions: Sequence[Mapping[str, str]] = asked["messages"]
+            tokens = sum(len(message["content"].split()) for message in questions)
+            tree["usage"] = {"prompt_tokens": tokens, "completion_tokens": len(words)}
+        return json.dumps(tree).encode()
+
+
+def _error(message: str) -> bytes:
+    return json.dumps({"error": {"message": message}}).encode()
+
+
+# -------------------- fake_samples
+# Samples and groups made up from texts and rewards: a token is a character, and one more ends each response.
+
+
+def tokens_of(text: str) -> tuple[int, ...]:
+    """A token for each character; 0 is the end."""
+    return tuple(ord(character) for character in text) or (1,)
+
+
+def sample_of(text: str, version: Version, longest: int) -> Sample:
+    """A response of that text, cut off at `longest` tokens."""
+    tokens = (*(ord(character) for character in text), 0)
+    cut = len(tokens) > longest
+    tokens, text = (tokens[:longest], text[:longest]) if cut else (tokens, text)
+    spans = (VersionSpan(version, 0, len(tokens)),)
+    return Sample(tokens, (-1.0,) * len(tokens), text, "length" if cut else "stop", spans)
+
+
+def group_of(rewards: Sequence[float], prompt: str = "a prompt") -> Group:
+    """A scored group with these rewards."""
+    made = (sample_of(f"response {number}", Version(0, 0), 64) for number in range(len(rewards)))
+    samples = tuple(replace(sample, reward=reward) for sample, reward in zip(made, rewards, strict=True))
+    return Group(PromptRef(0, 0, 0), tokens_of(prompt), samples, "data")

@@ -1,0 +1,300 @@
+"""A model under DeepSpeed ZeRO, the policy or its critic: exact global gradients, updates, its full tensors in and out.
+
+The recipe, the same for stages 1, 2 and 3:
+
+- The caller scales each micro-batch's loss to its part of the global one; ranks are averaged by DeepSpeed, so it is
+  multiplied by their number here. The boundary is set by hand before each backward, so that a mini-batch may have any
+  number of micro-batches. All ranks must run equally many, forward or backward.
+- No compiler is needed: torch's own Adam, fused, and no shared-memory collectives.
+- Adam's state is made at load by one update with learning rate 0, which changes nothing, and then set to what the
+  checkpoint says; weights are in the module before DeepSpeed takes it over. So a checkpoint loads at any stage and
+  number of ranks.
+
+Weights are loaded whole by every rank before ZeRO partitions them: host memory must hold the model once a rank.
+
+Does not know what the model's outputs mean (`policy`, `critic`), nor in which order models are updated (`step`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import torch
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gcore.config.train import CriticSpec, TrainSpec
+from gcore.models.replicas import Extent
+from gcore.train.batching import Feeding, LogitsOf, make_dummy
+from gcore.train.hf_models import evaluate, logits_of, parameter_groups
+
+LARGEST_BUCKET = 500_000_000
+
+
+ADAM_EPS = 1e-8
+
+
+Kind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
+"""`served`: as forward computes with it; `master`: float32; the rest is Adam's, float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedTensor:
+    """A whole tensor of the model, under its Hugging Face name."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """Whether an update was made, and the global gradient norm before clipping; not made: the norm was not finite."""
+
+    applied: bool
+    grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizing:
+    """What DeepSpeed is told of a model: its arithmetic, its ZeRO stage, and Adam's settings."""
+
+    zero_stage: int
+    half: bool
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+
+    @classmethod
+    def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> Optimizing:
+        """`own`: the section that the model's own settings stand in."""
+        return cls(train.zero_stage, train.dtype == "bf16", train.betas, own.weight_decay, own.max_grad_norm)
+
+
+class TrainedModel:
+    """A model being trained. All methods but `shapes` and `buffers` are collectives."""
+
+    def __init__(self, module: nn.Module, how: Optimizing, feeding: Feeding) -> None:
+        """A module in float32, ready to train, Adam's state zero. The module is this one's from now on."""
+        quieten()
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        # DeepSpeed rounds all of the module, and makes its float32 copy from that. What is lost is put back below: of
+        # parameters the lost bits, of buffers all of them, since rotary frequencies are no good in half precision.
+        masters = {name: one.detach().clone() for name, one in module.named_parameters()} if how.half else {}
+        buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=parameter_groups(module, how.weight_decay),
+            config=_config(how, parameters),
+        )
+        evaluate(engine)
+        for name, buffer in module.named_buffers():
+            buffer.data = buffers[name].to(buffer.device)
+        self._engine = engine
+        self.module = module
+        """What computes forward."""
+        self.updater: Any = engine.optimizer
+        """DeepSpeed's optimizer, around torch's own."""
+        self._stage = how.zero_stage
+        self._ranks: int = engine.world_size
+        self._names: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.feeding = feeding
+        self.outputs_of: LogitsOf = logits_of(engine)
+        """What the model says at each scored place, [n, width]."""
+        self.shapes: Mapping[str, tuple[int, ...]] = shapes
+        """Every parameter's shape, in the order in which `tensors` gives them."""
+        self._make_optimizer_state()
+        for name, value in masters.items():
+            self._set(self._names[name], value.to(feeding.device), "master")
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add this rank's part of the global loss. `last`: of the update."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
+
+    def flush(self) -> None:
+        """End the gradients of an update whose last micro-batches train nothing: DeepSpeed hands them to its optimizer in the
+        last backward."""
+        self.backward(self.outputs_of(make_dummy(self.feeding).inputs).float().sum() * 0.0, last=True)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what the next update applies, after the last `backward`. Not a collective."""
+        for gradients in self.updater.averaged_gradients.values():
+            for gradient in gradients or ():
+                gradient.mul_(factor)
+
+    def update(self, learning_rate: float) -> UpdateResult:
+        """Clip and apply the gradients; leave them out if their norm is not finite."""
+        for group in self.updater.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        applied = bool(self._engine.was_step_applied())
+        return UpdateResult(applied, float(norm) if applied and norm is not None else float("inf"))
+
+    def tensors(self, kind: Kind) -> Iterator[NamedTensor]:
+        """Every parameter whole, one after the other, on every rank. To be read to the end by all."""
+        for name, parameter in self._names.items():
+            if kind != "served":
+                value = (
+                    safe_get_full_fp32_param(parameter)
+                    if kind == "master"
+                    else safe_get_full_optimizer_state(parameter, kind)
+                )
+                yield NamedTensor(name, value)
+            elif self._stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    yield NamedTensor(name, parameter.detach())
+            else:
+                yield NamedTensor(name, parameter.detach())
+
+    def buffers(self) -> Iterator[NamedTensor]:
+        """What a model saves besides its parameters; mostly nothing. Not a collective."""
+        saved = self.module.state_dict().keys()
+        for name, buffer in self.module.named_buffers():
+            if name in saved:
+                yield NamedTensor(name, buffer)
+
+    def extents(self) -> Iterator[Extent]:
+        """What of each parameter is this rank's to update; none of some. Not a collective."""
+        for name, parameter in self._names.items():
+            if self._stage == 3:
+                whole = math.prod(self.shapes[name])
+                size = -(-whole // self._ranks)
+                start = min(whole, size * self._engine.global_rank)
+                numel = min(size, whole - start)
+            else:
+                own = parameter._hp_mapping  # type: ignore[attr-defined]
+                start, numel = (0, 0) if own is None else (own.lp_fragment_address.start, own.lp_fragment_address.numel)
+            if numel:
+                yield Extent(name=name, start=start, numel=numel)
+
+    def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
+        """This rank's own values of `master`, `exp_avg` or `exp_avg_sq`, flat, one for each of its extents. Not a collective."""
+        for extent in extents:
+            parameter = self._names[extent.name]
+            if self._stage == 3:
+                local = (
+                    safe_get_local_fp32_param(parameter)
+                    if kind == "master"
+                    else safe_get_local_optimizer_state(parameter, kind)
+                )
+                yield local.flatten()[: extent.numel]
+            else:
+                yield parameter._hp_mapping.get_hp_fragment(None if kind == "master" else kind)  # type: ignore[attr-defined]
+
+    def restore(self, kind: Literal["exp_avg", "exp_avg_sq"], values: Iterable[NamedTensor]) -> None:
+        """Set one half of Adam's state from whole tensors, in any order."""
+        for one in values:
+            parameter = self._names[one.name]
+            self._set(parameter, one.tensor.to(parameter.device), kind)
+
+    def count_updates(self, adam_steps: int) -> None:
+        """Set Adam's own count."""
+        self._set_adam_steps(adam_steps)
+
+    def restore_optimizer(self, states: Mapping[Literal["exp_avg", "exp_avg_sq"], Path], adam_steps: int) -> None:
+        """Set Adam's state from safetensors files under the parameters' names, and its count of updates."""
+        for kind, path in states.items():
+            with safe_open(path, framework="pt") as file:
+                for name, parameter in self._names.items():
+                    self._set(parameter, file.get_tensor(name).to(parameter.device), kind)
+        self._set_adam_steps(adam_steps)
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, kind: Literal["master", "exp_avg", "exp_avg_sq"]) -> None:
+        if self._stage == 3:
+            # DeepSpeed's own cut of a whole value fails where its size is no multiple of the ranks' number.
+            size = -(-value.numel() // self._ranks)
+            padded = functional.pad(value.flatten(), (0, size * self._ranks - value.numel()))
+            own = padded.narrow(0, size * self._engine.global_rank, size)
+            if kind == "master":
+                safe_set_local_fp32_param(parameter, own)
+            else:
+                safe_set_local_optimizer_state(parameter, own, kind)
+        elif kind == "master":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+    def _make_optimizer_state(self) -> None:
+        self.flush()
+        self.update(0.0)
+        optimizer = self.updater
+        if self._stage < 3:
+            # DeepSpeed links Adam's state to the parameters in the midst of its first step, when only the first group of
+            # parameters has any.
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+        self._set_adam_steps(0)
+
+    def _set_adam_steps(self, steps: int) -> None:
+        for state in self.updater.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(steps)
+
+
+def quieten() -> None:
+    """DeepSpeed without its chatter, its compiler, and the optimizer that nobody asked for. Before `initialize`."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _leave_muon_out()
+
+
+def _leave_muon_out() -> None:
+    """DeepSpeed asks whether the optimizer is Muon, and that module pulls all of torch's compiler in: most of a second.
+
+    A module whose Muon is a class of which there are no instances answers the question too.
+    """
+    name = "deepspeed.runtime.zero.muon.muon_optimizer"
+    stand_in = types.ModuleType(name)
+    vars(stand_in)["MuonWithAuxAdam"] = type("MuonWithAuxAdam", (), {})
+    sys.modules.setdefault(name, stand_in)
+
+
+def _config(how: Optimizing, parameters: int) -> dict[str, Any]:
+    # The default would set two gigabytes aside for any model. DeepSpeed wants an even number.
+    bucket = 2 * max(1, min(LARGEST_BUCKET, parameters + 1) // 2)
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": how.max_grad_norm,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "torch_adam": True,
+                "fused": True,
+                "lr": 0.0,
+                "betas": list(how.betas),
+                "eps": ADAM_EPS,
+                "weight_decay": how.weight_decay,
+            },
+        },
+        "zero_optimization": {
+            "stage": how.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "bf16": {"enabled": how.half, "check_grad_overflow": True},
+        "steps_per_print": None,
+    }

@@ -1,0 +1,178 @@
+"""How ranks meet, and the few small things they tell one another: sums, maxima, and whether all mean the same.
+
+Rank 0 listens on its own address only; gloo and NCCL are bound to the interface that carries it. Everything goes through
+tensors; no objects are sent. Gradients and parameters are DeepSpeed's business.
+
+Nothing here times out by itself: who waits for a rank that is gone is ended by the supervisor's watchdog.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gcore.errors import GcoreError
+
+SIOCGIFADDR = 0x8915
+
+
+MEETING_TIMEOUT = timedelta(minutes=10)
+
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Long, because a rank waits in one for a peer that has not been told to apply yet; hangs are the watchdog's."""
+
+
+class WorldDiverged(GcoreError):
+    """The ranks of a world are not about to do the same thing."""
+
+
+class CannotMeet(GcoreError):
+    """The ranks did not come together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and as whom a rank joins. `host`: its own address."""
+
+    rank: int
+    size: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenStore:
+    """Where ranks meet, and where that is: host:port."""
+
+    store: TCPStore
+    address: str
+
+
+class Collective:
+    """The world of ranks, from one of them. All methods are collectives: every rank calls them in the same order."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+
+    @classmethod
+    def join(cls, meeting: Meeting, store: TCPStore) -> Collective:
+        """Join the world that meets in `store`; returns when all have. Raises CannotMeet."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        name = interface_of(meeting.host)
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        # DeepSpeed asks the environment who it is. Each rank sees one device only, so it is always local rank 0.
+        os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(meeting.size), LOCAL_RANK="0")
+        with _meeting_errors(meeting):
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+        return cls(meeting.rank, meeting.size, device)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over all ranks, in float64; zeros add nothing, so this also gathers what one rank knows."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Each value's largest over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def agree(self, what: str, numbers: Sequence[int]) -> None:
+        """Raise WorldDiverged on every rank unless all bring the same int64 numbers."""
+        mine = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
+        brought = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(brought, mine)
+        rows = [row.tolist() for row in brought]
+        if any(row != rows[0] for row in rows):
+            listing = ", ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+            raise WorldDiverged(f"the ranks do not agree on {what} ({listing})")
+
+    def leave(self) -> None:
+        """Destroy the group. Only while no collective runs."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        if self.size > 1 and len(tensor):
+            dist.all_reduce(tensor, operation)
+        return [float(value) for value in tensor.tolist()]
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has the address of `host`; None if none has (then the libraries choose)."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return None
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def open_store(meeting: Meeting) -> OpenStore:
+    """Rank 0's store, listening at its own address. Raises CannotMeet."""
+    with _meeting_errors(meeting):
+        # The store would listen on every interface; handed a socket, it listens where we say.
+        listener = socket.create_server((meeting.host, 0), backlog=128)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            meeting.host,
+            port,
+            meeting.size,
+            is_master=True,
+            timeout=MEETING_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return OpenStore(store, f"{meeting.host}:{port}")
+
+
+def find_store(address: str, meeting: Meeting) -> TCPStore:
+    """Rank 0's store, from another rank. Raises CannotMeet."""
+    host, _, port = address.rpartition(":")
+    with _meeting_errors(meeting):
+        return TCPStore(host, int(port), meeting.size, is_master=False, timeout=MEETING_TIMEOUT, wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def _meeting_errors(meeting: Meeting) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
+        raise CannotMeet(
+            f"rank {meeting.rank} of {meeting.size} could not meet the others ({_first_line(error)})",
+            where=meeting.host,
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,169 @@
+"""Causal attention over sequences that lie end to end in one row, for models that let their attention be replaced.
+
+The row is cut into the micro-batch's rectangles, which are views: sequences of like lengths side by side. Each is plain
+causal attention, so that nothing outside it (projections, norms, the output layer) sees how sequences are arranged. On
+CUDA, in half precision, torch's variable-length kernel does all rectangles in one go, if it proves itself.
+
+What a model wants beyond that (sliding windows, soft caps, sinks, position biases) is refused, never left out silently;
+so is attention across what the rectangles do not cover. Which model can be packed is `prove`'s to find out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from gcore.train.packing import Rectangle
+
+log = logging.getLogger("gcore.train")
+
+
+NAME = "gcore_packed"
+"""What the model's configuration calls it (`attn_implementation`)."""
+
+
+Varlen = Callable[..., Any]
+
+
+class UnsupportedAttention(Exception):
+    """The model wants something of its attention that this one does not do; the text says what."""
+
+
+class PackedAttention:
+    """Registered once a process, for policy and reference.
+
+    `lay` says how the next forward's row is cut. A layer that is computed again for its backward pass (activation
+    checkpointing) reads the same, because every backward comes right after its forward.
+    """
+
+    def __init__(self) -> None:
+        self._rectangles: tuple[Rectangle, ...] = ()
+        self._sizes: list[int] = []
+        self._bounds: Tensor | None = None
+        self._longest = 0
+        self.context = 0
+        """The longest sequence there can be; a sliding window at least as long is none."""
+        self._varlen: Varlen | None = None
+
+    def register(self) -> None:
+        """Models set to `NAME` use it from now on."""
+        AttentionInterface.register(NAME, self)
+
+    def lay(self, rectangles: Sequence[Rectangle], device: torch.device) -> None:
+        """The next forward pass is over these, in order, in one row."""
+        self._rectangles = tuple(rectangles)
+        self._sizes = [one.tokens for one in rectangles]
+        self._longest = max((one.length for one in rectangles), default=0)
+        if self._varlen is not None:
+            lengths = [one.length for one in rectangles for _ in range(one.rows)]
+            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self._bounds = bounds.to(device, non_blocking=True)
+
+    def use_fastest(self, config: Any, dtype: torch.dtype, device: torch.device, *, beside: Any = None) -> None:
+        """Take the variable-length kernel where there is one and it computes what the plain way does.
+
+        `beside`: the configuration of another model that attends by it too; it must hold for both.
+        """
+        self._use(config, dtype, device)
+        if beside is not None and self._varlen is not None:
+            self._use(beside, dtype, device)
+
+    def _use(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._varlen = None
+        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+            return
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+
+            heads = int(config.num_attention_heads)
+            kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+            self._varlen = varlen_attn
+            off = self._varlen_error((heads, kv_heads, dim), dtype, device)
+        except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            self._varlen = None
+            log.info("variable-length attention is not used: %s", " ".join(str(error).split())[:200])
+            return
+        if not off < 0.05:
+            self._varlen = None
+            log.warning("variable-length attention is not used: it comes out %.3g off", off)
+
+    def _varlen_error(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
+        heads, kv_heads, dim = shape
+        self.lay((Rectangle(2, 33), Rectangle(1, 7)), device)
+        tokens = sum(self._sizes)
+        generator = torch.Generator().manual_seed(0)
+        leaves = [
+            torch.randn(1, count, tokens, dim, generator=generator).to(device, dtype).requires_grad_()
+            for count in (heads, kv_heads, kv_heads)
+        ]
+        both = []
+        for attend in (self._at_once, self._by_rectangle):
+            out = attend(leaves[0], leaves[1], leaves[2], dim**-0.5)
+            both.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+        return max(
+            float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(*both, strict=True)
+        )
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """`query` [1, head, token, dim] → [1, token, head, dim], as transformers wants it."""
+        if softcap is not None or s_aux is not None or position_bias is not None:
+            raise UnsupportedAttention("a soft cap, attention sinks or a position bias")
+        if sliding_window is not None and sliding_window < max(self.context, self._longest):
+            raise UnsupportedAttention(f"a sliding window of {sliding_window} tokens")
+        if query.shape[0] != 1 or query.shape[2] != sum(self._sizes) or key.shape[2] != query.shape[2]:
+            raise UnsupportedAttention(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
+        if attention_mask is not None or getattr(module, "is_causal", True) is False:
+            raise UnsupportedAttention("a mask of its own")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attend = self._by_rectangle if self._varlen is None else self._at_once
+        return attend(query, key, value, scale), None
+
+    def _by_rectangle(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        outs = []
+        parts = zip(self._rectangles, *(one[0].split(self._sizes, dim=1) for one in (query, key, value)), strict=True)
+        for shape, *three in parts:
+            q, k, v = (one.unflatten(1, (shape.rows, shape.length)).transpose(0, 1) for one in three)
+            out = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=shape.length > 1, scale=scale, enable_gqa=grouped
+            )
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
+
+    def _at_once(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        assert self._varlen is not None
+        out: Tensor = self._varlen(
+            *(one[0].transpose(0, 1).contiguous() for one in (query, key, value)),
+            self._bounds,
+            self._bounds,
+            self._longest,
+            self._longest,
+            scale=scale,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.unsqueeze(0)
+
+
+PACKED = PackedAttention()
+"""There is one registry of attention functions a process, and so one of these."""

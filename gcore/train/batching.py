@@ -1,0 +1,373 @@
+"""Samples as tensors, and their log-probabilities.
+
+What goes through the model (`Inputs`) is either one row of sequences end to end, or rows padded on the right. With causal
+attention no real token ever sees the padding, so no mask goes to the model. Logits are made only for what is scored: in
+one row for exactly those tokens, in rows for the columns that hold any.
+
+What comes out is laid out anew, response by response: one row a sample, its tokens from column 0 on. Losses and counts
+know that layout only, and not how the model was fed.
+
+Log-probabilities are those of the temperature-scaled, untruncated softmax, in float32, like the engines'; the
+temperature is that of the sample's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gcore.config.train import TrainSpec
+from gcore.errors import DataError
+from gcore.ledger.balance import SampleSlot
+from gcore.train.packing import Cutting, MicroPlan, MiniBatchPlan, Packing, Rectangle, plan_step
+from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+
+# -------------------- logprobs
+# Log-probabilities and entropies of tokens from logits, in little memory.
+#
+# With a vocabulary of 150k, logits are by far the largest tensor of a step. So they are kept once, in the type the model
+# made them in, and everything float32 is made a few rows at a time: forward keeps the logarithm of each row's sum, and
+# backward makes the softmax again from that.
+
+PIECE = 1 << 22
+"""Logits that are looked at together."""
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperature: Tensor | None, *, entropic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Of softmax(logits / temperature): the log-probability of each row's target, and its entropy in nats.
+
+    `logits` [n, vocabulary], `targets` [n] int64, `temperature` [n] float32 or None for 1. Returns two [n], float32 (or
+    float64, if the logits are). The gradient goes through the log-probabilities, and through the entropies if `entropic`.
+    """
+    if temperature is not None:
+        temperature = temperature.to(_precise(logits.dtype))
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, entropic)
+    return found
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _pieces(logits: Tensor) -> list[slice]:
+    rows = max(1, PIECE // logits.shape[-1])
+    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+
+
+def _scaled(logits: Tensor, temperature: Tensor | None, piece: slice) -> Tensor:
+    part = logits[piece].to(_precise(logits.dtype))
+    return part if temperature is None else part / temperature[piece, None]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor | None, entropic: bool
+    ) -> tuple[Tensor, Tensor]:
+        logp = torch.empty(logits.shape[0], dtype=_precise(logits.dtype), device=logits.device)
+        total, entropy = torch.empty_like(logp), torch.empty_like(logp)
+        for piece in _pieces(logits):
+            part = _scaled(logits, temperature, piece)
+            total[piece] = torch.logsumexp(part, dim=-1)
+            logp[piece] = part.gather(1, targets[piece, None])[:, 0] - total[piece]
+            weights = (part - total[piece, None]).exp_()
+            # Where a model forbids a token with -inf, 0 · -inf would be nan; that token adds nothing.
+            entropy[piece] = total[piece] - weights.mul_(part).nan_to_num_(nan=0.0).sum(dim=-1)
+        ctx.save_for_backward(logits, targets, temperature, total, entropy if entropic else None)
+        if not entropic:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, temperature, total, entropy = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for piece in _pieces(logits):
+            scale = gradients[0][piece] if temperature is None else gradients[0][piece] / temperature[piece]
+            logp = _scaled(logits, temperature, piece).sub(total[piece, None])
+            if entropy is None:
+                part = logp.exp_().mul_(-scale[:, None])
+            else:
+                # d entropy / d scaled logit j = -p_j (log p_j + entropy); a token forbidden with -inf has p = 0.
+                pull = gradients[1][piece] if temperature is None else gradients[1][piece] / temperature[piece]
+                bent = (logp + entropy[piece, None]).mul_(pull[:, None]).add_(scale[:, None])
+                weights = logp.exp_()
+                part = torch.where(weights == 0, 0.0, -weights * bent)
+            part.scatter_add_(1, targets[piece, None], scale[:, None])
+            out[piece] = part
+        return out, None, None, None
+
+
+DUMMY = Rectangle(1, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """What a model is given. `tokens` [1, t] with `positions` [1, t], or [b, t] with None: each row counts from 0.
+
+    Logits are wanted for `columns` [c] int64, and of those [b·c] for `rows` [n] int64; None: for all.
+    """
+
+    tokens: Tensor
+    positions: Tensor | None
+    rectangles: tuple[Rectangle, ...]
+    columns: Tensor
+    rows: Tensor | None
+
+
+LogitsOf = Callable[[Inputs], Tensor]
+"""Inputs to the logits [n, vocabulary] of what is scored."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows are `slots`, columns the tokens of their responses, padded to w; for a dummy, one row that is no sample's.
+
+    `mask` [b, w] bool: tokens that are trained; `scored` [b, w] bool: those, and the masked samples' if they are computed. Neither
+    holds what the policy did not make: the model sees it, and nothing is asked about it.
+    `rollout_logp` [b, w] float32: the engine's, 0 where nothing is scored. `targets` [n] int64 are the scored tokens,
+    `temperature` [n] float32 theirs (None: 1 for all), `places` [n] int64 where they stand in [b·w]; where nothing is
+    scored they name one place all the same. `real` of `computed` tokens are some sample's.
+    """
+
+    slots: tuple[SampleSlot, ...]
+    inputs: Inputs
+    targets: Tensor
+    temperature: Tensor | None
+    places: Tensor
+    mask: Tensor
+    scored: Tensor
+    rollout_logp: Tensor
+    real: int
+    computed: int
+
+    @property
+    def size(self) -> str:
+        """For people."""
+        longest = max(one.length for one in self.inputs.rectangles)
+        return f"a micro-batch of {len(self.slots)} samples, {self.computed} tokens, the longest {longest}"
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values [n] of the scored tokens, as [b, w] with 0 elsewhere."""
+        flat = torch.zeros(self.mask.numel(), dtype=values.dtype, device=values.device)
+        return flat.scatter(0, self.places, values).view(self.mask.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Of a micro-batch's tokens: log-probabilities [b, w] float32, entropies [b, w] in nats."""
+
+    logp: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """How models are fed: `packing`, and `vocabulary`, the number of tokens that they know."""
+
+    packing: Packing
+    vocabulary: int
+    device: torch.device
+
+
+def make_batch(work: Work, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
+    """The tensors of some samples; a dummy, with nothing in its mask, for none. Raises DataError."""
+    if not plan.slots:
+        return make_dummy(feeding)
+    return _tensors(plan.slots, _rows(work, plan), plan.rectangles, feeding)
+
+
+def make_dummy(feeding: Feeding) -> MicroBatch:
+    """A micro-batch of no sample, for ranks that must run as many as others."""
+    return _tensors((), (), (DUMMY,), feeding)
+
+
+def score(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
+    """Log-probabilities and entropies of a micro-batch under a model. Gradients as the caller has them enabled.
+
+    `entropic`: whether a gradient goes through the entropies too.
+    """
+    logp, entropy = token_logprobs(logits_of(batch.inputs), batch.targets, batch.temperature, entropic=entropic)
+    return Scores(batch.spread(logp), batch.spread(entropy))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    group: HeldGroup
+    sample: HeldSample
+    masked: bool
+
+
+def _tensors(
+    slots: tuple[SampleSlot, ...], rows: Sequence[_Row], rectangles: tuple[Rectangle, ...], feeding: Feeding
+) -> MicroBatch:
+    computed = sum(one.tokens for one in rectangles)
+    tokens, starts = np.zeros(computed, dtype=np.int64), np.array(_starts(rectangles)[: len(rows)], dtype=np.int64)
+    prompts = np.array([len(row.group.prompt_ids) for row in rows], dtype=np.int64)
+    responses = np.array([len(row.sample.token_ids) for row in rows], dtype=np.int64)
+    width = max(1, int(responses.max(initial=0)))
+    scored = np.zeros((max(1, len(rows)), width), dtype=np.bool_)
+    scored[: len(rows)] = np.arange(width) < responses[:, None]
+    for number, row in enumerate(rows):
+        for start, end in row.sample.observed:
+            scored[number, start:end] = False
+    mask, logprobs = scored.copy(), np.zeros(scored.shape, dtype=np.float32)
+    mask[[number for number, row in enumerate(rows) if row.masked]] = False
+    for number, (row, start, end) in enumerate(zip(rows, starts.tolist(), (starts + prompts).tolist(), strict=True)):
+        tokens[start:end] = row.group.prompt_ids
+        tokens[end : end + len(row.sample.token_ids)] = row.sample.token_ids
+        logprobs[number, : len(row.sample.logprobs)] = row.sample.logprobs
+    logprobs[~scored] = 0.0  # whatever stands where nothing was drawn
+    _check(tokens, rows, slots, feeding.vocabulary)
+    where, counts = np.flatnonzero(scored), scored[: len(rows)].sum(axis=1)
+    scale = np.array([row.group.temperature for row in rows], dtype=np.float32).repeat(counts)
+    # A token is predicted by the one before it; `where % width` counts a response's tokens.
+    columns = (starts + prompts - 1).repeat(counts) + where % width
+    if not len(where):
+        # Something must be scored, or the dummy's gradients would not reach every parameter.
+        columns, where, scale = np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)
+
+    def put(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(feeding.device)
+
+    return MicroBatch(
+        slots,
+        _inputs(tokens, columns, rectangles, feeding),
+        put(tokens[np.minimum(columns + 1, computed - 1)]),
+        None if bool((scale == 1.0).all()) else put(scale),
+        put(where),
+        put(mask),
+        put(scored),
+        put(logprobs),
+        int(prompts.sum() + responses.sum()),
+        computed,
+    )
+
+
+def _rows(work: Work, plan: MicroPlan) -> list[_Row]:
+    rows = []
+    for slot in plan.slots:
+        sealed = work.seal.groups[slot.group]
+        group = work.groups[sealed.digest]
+        rows.append(_Row(group, group.samples[slot.sample], slot.sample in sealed.masked))
+    return rows
+
+
+def _check(tokens: NDArray[np.int64], rows: Sequence[_Row], slots: Sequence[SampleSlot], vocabulary: int) -> None:
+    """Raise DataError if one of them is none of the model's: torch would say no more than that an index is wrong."""
+    if not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
+        return
+    for row, slot in zip(rows, slots, strict=True):
+        for what, ids in (("prompt", row.group.prompt_ids), ("response", row.sample.token_ids)):
+            wrong = ids[(ids < 0) | (ids >= vocabulary)]
+            if len(wrong):
+                raise DataError(
+                    f"token {wrong[0]} in the {what} of sample {slot.sample} is none of the model's {vocabulary}",
+                    where=f"prompt {row.group.ref}",
+                    fix="The tokenizer and the engine must be of the model that is trained",
+                )
+
+
+def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
+    """Where each row begins when all lie end to end."""
+    starts, end = [], 0
+    for one in rectangles:
+        starts += [end + row * one.length for row in range(one.rows)]
+        end += one.tokens
+    return starts
+
+
+def _inputs(
+    tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
+) -> Inputs:
+    """`tokens` [t]: rows end to end; `scored` [n]: those whose logits are wanted."""
+    device = feeding.device
+    flat = torch.from_numpy(tokens).to(device)
+    if feeding.packing == "packed":
+        positions = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
+        columns = torch.from_numpy(scored).to(device)
+        return Inputs(flat.unsqueeze(0), torch.from_numpy(positions).to(device).unsqueeze(0), rectangles, columns, None)
+    (one,) = rectangles
+    row, column = np.divmod(scored, one.length)
+    first, last = int(column.min()), int(column.max())
+    window = last + 1 - first
+    rows = row * window + (column - first)
+    everything = len(rows) == one.rows * window and bool((rows == np.arange(len(rows))).all())
+    return Inputs(
+        flat.view(one.rows, one.length),
+        None,
+        rectangles,
+        torch.arange(first, last + 1, device=device),
+        None if everything else torch.from_numpy(rows).to(device),
+    )
+
+
+# -------------------- cut_step
+# A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
+
+
+class Place(NamedTuple):
+    """A micro-batch of the step."""
+
+    mini_batch: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m."""
+
+    work: Work
+    plans: tuple[MiniBatchPlan, ...]
+    batches: tuple[tuple[MicroBatch, ...], ...]
+
+    def places(self) -> Iterator[Place]:
+        """All micro-batches, in order."""
+        for number, batches in enumerate(self.batches):
+            for k in range(len(batches)):
+                yield Place(number, k)
+
+    def at(self, place: Place) -> MicroBatch:
+        """The micro-batch there."""
+        return self.batches[place.mini_batch][place.micro_batch]
+
+    def reward(self, slot: SampleSlot) -> float:
+        """Of a sample that this rank holds."""
+        return self.work.groups[self.work.seal.groups[slot.group].digest].samples[slot.sample].reward
+
+    def baseline(self, slot: SampleSlot) -> float:
+        """Of the group of a sample that this rank holds. Raises DataError if its flow found none."""
+        group = self.work.groups[self.work.seal.groups[slot.group].digest]
+        if group.baseline is None:
+            raise DataError(
+                "a group without a baseline cannot be trained with train.advantage: remax",
+                where=f"prompt {group.ref}",
+                fix="Use a flow that finds one, such as remax, or another estimator",
+            )
+        return group.baseline
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What is known before the updates. `old` may lack the first mini-batch; it is filled in on the way."""
+
+    advantages: dict[Place, Tensor]
+    old: dict[Place, Tensor]
+    reference: dict[Place, Tensor]
+
+
+def cut_step(work: Work, train: TrainSpec, feeding: Feeding) -> Step:
+    """Raises DataError for tokens that the model does not know."""
+    # The rewards of masked samples need their KL.
+    cutting = Cutting(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
+    plans = plan_step(work.seal, work.layout, work.rank, cutting)
+    batches = tuple(tuple(make_batch(work, one, feeding) for one in plan.micro_batches) for plan in plans)
+    return Step(work, plans, batches)

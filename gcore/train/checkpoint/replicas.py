@@ -1,0 +1,417 @@
+"""Leaves copies of a rank's state in the memory of nodes: its shard on its own node, and on a neighbour's.
+
+After a step, before the rank says that it is applied, so that no step is committed whose state is not copied; and once
+after loading, so that a world that dies before its first step costs nothing either. Each rank writes its shard into its
+node's memory (`gcore.weights.copies`) and sends it to the rank that keeps its second copy, over gloo, from host memory.
+
+Two states are there at most: the one of head, which is the last whose successor was READY, and the one after it, whose
+commit may still fail. What is older goes when a step is begun, for its seal proves that the one before it is head; what is
+of older worlds too, never what is of a newer one: a world that was given up may still live, and not know it. What a world
+starts from counts as one of the two: what was room enough for the world before is room enough for the next.
+
+A copy that does not fit into memory is left out with a warning, and the step goes on: a later loss then costs more steps.
+Does not read copies (`gcore.train.copied`), and never decides that a world starts from them (controllers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gcore.errors import GcoreError
+from gcore.ledger.records.chain import WorldState
+from gcore.models.replicas import BYTES, KINDS, CopyHeader, data_file, drop, header_file, keepers, lying, shard_bytes
+from gcore.system.fault_injection import At, point
+from gcore.train.backends.deepspeed import NamedTensor, TrainedModel
+from gcore.train.backends.distributed import Collective
+from gcore.train.checkpoint.writer import Progress
+from gcore.train.models import Models
+from gcore.train.rank.launch import RankLaunch
+
+log = logging.getLogger("gcore.train")
+
+
+CHUNK_BYTES = 64 << 20
+"""Sent, received and written at once."""
+
+
+STATES = 2
+"""Of which the copies of a shard lie in memory at a time, at most."""
+
+
+SHARE = 4
+"""Of what is free in a node's memory, copies take one part in so many, if the spec does not say how much."""
+
+
+class Copier:
+    """One rank's part in copying. All methods are collectives."""
+
+    def __init__(self, launch: RankLaunch, collective: Collective, models: Models) -> None:
+        self._launch = launch
+        self._collective = collective
+        self._models: Mapping[str, TrainedModel] = trained_models(models)
+        self._folder = Path(launch.memory_dir)
+        self._keepers = keepers(launch.nodes)
+        self._group = host_group(collective)
+        self._extents = {name: tuple(one.extents()) for name, one in self._models.items()}
+        self._settle()
+        self.wanted = self._chosen and self._fits()
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether this job copies, which all its ranks know alike."""
+        return self._launch.spec.train.copies_gb != 0 and len(self._launch.nodes) == self._launch.world_size
+
+    def _settle(self) -> None:
+        """The world is there, in a lineage of its own: of older ones nobody needs anything but what it starts from."""
+        launch = self._launch
+        self._drop(lambda of: of.lineage < launch.lineage and of != launch.start.state)
+
+    def begin(self, step: int) -> None:
+        """A step is about to be trained, from its READY seal: whose state came before the one before it is not needed.
+
+        A world that makes no copies has none of what it started from but that itself: it stays until a step is behind it.
+        """
+        launch = self._launch
+        start = launch.start.state if not self.wanted and step == launch.start.step + 1 else None
+        self._drop(
+            lambda of: (
+                (of.lineage < launch.lineage and of != start) or (of.world == launch.world and of.step < step - 1)
+            )
+        )
+
+    def _drop(self, unwanted: Callable[[WorldState], bool]) -> None:
+        if self._launch.memory_dir:
+            drop(self._folder, self._launch.job_uid, unwanted)
+
+    def keep(self, step: int, attempt: int, progress: Progress, tell: Callable[[], None]) -> int:
+        """Copy the state after (step, attempt). The bytes that lie on this node then, of this state."""
+        if not self.wanted:
+            return 0
+        launch = self._launch
+        of = WorldState(
+            world=launch.world, lineage=launch.lineage, step=step, attempt=attempt, shards=launch.world_size
+        )
+        point(At.COPIES, "before")
+        mine = self._write(of, progress, tell)
+        size = (mine.size if mine is not None else 0) + self._exchange(of, mine, tell)
+        point(At.COPIES, "after")
+        return size
+
+    def _fits(self) -> bool:
+        """Whether all ranks have room for what they are to hold, at its most. A collective."""
+        rank, nodes = self._launch.rank, self._launch.nodes
+        sizes = [0.0] * len(nodes)
+        sizes[rank] = float(sum(shard_bytes(extents) for extents in self._extents.values()))
+        sizes = self._collective.sum(sizes)
+        here = [r for r, node in enumerate(nodes) if node == nodes[rank]]
+        kept = sum(sizes[r] for r, keeper in enumerate(self._keepers) if r in here or keeper in here)
+        # What the world starts from lies there, in place of the older of two states: its room is this world's by and by.
+        start = self._lying()
+        # Without a folder of its node's memory a rank has room for nothing, however little that is.
+        needed = max(STATES * kept, start + kept) / len(here) if self._launch.memory_dir else 1.0
+        limit = self._launch.spec.train.copies_gb
+        try:
+            free = (shutil.disk_usage(self._folder).free + start) / len(here) if self._launch.memory_dir else 0.0
+        except OSError:
+            free = 0.0
+        budget = min(free, limit * 1e9) if limit is not None else free / SHARE
+        lacking = self._collective.max([max(0.0, needed - budget)])[0]
+        if lacking:
+            log.warning(
+                "no copies of the state are made: a rank lacks %.3f GB of memory for them (this one needs %.3f and may take "
+                "%.3f in %r); a world that is lost starts from a checkpoint",
+                *(lacking / 1e9, needed / 1e9, budget / 1e9, self._launch.memory_dir),
+            )
+        return not lacking
+
+    def _lying(self) -> float:
+        """Bytes of this job's copies on this node, when each of its ranks has settled."""
+        return (
+            float(sum(one.size for one in lying(self._folder, self._launch.job_uid)))
+            if self._launch.memory_dir
+            else 0.0
+        )
+
+    def _write(self, of: WorldState, progress: Progress, tell: Callable[[], None]) -> CopyHeader | None:
+        """This rank's own shard; None if there was no room."""
+        path, digest, size = data_file(self._folder, of, self._launch.rank), hashlib.sha256(), 0
+        try:
+            with path.open("wb") as file:
+                for values in self._values():
+                    digest.update(values)
+                    file.write(values)
+                    size += values.nbytes
+                    tell()
+            header = CopyHeader(
+                job_uid=self._launch.job_uid,
+                of=of,
+                shard=self._launch.rank,
+                extents=self._extents,
+                size=size,
+                sha256=digest.hexdigest(),
+                **asdict(progress),
+            )
+            _show(header_file(self._folder, of, self._launch.rank), header.encode())
+        except OSError as error:
+            self._give_up(path, error)
+            return None
+        return header
+
+    def _values(self) -> Iterator[memoryview]:
+        for name, model in self._models.items():
+            for kind in KINDS:
+                for values in model.pieces(kind, self._extents[name]):
+                    yield values.detach().to("cpu", torch.float32).contiguous().view(torch.uint8).numpy().data
+
+    def _exchange(self, of: WorldState, mine: CopyHeader | None, tell: Callable[[], None]) -> int:
+        """Send this rank's shard to its keeper, and keep what others send; the bytes kept."""
+        rank, keeper = self._launch.rank, self._keepers[self._launch.rank]
+        sending: list[dist.Work] = []
+        held: list[Tensor] = []  # what is being sent must stay
+        if keeper is not None:
+            data = self._mapped(of, mine)
+            mine = None if data is None else mine
+            encoded = b"" if mine is None else mine.encode()
+            held.append(torch.tensor([len(encoded), 0 if mine is None else mine.size], dtype=torch.int64))
+            if encoded:
+                held.append(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+            if data is not None and data.numel():
+                held += data.split(CHUNK_BYTES)
+            sending = [work for one in held if (work := dist.isend(one, keeper, group=self._group)) is not None]
+        kept = sum(
+            self._receive(of, sender, tell) for sender in range(len(self._keepers)) if self._keepers[sender] == rank
+        )
+        for work in sending:
+            work.wait()
+            tell()
+        return kept
+
+    def _mapped(self, of: WorldState, mine: CopyHeader | None) -> Tensor | None:
+        """What this rank has written, to be sent; None if there is nothing, or if somebody took it away."""
+        if mine is None or not mine.size:
+            return None if mine is None else torch.empty(0, dtype=torch.uint8)
+        path = data_file(self._folder, of, self._launch.rank)
+        try:
+            return torch.from_file(str(path), shared=False, size=mine.size, dtype=torch.uint8)
+        except RuntimeError:  # torch says so of a file that is gone, or shorter
+            log.warning("a copy is not sent on, for it is gone: %s", path)
+            return None
+
+    def _receive(self, of: WorldState, sender: int, tell: Callable[[], None]) -> int:
+        """One shard from another node; the bytes kept of it. What there is no room for is received all the same."""
+        lengths = torch.empty(2, dtype=torch.int64)
+        dist.recv(lengths, sender, group=self._group)
+        encoded, size = (int(value) for value in lengths)
+        if not encoded:
+            return 0
+        header = torch.empty(encoded, dtype=torch.uint8)
+        dist.recv(header, sender, group=self._group)
+        path, room = data_file(self._folder, of, sender), True
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(path.open("wb"))
+            except OSError as error:
+                room = self._give_up(path, error)
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+                dist.recv(chunk, sender, group=self._group)
+                try:
+                    if room:
+                        file.write(chunk.numpy().data)
+                except OSError as error:
+                    room = self._give_up(path, error)
+                tell()
+        try:
+            if room:
+                _show(header_file(self._folder, of, sender), header.numpy().tobytes())
+        except OSError as error:
+            room = self._give_up(path, error)
+        return size if room else 0
+
+    def _give_up(self, path: Path, error: OSError) -> bool:
+        log.warning("a copy is left out (%s): %s", error.strerror or error, path)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        return False
+
+
+def trained_models(models: Models) -> dict[str, TrainedModel]:
+    """What a rank trains, under the names that copies call it by."""
+    named: dict[str, TrainedModel] = {"policy": models.policy}
+    return named if models.critic is None else {**named, "critic": models.critic}
+
+
+def host_group(collective: Collective) -> dist.ProcessGroup | None:
+    """A group of all ranks that moves host memory; None: the world itself does. A collective."""
+    if collective.size == 1 or collective.device.type == "cpu":
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+def _show(path: Path, data: bytes) -> None:
+    """A header's name comes last, so that a copy is there whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+# -------------------- copied
+# Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
+#
+# Every rank looks into its own node's memory; each shard is read, once, by the first rank that has it there, which proves it
+# against its digest before anybody uses it, and goes from there to all others, parameter by parameter. What the copies are to
+# be of stands in the launch document, which has it from the rollback in the log: whatever else lies in memory, of another
+# world, another step, or not whole, is passed over. If a shard is missing, or is damaged, the world does not start, and a
+# sentence says which; the next one starts from a checkpoint.
+#
+# Does not decide that copies are used, and makes none (`gcore.train.copying`).
+
+
+class CopiesLost(GcoreError):
+    """A state is not there whole, in the memory of the nodes of this world."""
+
+
+class Copies:
+    """A state that is there whole, from one rank. All methods are collectives."""
+
+    def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
+        """Find it, and prove it. Raises CopiesLost, on every rank or on the one that found damage."""
+        self._folder = Path(launch.memory_dir)
+        self._job_uid = launch.job_uid
+        self._of = of
+        self._collective = collective
+        self._group = host_group(collective)
+        self._tell = tell
+        self._sources = self._find()
+        self._mine = {
+            s: _Shard.open(self._folder, self._job_uid, of, s, tell)
+            for s, source in enumerate(self._sources)
+            if source == collective.rank
+        }
+        # What is damaged on one rank is known to all before any of them waits for it.
+        damaged = collective.max([0.0 if self._mine.get(s, "") is not None else 1.0 for s in range(of.shards)])
+        if any(damaged):
+            shards = ", ".join(str(s) for s, bad in enumerate(damaged) if bad)
+            raise CopiesLost(f"the copies of shard {shards} of {of} are not what was copied", where=str(self._folder))
+        self._headers = [self._shared(shard) for shard in range(of.shards)]
+        self.progress = self._agreed()
+
+    def fill(self, model: str, module: nn.Module) -> None:
+        """Put the weights of `model` into a whole module, in float32, in place of its own. Raises CopiesLost."""
+        parameters = dict(module.named_parameters())
+        with torch.no_grad():
+            for one in self._values(model, "master", {name: p.shape for name, p in parameters.items()}):
+                parameters[one.name].copy_(one.tensor)
+
+    def restore(self, models: Models) -> None:
+        """Put Adam's state back, of all models."""
+        done = {
+            "policy": self.progress.updates - self.progress.skipped,
+            "critic": self.progress.critic_updates - self.progress.critic_skipped,
+        }
+        for name, model in trained_models(models).items():
+            shapes = {key: torch.Size(shape) for key, shape in model.shapes.items()}
+            model.restore("exp_avg", self._values(name, "exp_avg", shapes))
+            model.restore("exp_avg_sq", self._values(name, "exp_avg_sq", shapes))
+            model.count_updates(done[name])
+
+    def _find(self) -> list[int]:
+        """By shard, the rank that reads it."""
+        rank, size, shards = self._collective.rank, self._collective.size, self._of.shards
+        held = {header.shard for header in lying(self._folder, self._job_uid) if header.of == self._of}
+        mine = [float(rank == r and s in held) for s in range(shards) for r in range(size)]
+        found = self._collective.sum(mine)
+        sources = [next((r for r in range(size) if found[s * size + r]), None) for s in range(shards)]
+        missing = [str(s) for s, source in enumerate(sources) if source is None]
+        if missing:
+            raise CopiesLost(
+                f"no node of this world has shard {', '.join(missing)} of {self._of.shards} of {self._of} in memory",
+                where=str(self._folder),
+            )
+        return [source for source in sources if source is not None]
+
+    def _shared(self, shard: int) -> CopyHeader:
+        """A shard's header, on all ranks."""
+        source, own = self._sources[shard], self._mine.get(shard)
+        data = own.header.encode() if own is not None else b""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self._spread(length, source)
+        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        if own is None:
+            encoded = torch.empty(int(length), dtype=torch.uint8)
+        self._spread(encoded, source)
+        return CopyHeader.decode(encoded.numpy().tobytes(), f"shard {shard} of {self._of}")
+
+    def _agreed(self) -> Progress:
+        counts = {(h.updates, h.skipped, h.critic_updates, h.critic_skipped) for h in self._headers}
+        if len(counts) != 1:
+            raise CopiesLost(f"the shards of {self._of} do not count the same updates: {sorted(counts)}")
+        return Progress(*counts.pop())
+
+    def _values(self, model: str, kind: str, shapes: Mapping[str, torch.Size]) -> Iterator[NamedTensor]:
+        """Every parameter of a model whole, in the order of `shapes`, in host memory, on every rank."""
+        places: dict[str, list[tuple[int, int, int, int]]] = {name: [] for name in shapes}
+        for shard, header in enumerate(self._headers):
+            for of_model, of_kind, extent, offset in header.places():
+                if (of_model, of_kind) == (model, kind):
+                    if extent.name not in places:
+                        raise CopiesLost(
+                            f"{self._of} has a parameter {extent.name} of the {model} that this job has not"
+                        )
+                    places[extent.name].append((extent.start, extent.numel, shard, offset))
+        for name, shape in shapes.items():
+            whole, end = torch.empty(shape.numel(), dtype=torch.float32), 0
+            for start, numel, shard, offset in sorted(places[name]):
+                if start != end:
+                    break
+                end = start + numel
+                part, own = whole[start:end], self._mine.get(shard)
+                if own is not None:
+                    part.copy_(own.data[offset : offset + numel * BYTES].view(torch.float32))
+                self._spread(part, self._sources[shard])
+            if end != shape.numel():
+                raise CopiesLost(f"{self._of} has {end} of the {shape.numel()} elements of {name} of the {model}")
+            self._tell()
+            yield NamedTensor(name, whole.view(shape))
+
+    def _spread(self, values: Tensor, source: int) -> None:
+        if self._collective.size > 1 and values.numel():
+            dist.broadcast(values, source, group=self._group)
+
+
+class _Shard:
+    """A shard that this rank reads: its header and its data, mapped, never read into memory twice."""
+
+    def __init__(self, header: CopyHeader, data: Tensor) -> None:
+        self.header = header
+        self.data = data
+
+    @classmethod
+    def open(cls, folder: Path, job_uid: str, of: WorldState, shard: int, tell: Callable[[], None]) -> _Shard | None:
+        """None if it is gone by now, or its digest is another."""
+        header = next((h for h in lying(folder, job_uid) if h.of == of and h.shard == shard), None)
+        if header is None:
+            return None
+        if not header.size:
+            return cls(header, torch.empty(0, dtype=torch.uint8))
+        try:
+            path = str(data_file(folder, of, shard))
+            data = torch.from_file(path, shared=False, size=header.size, dtype=torch.uint8)
+        except RuntimeError:  # torch says so of a file that is gone, or shorter
+            return None
+        digest = hashlib.sha256()
+        for chunk in data.split(CHUNK_BYTES):
+            digest.update(chunk.numpy().data)
+            tell()
+        return cls(header, data) if digest.hexdigest() == header.sha256 else None

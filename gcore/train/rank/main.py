@@ -1,0 +1,433 @@
+"""The train rank's process: the control line, the server, the training thread, and how it ends.
+
+One thread does all of torch's work, one step after the other; another writes checkpoints beside it; the main thread serves.
+What fails while loading or training ends the process: it tells its supervisor and whoever watches in one sentence, and
+leaves with 1. Stopped without work at hand it says farewell to its group first; amid work there is nobody to say it to. A
+checkpoint that is being written then is given up: whoever stops a rank has its job's last one, or wants none.
+
+A rank without work that still writes is in phase `checkpoint`, not `waiting`: so a disk that takes nothing any more is found
+by the watchdog, as any other hang.
+
+The end is `os._exit` either way: gloo's threads can abort the interpreter on its way out, after all is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from gcore.api.rpc import VersionGate
+from gcore.api.tls import NodesOnly, Watched, server_credentials
+from gcore.api.v1 import train_pb2_grpc
+from gcore.config.train import STORED
+from gcore.errors import GcoreError
+from gcore.ledger.balance import content_sha256
+from gcore.models.layout import Manifest, has_critic, read_manifest, verify_checkpoint
+from gcore.system import daemon as logs
+from gcore.system.clock import Clock
+from gcore.train.checkpoint.run_files import CHECKPOINT, CheckpointWriter
+from gcore.train.rank.feed import FeedState, PartWork, Work, WorldName
+from gcore.train.rank.launch import CannotRest, Phases, RankLaunch, StepResult, Told
+from gcore.train.rank.service import RankBoard, TrainRankService
+from gcore.types import Version
+from gcore.worker.control import Control
+
+if TYPE_CHECKING:
+    from gcore.train.backends.distributed import Collective
+    from gcore.train.models import Fill, Models
+
+# -------------------- loading
+# Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it starts from.
+#
+# Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for somebody
+# else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a thread.
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks)."""
+
+    publish: Callable[[str], None]
+    find: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank that can train. `run` applies a step, `accumulate` adds a part of the next to its gradients, `rest` has exactly the
+    named parts of its memory given back, `leave` says farewell to the others; all in the loading thread. `released`: which parts
+    are, for any thread."""
+
+    run: Callable[[Work, Callable[[str], None]], StepResult]
+    leave: Callable[[], None]
+    accumulate: Callable[[PartWork, Callable[[str], None]], None]
+    rest: Callable[[Collection[str], Callable[[str], None]], None]
+    released: Callable[[], frozenset[str]]
+
+
+def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None], writer: CheckpointWriter) -> Loaded:
+    """Everything up to serving; `tell` hears of progress, `writer` writes the checkpoints. Raises GcoreError."""
+    began = clock.monotonic()
+    manifest = _manifest(launch)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import torch
+
+    from gcore.train.backends import distributed as meeting_place
+
+    tell("loading")
+    torch.set_num_threads(launch.threads)
+    torch.set_num_interop_threads(1)  # nothing here runs operators side by side
+    meeting = meeting_place.Meeting(launch.rank, launch.world_size, launch.host)
+    if launch.rank == 0:
+        opened = meeting_place.open_store(meeting)
+        meet.publish(opened.address)
+        _import_the_rest(tell)
+        store = opened.store
+    else:
+        _import_the_rest(tell)
+        store = meeting_place.find_store(meet.find(), meeting)
+    collective = meeting_place.Collective.join(meeting, store)
+    tell("loading")
+
+    from gcore.train.checkpoint.replicas import Copier, Copies
+    from gcore.train.checkpoint.writer import Progress, Saver, restore_critic, restore_optimizer
+    from gcore.train.offload import Resting, RestingTrainer
+    from gcore.train.step import StepTrainer
+
+    def loading() -> None:
+        tell("loading")
+
+    copies = None if launch.start.state is None else Copies(launch, launch.start.state, collective, loading)
+    models = _models(launch, collective, tell, None if copies is None else copies.fill)
+    progress = Progress(0, 0)
+    folder = launch.checkpoint_path
+    if copies is not None:
+        copies.restore(models)
+        progress = copies.progress
+    if manifest is not None and folder is not None:
+        restore_optimizer(models.policy, folder, manifest)
+        if models.critic is not None:
+            restore_critic(models.critic, folder, manifest)
+        progress = Progress.of(manifest)
+    saver = Saver(launch, models.policy, models.critic, writer)
+    saver.stage(Version(launch.lineage, launch.start.step), loading, collective.max)
+    loading()
+    copier = Copier(launch, collective, models)
+    if launch.resumes:
+        copier.keep(launch.start.step, 0, progress, loading)
+    trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
+    resting = Resting(models, launch.spec.train, collective.device, clock)
+    rested = RestingTrainer(resting, collective, trainer)
+    return Loaded(rested.run, collective.leave, rested.accumulate, resting.rest, lambda: resting.released)
+
+
+def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> Models:
+    """All that the spec asks for. One reading of the files serves them all at the first start."""
+    import torch
+
+    from gcore.train.hf_models import explained
+    from gcore.train.models import load_models
+
+    with explained("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
+        models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill)
+    if collective.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return models
+
+
+def _manifest(launch: RankLaunch) -> Manifest | None:
+    """The start checkpoint's. Rank 0 reads every byte of it once more; when it ends, so does the world."""
+    folder = launch.checkpoint_path
+    if folder is None:
+        return None
+    manifest = verify_checkpoint(folder) if launch.rank == 0 else read_manifest(folder)
+    if manifest.step != launch.start.step or manifest.job_uid != launch.job_uid:
+        raise GcoreError(
+            f"the checkpoint is of step {manifest.step} of job {manifest.job_uid}, "
+            f"not of step {launch.start.step} of job {launch.job_uid}",
+            where=str(folder),
+        )
+    if launch.spec.train.critic is not None and not has_critic(manifest):
+        raise GcoreError(
+            "the checkpoint holds no critic, and this job trains one (train.advantage: gae)",
+            where=str(folder),
+            fix="Go on from a checkpoint of a job with a critic, or start from the model with a new one",
+        )
+    return manifest
+
+
+def _import_the_rest(tell: Callable[[str], None]) -> None:
+    from gcore.system.torch_imports import leave_compiler_out
+
+    leave_compiler_out()
+    import gcore.train.models  # DeepSpeed and transformers: seconds
+
+    del gcore
+    tell("loading")
+
+
+log = logging.getLogger("gcore.train")
+
+
+SHOW_S = 0.5
+"""Progress within a phase is shown so often at most: it is worth nothing beyond "it lives"."""
+
+
+FAREWELL_S = 2.0
+"""So long may the farewell take, to watchers or to the group."""
+
+
+MESSAGE_BYTES = 8 << 20
+"""An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
+
+
+Loader = Callable[[RankLaunch, Meet, Clock, Callable[[str], None], CheckpointWriter], Loaded]
+"""Everything up to serving, in the thread that trains."""
+
+
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
+"""What gloo and NCCL say, amid much else, when a rank they wait for has ended. The log has all of it."""
+
+
+class Orders:
+    """What the supervisor says, sorted: where rank 0 is, and that it is time to stop."""
+
+    def __init__(self, control: Control, stop: Callable[[], None]) -> None:
+        self._control = control
+        self._stop = stop
+        self._rendezvous: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+
+    def rendezvous(self) -> str:
+        """Block until it is known where rank 0 listens."""
+        return self._rendezvous.get()
+
+    def _listen(self) -> None:
+        while True:
+            message: dict[str, Any] = self._control.commands.get()
+            if message.get("command") == "rendezvous":
+                self._rendezvous.put(str(message["address"]))
+            elif message.get("command") == "stop":
+                self._stop()
+
+
+class Pulse:
+    """Progress, told to the supervisor and shown to watchers: every phase, and now and then within one. Any thread."""
+
+    def __init__(self, control: Control, clock: Clock, show: Callable[[str, int], None]) -> None:
+        self._control = control
+        self._clock = clock
+        self._show = show
+        self._phase = ""
+        self._progress = 0
+        self._shown = 0.0
+        self._phases = Phases("loading", clock.monotonic())
+
+    def tell(self, phase: str) -> None:
+        """There is progress, in `phase`. From one thread at a time."""
+        self._progress += 1
+        now = self._clock.monotonic()
+        self._phases.tell(phase, now)
+        if phase == self._phase and now - self._shown < SHOW_S:
+            return
+        self._phase, self._shown = phase, now
+        self._control.send("progress", phase=phase, progress=self._progress)
+        self._show(phase, self._progress)
+
+    def told(self) -> Told:
+        """What the time until now was."""
+        return self._phases.read(self._clock.monotonic())
+
+
+class RankProcess:
+    """One rank's life, in the event loop."""
+
+    def __init__(self, launch: RankLaunch, control: Control, clock: Clock, loader: Loader = load) -> None:
+        self._launch = launch
+        self._loader = loader
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._end: asyncio.Future[int] = self._loop.create_future()
+        name = WorldName(launch.job_uid, launch.world, launch.lineage)
+        state = FeedState(name, launch.rank, launch.world_size, launch.start.step, streams=launch.spec.train.stream)
+        self._pulse = Pulse(control, clock, self._note_soon)
+        self._board = RankBoard(state, clock, self._pulse.told)
+        self._orders = Orders(control, self._stop_soon)
+        self._server = grpc.aio.server(
+            interceptors=[*([NodesOnly()] if launch.tls else []), VersionGate()],
+            options=[("grpc.max_receive_message_length", MESSAGE_BYTES)],
+        )
+        self._loaded: Loaded | None = None
+        self._writer = CheckpointWriter(launch.run_path, launch.world, self._wrote_soon)
+        self._busy = asyncio.create_task(self._load())
+        self._busy.add_done_callback(self._finished)
+
+    async def run(self) -> int:
+        """Until it is stopped or fails. Returns the exit code."""
+        code = await self._end
+        await asyncio.to_thread(self._writer.give_up, FAREWELL_S)
+        if code == 0 and self._loaded is not None and self._busy.done():
+            leaving = self._loop.run_in_executor(self._thread, self._loaded.leave)
+            await asyncio.wait({leaving}, timeout=FAREWELL_S)
+        await self._server.stop(None)
+        # Calls that were cut off end in the loop's next turn; were they ended with the loop, the log would tell of them as of errors.
+        await self._clock.sleep(0.0)
+        return code
+
+    async def _load(self) -> None:
+        meet = Meet(lambda address: self._control.send("store", address=address), self._orders.rendezvous)
+        self._loaded = await self._loop.run_in_executor(
+            self._thread, self._loader, self._launch, meet, self._clock, self._pulse.tell, self._writer
+        )
+        train_pb2_grpc.add_TrainRankServicer_to_server(
+            TrainRankService(self._board, self._begin, self._begin_part, self._rest), self._server
+        )
+        port = self._listen(f"{self._launch.host}:0")
+        await self._server.start()
+        log.info("rank %d of %s serves", self._launch.rank, self._board.state.name)
+        self._control.send("serving", address=f"{self._launch.host}:{port}")
+        self._pulse.tell("waiting")
+
+    def _listen(self, address: str) -> int:
+        tls = self._launch.tls
+        if tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, server_credentials(Watched(tls.material), mutual=True))
+
+    def _begin(self, work: Work) -> None:
+        self._busy = asyncio.create_task(self._apply(work))
+        self._busy.add_done_callback(self._finished)
+
+    def _begin_part(self, part: PartWork) -> None:
+        # One thread does all of it, so what is begun later comes later.
+        self._busy = asyncio.create_task(self._accumulate(part))
+        self._busy.add_done_callback(self._finished)
+
+    async def _rest(self, what: Collection[str]) -> None:
+        """Have exactly these parts released. Raises CannotRest, and what fails otherwise is the process's failure."""
+        task = self._busy = asyncio.create_task(self._go_to_rest(what))
+        task.add_done_callback(self._rested)
+        await asyncio.shield(task)  # it goes on, whoever does not wait for it any more
+
+    async def _go_to_rest(self, what: Collection[str]) -> None:
+        assert self._loaded is not None
+        try:
+            await self._loop.run_in_executor(self._thread, self._loaded.rest, what, self._pulse.tell)
+        finally:
+            self._board.released = self._loaded.released()
+            if self._busy is asyncio.current_task():
+                self._pulse.tell(self._resting)
+
+    def _rested(self, task: asyncio.Task[None]) -> None:
+        """What finds no room is told to whoever asked for it, and the rank goes on as it was."""
+        if task.cancelled() or not isinstance(task.exception(), CannotRest):
+            self._finished(task)
+
+    async def _accumulate(self, part: PartWork) -> None:
+        assert self._loaded is not None
+        await self._loop.run_in_executor(self._thread, self._loaded.accumulate, part, self._pulse.tell)
+        if self._busy is asyncio.current_task():  # or the thread tells already of what was begun since
+            self._pulse.tell(self._resting)
+
+    async def _apply(self, work: Work) -> None:
+        assert self._loaded is not None
+        result: StepResult = await self._loop.run_in_executor(self._thread, self._loaded.run, work, self._pulse.tell)
+        self._pulse.tell(self._resting)
+        self._board.reported(result, content_sha256(work.seal))
+
+    @property
+    def _resting(self) -> str:
+        """The phase without a step to apply. Until a write that failed is tried again, there is nothing to be stuck in."""
+        writing = self._writer.writing
+        return CHECKPOINT if self._writer.busy and writing is not None and not writing.error else "waiting"
+
+    def _wrote_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._wrote)
+
+    def _wrote(self) -> None:
+        """The writer got on, or ended."""
+        defect = self._writer.defect()
+        if defect is not None:
+            self._failed(defect)
+            return
+        board, told = self._board, self._board.checkpointing
+        board.saved, board.writing, board.trouble = self._writer.saved, self._writer.writing, self._writer.trouble
+        if self._busy.done() and not self._end.done():
+            self._pulse.tell(self._resting)
+        if board.checkpointing != told:  # bytes alone are shown with the next progress
+            board.show()
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """Of loading or a step. A failure is the process's."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._end.done() and not self._board.error:
+            log.error("rank %d fails in phase %s", self._launch.rank, self._board.phase, exc_info=error)
+            self._board.failed(reason_of(error, self._board.phase))
+            self._busy = asyncio.create_task(self._fail())
+
+    async def _fail(self) -> None:
+        self._control.send("failed", reason=self._board.error)
+        await self._server.stop(FAREWELL_S)  # returns when the watchers have heard it
+        if not self._end.done():
+            self._end.set_result(1)
+
+    def _stop_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if not self._end.done():
+            self._end.set_result(0)
+
+    def _note_soon(self, phase: str, progress: int) -> None:
+        self._loop.call_soon_threadsafe(self._note, phase, progress)
+
+    def _note(self, phase: str, progress: int) -> None:
+        self._board.phase, self._board.progress = phase, progress
+        if self._loaded is not None:
+            self._board.released = self._loaded.released()
+        self._board.show()
+
+
+def reason_of(error: BaseException, phase: str) -> str:
+    """A failure as one sentence."""
+    if isinstance(error, GcoreError):
+        return str(error)
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_RANK):
+        return f"lost another rank of the world in phase {phase}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__} in phase {phase}" + (f": {lines[0]}" if lines else "")
+
+
+def main(clock: Clock, loader: Loader = load) -> None:
+    """Run the rank whose launch document comes over the control line; does not return."""
+    logs.set_up()
+    control = Control.inherit()
+    if control is None:
+        sys.exit("gcore.train is started by gcore-worker, with a launch document; to train, use gcore run")
+    launch = RankLaunch.model_validate(control.launch, context=STORED)
+
+    async def live() -> int:
+        return await RankProcess(launch, control, clock, loader).run()
+
+    code = asyncio.run(live())
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,226 @@
+"""The messages of `TrainRank`, checked and turned into what `gcore.train.feed_state` knows, and back: the only place that
+knows how tokens, worlds and groups go over the wire, for the rank and for whoever feeds it.
+
+A payload must have the size and the SHA-256 its header announced; every sample must have the digest that came with it,
+and the digests of a group's samples must give the group's own. Whether that is the digest in the seal is decided later,
+when there is a seal. Numbers that are not finite are refused here, before they can reach a gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from gcore.api.v1 import train_pb2 as pb
+from gcore.errors import GcoreError
+from gcore.ledger.balance import parts_sha256
+from gcore.schema import SCHEMA_VERSION
+from gcore.train.checkpoint.run_files import Saved, Writing
+from gcore.train.rank.feed import FeedState, HeldGroup, HeldSample, Listing, WorldName
+from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, misplaced
+
+CHUNK_BYTES = 1 << 20
+
+
+LARGEST_PAYLOAD = (1 << 31) - 1
+"""What protobuf can hold in one message."""
+
+
+class FeedDamaged(GcoreError):
+    """What a sender brought is not what it said it was; it must send again."""
+
+
+def read_world(world: pb.WorldId) -> WorldName:
+    """The world a caller means."""
+    return WorldName(world.job_uid, world.world, world.lineage)
+
+
+def read_token(token: pb.StepToken) -> Token:
+    """A token."""
+    return Token(token.lineage, token.step, token.attempt)
+
+
+def write_world(name: WorldName) -> pb.WorldId:
+    """Inverse of `read_world`."""
+    return pb.WorldId(job_uid=name.job_uid, world=name.world, lineage=name.lineage)
+
+
+def write_token(token: Token) -> pb.StepToken:
+    """Inverse of `read_token`."""
+    return pb.StepToken(lineage=token.lineage, step=token.step, attempt=token.attempt)
+
+
+def write_held(held: Listing) -> list[pb.HeldGroup]:
+    """What is held, by digest."""
+    return [pb.HeldGroup(digest=digest, samples=sorted(samples)) for digest, samples in sorted(held.items())]
+
+
+def read_held(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
+    """Inverse of `write_held`."""
+    return {group.digest: frozenset(group.samples) for group in held}
+
+
+def write_state(state: FeedState) -> pb.RankState:
+    """The part of a rank's state that this module knows."""
+    message = pb.RankState(
+        schema_version=SCHEMA_VERSION,
+        world=write_world(state.name),
+        rank=state.rank,
+        world_size=state.world_size,
+        held=write_held(state.held),
+    )
+    if state.holding is not None:
+        message.holding.CopyFrom(write_token(state.holding))
+    if state.applied is not None:
+        message.applied.CopyFrom(write_token(state.applied))
+    if state.begun:
+        message.streaming.CopyFrom(write_token(Token(state.name.lineage, state.done + 1, 0)))
+        message.begun, message.begun_sha256 = len(state.begun), parts_sha256(state.begun)
+    return message
+
+
+def write_saved(saved: Saved) -> pb.SavedCheckpoint:
+    """A checkpoint that is on the disk."""
+    return pb.SavedCheckpoint(
+        lineage=saved.version.lineage, step=saved.version.step, file=saved.file, sha256=saved.sha256
+    )
+
+
+def read_saved(message: pb.SavedCheckpoint) -> Saved:
+    """Inverse of `write_saved`."""
+    return Saved(Version(message.lineage, message.step), message.file, message.sha256)
+
+
+def write_writing(writing: Writing) -> pb.CheckpointWrite:
+    """How the newest write of a checkpoint stands."""
+    return pb.CheckpointWrite(
+        lineage=writing.version.lineage,
+        step=writing.version.step,
+        total=writing.total,
+        written=writing.written,
+        error=writing.error,
+        over=writing.over,
+    )
+
+
+def read_writing(message: pb.CheckpointWrite) -> Writing:
+    """Inverse of `write_writing`."""
+    return Writing(
+        version=Version(message.lineage, message.step),
+        total=message.total,
+        written=message.written,
+        error=message.error,
+        over=message.over,
+    )
+
+
+def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
+    """A feed of some samples (by index) of groups. What `read_payload` reads."""
+    return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
+
+
+def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, HeldGroup]:
+    """The groups of a feed, by digest. `data` is all chunks, joined. Raises FeedDamaged."""
+    if len(data) != header.total_bytes or hashlib.sha256(data).digest() != header.sha256:
+        raise FeedDamaged(
+            f"{len(data)} bytes came that are not the {header.total_bytes} announced", where=header.sender
+        )
+    try:
+        payload = pb.FeedPayload.FromString(data)
+    except DecodeError as error:
+        raise FeedDamaged(f"not a FeedPayload ({error})", where=header.sender) from error
+    groups: dict[str, HeldGroup] = {}
+    for part in payload.groups:
+        group = _group(part, header.sender)
+        groups[group.digest] = groups[group.digest].joined(group) if group.digest in groups else group
+    return groups
+
+
+def sample_digest(token_ids: bytes, logprobs: bytes, reward: float, *, masked: bool, observed: bytes = b"") -> bytes:
+    """`gcore.types.Sample.digest` from the bytes as they come over the wire."""
+    h = hashlib.sha256(struct.pack("<I", len(token_ids) // 4))
+    h.update(token_ids)
+    h.update(logprobs)
+    h.update(struct.pack("<f?", reward, masked))
+    h.update(observed)
+    return h.digest()
+
+
+def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
+    return pb.GroupPart(
+        ref=pb.PromptRef(data_epoch=group.ref.data_epoch, shard=group.ref.shard, seq=group.ref.seq),
+        digest=group.digest(),
+        prompt_ids=np.asarray(group.prompt_ids, dtype="<i4").tobytes(),
+        sample_digests=[sample.digest() for sample in group.samples],
+        samples=[
+            pb.SamplePart(
+                index=index,
+                token_ids=np.asarray(group.samples[index].token_ids, dtype="<i4").tobytes(),
+                logprobs=np.asarray(group.samples[index].logprobs, dtype="<f4").tobytes(),
+                reward=group.samples[index].reward,
+                finish_reason=group.samples[index].finish_reason,
+                masked=group.samples[index].masked,
+                observed=np.asarray(group.samples[index].observed, dtype="<i4").tobytes(),
+            )
+            for index in sorted(samples)
+        ],
+        temperature=group.temperature,
+        baseline=group.baseline,
+    )
+
+
+def _group(part: pb.GroupPart, sender: str) -> HeldGroup:
+    ref = PromptRef(part.ref.data_epoch, part.ref.shard, part.ref.seq)
+    where = f"group {part.digest} of prompt {ref} from {sender}"
+    if not part.prompt_ids or len(part.prompt_ids) % 4:
+        raise FeedDamaged(f"a prompt of {len(part.prompt_ids)} bytes; at least one int32 is needed", where=where)
+    prompt_ids = np.frombuffer(part.prompt_ids, dtype="<i4").astype(np.int32)
+    if not (math.isfinite(part.temperature) and part.temperature > 0):
+        raise FeedDamaged(f"temperature {part.temperature}; it must be above 0", where=where)
+    baseline = part.baseline if part.HasField("baseline") else None
+    if baseline is not None and not math.isfinite(baseline):
+        raise FeedDamaged(f"baseline {baseline}; it must be finite", where=where)
+    digests = list(part.sample_digests)
+    if group_digest(ref, tuple(prompt_ids.tolist()), digests, part.temperature, baseline) != part.digest:
+        raise FeedDamaged("the digest is not that of the prompt and the samples' digests", where=where)
+    samples = {}
+    for sample in part.samples:
+        if sample.index >= len(part.sample_digests):
+            raise FeedDamaged(f"sample {sample.index} of {len(part.sample_digests)}", where=where)
+        samples[sample.index] = _sample(sample, part.sample_digests[sample.index], where)
+    return HeldGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline)
+
+
+def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:
+    if len(sample.token_ids) % 4 or len(sample.token_ids) != len(sample.logprobs):
+        raise FeedDamaged(
+            f"sample {sample.index} has {len(sample.token_ids)} bytes of token ids and "
+            f"{len(sample.logprobs)} of log-probabilities",
+            where=where,
+        )
+    own = sample_digest(
+        sample.token_ids, sample.logprobs, sample.reward, masked=sample.masked, observed=sample.observed
+    )
+    if own != digest:
+        raise FeedDamaged(f"sample {sample.index} does not have the digest that came with it", where=where)
+    logprobs = np.frombuffer(sample.logprobs, dtype="<f4").astype(np.float32)
+    if not (np.isfinite(logprobs).all() and math.isfinite(sample.reward)):
+        raise FeedDamaged(f"sample {sample.index} has a log-probability or reward that is not finite", where=where)
+    token_ids = np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32)
+    return HeldSample(token_ids, logprobs, sample.reward, sample.masked, _observed(sample, len(token_ids), where))
+
+
+def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:
+    """What of a sample of `count` tokens was observed. Raises FeedDamaged."""
+    if len(sample.observed) % 8:
+        raise FeedDamaged(f"sample {sample.index} has {len(sample.observed)} bytes of observed ranges", where=where)
+    edges = np.frombuffer(sample.observed, dtype="<i4").tolist()
+    ranges = tuple(zip(edges[::2], edges[1::2], strict=True))
+    if why := misplaced(ranges, count):
+        raise FeedDamaged(f"sample {sample.index}: {why}", where=where)
+    return ranges

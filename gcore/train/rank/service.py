@@ -1,0 +1,309 @@
+"""`TrainRank` over gRPC: turns calls into events of `gcore.train.feed_state`, and its answers into replies.
+
+Runs in the event loop and never blocks it: payloads are checked in a thread, training and resting happen in another. State only
+changes in the loop, between two awaits, so calls cannot interleave within a decision.
+
+What it refuses it refuses with FAILED_PRECONDITION; a payload that is damaged with DATA_LOSS; a chunk or seal that is
+not what the protocol says with INVALID_ARGUMENT; memory that cannot be put aside with RESOURCE_EXHAUSTED. Does not decide when the process ends (`gcore.train.serving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import NoReturn
+
+import grpc
+
+from gcore.api.rpc import refusal
+from gcore.api.v1 import train_pb2 as pb
+from gcore.api.v1 import train_pb2_grpc
+from gcore.ledger.records.chain import Seal
+from gcore.schema import UnreadableRecord
+from gcore.system.clock import Clock
+from gcore.train.checkpoint.run_files import Saved, Writing
+from gcore.train.rank import feed as feed_state
+from gcore.train.rank.feed import Already, Begin, BeginParts, FeedState, PartWork, Refused, Work, WorldName
+from gcore.train.rank.launch import PARTS, CannotRest, StepResult, Told, refuse_release, refuse_restore, unknown
+from gcore.train.rank.messages import (
+    CHUNK_BYTES,
+    LARGEST_PAYLOAD,
+    FeedDamaged,
+    read_payload,
+    read_token,
+    read_world,
+    write_held,
+    write_saved,
+    write_state,
+    write_writing,
+)
+
+COALESCE_S = 0.05
+"""Watchers are told at most so often,"""
+
+
+PARTS_S = 0.5
+"""and so often of parts of a batch that is not whole yet."""
+
+
+CONTEXT = grpc.aio.ServicerContext[object, object]
+
+
+class RankBoard:
+    """What the rank shows: its state, phase, last report. Used in the event loop only.
+
+    `progress` alone is not worth a message each; whoever runs the clock decides when to `show` it.
+    """
+
+    def __init__(self, state: FeedState, clock: Clock, told: Callable[[], Told] | None = None) -> None:
+        """`told`: what the rank's time was."""
+        self.state = state
+        self._clock = clock
+        self._told = told
+        self.phase = "waiting"
+        self.progress = 0
+        self.error = ""
+        self.saved: Saved | None = None
+        self.writing: Writing | None = None
+        self.trouble = ""
+        self.released: frozenset[str] = frozenset()
+        """The parts of its memory that it has given back."""
+        self._report: pb.StepReport | None = None
+        self._changed, self._wanted = asyncio.Event(), asyncio.Event()
+        self._said: pb.RankState | None = None
+        """The newest message: it is made once, for all who watch."""
+
+    @property
+    def checkpointing(self) -> object:
+        """What of the checkpoints, and of the folder they go to, is worth a message of its own."""
+        writing = self.writing
+        return self.trouble, self.saved, writing and (writing.version, writing.error, writing.over)
+
+    def show(self, *, wanted: bool = True) -> None:
+        """Let everybody who watches see it; what nobody waits for, a little later."""
+        self._said = None
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if wanted:
+            self._wanted.set()
+            self._wanted = asyncio.Event()
+
+    def reported(self, result: StepResult, content: bytes) -> None:
+        """The token that was being applied is applied."""
+        self.state = feed_state.applied(self.state)
+        self.phase = "waiting"
+        self._report = pb.StepReport(
+            content_sha256=content,
+            metrics=dict(result.metrics),
+            weights_file=result.weights_file,
+        )
+        self.show()
+
+    def failed(self, reason: str) -> None:
+        """It is over; watchers are told and their streams end."""
+        self.phase, self.error = "failed", reason
+        self.show()
+
+    def message(self) -> pb.RankState:
+        """As the protocol says it."""
+        message = write_state(self.state)
+        # The training thread may still tell of its phase; a failure stands.
+        message.phase = "failed" if self.error else self.phase
+        message.progress, message.error = self.progress, self.error
+        message.trouble = self.trouble
+        if self._told is not None:
+            told = self._told()
+            message.clock = told.at
+            message.phase_seconds.update(told.seconds)
+        message.released.extend(sorted(self.released))
+        if self._report is not None:
+            message.report.CopyFrom(self._report)
+        if self.saved is not None:
+            message.saved.CopyFrom(write_saved(self.saved))
+        if self.writing is not None:
+            message.writing.CopyFrom(write_writing(self.writing))
+        return message
+
+    async def messages(self) -> AsyncIterator[pb.RankState]:
+        """The state now, and after each change; the newest only, if somebody is slow. Ends with a failure.
+
+        Changes that come within `COALESCE_S` are one message, and those that nobody waits for within `PARTS_S`: a batch comes
+        from all controllers at once, and each of them would be told of each of its parts.
+        """
+        self._said = None  # who comes is told what is, also what was not worth a message
+        while True:
+            if self._said is None:
+                self._said = self.message()
+            changed, wanted, message = self._changed, self._wanted, self._said
+            yield message
+            if message.error:
+                return
+            said = self._clock.monotonic()
+            await changed.wait()
+            await self._until(wanted, said + PARTS_S)
+            rest = said + COALESCE_S - self._clock.monotonic()
+            if rest > 0 and not self.error:
+                await self._clock.sleep(rest)
+
+    async def _until(self, wanted: asyncio.Event, at: float) -> None:
+        """`wanted`, but not after the time `at`."""
+        resting = asyncio.create_task(self._clock.sleep(max(0.0, at - self._clock.monotonic())))
+        hearing = asyncio.create_task(wanted.wait())
+        try:
+            await asyncio.wait({resting, hearing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            resting.cancel()
+            hearing.cancel()
+
+
+class TrainRankService(train_pb2_grpc.TrainRankServicer):
+    """The servicer. `begin` and `begin_part` take work to the training thread and return at once."""
+
+    def __init__(
+        self,
+        board: RankBoard,
+        begin: Callable[[Work], None],
+        begin_part: Callable[[PartWork], None],
+        rest: Callable[[Collection[str]], Awaitable[None]],
+    ) -> None:
+        """`rest` returns when exactly the parts that it names are released."""
+        self._board = board
+        self._begin = begin
+        self._begin_part = begin_part
+        self._rest = rest
+
+    async def Feed(self, request_iterator: AsyncIterator[pb.FeedChunk], context: CONTEXT) -> pb.FeedReply:
+        """Samples of one token."""
+        header: pb.FeedHeader | None = None
+        data = bytearray()
+        async for chunk in request_iterator:
+            if header is None:
+                header = await self._header(chunk, context)
+            if len(chunk.data) > CHUNK_BYTES or len(data) + len(chunk.data) > header.total_bytes:
+                await _invalid(context, f"a chunk of {len(chunk.data)} bytes, at most {CHUNK_BYTES} and as announced")
+            data += chunk.data
+        if header is None:
+            await _invalid(context, "a feed without a chunk")
+        try:
+            groups = await asyncio.to_thread(read_payload, header, bytes(data))
+        except FeedDamaged as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+        token = read_token(header.token)
+        answer = feed_state.feed(self._board.state, read_world(header.world), token, groups)
+        if isinstance(answer, Refused):
+            await _refused(context, answer)
+        if answer.state != self._board.state:
+            self._board.state = answer.state
+            held = sum(len(samples) for samples in answer.state.held.values())
+            self._board.show(wanted=held >= header.share)
+        state = self._board.state
+        return pb.FeedReply(held=write_held(state.held) if state.holding == token else [])
+
+    async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
+        """Train on a sealed step."""
+        name, token = read_world(request.world), read_token(request.token)
+        seal = await self._seal(request, context)
+        answer = feed_state.apply(self._board.state, name, token, seal)
+        match answer:
+            case Refused():
+                await _refused(context, answer)
+            case Begin(state, work):
+                self._board.state = state
+                self._board.show()
+                self._begin(work)
+            case Already():
+                pass
+        return pb.ApplyReply()
+
+    async def Accumulate(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
+        """Train on the READY parts of a step, up to their gradients."""
+        name, token = read_world(request.world), read_token(request.token)
+        seal = await self._seal(request, context)
+        answer = feed_state.accumulate(self._board.state, name, token, seal)
+        match answer:
+            case Refused():
+                await _refused(context, answer)
+            case BeginParts(state, parts):
+                self._board.state = state
+                self._board.show()
+                for part in parts:
+                    self._begin_part(part)
+            case Already():
+                pass
+        return pb.ApplyReply()
+
+    async def Release(self, request: pb.ReleaseRequest, context: CONTEXT) -> pb.RestReply:
+        """Give memory back."""
+        await self._admit(read_world(request.world), context)
+        if wrong := unknown(request.what):
+            await _invalid(context, wrong)
+        refused = refuse_release(self._board.state, request.step)
+        if refused is not None:
+            await _refused(context, refused)
+        return await self._put_to_rest(self._board.released | frozenset(request.what or PARTS), context)
+
+    async def Restore(self, request: pb.RestoreRequest, context: CONTEXT) -> pb.RestReply:
+        """Take it again."""
+        await self._admit(read_world(request.world), context)
+        refused = refuse_restore(self._board.state)
+        if refused is not None:
+            await _refused(context, refused)
+        return await self._put_to_rest(frozenset(), context)
+
+    async def _put_to_rest(self, what: frozenset[str], context: CONTEXT) -> pb.RestReply:
+        try:
+            await self._rest(what)
+        except CannotRest as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return pb.RestReply(released=sorted(self._board.released))
+
+    async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
+        """The seal that a caller of this world brings."""
+        refused = feed_state.admit(self._board.state, read_world(request.world), read_token(request.token))
+        if refused is not None:
+            await _refused(context, refused)
+        await _served(request.schema_version, context)
+        try:
+            return Seal.decode(request.seal, "the seal in Apply")
+        except UnreadableRecord as error:
+            await _invalid(context, str(error))
+
+    async def Watch(self, request: pb.WatchRequest, context: CONTEXT) -> AsyncIterator[pb.RankState]:
+        """The rank's state, as it changes."""
+        await self._admit(read_world(request.world), context)
+        async for message in self._board.messages():
+            yield message
+
+    async def _header(self, chunk: pb.FeedChunk, context: CONTEXT) -> pb.FeedHeader:
+        """Of the first chunk. Strangers are refused before they have sent everything."""
+        if not chunk.HasField("header"):
+            await _invalid(context, "the first chunk has no header")
+        await self._admit(read_world(chunk.header.world), context)
+        await _served(chunk.header.schema_version, context)
+        if chunk.header.total_bytes > LARGEST_PAYLOAD:
+            await _invalid(
+                context, f"{chunk.header.total_bytes} bytes at once; at most {LARGEST_PAYLOAD}, feed in parts"
+            )
+        return chunk.header
+
+    async def _admit(self, name: WorldName, context: CONTEXT) -> None:
+        refused = feed_state.admit(self._board.state, name)
+        if refused is not None:
+            await _refused(context, refused)
+
+
+async def _refused(context: CONTEXT, refused: Refused) -> NoReturn:
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.reason)
+    raise AssertionError("abort raises")
+
+
+async def _served(version: int, context: CONTEXT) -> None:
+    """Refuse a message of a schema version that is not served."""
+    why = refusal(str(version))
+    if why is not None:
+        await _refused(context, Refused(why))
+
+
+async def _invalid(context: CONTEXT, what: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, what)
+    raise AssertionError("abort raises")

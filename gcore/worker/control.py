@@ -1,0 +1,328 @@
+"""The supervisor's end of the control line, and the child process behind it (the other end: `gcore.worker.child`).
+
+The child runs in a process group of its own. When it has ended, and before it is collected (until then its pid cannot
+be anybody else's), the whole group is killed: what a server left behind would hold on to its accelerator.
+
+Turns what the child says and how it ends into events; decides nothing. Event names it does not know are passed over,
+so that a newer child may say more; a line that is no JSON object is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gcore.system import daemon as logs
+from gcore.system import process as death
+from gcore.system.cgroups import CannotLimit, enter
+from gcore.system.process import CannotStart, child_ended, status_of, thread_environment
+from gcore.worker.lifecycle import (
+    ChildEnded,
+    ChildFailed,
+    ChildListens,
+    ChildProgressed,
+    ChildServes,
+    Event,
+    LineClosed,
+)
+from gcore.worker.records import LaunchSpec
+
+# -------------------- child
+# The worker process's end of the line to its supervisor.
+#
+# A Unix socket that the supervisor made, inherited as the file descriptor named in `GCORE_CONTROL_FD`; JSON, one object a
+# line. The supervisor's first line is the launch document. From then on:
+#
+#     child → supervisor   {"event": "serving", "address": "host:port"}      requests are answered there
+#                          {"event": "store", "address": "host:port"}        rank 0's rendezvous
+#                          {"event": "progress", "phase": "...", "progress": 17}
+#                          {"event": "failed", "reason": "one sentence"}     before an orderly exit with a failure
+#     supervisor → child   {"command": "rendezvous", "address": "host:port"}
+#                          {"command": "stop"}
+#
+# When the line breaks the supervisor is dead, and the child ends at once: a worker never outlives its supervisor.
+# Imports nothing heavy.
+
+CONTROL_FD = "GCORE_CONTROL_FD"
+
+
+ORPHANED_EXIT = 70
+
+
+class Control:
+    """The line, from the child's side. `send` may be called from any thread."""
+
+    def __init__(self, sock: socket.socket, on_broken: Callable[[], None] | None = None) -> None:
+        self._socket = sock
+        self._reader = sock.makefile("r", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._on_broken = on_broken or (lambda: os._exit(ORPHANED_EXIT))
+        self.commands: queue.Queue[dict[str, Any]] = queue.Queue()
+        """What the supervisor said after the launch document, oldest first."""
+        self.launch: dict[str, Any] = json.loads(self._reader.readline())
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    @classmethod
+    def inherit(cls) -> Control | None:
+        """The line named in the environment, or None when the process was started by hand."""
+        fd = os.environ.get(CONTROL_FD)
+        return cls(socket.socket(fileno=int(fd))) if fd else None
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Tell the supervisor. A broken line ends the process."""
+        line = json.dumps({"event": event, **fields}) + "\n"
+        try:
+            with self._lock:
+                self._socket.sendall(line.encode())
+        except OSError:
+            self._on_broken()
+
+    def wait_for(self, command: str) -> dict[str, Any]:
+        """Block until `command` comes; others that come before it are dropped."""
+        while True:
+            message = self.commands.get()
+            if message.get("command") == command:
+                return message
+
+    def _listen(self) -> None:
+        try:
+            for line in self._reader:
+                self.commands.put(json.loads(line))
+        except (OSError, ValueError):
+            pass
+        self._on_broken()
+
+
+# -------------------- confining
+# Where a worker runs: on its cores alone, in its job's control group, in its job's folder on the node.
+#
+# The supervisor confines itself, before it starts the child; so the child, and all that it starts, is confined from its beginning. Cores
+# that are not to be had are a failure: the worker would compute on another's. A control group that is not to be had is not: limits are
+# a courtesy to the neighbours, and the job must not end for one that was removed meanwhile.
+
+log = logging.getLogger("gcore.worker")
+
+
+SCRATCH = "tmp"
+
+
+LONGEST_SCRATCH = 60
+"""Characters. Programs make sockets in their folder for temporary files, and a socket's path has 107 at most."""
+
+
+def confine(spec: LaunchSpec) -> None:
+    """Confine this process as `spec` says. Raises CannotStart."""
+    if spec.cgroup:
+        try:
+            enter(spec.cgroup)
+        except CannotLimit as error:
+            log.warning("runs without its job's limits: %s", error)
+    if spec.cpus:
+        try:
+            os.sched_setaffinity(0, spec.cpus)
+        except OSError as error:
+            raise CannotStart(
+                f"cannot run on the cores of {spec.slot} ({error.strerror})",
+                fix="See which cores this machine has and which the daemon's CPU set allows",
+            ) from error
+        if lacking := sorted(set(spec.cpus) - os.sched_getaffinity(0)):  # the kernel leaves out what is not allowed
+            raise CannotStart(
+                f"may not run on the core{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))} of {spec.slot}",
+                fix="See which cores this machine has and which the daemon's CPU set allows",
+            )
+    if spec.folder:
+        try:
+            Path(spec.folder, SCRATCH).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotStart(f"cannot make its job's folder {spec.folder} ({error.strerror or error})") from error
+
+
+def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:
+    """Has temporary files go to the job's folder, unless the starter's environment `base` names another, or its path leaves no room
+    for a socket's name."""
+    scratch = str(Path(folder, SCRATCH))
+    return {"TMPDIR": scratch} if folder and "TMPDIR" not in base and len(scratch) <= LONGEST_SCRATCH else {}
+
+
+TETHER = Path(death.__file__).with_name("tether.py")
+
+
+WARDEN = TETHER.with_name("warden.py")
+
+
+ENTER = TETHER.with_name("enter.py")
+
+
+LONGEST_LINE = 1 << 20
+
+
+LAST_WORD_S = 1.0
+"""How long a dead child's line is read on, should something outside its group hold it open."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A log file from byte `start` on: what one child wrote."""
+
+    path: Path
+    start: int
+
+
+class _Spawned(NamedTuple):
+    process: subprocess.Popen[bytes]
+    log: LogPart
+
+
+def understand(line: bytes) -> Event | None:
+    """What the child said. None: something this version does not know."""
+    try:
+        message = json.loads(line)
+        match message:
+            case {"event": "serving", "address": str(address)}:
+                return ChildServes(address)
+            case {"event": "store", "address": str(address)}:
+                return ChildListens(address)
+            case {"event": "progress", "phase": str(phase), "progress": int(progress)}:
+                return ChildProgressed(phase, progress)
+            case {"event": "failed", "reason": str(reason)}:
+                return ChildFailed(reason)
+            case {"event": str(name)} if name not in ("serving", "store", "progress", "failed"):
+                return None
+    except ValueError:
+        pass
+    return ChildFailed(f"said what its supervisor does not understand: {line[:200].decode(errors='replace').strip()}")
+
+
+def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int) -> dict[str, str]:
+    """The child's whole environment. What the starter's says of threads does not count, but for what a spec names."""
+    return {
+        **base,
+        **thread_environment(spec.threads),
+        **scratch_environment(spec.folder, base),
+        **spec.env,
+        **logs.told_of(spec.about),
+        CONTROL_FD: str(control_fd),
+    }
+
+
+class ChildProcess:
+    """A started child. `start` makes it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log: LogPart,
+        oom_kills: int,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._log = log
+        self._oom_kills = oom_kills
+        self._ended = False
+
+    @classmethod
+    async def start(cls, spec: LaunchSpec) -> ChildProcess:
+        """Start the child of `spec` and send it its launch document. Raises CannotStart."""
+        confine(spec)
+        oom_kills = death.out_of_memory_kills()
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process, log = _spawn(spec, theirs)
+        except OSError as error:
+            ours.close()
+            raise CannotStart(
+                f"cannot start {spec.command[0]!r} with output to {spec.log_file} ({error.strerror or error})"
+            ) from error
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
+        child = cls(process, reader, writer, log, oom_kills)
+        child._write(spec.child)
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Its pid, and its process group's."""
+        return self._process.pid
+
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped it (SIGSTOP)."""
+        status = None if self._ended else status_of(self.pid)
+        return status is not None and status.state == "T"
+
+    def tell(self, command: str, **fields: Any) -> None:
+        """Send a command. A child that does not read its line is not waited for."""
+        self._write({"command": command, **fields})
+
+    def kill(self) -> None:
+        """SIGKILL to its whole group."""
+        if not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def run(self, emit: Callable[[Event], None]) -> None:
+        """Report what it says, and last, `ChildEnded`. Cancelling this kills the child."""
+        listener = asyncio.create_task(self._listen(emit))
+        try:
+            await child_ended(self.pid)
+            self.kill()  # what it left behind
+            await asyncio.wait({listener}, timeout=LAST_WORD_S)
+        finally:
+            listener.cancel()
+            self.kill()
+            self._process.wait()  # it is dead, or dies of the SIGKILL
+            self._ended = True
+            self._writer.close()
+        out_of_memory = death.out_of_memory_kills() > self._oom_kills
+        words = death.last_words(self._log.path, self._log.start)
+        emit(ChildEnded(death.sentence(self._process.returncode, words, out_of_memory=out_of_memory)))
+
+    async def _listen(self, emit: Callable[[Event], None]) -> None:
+        try:
+            while line := await self._reader.readline():
+                event = understand(line)
+                if event is not None:
+                    emit(event)
+        except ValueError:
+            emit(ChildFailed(f"said a line longer than {LONGEST_LINE} bytes to its supervisor"))
+        except ConnectionError:
+            pass
+        emit(LineClosed())
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+def _spawn(spec: LaunchSpec, line: socket.socket) -> _Spawned:
+    path = Path(spec.log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        start = log.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *spec.command],
+            env=child_environment(spec, os.environ, line.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(line.fileno(),),
+            process_group=0,
+            cwd=spec.folder or None,
+        )
+    return _Spawned(process, LogPart(path, start))

@@ -1,0 +1,277 @@
+"""Runs a foreign Python program so that it can compute, and nothing else: `jail.py < REQUEST`.
+
+The request is a JSON object: `program`; `tests`, a list of statements run after it; `input`, what the program reads from
+standard input; `memory_mb`, `cpu_s`, `threads`; `readable`, the files and folders that Python itself needs; `paths`, where
+packages may be imported from; `uid`, a user that nothing else runs as, or null if there is none to become; `parent`, with which
+it dies; `report`, a descriptor. Descriptor 1 is the program's output. To `report` goes either why the program was not begun, or
+BEGUN, and then what became of it and its tests: what stands behind BEGUN the program itself may have written. Between reading
+the request and running the program the process gives up, for ever and in this order:
+
+1. resources (rlimits): addresses, processor time, processes and threads, open files; files cannot grow at all;
+2. its user, for one that nothing else runs as (if it is root), and every capability but to look into folders: Python may be
+   installed in root's;
+3. files (Landlock): nothing can be read but `readable`, nothing can be written, made or removed;
+4. system calls (seccomp): those on a list of what computing needs. No opening but for reading, no socket, no process, no
+   program, no signal to another process, no shared memory; what is not on the list does not exist.
+
+Each step is refused by raising, so that nothing runs half shut in; and whether it holds is not believed but tried, by
+`gcore.reward.box`, before the first program. Imports nothing of gcore and nothing that is not in Python: it is run by its path,
+by an interpreter that loads nothing else. Linux only.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
+
+
+LOOK_INTO_FOLDERS = (2, 1)
+"""CAP_DAC_READ_SEARCH, or else CAP_DAC_OVERRIDE: one of them is kept, if there is one."""
+
+
+CAPABILITY_VERSION_3 = 0x20080522
+
+
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+"""The same on every architecture."""
+
+
+FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
+"""Every right over files that a version of Landlock knows of."""
+
+
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+
+
+ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
+"""What seccomp does with a call: let it be, or answer with an error."""
+
+
+EQUAL, MASKED_EQUAL = 4, 7
+
+
+CLONE_THREAD = 0x00010000
+
+
+TCGETS = 0x5401
+
+
+CHANGES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
+"""Flags of opening, of which there must be none. Landlock sees to writing, but before Linux 6.2 not to O_TRUNC: that empties a
+file that was opened for reading only, if its mode or a capability allows it."""
+
+
+BEGUN = b"begun\n"
+
+
+HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
+"""F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which has signals sent."""
+
+
+# What a Python program computes with: memory, time, threads of its own, files it may open, its pipes.
+CALLS = """
+    access arch_prctl brk chdir clock_getres clock_gettime clock_nanosleep close close_range dup dup2 dup3 epoll_create
+    epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd2 exit exit_group faccessat faccessat2 fchdir fstat
+    fstatfs ftruncate futex getcwd getdents getdents64 getegid geteuid getgid getpgid getpgrp getpid getppid getrandom
+    getresgid getresuid getrlimit getrusage getsid gettid gettimeofday getuid lseek lstat madvise membarrier mincore mmap
+    mprotect mremap munmap nanosleep newfstatat pause pipe pipe2 poll ppoll pread64 preadv pselect6
+    pwrite64 pwritev read readlink readlinkat readv restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask
+    rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min sched_getaffinity
+    sched_getparam sched_getscheduler sched_yield select set_robust_list set_tid_address setitimer sigaltstack stat statfs
+    statx sysinfo time times timer_create timer_delete timer_settime umask uname write writev
+""".split()  # noqa: SIM905  (a list of them would be as long as the rest of this file)
+
+
+def main() -> None:
+    """The process."""
+    with open(0, "rb", closefd=False) as stream:
+        request = json.loads(stream.read())
+    try:
+        os.dup2(_given_input(request["input"]), 0)
+        os.chdir("/")
+        shut_in(request)
+    except OSError as error:
+        os.write(request["report"], json.dumps({"refused": str(error)}).encode())
+        os._exit(1)
+    os.write(request["report"], BEGUN)
+    run(request["program"], request["tests"], request["report"])
+
+
+def shut_in(request: dict[str, Any]) -> None:
+    """Give up all that the program must not have. Raises OSError if a step of it cannot be done."""
+    sys.path.extend(request["paths"])
+    # Libraries are opened before the files they lie in are out of reach.
+    libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    limit_resources(request["memory_mb"], request["cpu_s"], request["threads"])
+    drop_rank(libc, request["uid"])
+    _checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
+    if os.getppid() != request["parent"]:  # it died before we asked
+        os._exit(70)
+    _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "give up new privileges")
+    shut_files(libc, request["readable"])
+    shut_calls(seccomp)
+
+
+def run(program: str, tests: list[str], report: int) -> None:
+    """Run the program, then each test in its names; say what became of them."""
+    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    error, passed = "", []
+    try:
+        exec(compile(program, "<program>", "exec", dont_inherit=True), names)
+    except SystemExit as stopped:
+        error = "" if not stopped.code else f"SystemExit: {stopped.code}"
+        tests = tests if not error else []
+    except BaseException as raised:  # noqa: BLE001  a foreign program may raise anything
+        error = f"{type(raised).__name__}: {raised}"
+    if not error:
+        for test in tests:
+            passed.append(_passes(test, names))
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        error = error or "its output could not be written"
+    os.write(report, json.dumps({"error": error[:300], "passed": passed}).encode())
+    os._exit(0)
+
+
+def _passes(test: str, names: dict[str, Any]) -> bool:
+    try:
+        exec(compile(test, "<test>", "exec", dont_inherit=True), names)
+    except BaseException:  # noqa: BLE001  as above
+        return False
+    return True
+
+
+def limit_resources(memory_mb: int, cpu_s: int, threads: int) -> None:
+    """Lower this process's limits, for good."""
+    wanted = {
+        resource.RLIMIT_AS: memory_mb << 20,
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_NPROC: threads,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+    }
+    for limit, most in wanted.items():
+        _, hard = resource.getrlimit(limit)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+
+
+def drop_rank(libc: Any, uid: int | None) -> None:
+    """Become `uid`, of no group but its own; keep no capability but to look into folders."""
+    header = ctypes.create_string_buffer(struct.pack("<II", CAPABILITY_VERSION_3, 0))
+    data = ctypes.create_string_buffer(24)
+    _checked(libc.capget(header, data), "see its capabilities")
+    permitted = struct.unpack("<IIIIII", data.raw[:24])[1]
+    kept = next((1 << one for one in LOOK_INTO_FOLDERS if permitted & 1 << one), 0)
+    if uid is not None:
+        _checked(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keep a capability")
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        except OSError as error:
+            raise OSError(f"root may not become another user here ({error.strerror})") from error
+    data = ctypes.create_string_buffer(struct.pack("<IIIIII", kept, kept, 0, 0, 0, 0))
+    _checked(libc.capset(header, data), "give up its capabilities")
+    _checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "be nobody's to debug")
+
+
+def shut_files(libc: Any, readable: list[str]) -> None:
+    """From now on only what is `readable` can be opened, and only for reading."""
+    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        raise OSError("the kernel has no Landlock (Linux 5.13 and later, with landlock among its security modules)")
+    handled = FILE_RIGHTS[min(version, max(FILE_RIGHTS))]
+    # Later versions know of the network and of signals too; the older kernel reads a shorter record.
+    record = struct.pack("<Q", handled)
+    record += struct.pack("<Q", 3) if version >= 4 else b""
+    record += struct.pack("<Q", 3) if version >= 6 else b""
+    rules = _checked(
+        libc.syscall(LANDLOCK_CREATE_RULESET, record, ctypes.c_size_t(len(record)), 0), "make rules for files"
+    )
+    for path in readable:
+        try:
+            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
+        rule = struct.pack("<Qi", rights, beneath)
+        _checked(libc.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0), f"make a rule for {path}")
+        os.close(beneath)
+    _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "shut the files")
+    os.close(rules)
+
+
+class Argument(ctypes.Structure):
+    """libseccomp's comparison of a call's argument."""
+
+    _fields_ = [("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64)]
+
+
+def shut_calls(seccomp: Any) -> None:
+    """From now on only the calls that are listed here can be made."""
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    seccomp.seccomp_init.argtypes = (ctypes.c_uint32,)
+    seccomp.seccomp_load.argtypes = (ctypes.c_void_p,)
+    seccomp.seccomp_syscall_resolve_name.argtypes = (ctypes.c_char_p,)
+    seccomp.seccomp_rule_add_array.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint),
+        ctypes.POINTER(Argument),
+    )
+    rules = seccomp.seccomp_init(EPERM)
+    if not rules:
+        raise OSError("libseccomp cannot be used")
+
+    def allow(name: str, *arguments: Argument, action: int = ALLOW) -> None:
+        number = seccomp.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:
+            return  # this architecture has no such call
+        array = (Argument * max(len(arguments), 1))(*arguments)
+        if seccomp.seccomp_rule_add_array(rules, action, number, len(arguments), array) != 0:
+            raise OSError(f"libseccomp cannot restrict {name}")
+
+    for call in CALLS:
+        allow(call)
+    allow("open", Argument(1, MASKED_EQUAL, CHANGES, 0))
+    allow("openat", Argument(2, MASKED_EQUAL, CHANGES, 0))
+    allow("clone", Argument(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
+    allow("clone3", action=ENOSYS)  # its flags lie where no rule can look; without it clone is used
+    allow("tgkill", Argument(0, EQUAL, os.getpid(), 0))
+    allow("kill", Argument(0, EQUAL, os.getpid(), 0))
+    allow("prlimit64", Argument(0, EQUAL, 0, 0), Argument(2, EQUAL, 0, 0))
+    allow("ioctl", Argument(1, EQUAL, TCGETS, 0))
+    for command in HARMLESS_FCNTL:
+        allow("fcntl", Argument(1, EQUAL, command, 0))
+    loaded = seccomp.seccomp_load(rules)
+    if loaded != 0:
+        raise OSError(f"the kernel does not take seccomp rules ({os.strerror(-loaded)})")
+
+
+def _given_input(text: str) -> int:
+    """A descriptor that has `text` to be read."""
+    memory = os.memfd_create("input", os.MFD_CLOEXEC)
+    with open(memory, "wb", closefd=False) as stream:
+        stream.write(text.encode("utf-8", errors="surrogatepass"))
+    os.lseek(memory, 0, os.SEEK_SET)
+    return memory
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(f"cannot {what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+if __name__ == "__main__":
+    main()

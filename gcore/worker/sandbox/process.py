@@ -1,0 +1,313 @@
+"""One process that scores, or runs tools or agents, from the controller's side: started, asked, and ended.
+
+Between it and the controller stands a warden (`gcore.worker.warden`): however either of them ends, so does everything that foreign code
+has started, in whatever group or session. Its answers come in the order of the questions. What is done when it cannot be started, hangs or dies is its pool's business (`gcore.reward.crew`, `gcore.reward.pool`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gcore.errors import GcoreError
+from gcore.plugins import MAX_TRACE, PluginFault
+from gcore.reward.api import Response
+from gcore.system import process as death
+from gcore.system.process import CannotStart, child_ended, identify, thread_environment
+from gcore.worker.control import ENTER, TETHER, WARDEN
+
+# -------------------- lines
+# What a controller and a process that scores for it say to each other: JSON, one value a line, over a pair of sockets.
+#
+#     controller → process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}   once
+#     process → controller   {"ready": true} or {"failed": {...}}                once, when the rewards are loaded or cannot be
+#     controller → process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]   a batch; REWARD is an index
+#     process → controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}       for each response, in order, a few at once
+#
+# Answers of quick rewards are sent together, a few milliseconds' worth; so which response a process hangs or dies at is told by a
+# few bytes of memory that both see, where the process writes what it begins (`Begun`). Nothing here runs anything.
+
+LONGEST_WORDS = 2000
+"""Characters of what an error says, where, and what to do: a reward's own may hold any text."""
+
+
+Call = tuple[int, Mapping[str, Any], Response]
+"""The number of a reward, a prompt's entry, a response."""
+
+
+class Begun:
+    """Which response of which batch a process has begun last: memory that it shares with its controller."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, _BEGUN.size)
+
+    def write(self, batch: int, number: int) -> None:
+        """The process: `number` of `batch` is begun."""
+        _BEGUN.pack_into(self._memory, 0, batch, number)
+
+    def read(self, batch: int) -> int:
+        """The controller: the number of the response of `batch` that was begun last; 0 if the batch was not."""
+        found, number = _BEGUN.unpack_from(self._memory)
+        return number if found == batch else 0
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+_BEGUN = struct.Struct("<QQ")
+
+
+BEGUN_BYTES = _BEGUN.size
+
+
+def line_of(value: Any) -> bytes:
+    """One line. ASCII, so that nothing in a text can end it or cannot be written."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def check_ready(value: Any) -> None:
+    """Raises PluginFault if the rewards cannot be had, ValueError for anything that is no such message."""
+    match value:
+        case {"ready": True}:
+            return
+        case {"failed": {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}}:
+            raise PluginFault(what, where=where, fix=fix, trace=trace)
+    raise ValueError(f"neither ready nor failed: {value!r}")
+
+
+def _told(error: GcoreError, trace: str) -> dict[str, str | None]:
+    words = {"where": error.where, "fix": error.fix}
+    said = {name: None if word is None else str(word)[:LONGEST_WORDS] for name, word in words.items()}
+    return {"what": str(error.what)[:LONGEST_WORDS], **said, "trace": trace[-MAX_TRACE:]}
+
+
+LONGEST_LINE = 1 << 22
+"""Bytes of an answer."""
+
+
+LATE_S = 0.25
+"""How much longer than its limit a response is waited for: the controller itself may have been held up."""
+
+
+END_S = 10.0
+"""What the warden has to end everything; a process that hangs in the kernel is not waited for any longer."""
+
+
+class ProcessEnded(GcoreError):
+    """The process has died, by itself or because it did not keep to what was agreed."""
+
+
+class Unagreed(ProcessEnded):
+    """It said what no such process says; it is of no use any more."""
+
+
+class RewardProcess(asyncio.Protocol):
+    """A started process. `of` makes it."""
+
+    def __init__(self) -> None:
+        self._answers: deque[Any] = deque()
+        self._half = b""
+        self._heard: asyncio.Future[None] | None = None
+        self._closed = False
+        self._transport: asyncio.Transport | None = None
+        self._warden: subprocess.Popen[bytes] | None = None
+        self._begun: Begun | None = None
+        self._pid = 0
+        self._batches, self._asked = 0, 0
+        self._oom_kills = 0
+
+    @classmethod
+    async def of(cls, module: str, setup: bytes, group: str = "") -> RewardProcess:
+        """Start `python -m module FD BEGUN` in the control group `group`, and tell it `setup`. Raises CannotStart."""
+        ours, begun, warden = _spawn(module, group)
+        ours.setblocking(False)
+        try:
+            _, made = await asyncio.get_running_loop().create_connection(cls, sock=ours)
+        except BaseException:
+            warden.kill()
+            warden.wait()
+            raise
+        made._warden, made._begun, made._oom_kills = warden, begun, death.out_of_memory_kills()
+        made.send(setup)
+        return made
+
+    def send_batch(self, line: bytes) -> None:
+        """Send a batch, after everything about the one before has been answered."""
+        self._batches += 1
+        self.send(line)
+
+    @property
+    def begun(self) -> int:
+        """The number of the response of the last batch that it has begun last."""
+        assert self._begun is not None
+        return self._begun.read(self._batches)
+
+    def send(self, line: bytes) -> None:
+        """Send a line; to a dead process, nothing."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(line)
+
+    async def answer(self, timeout_s: float) -> Any:
+        """The next answer. Raises ProcessEnded, and TimeoutError if it takes longer than `timeout_s`."""
+        if not self._answers:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._hear()
+            # Late to look, an answer may be there; or on its way, if this process was held up and that one was not.
+            if not self._answers and not self._closed:
+                async with asyncio.timeout(LATE_S):
+                    await self._hear()
+        if not self._answers:
+            raise ProcessEnded("the process has died")
+        return self._answers.popleft()
+
+    def ask(self, call: Any) -> None:
+        """Send a call, after the one before has been answered or given up. Calls have numbers, which their answers repeat."""
+        self._asked += 1
+        self.send(line_of((self._asked, call)))
+
+    async def told(self, timeout_s: float) -> Any:
+        """What it answers to the call. Raises as `answer`, and Unagreed: what foreign code has written to the socket is no answer."""
+        match await self.answer(timeout_s):
+            case [int() as number, said] if number == self._asked:
+                return said
+        raise Unagreed("it said what no such process says")
+
+    @property
+    def says_more(self) -> bool:
+        """Whether it has said what nobody has asked for."""
+        return bool(self._answers or self._half)
+
+    async def _hear(self) -> None:
+        while not self._answers and not self._closed:
+            self._heard = asyncio.get_running_loop().create_future()
+            await self._heard
+
+    async def end(self) -> str:
+        """Kill it and all it started. How it died, in a sentence: by itself, if it had by now."""
+        warden = self._warden
+        assert warden is not None
+        assert warden.stdin is not None
+        try:
+            if self._transport is not None:
+                self._transport.abort()
+            if self._closed:  # its death closes the socket a moment before it can be collected
+                await _ended_within(warden, LATE_S)
+            warden.stdin.close()  # the warden's sign
+            await _ended_within(warden, END_S)
+        finally:
+            warden.stdin.close()
+            warden.kill()  # nothing happens to one that has ended; the process dies with it
+            warden.wait()
+        out_of_memory = death.out_of_memory_kills() > self._oom_kills
+        return death.sentence(warden.returncode, "", out_of_memory=out_of_memory)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will come from it any more."""
+        return self._closed
+
+    @property
+    def pid(self) -> int:
+        """Its pid; the warden's where the kernel does not tell it. For what has said something."""
+        assert self._warden is not None
+        if not self._pid:
+            self._pid = next(iter(_children(self._warden.pid)), self._warden.pid)
+        return self._pid
+
+    def started(self) -> frozenset[int]:
+        """The pids of what it has started and what lives, of its orphans too; not of their children."""
+        assert self._warden is not None
+        own = self.pid
+        found = {*_children(self._warden.pid), *_children(own)} - {own}
+        return frozenset(pid for pid in found if identify(pid) is not None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        *lines, self._half = (self._half + data).split(b"\n")
+        try:
+            self._answers.extend(json.loads(line) for line in lines)
+        except ValueError:
+            self._half = b""
+            self._break_off()
+        if len(self._half) > LONGEST_LINE:
+            self._break_off()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio."""
+        self._closed = True
+        self._wake()
+
+    def _break_off(self) -> None:
+        """It said what no such process says: a reward has written to its socket."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _wake(self) -> None:
+        if self._heard is not None and not self._heard.done():
+            self._heard.set_result(None)
+
+
+async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Until that child has ended, or `limit_s` is over."""
+    with contextlib.suppress(TimeoutError, RuntimeError):  # nor is a thread to be had
+        async with asyncio.timeout(limit_s):
+            try:
+                await child_ended(child.pid)
+            except OSError:  # no descriptor is left to wait with
+                await asyncio.to_thread(child.wait)
+
+
+def _children(pid: int) -> list[int]:
+    """Of a process, by whichever of its threads, each one's first ones first."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _spawn(module: str, group: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
+    """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
+    warden: tuple[str, ...] = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
+    if group:
+        warden = (sys.executable, "-I", "-S", str(ENTER), group, *warden)
+    try:
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs, open(os.memfd_create("begun", os.MFD_CLOEXEC), "r+b", buffering=0) as memory:
+                memory.truncate(BEGUN_BYTES)
+                begun = Begun(memory.fileno())
+                process = subprocess.Popen(
+                    [*warden, sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory.fileno())],
+                    env={**os.environ, **thread_environment(1)},
+                    stdin=subprocess.PIPE,
+                    pass_fds=(theirs.fileno(), memory.fileno()),
+                    start_new_session=True,
+                )
+            undo.pop_all()
+    except OSError as error:
+        raise CannotStart(
+            f"no process for foreign code can be started ({error.strerror or error})",
+            fix="Free memory or descriptors, or have fewer workers",
+        ) from error
+    return ours, begun, process

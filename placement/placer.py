@@ -1,0 +1,434 @@
+"""The first placement policies. `colocated`: every slot runs rollout, judges and train in turn. `static`: each pool has slots of
+its own, for as long as the job runs.
+
+Pure: a snapshot of the slots in, a plan out. Slots are taken round robin, one of each node before the second of any. With
+`colocated` there is one rollout engine on every slot, the train ranks are on the first slots of the nodes, one a node by default,
+and each judge has an engine on every slot, or on as many as the spec says. Where engines span several slots, read "replica" for "slot"
+(`placement.replicas`). At staleness 0 they take turns by the step's own order: ranks compute only between READY and commit, when no group
+is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gcore.config.spec import JobSpec
+from gcore.errors import SpecError
+from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.job import EnginePlace, Pin, Plan, RankPlace
+from placement.assign import assigned, nearest_first, slots_of, split_of, unlike
+from placement.policies.base import Decision
+from placement.slots import (
+    SINGLE,
+    Bounds,
+    JudgeWanted,
+    NodeSlots,
+    Sizes,
+    Slot,
+    Snapshot,
+    Split,
+    Wanted,
+    counted,
+    feasible,
+    groups,
+    ranks_wanted,
+    round_robin,
+    sizes_of,
+    slots_lacking,
+)
+
+if TYPE_CHECKING:
+    from placement.mapping.workload import Workload
+
+
+def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: int) -> Plan:
+    """Place a job. Raises SpecError if there are too few slots."""
+    nodes = sorted(snapshot.nodes, key=lambda n: n.node)
+    places, ranks = _round_robin(nodes), ranks_wanted(snapshot, wanted)
+    if slots_lacking(snapshot, wanted):
+        raise SpecError(
+            f"{_in_words(wanted, ranks or 1)} do not fit on {counted(len(places), 'slot')}",
+            where="train.ranks" if wanted.apart is None else "placement",
+            fix=f"Lower {_to_lower(wanted)}, or start controllers with more slots",
+        )
+    sizes = wanted.sizes
+    rollout, reward = (_round_robin(nodes, size) for size in (sizes.rollout, sizes.reward))
+    if wanted.apart is None:
+        how = f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {ranks} ranks"
+    else:
+        if sizes.widest > 1:
+            # Node by node, so that ranks and smaller engines break as few of the larger ones' slots as can be.
+            places = [place for node in nodes for place in _round_robin([node])]
+            if sizes.reward <= sizes.rollout:
+                reward = [one for node in nodes for one in _round_robin([node], sizes.reward)]
+        training = places[: wanted.apart.train]
+        reward = _free(reward, training)[: wanted.apart.reward // sizes.reward]
+        rollout = _free(rollout, [*training, *reward])
+        judge, roll = (sum(len(one.slots) for one in engines) for engines in (reward, rollout))
+        how = f"static: of {len(places)} slots {ranks} train, {judge} judge, {roll} roll out"
+    return Plan(
+        generation=generation,
+        world=world,
+        ranks=tuple(RankPlace(rank=i, node=p.node, slot=p.slot) for i, p in enumerate(places[:ranks])),
+        engines=(*rollout, *_judge_places(wanted.judges, reward, ())),
+        reason=how,
+    )
+
+
+def _in_words(wanted: Wanted, ranks: int) -> str:
+    if wanted.apart is None:
+        return counted(ranks, "train rank")
+    reward = f", {counted(wanted.apart.reward, 'slot')} for judges" if wanted.apart.reward else ""
+    return f"{counted(ranks, 'train rank')}{reward} and 1 rollout engine, each on slots of its own,"
+
+
+def _to_lower(wanted: Wanted) -> str:
+    if wanted.apart is None:
+        return "train.ranks"
+    return "placement.train or placement.reward" if wanted.apart.reward else "placement.train"
+
+
+def _judge_places(
+    judges: Sequence[JudgeWanted], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
+) -> list[EnginePlace]:
+    """Engines for judges on `slots`, beside those that are `there`; the judges begin on different slots."""
+    more = []
+    for number, judge in enumerate(judges):
+        have = [place for place in there if place.judge == judge.name]
+        wanted = len(slots) + len(have) if judge.replicas is None else judge.replicas
+        turned = [*slots[number % len(slots) :], *slots[: number % len(slots)]] if slots else []
+        free = _free(turned, have)
+        more += [place.model_copy(update={"judge": judge.name}) for place in free[: max(wanted - len(have), 0)]]
+    return more
+
+
+def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
+    """The slots, or replicas of so many, one of each node before the second of any."""
+    found = round_robin([[(one.node, group) for group in groups(one.slots, size)] for one in nodes])
+    return [EnginePlace(node=node, slot=first, further=tuple(more)) for node, (first, *more) in found]
+
+
+def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[EnginePlace]:
+    """Those that have no slot in common with the others."""
+    slots = {(place.node, slot) for place in taken for slot in place.slots}
+    return [place for place in places if slots.isdisjoint((place.node, slot) for slot in place.slots)]
+
+
+MARGIN = 2.0
+"""A larger world must save so many times the seconds that its start takes."""
+
+
+UNKNOWN_STEPS_LEFT = 100
+"""What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
+
+
+def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = False) -> Plan | None:
+    """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
+    slot. `moves`: a policy moves slots; until it is asked, one that comes is rollout's, with judges that sleep, unless all slots go
+    through the phases together.
+
+    Engines of nodes that are away keep their places: they are started again when the node is back, unless they are judges and
+    `moved` by then. Where pools have slots of their own, a slot that comes is rollout's; judges have as many engines as the first
+    plan gave them.
+    """
+    ranks = [EnginePlace(node=place.node, slot=place.slot) for place in plan.ranks]
+    on = {(place.node, slot) for place in plan.engines for slot in place.slots}
+    together = any((rank.node, rank.slot) in on for rank in ranks)
+    taken = [*plan.engines, *(ranks if wanted.apart is not None or moves else ())]
+    nodes = sorted(snapshot.nodes, key=lambda n: n.node)
+    fresh = _free(_round_robin(nodes, wanted.sizes.rollout), taken)
+    to_judge = _free(_round_robin(nodes, wanted.sizes.reward), taken)
+    if not fresh:
+        return None
+    judging = _judge_places(wanted.judges, to_judge, plan.engines) if wanted.apart is None else []
+    if moves and not together:
+        judging = [place.model_copy(update={"asleep": True}) for place in judging]
+    names = ", ".join(sorted({place.node for place in fresh}))
+    return plan.model_copy(
+        update={
+            "generation": plan.generation + 1,
+            "engines": (*plan.engines, *fresh, *judging),
+            "lent_from": None,
+            "reason": f"{plan.reason}; then engines on {sum(len(place.slots) for place in fresh)} slots of {names}",
+        }
+    )
+
+
+def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
+    """The plan with judges moved off nodes that are away for good; world, ranks and rollout's places as they are. None: no judge
+    lacks an engine that it can have.
+
+    Where pools have slots of their own, a judge with no engine left shares the slots of others, or else gets one of rollout's, which
+    keeps one.
+    """
+    here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
+    there = [place for place in plan.engines if here.issuperset((place.node, slot) for slot in place.slots)]
+    rollout = [place for place in there if not place.judge]
+    nodes = sorted(snapshot.nodes, key=lambda n: n.node)
+    taken: list[EnginePlace] = []
+    if wanted.apart is None:
+        slots, judges = _round_robin(nodes, wanted.sizes.reward), wanted.judges
+    else:
+        served = {place.judge for place in there}
+        judges = tuple(judge for judge in wanted.judges if judge.name not in served)
+        of_judges = {(p.node, p.slot): p.model_copy(update={"judge": ""}) for p in there if p.judge}
+        slots = [of_judges[one] for one in sorted(of_judges)]
+        if not slots:
+            taken, slots = _given_up(rollout, nodes, wanted.sizes)
+    more = _judge_places(judges, slots, there)
+    names = {place.judge for place in more}
+    left = [place for place in plan.engines if place.judge in names and place not in there]
+    if not left:
+        return None
+    engines = tuple(place for place in plan.engines if place not in left and place not in taken)
+    away = ", ".join(sorted({place.node for place in left}))
+    return plan.model_copy(
+        update={
+            "generation": plan.generation + 1,
+            "engines": (*engines, *more),
+            "lent_from": None,
+            "reason": f"{plan.reason}; then {', '.join(sorted(names))} moved, for {away} stays away",
+        }
+    )
+
+
+def _given_up(
+    rollout: Sequence[EnginePlace], nodes: Sequence[NodeSlots], sizes: Sizes
+) -> tuple[list[EnginePlace], list[EnginePlace]]:
+    """The last engines of the policy that a judge's engine may take the place of, if one is left then, and that place."""
+    ranked = {place: number for number, place in enumerate(rollout)}
+    found: list[tuple[int, list[EnginePlace], EnginePlace]] = []
+    for wide in _round_robin(nodes, sizes.reward):
+        over = [one for one in rollout if one.node == wide.node and not set(one.slots).isdisjoint(wide.slots)]
+        if over and len(over) < len(rollout) and {slot for one in over for slot in one.slots} >= set(wide.slots):
+            found.append((max(ranked[one] for one in over), over, wide))
+    _, given, place = max(found, key=lambda one: one[0], default=(0, [], None))
+    return given, [] if place is None else [place]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a larger world is weighed by. `train_s`: of the newest step, from READY to commit; `start_s`: of the newest start
+    of a rank, until it serves; None where they were not measured. `steps_left` None: not known."""
+
+    now: int
+    wanted: int
+    train_s: float | None
+    start_s: float | None
+    steps_left: int | None
+
+
+def worth_forming(growth: Growth) -> str:
+    """Why a larger world is worth its start, or nothing: for want of measurements it is not.
+
+    What a step gains is an upper bound, for ranks do not share out all that a step costs; the margin stands for the rest.
+    """
+    if growth.wanted <= growth.now or growth.train_s is None or growth.start_s is None:
+        return ""
+    left = UNKNOWN_STEPS_LEFT if growth.steps_left is None else growth.steps_left
+    saved = left * growth.train_s * (1 - growth.now / growth.wanted)
+    if saved < MARGIN * growth.start_s:
+        return ""
+    return (
+        f"{growth.wanted} ranks instead of {growth.now} save about {saved:.0f} s in {left} steps, and start in "
+        f"{growth.start_s:.0f} s"
+    )
+
+
+# -------------------- live
+# What a placement that moves slots begins with and must keep to, and the policies that may be asked for it, by name. Pure.
+#
+# A policy of a package of the user's is an entry point of the group `gcore.placement`: a function that takes a `Start` and gives a
+# `placement.policies.base.Policy`. It decides on splits only; which slots these are is `placement.assign`'s.
+
+NOTHING_FIXED = Pin()
+
+
+ALL_SIZES = 16
+"""Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What a job says of a placement that moves slots. `ranks`: the only size of the train world, if one is set; `most_ranks`: samples
+    that each update has, for a rank without any would only wait. `work`: what a step is, or why that is not known."""
+
+    judges: tuple[str, ...]
+    ranks: int | None
+    most_ranks: int
+    train: int | None
+    reward: int | None
+    group: int = 1
+    work: Workload | str = "what the job's models are was not kept"
+    sizes: Sizes = SINGLE
+
+    @classmethod
+    def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> Moving:
+        """What `spec` says, of a job with these models."""
+        from placement.mapping.search import work_of  # a daemon without a job needs none of it
+
+        samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
+        return cls(
+            tuple(judge.name for judge in spec.served_judges),
+            spec.train.ranks,
+            max(samples, 1),
+            spec.placement.train,
+            spec.placement.reward,
+            spec.flow.samples_per_prompt,
+            work_of(spec, models),
+            sizes_of(spec),
+        )
+
+
+def bounds_of(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
+    """What splits must keep to on the nodes there are, and what fits into their memory, as far as that is known. `now`: ranks of the
+    world that is there, whose size stays possible."""
+    from placement.mapping.memory import within_memory
+    from placement.mapping.search import seen
+
+    limits = slots_allow(snapshot, job, pin, now)
+    there = "" if isinstance(job.work, str) else seen(snapshot.nodes)
+    if isinstance(job.work, str) or isinstance(there, str):
+        return limits
+    return within_memory(limits, job.work, there.cluster, now)
+
+
+def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
+    """What splits must keep to, whatever fits into memory."""
+    slots = snapshot.slots
+    if job.ranks is not None:
+        sizes: tuple[int, ...] = (job.ranks,)
+    else:
+        most = min(slots, job.most_ranks)
+        found = {size for size in range(1, most + 1) if most <= ALL_SIZES or _is_round(size)}
+        sizes = tuple(sorted(found | ({now} if now is not None and now <= slots else set())))
+    if pin is not None and pin.train is not None:
+        sizes = (pin.train,)
+    apart = pin is not None and (pin.rollout is not None or pin.reward is not None)
+    nodes = sum(1 for node in snapshot.nodes if node.slots)
+    return Bounds(
+        slots,
+        job.sizes.rollout,
+        job.sizes.reward,
+        train_sizes=sizes,
+        judged=bool(job.judges),
+        colocated=not apart,
+        nodes=max(nodes, 1),
+        group=job.group,
+    )
+
+
+def _is_round(size: int) -> bool:
+    while size % 2 == 0:
+        size //= 2
+    return size in (1, 3)
+
+
+def first_split(bounds: Bounds, job: Moving, pin: Pin = NOTHING_FIXED) -> Split | None:
+    """What a job begins with: what a person fixed, beside that what the spec says, or else all slots in turn. None: it does not fit."""
+    if job.train is not None:
+        reward = job.reward or 0
+        wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
+        trains = (job.train,) if pin.train is None else bounds.train_sizes
+        return nearest_fixed(wanted, replace(bounds, train_sizes=trains, colocated=False), pin)
+    together = bounds.all_together()
+    if together is not None or not pin.sizes:
+        return next(feasible(bounds), None)
+    return min(feasible(bounds), key=pin.off, default=None)
+
+
+def nearest_fixed(split: Split, bounds: Bounds, pin: Pin) -> Split | None:
+    """The split within `bounds` that is least far from what a person fixed, and of these the one that is least unlike `split`. None: there is
+    none at all."""
+    return min(feasible(bounds), key=lambda one: (pin.off(one), unlike(one, split)), default=None)
+
+
+def placed(
+    snapshot: Snapshot,
+    job: Moving,
+    *,
+    world: str,
+    generation: int,
+    current: Plan | None = None,
+    wanted: Split | None = None,
+    pin: Pin | None = None,
+) -> Plan | None:
+    """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is, as far as what a
+    person fixed lets it be. None: there are too few slots."""
+    limits = bounds_of(snapshot, job, pin, None if current is None else len(current.ranks))
+    if wanted is None and current is not None:
+        wanted = _spread(split_of(current), snapshot)
+    fixed = pin or NOTHING_FIXED
+    split = nearest_fixed(wanted, limits, fixed) if wanted is not None else None
+    if split is None:
+        split = first_split(limits, job, fixed)
+    if split is None:
+        # What a person fixed gives way to a job that could not go on.
+        return (
+            None
+            if pin is None
+            else placed(snapshot, job, world=world, generation=generation, current=current, wanted=wanted)
+        )
+    how = f"{split} of {snapshot.slots} slots on {len(snapshot.nodes)} nodes"
+    return assigned(
+        split, current, snapshot, job.judges, world=world, generation=generation, reason=how, sizes=job.sizes
+    )
+
+
+def too_few(snapshot: Snapshot) -> SpecError:
+    """Why nothing can be placed."""
+    return SpecError(
+        f"the pools do not fit on {counted(snapshot.slots, 'slot')}",
+        where="placement",
+        fix="Lower placement.train, placement.reward or train.ranks, or start controllers with more slots",
+    )
+
+
+def _spread(split: Split, snapshot: Snapshot) -> Split:
+    """The same shares of other slots."""
+    slots = snapshot.slots
+    if split.mode == "colocated":
+        return Split("colocated", slots, slots if split.reward else 0, min(split.train, slots))
+    share = slots / max(split.rollout + split.reward + split.train, 1)
+    reward, train = max(round(split.reward * share), min(split.reward, 1)), max(round(split.train * share), 1)
+    return Split("coexisting", max(slots - reward - train, 1), reward, train)
+
+
+def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
+    """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
+    here = {Slot(node.node, slot) for node in snapshot.nodes for slot in node.slots}
+    awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(slots_of(place))}
+    if not here or not {"", *job.judges} - awake:
+        return None  # of nodes that have too few slots for an engine nothing can be made
+    away = sum(Slot(place.node, place.slot) not in here for place in plan.ranks)
+    whole = slots_allow(snapshot, job)
+    # Ranks that are away have their slots still: the world is as it is.
+    limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))
+    # Where engines span several slots, ranks may lie so that the nearest cannot be had.
+    tried = (
+        assigned(
+            split,
+            plan,
+            snapshot,
+            job.judges,
+            world=plan.world,
+            generation=plan.generation + 1,
+            reason=f"{split}, for a pool had no engine left",
+            sizes=job.sizes,
+        )
+        for split in nearest_first(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
+    )
+    return next((found for found in tried if found is not None), None)
+
+
+def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
+    """What a policy decided, or the split nearest to it that is as a person fixed it, of which nobody has said what it would take. None:
+    what is fixed cannot be had."""
+    if not pin.off(decision.split):
+        return decision
+    found = nearest_fixed(decision.split, limits, pin)
+    if found is None or pin.off(found):
+        return None
+    return Decision(found, f"{pin}, as was asked; without that: {decision.reason}", idle=decision.idle)

@@ -1,0 +1,145 @@
+"""The rules of others, which `dynamic` is held against. Pure.
+
+`hill_climb`: after each step one unit goes from the pool that is used least to the one that is used most (the utilisation rule of the
+paper on G-Core). `threshold`: the same, but only where one pool is used less than `LOW` and another more than `HIGH` (RLinf's rule).
+Neither forecasts, weighs what a change costs, or lends within a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from placement.measurements import Measured
+from placement.policies.base import Decision, Policy, Situation, Start
+from placement.slots import Bounds, Split, distance, feasible
+
+
+def static(start: Start) -> Policy:
+    """One split for ever: for whoever wants to see what nothing would do."""
+
+    return Static(start.first)
+
+
+def colocated(start: Start) -> Policy:
+    """All slots in turn."""
+
+    return Colocated(start.first)
+
+
+def hill_climb(start: Start) -> Policy:
+    """One unit at a time, from the pool that is used least to the one that is used most."""
+
+    return HillClimb(start.first)
+
+
+def threshold(start: Start) -> Policy:
+    """The same, only between pools that are used little and much."""
+
+    return climbing_threshold(start.first)
+
+
+# -------------------- fixed
+# Policies that never move anything of themselves: `static`, one split for ever, and `colocated`, all slots in turn. Pure.
+
+
+@dataclass(frozen=True)
+class Static:
+    """One split; while slots are away, the nearest that there is."""
+
+    split: Split
+
+    def plan(self, situation: Situation) -> Decision:
+        """The same."""
+        return Decision(self.nearest(situation.bounds), "the split is fixed")
+
+    def nearest(self, bounds: Bounds) -> Split:
+        """The feasible split that is most like it, of the same mode if there is one."""
+        return nearest(bounds, self.split)
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """All slots in turn; where they cannot be, the nearest to a split of its own."""
+
+    otherwise: Split
+
+    def plan(self, situation: Situation) -> Decision:
+        """All of them."""
+        together = situation.bounds.all_together()
+        if together is None:
+            return Decision(nearest(situation.bounds, self.otherwise), "a slot cannot hold all models")
+        return Decision(together, "all slots in turn")
+
+
+@lru_cache(maxsize=64)
+def possible(bounds: Bounds) -> tuple[Split, ...]:
+    """Every feasible split, in order."""
+    return tuple(feasible(bounds))
+
+
+@lru_cache(maxsize=4096)
+def nearest(bounds: Bounds, split: Split) -> Split:
+    """The feasible split that is most like `split`, of the same mode if there is one."""
+    every = possible(bounds)
+    found = [one for one in every if one.mode == split.mode] or every
+    return min(found, key=lambda one: (distance(one, split), one))
+
+
+def even(bounds: Bounds) -> Split:
+    """What a person would write without having measured anything: half for rollout, and the other half shared out."""
+    quarter = bounds.slots // 4
+    reward = quarter if bounds.judged else 0
+    return nearest(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
+
+
+LOW, HIGH = 0.4, 0.7
+
+
+@dataclass(frozen=True)
+class HillClimb:
+    """One unit at a time. `low`, `high`: only between pools that are used less, and more."""
+
+    first: Split
+    low: float = 1.0
+    high: float = 0.0
+
+    def plan(self, situation: Situation) -> Decision:
+        """As the module says."""
+        now = nearest(situation.bounds, situation.now or self.first)
+        if not situation.history or situation.history[-1].seconds is None:
+            return Decision(now, "nothing is measured of the newest step")
+        used = utilisation(situation.history[-1])
+        idle = {pool: 1.0 - share for pool, share in used.items()}
+        least, most = min(used, key=lambda one: used[one]), max(used, key=lambda one: used[one])
+        if used[least] == used[most] or used[least] > self.low or used[most] < self.high:
+            return Decision(now, "no pool is used much less than another", idle=idle)
+        better = shifted(situation.bounds, now, least, most)
+        if better is None:
+            return Decision(now, f"{most} cannot take a unit of {least}", idle=idle)
+        cost = situation.costs.of(now, better)
+        return Decision(better, f"{least} is used {used[least]:.0%}, {most} {used[most]:.0%}", cost_s=cost, idle=idle)
+
+
+def climbing_threshold(first: Split) -> HillClimb:
+    """RLinf's."""
+    return HillClimb(first, LOW, HIGH)
+
+
+def utilisation(step: Measured) -> dict[str, float]:
+    """Of each pool that has slots: busy slot-seconds beside all of them."""
+    split, seconds = step.split, step.seconds or 1.0
+    slots = {"rollout": split.rollout, "reward": split.reward, "train": split.train}
+    return {pool: min(step.busy.get(pool, 0.0) / (count * seconds), 1.0) for pool, count in slots.items() if count}
+
+
+def shifted(bounds: Bounds, now: Split, source: str, target: str) -> Split | None:
+    """The nearest split with more slots for `target` and fewer for `source`."""
+    fitting = [
+        one
+        for one in possible(bounds)
+        if one.mode == "coexisting"
+        and getattr(one, source) < getattr(now, source)
+        and getattr(one, target) > getattr(now, target)
+    ]
+    return min(fitting, key=lambda one: (distance(one, now), one), default=None)

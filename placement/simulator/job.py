@@ -1,0 +1,402 @@
+"""A simulated job: how long each step takes on a split, with and without lending, and what is measured of it. The truth.
+
+A strict step is production, then training, then the weights' way to the engines; co-located pools also change over in between. One
+step ahead, pools with slots of their own make a batch while they train on the one before: the longer of the two is the step. That the
+two are of different batches, and that the tail of one batch can overlap the next batch's beginning, is left out.
+
+What is lent at the end of a strict step goes back while ranks train: what takes longer than that puts the next step off. One step
+ahead it goes back in the beginning of the next production, which those replicas begin late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.laws import Paces
+from placement.lending import Rows, speeds_of
+from placement.measurements import EngineSpeed, Measured, least_of
+from placement.simulator.kernel import BY_RULE, NEVER, play
+from placement.simulator.scenario import Engine, Scenario
+from placement.slots import Split, feasible, turns
+
+# -------------------- workload
+# What a step of a simulated job has to do: drawn once for each scenario, seed and step, whatever policy meets it. Pure.
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`lengths`, `judged`: tokens of each response and of its judgement, [n]; `train_tokens`: of the groups that are kept. `pace`: what
+    this step's training takes beside what it usually would."""
+
+    lengths: Floats
+    judged: Floats
+    train_tokens: float
+    pace: float
+
+
+def workload(scenario: Scenario, seed: int, step: int) -> Workload:
+    """Of a step, from 0 on."""
+    draw = np.random.default_rng((seed, step, 1))
+    groups = max(scenario.groups, round(scenario.groups / (1 - scenario.filtered)))
+    lengths = _lengths(scenario, draw, groups, step)
+    judged = _judged(scenario, draw, lengths.size, step)
+    kept = lengths.reshape(groups, -1)[draw.permutation(groups)[: scenario.groups]]
+    tokens = float(kept.sum()) + scenario.prompt * kept.size
+    pace = float(np.exp(draw.normal(0.0, scenario.noise.train)))
+    return Workload(lengths, judged, tokens, pace)
+
+
+def replica_pace(scenario: Scenario, seed: int) -> Floats:
+    """How much longer a token takes on each slot's replica than it usually does, [slots]. Nobody who plans is told."""
+    return np.exp(np.random.default_rng((seed, 0, 2)).normal(0.0, scenario.noise.replica, scenario.slots))
+
+
+def _lengths(scenario: Scenario, draw: np.random.Generator, groups: int, step: int) -> Floats:
+    told = scenario.lengths
+    mean = told.mean * told.growth ** (step / max(scenario.steps - 1, 1))
+    if told.jump_at is not None and step >= told.jump_at:
+        mean *= told.jump
+    width = np.sqrt(np.log1p(told.spread**2))
+    own = draw.standard_normal((groups, scenario.samples))
+    shared = draw.standard_normal((groups, 1))
+    z = np.sqrt(told.same_prompt) * shared + np.sqrt(1 - told.same_prompt) * own
+    drawn: Floats = np.exp(np.log(mean) - width**2 / 2 + width * z)
+    return np.clip(np.ceil(drawn), 1, told.cap).ravel()
+
+
+def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int) -> Floats:
+    told = scenario.judging
+    if told is None:
+        return np.zeros(count)
+    slow = told.slow if told.slow_from <= step < told.slow_until else 1.0
+    width = np.sqrt(np.log1p(told.spread**2))
+    drawn: Floats = np.ceil(told.tokens * slow * np.exp(width * draw.standard_normal(count) - width**2 / 2))
+    return drawn
+
+
+# -------------------- told
+# What the rule that lends within a step is told: what somebody has measured until then, as in a live cluster (`placement.loads`).
+#
+# Whoever knew everything is told a step's own lengths and speeds, without errors.
+
+LOADS = (1.0, 3.0, 9.0)
+"""Of engines whose law is known: a line goes through what they take."""
+
+
+NOBODYS = Measured(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """By pool, [2, 4], and of responses by how many are left, [2, left], as `placement.simulate.kernel.play` takes them; all zeros:
+    nothing is known."""
+
+    pools: Floats = field(default_factory=lambda: np.zeros((2, 4)))
+    tail: Floats = field(default_factory=lambda: np.zeros((2, 1)))
+
+
+UNKNOWN = Told()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lend:
+    """How replicas are lent within a step: what it costs each of them, and what the rule is told (`placement.simulate.kernel`). `late`:
+    replicas that were lent in the step before, and come back in the first `late_s` seconds; above 0 to rollout, below 0 to the judges."""
+
+    cost_s: float
+    told: Told
+    late: int = 0
+    late_s: float = 0.0
+
+
+def told_of(history: Sequence[Measured], scenario: Scenario, paces: Paces) -> Told:
+    """After so much was measured. `paces`: was shown the history."""
+    rows = Rows(scenario.rollout.running, scenario.reward.running)
+    speeds = speeds_of(history, rows, paces.since("rollout"), paces.since("reward"))
+    if speeds is None:
+        return UNKNOWN
+    both = speeds.rollout, speeds.reward
+    pools = [[one.alone_s, one.saturating, one.tokens, one.residual] for one in both]
+    return Told(np.array(pools), np.array(speeds.rollout.tail).T)
+
+
+def truth_of(step: int, scenario: Scenario, work: Workload) -> Told:
+    """What nobody knows before: the step's own."""
+    speed = (*_exact(scenario.rollout, "rollout"), *_exact(scenario.reward_at(step), "reward"))
+    lengths, judged = tuple(work.lengths.tolist()), tuple(work.judged.tolist())
+    return told_of([replace(NOBODYS, lengths=lengths, judged=judged, speed=speed)], scenario, Paces())
+
+
+def _exact(engine: Engine, pool: str) -> tuple[EngineSpeed, ...]:
+    return tuple(EngineSpeed(pool, load, engine.token_s + engine.sequence_s * load) for load in LOADS)
+
+
+EVERY_S = 1.0
+"""Between two looks at whether to lend."""
+
+
+NO_MOVES = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """A batch. `spans`: replica-seconds by pool and number of running requests. `moves`: replicas that were lent; `away`: that are at
+    the end, above 0 with the judges; `back_s`: until all are where they were."""
+
+    seconds: float
+    spans: Floats
+    moves: int = 0
+    away: int = 0
+    back_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Of a step, in seconds. `busy`: slot-seconds by pool."""
+
+    produce_s: float
+    train_s: float
+    other_s: float
+    seconds: float
+    busy: Mapping[str, float]
+    speed: tuple[EngineSpeed, ...]
+
+
+class SimulatedJob:
+    """One scenario with one seed. What a step takes on a split is worked out once."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario, self.seed = scenario, seed
+        self.work = cache(lambda step: workload(scenario, seed, step))
+        self._truth = cache(lambda step: truth_of(step, scenario, self.work(step)))
+        counts = {scenario.slots_at(step) for step in range(scenario.steps)}
+        self._possible = {slots: frozenset(feasible(scenario.bounds_of(slots))) for slots in counts}
+        self.splits: tuple[Split, ...] = tuple(sorted(set().union(*self._possible.values())))
+        self._pace = replica_pace(scenario, seed)
+        self._tables: dict[float | None, Floats] = {}
+        self._measured: dict[tuple[int, Split], Measured] = {}
+        self._plain: dict[tuple[int, Split], Produced] = {}
+        self._lent: dict[tuple[int, Split], dict[float, Produced]] = {}
+
+    def seconds(self, step: int, split: Split, produced: Produced | None = None) -> float:
+        """What the step takes, without what led to the split. `produced`: its batch; None: made with nothing lent."""
+        made = produced or self.produced(step, split)
+        train_s, other_s = self._others(step, split, made)
+        return self._whole(split, made.seconds, train_s, other_s)
+
+    def table(self, lend_s: float | None = None) -> Floats:
+        """Seconds of each step on each of `splits`, [steps, splits]; infinite where it is not possible. `lend_s`: what it costs to lend,
+        which is done by the rule, told the truth; one step ahead, what was lent in the step before is back. None: nothing is lent."""
+        known = self._tables.get(lend_s)
+        if known is None:
+            known = self._tables[lend_s] = self._table(lend_s)
+        return known
+
+    def _table(self, lend_s: float | None) -> Floats:
+        steps = range(self.scenario.steps)
+        return np.array(
+            [
+                [
+                    self.seconds(step, split, self._knowing(step, split, lend_s)) if split in possible else np.inf
+                    for split in self.splits
+                ]
+                for step in steps
+                for possible in (self._possible[self.scenario.slots_at(step)],)
+            ]
+        )
+
+    def _knowing(self, step: int, split: Split, lend_s: float | None) -> Produced:
+        """The batch, lent by who knows the truth of the step."""
+        if lend_s is None or not self._lends(split):
+            return self.produced(step, split)
+        lent = self._lent.setdefault((step, split), {})
+        if lend_s not in lent:
+            # Where nothing was lent at a lower cost, nothing is at a higher one.
+            same = next((one for cost, one in lent.items() if cost < lend_s and not one.moves), None)
+            lent[lend_s] = same or self._played(step, split, Lend(lend_s, self._truth(step)))
+        return lent[lend_s]
+
+    def _lends(self, split: Split) -> bool:
+        return split.mode == "coexisting" and self.scenario.lendable
+
+    def produced(self, step: int, split: Split, lend: Lend | None = None) -> Produced:
+        """The step's batch on the split. All responses are asked for when it begins."""
+        if lend is not None and self._lends(split):
+            return self._played(step, split, lend)
+        known = self._plain.get((step, split))
+        if known is None:
+            known = self._plain[step, split] = self._played(step, split, None)
+        return known
+
+    def phases(self, step: int, split: Split, produced: Produced) -> Phases:
+        """The step on the split, part by part."""
+        told = self.scenario
+        train_s, other_s = self._others(step, split, produced)
+        spans = produced.spans
+        busy = {
+            "rollout": _busy(spans[0], told.rollout),
+            "reward": _busy(spans[1], told.reward),
+            "train": train_s * split.train,
+        }
+        return Phases(
+            produced.seconds,
+            train_s,
+            other_s,
+            self._whole(split, produced.seconds, train_s, other_s),
+            busy,
+            (*_speeds(spans[0], told.rollout, "rollout"), *_speeds(spans[1], told.reward_at(step), "reward")),
+        )
+
+    def measured(self, step: int, split: Split, produced: Produced | None = None) -> Measured:
+        """What the controllers would know of the step: with errors, and now and then without the speeds and times. `produced`: its batch;
+        None: made with nothing lent."""
+        plain = self.produced(step, split)
+        if produced is not None and produced is not plain:
+            return self._seen(step, split, produced)
+        known = self._measured.get((step, split))
+        if known is None:
+            known = self._measured[step, split] = self._seen(step, split, plain)
+        return known
+
+    def _seen(self, step: int, split: Split, produced: Produced) -> Measured:
+        work, phases, noise = self.work(step), self.phases(step, split, produced), self.scenario.noise
+        draw = np.random.default_rng((self.seed, step, 3))
+
+        def noisy(value: float) -> float:
+            return value * float(np.exp(draw.normal(0.0, noise.measured)))
+
+        missing = bool(draw.random() < noise.missing)
+        return Measured(
+            step=step,
+            split=split,
+            lengths=tuple(work.lengths.tolist()),
+            judged=tuple(work.judged.tolist()) if self.scenario.judging is not None else (),
+            train_tokens=work.train_tokens,
+            produce_s=None if missing else noisy(phases.produce_s),
+            train_s=None if missing else noisy(phases.train_s),
+            other_s=None if missing else noisy(phases.other_s),
+            speed=() if missing else tuple(EngineSpeed(s.pool, s.running, noisy(s.token_s)) for s in phases.speed),
+            busy={pool: noisy(seconds) for pool, seconds in phases.busy.items()},
+            step_s=None if missing else noisy(phases.seconds),
+        )
+
+    @property
+    def fastest(self) -> float:
+        """The pace of the fastest replica, below 1."""
+        return float(self._pace.min())
+
+    def fastest_training(self, step: int) -> tuple[float, float]:
+        """Of all splits that the step can have: training, and what is neither that nor production."""
+        found = [self._others(step, split, NOTHING) for split in self._possible[self.scenario.slots_at(step)]]
+        return min(one for one, _ in found), min(other for _, other in found)
+
+    def _others(self, step: int, split: Split, produced: Produced) -> tuple[float, float]:
+        """Training, and what is neither that nor production."""
+        told, work = self.scenario, self.work(step)
+        train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
+        changes = 0 if split.mode == "coexisting" else turns(judged=told.judging is not None)
+        late_s = 0.0 if told.overlaps else max(produced.back_s - train_s, 0.0)
+        return train_s, told.training.sync_s + told.wake_s * changes + late_s
+
+    def _whole(self, split: Split, produce_s: float, train_s: float, other_s: float) -> float:
+        if self.scenario.overlaps and split.mode == "coexisting":
+            return max(produce_s, train_s + other_s)
+        return produce_s + train_s + other_s
+
+    def _played(self, step: int, split: Split, lend: Lend | None) -> Produced:
+        told, work = self.scenario, self.work(step)
+        judged = told.judging is not None
+        if split.mode == "coexisting":
+            pace = np.concatenate(
+                (
+                    self._replicas(0, split.rollout, told.rollout.size),
+                    self._replicas(split.rollout, split.reward, told.reward.size),
+                )
+            )
+            return self._served(
+                work.lengths,
+                work.judged if judged else NO_TOKENS,
+                pace,
+                split.rollout // told.rollout.size,
+                step,
+                lend,
+            )
+        rollout = self._served(
+            work.lengths, NO_TOKENS, self._replicas(0, split.rollout, told.rollout.size), None, step, None
+        )
+        if not judged:
+            return rollout
+        reward = self._served(
+            work.judged, NO_TOKENS, self._replicas(0, split.reward, told.reward.size), None, step, None, turned=True
+        )
+        return Produced(rollout.seconds + reward.seconds, rollout.spans + reward.spans[::-1])
+
+    def _replicas(self, first: int, slots: int, size: int) -> Floats:
+        return self._pace[first : first + slots // size * size : size]
+
+    def _served(
+        self,
+        lengths: Floats,
+        judged: Floats,
+        pace: Floats,
+        rollout: int | None,
+        step: int,
+        lend: Lend | None,
+        *,
+        turned: bool = False,
+    ) -> Produced:
+        engines = (self.scenario.rollout, self.scenario.reward_at(step))[:: -1 if turned else 1]
+        told = lend or NONE
+        end, _, spans, moves, away, settling_s = play(
+            lengths,
+            judged,
+            pace,
+            pace.size if rollout is None else rollout,
+            np.array([[one.token_s, one.sequence_s] for one in engines]),
+            np.array([one.running for one in engines]),
+            NEVER if lend is None else BY_RULE,
+            told.cost_s,
+            EVERY_S,
+            told.told.pools,
+            told.told.tail,
+            NO_MOVES,
+            told.late,
+            told.late_s,
+        )
+        return Produced(float(end), spans, int(moves), int(away), float(settling_s) + (told.cost_s if away else 0.0))
+
+
+NONE = Lend(0.0, UNKNOWN)
+
+
+NO_TOKENS: NDArray[np.float64] = np.zeros(0)
+
+
+NOTHING = Produced(0.0, np.zeros((2, 1)))
+
+
+def _busy(spans: Floats, engine: Engine) -> float:
+    """Slot-seconds, each by the share of what saturates the engine."""
+    running = np.arange(spans.size)
+    saturating = min(engine.token_s / engine.sequence_s, engine.running)
+    return float((spans * np.minimum(running / saturating, 1.0)).sum()) * engine.size
+
+
+def _speeds(spans: Floats, engine: Engine, pool: str) -> tuple[EngineSpeed, ...]:
+    """What a pool's engines report: what a token took at the loads they had."""
+    found, load, whole = [], 0, float(spans[1:].sum())
+    while (least := least_of(load)) < spans.size:
+        span = spans[least : least_of(load + 1)]
+        seconds = float(span.sum())
+        if seconds > 0.02 * whole:
+            running = float((span * np.arange(least, least + span.size)).sum()) / seconds
+            found.append(EngineSpeed(pool, running, engine.token_s + engine.sequence_s * running))
+        load += 1
+    return tuple(found)

@@ -1,0 +1,308 @@
+"""A run's own records as a job to simulate: what if another policy had planned it, or it had had other slots.
+
+From the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds, `books/` what engines and slots did, `samples/`
+the lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them.
+
+A step has as many responses as it had: those that were trained on, and those that were filtered out, which were generated and judged
+too. What was kept of it is a part of the former: from that the others are drawn, with the means that the step had. Lengths of steps
+without kept samples are drawn with the spread of those that have them. It is always the same. Of judgements the mean is known.
+
+What a run did not do is not in its records: how fast an engine is beside more requests than it ever had is read off the fitted line,
+and that slots are of one kind is taken for granted. Nothing here asks a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from gcore.errors import UsageError
+from gcore.ledger.records.slot_accounting import BookLine, EngineSums, engines_of, lines_of
+from gcore.observability import samples as folder
+from gcore.system.files import object_in
+from gcore.types import Version
+from placement.laws import law_of, train_law
+from placement.measurements import EngineSpeed, Measured
+from placement.simulator.job import Floats, SimulatedJob, Workload
+from placement.simulator.scenario import MOST_RESPONSES, Engine, Judging, Lengths, Scenario, Training, problem_of
+from placement.slots import SINGLE, Sizes, Split
+
+LEAST_STEPS = 4
+"""Fewer say too little."""
+
+
+SKIPPED = 2
+"""First steps that are not taken: engines and ranks start in them."""
+
+
+NEEDED = {"seconds", "tokens", "response_length"}
+
+
+MOST_NUMBER = 1e9
+"""Of tokens, responses or seconds, in a step."""
+
+
+MOST_FILTERED = 0.99
+"""Of a step's responses, that are taken to have been made for nothing."""
+
+
+SPREAD = 0.8
+"""Of lengths beside their mean, where no sample was kept."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run as a scenario, its steps as they were, what they took, in seconds, and on how many slots they were trained. `lend_s`: the middle
+    of what its changes took."""
+
+    scenario: Scenario
+    steps: tuple[Workload, ...]
+    taken_s: tuple[float, ...]
+    trained_on: tuple[int, ...]
+    lend_s: float | None
+
+
+class ReplayedJob(SimulatedJob):
+    """A simulated job whose steps have the lengths of a run."""
+
+    def __init__(self, replay: Replay, seed: int) -> None:
+        super().__init__(replay.scenario, seed)
+        self.work = cache(lambda step: replay.steps[step])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of the run."""
+
+    version: Version
+    metrics: Mapping[str, float]
+    books: tuple[BookLine, ...]
+
+    def engines(self, pool: str) -> EngineSums:
+        """What the pool's engines did, all nodes together."""
+        return engines_of(line.book for line in self.books).get(pool, EngineSums())
+
+    @property
+    def trained(self) -> int | None:
+        """Responses that were trained on; None where that was not told."""
+        told = self.metrics.get("samples")
+        return None if told is None else min(max(int(told), 1), MOST_RESPONSES)
+
+    @property
+    def filtered(self) -> float:
+        """Share of its responses that were made and not trained on."""
+        return min(self.metrics.get("filter_rate", 0.0), MOST_FILTERED)
+
+    @property
+    def mean_length(self) -> float:
+        """Of all its responses, tokens."""
+        return max(self.metrics.get("response_length_before_filter", self.metrics["response_length"]), 1.0)
+
+    @property
+    def trained_on(self) -> int:
+        """Slots on which ranks worked; 1, where no book says that any did."""
+        return len({(line.node, slot) for line in self.books for slot in _slots_at(line, "busy train")}) or 1
+
+
+def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: Sizes = SINGLE) -> Replay:
+    """The run in that folder. `slots`: how many the simulated job has, if others than the run; `sizes`: slots of its engines, whose speed
+    was measured. Raises UsageError."""
+    try:
+        steps = _steps(run_dir)[SKIPPED:]
+        drawn = _lengths(run_dir, steps)
+    except OSError as error:
+        raise UsageError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+    if len(steps) < LEAST_STEPS:
+        raise UsageError(
+            f"{run_dir} has books of {len(steps)} steps after its first {SKIPPED}, and a replay needs {LEAST_STEPS} at least",
+            fix="Name a run that was made by a version with books, and that went on for longer",
+        )
+    work = tuple(_workload(step, lengths) for step, lengths in zip(steps, drawn, strict=True))
+    there = max(sum(line.book.slots for line in step.books) for step in steps)
+    try:
+        scenario = _scenario(run_dir, steps, work, slots or there, staleness, sizes)
+    except ValidationError as error:
+        raise UsageError(
+            f"what stands in the run's folder is no job: {problem_of(error)}", where=str(run_dir)
+        ) from error
+    return Replay(
+        scenario,
+        work,
+        tuple(step.metrics["seconds"] for step in steps),
+        tuple(step.trained_on for step in steps),
+        _switch_s(steps),
+    )
+
+
+def _steps(run_dir: Path) -> list[_Step]:
+    """The steps on the run's chain that have numbers and books, in order: of one that was made anew, the newest."""
+    booked: dict[Version, list[BookLine]] = {}
+    for line in lines_of(run_dir):
+        booked.setdefault(line.book.version, []).append(line)
+    chain: dict[int, _Step] = {}
+    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    for tree in filter(None, map(object_in, text.splitlines())):  # the last line of a run that was killed is none
+        at, metrics = tree.get("step"), _metrics(tree.get("metrics"))
+        if not isinstance(at, int):
+            continue
+        if tree.get("kind") == "rollback":
+            chain = {step: one for step, one in chain.items() if step <= at}
+        if tree.get("kind") != "step" or not metrics.keys() >= NEEDED or not isinstance(tree.get("lineage"), int):
+            continue
+        version = Version(tree["lineage"], at)
+        if version in booked:
+            chain[version.step] = _Step(version, metrics, tuple(booked[version]))
+    return [chain[step] for step in sorted(chain)]
+
+
+def _metrics(tree: Any) -> dict[str, float]:
+    """Those that are numbers that a step can have."""
+    found = tree.items() if isinstance(tree, dict) else ()
+    return {name: value for name, value in found if isinstance(value, int | float) and 0 <= value <= MOST_NUMBER}
+
+
+def _lengths(run_dir: Path, steps: Iterable[_Step]) -> Iterator[Floats]:
+    """Tokens of each step's responses, [n]."""
+    there = set(folder.kept_steps(run_dir))
+    found, spreads = [], []
+    for step in steps:
+        groups = folder.read_groups(run_dir, step.version) if step.version in there else []
+        own = [sample.tokens - sample.observed_tokens for group in groups for sample in group.samples]
+        kept = np.array(own, dtype=np.float64)
+        found.append((step, kept))
+        if kept.size > 1 and kept.mean() > 0:
+            spreads.append(float(kept.std() / kept.mean()))
+    width = float(np.sqrt(np.log1p((median(spreads) if spreads else SPREAD) ** 2)))
+    return iter([_all_of(step, kept, width) for step, kept in found])
+
+
+def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
+    """As many responses as the step had, of which those were kept. `width`: by which lengths differ where none was."""
+    draw = np.random.default_rng((step.version.lineage, step.version.step, 6))
+    trained = max(step.trained or 1, kept.size)
+    count = min(round(trained / (1.0 - step.filtered)), MOST_RESPONSES)
+    if not kept.size or kept.mean() <= 0:
+        drawn: Floats = np.exp(np.log(step.mean_length) - width**2 / 2 + width * draw.standard_normal(count))
+        return np.maximum(np.ceil(drawn), 1.0)
+    mean = float(kept.mean())
+    of_trained = max(step.metrics["response_length"], 1.0) if trained > kept.size else mean
+    rest = (step.mean_length * count - of_trained * trained) / (count - trained) if count > trained else 0.0
+    found = [drawn_from(kept, trained, of_trained / mean, draw)]
+    found.append(drawn_from(kept, count - trained, rest / mean if rest > 0 else 1.0, draw))
+    return np.concatenate(found)
+
+
+def drawn_from(kept: Floats, count: int, times: float, draw: np.random.Generator) -> Floats:
+    """So many lengths, spread as the kept ones, and so many times as long: each as often as the others, but for those that are left over
+    then, which are drawn. As many as there are, and as long: they themselves."""
+    whole, over = divmod(count, kept.size)
+    found = np.concatenate((np.tile(kept, whole), kept[draw.permutation(kept.size)[:over]]))
+    return found if times == 1.0 else np.maximum(np.rint(found * times), 1.0)
+
+
+def _workload(step: _Step, lengths: Floats) -> Workload:
+    reward = step.engines("reward")
+    judged = np.full(lengths.size, reward.tokens / lengths.size if lengths.size else 0.0)
+    return Workload(lengths, judged, step.metrics["tokens"], 1.0)
+
+
+def _scenario(
+    run_dir: Path,
+    steps: list[_Step],
+    work: tuple[Workload, ...],
+    slots: int,
+    staleness: int,
+    sizes: Sizes,
+) -> Scenario:
+    history = [_measured(step) for step in steps]
+    training, judged = train_law(history), any(one.judged.any() for one in work)
+    between = [step.metrics.get("exchange_s", 0.0) + step.metrics.get("publish_s", 0.0) for step in steps]
+    worlds = {1, 2, 4, 8, 16, 32, 64, 128, *(step.trained_on for step in steps)}
+    made = float(np.mean([one.lengths.size for one in work]))
+    trained = float(np.mean([step.trained or one.lengths.size for step, one in zip(steps, work, strict=True)]))
+    return Scenario(
+        name=run_dir.name,
+        what=f"{len(steps)} steps of the run in {run_dir}",
+        slots=slots,
+        steps=len(steps),
+        groups=max(round(trained), 1),
+        samples=1,
+        filtered=min(max(1.0 - trained / made, 0.0), MOST_FILTERED),
+        staleness=staleness,
+        rollout=_engine(history, "rollout", sizes.rollout),
+        reward=_engine(history, "reward", sizes.reward),
+        lengths=_spread_of(work),
+        judging=Judging(tokens=max(float(np.mean([one.judged.mean() for one in work])), 1.0)) if judged else None,
+        prompt=max(round(_prompt(steps, work)), 1),
+        training=Training(
+            fixed_s=training.fixed_s,
+            rate=1.0 / max(training.slot_s, 1e-12),
+            sync_s=median(between),
+            sizes=tuple(sorted(size for size in worlds if size <= slots)),
+        ),
+        wake_s=_switch_s(steps) or 0.0,
+        noise=Scenario.model_fields["noise"].default.model_copy(update={"replica": 0.0, "train": 0.0}),
+    )
+
+
+def _spread_of(work: tuple[Workload, ...]) -> Lengths:
+    """As the run's were, all steps together: the first split is chosen by them."""
+    every = np.concatenate([one.lengths for one in work])
+    mean = max(float(every.mean()), 1.0)
+    return Lengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
+
+
+def _prompt(steps: Iterable[_Step], work: Iterable[Workload]) -> float:
+    """What was trained on besides the responses, by response."""
+    return median(
+        step.metrics["tokens"] / (step.trained or max(one.lengths.size, 1)) - step.metrics["response_length"]
+        for step, one in zip(steps, work, strict=True)
+    )
+
+
+def _engine(history: list[Measured], pool: str, size: int) -> Engine:
+    loads = [one.running for step in history for one in step.speed if one.pool == pool]
+    law = law_of(history, pool, 64)
+    running = max(round(max(loads, default=1.0)), 8)
+    return Engine(token_s=law.token_s, sequence_s=law.sequence_s, running=running, size=size)
+
+
+def _measured(step: _Step) -> Measured:
+    """As far as engines and training are fitted to it."""
+    speed = tuple(
+        EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
+        for line in step.books
+        for pool, total in line.book.engines.items()
+        for one in line.book.loads.get(pool, (total,))
+        if one.active_s > 0 and one.tokens > 0
+    )
+    metrics, split = step.metrics, Split("coexisting", 1, 1, step.trained_on)
+    return Measured(
+        step.version.step, split, (), (), metrics["tokens"], None, metrics.get("train_s"), None, speed, {}, None
+    )
+
+
+def _slots_at(line: BookLine, state: str) -> Iterator[tuple[str, str]]:
+    for slot, spans in line.spans.items():
+        if any(state in span.seconds for span in spans):
+            yield line.node, slot
+
+
+def _switch_s(steps: Iterable[_Step]) -> float | None:
+    """The middle of what changes from one role to another took."""
+    found = [
+        seconds
+        for step in steps
+        for line in step.books
+        for change, taken in line.book.switches.items()
+        if not change.startswith("none")
+        for seconds in taken
+    ]
+    return median(found) if found else None

@@ -1,0 +1,235 @@
+"""Scenarios of the simulator: what a job and its cluster are like, from a file. Pure data; lengths in tokens, times in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from gcore.config.base import shortened
+from gcore.errors import SpecError, did_you_mean
+from placement.slots import Bounds
+
+MOST_SLOTS = 4096
+
+
+MOST_STEPS = 100_000
+
+
+MOST_RESPONSES = 1_000_000
+"""To a step's prompts, with those that are filtered out. More take a machine's memory."""
+
+
+MOST_SCENARIO_BYTES = 1 << 20
+
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+Longer = Annotated[float, Field(gt=0, le=1e6)]
+"""Seconds that are some, and how many times as much something is."""
+
+
+Spread = Annotated[float, Field(ge=0, le=10)]
+
+
+Tokens = Annotated[float, Field(gt=0, le=1e7)]
+
+
+Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+
+
+Slots = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Engine(_Section):
+    """A token of `b` running sequences takes `token_s + sequence_s * b` seconds; more than `running` wait."""
+
+    token_s: Longer = 0.02
+    sequence_s: Longer = 0.001
+    running: Annotated[PositiveInt, Field(le=MOST_RESPONSES)] = 64
+    size: Slots = Field(1, description="Slots of a replica")
+
+
+class Lengths(_Section):
+    """Log-normal, cut off at `cap`; `same_prompt` is the correlation of two responses to one prompt, of their logarithms."""
+
+    mean: Tokens = 500.0
+    spread: Annotated[Spread, Field(gt=0)] = Field(0.9, description="Standard deviation, beside the mean")
+    same_prompt: float = Field(0.5, ge=0, le=1)
+    cap: Annotated[PositiveInt, Field(le=10_000_000)] = 8192
+    growth: Longer = Field(1.0, description="Of the mean, from the first step to the last")
+    jump_at: Annotated[Step, Field(ge=1)] | None = None
+    jump: Longer = 1.0
+
+
+class Judging(_Section):
+    """Tokens of a judgement, and steps from `slow_from` to `slow_until` in which it takes `slow` times as many, and a token of it `paced`
+    times as long."""
+
+    tokens: Tokens = 64.0
+    spread: Annotated[Spread, Field(gt=0)] = 0.3
+    slow: Longer = 1.0
+    paced: Longer = 1.0
+    slow_from: Step = 0
+    slow_until: Step = 0
+
+
+class Training(_Section):
+    """`fixed_s + tokens / (rate * slots)`, then `sync_s` until the new weights are with the engines."""
+
+    fixed_s: Seconds = 2.0
+    rate: Annotated[float, Field(ge=1e-6, le=1e15)] = 1500.0
+    sync_s: Seconds = 1.0
+    sizes: Annotated[tuple[Slots, ...], Field(max_length=MOST_SLOTS)] = (2, 4, 8, 16)
+
+
+class Loss(_Section):
+    """Slots that are away from step `at` to step `until`."""
+
+    at: Annotated[Step, Field(ge=1)]
+    until: Annotated[Step, Field(ge=1)]
+    slots: Slots
+
+
+class Noise(_Section):
+    """Relative standard deviations: of a replica's speed, hidden and for ever; of each step of training; of what is measured. `missing`:
+    how often a step's measurements are not there."""
+
+    replica: Spread = 0.05
+    train: Spread = 0.03
+    measured: Spread = 0.1
+    missing: Share = 0.1
+
+
+class Scenario(_Section):
+    """A job of `steps` steps on `slots` slots. With a `staleness` the next batch is made while this one is trained on."""
+
+    name: str
+    what: str
+    slots: Slots = 16
+    steps: Annotated[PositiveInt, Field(le=MOST_STEPS)] = 200
+    groups: Annotated[PositiveInt, Field(le=MOST_RESPONSES)] = 32
+    samples: Annotated[PositiveInt, Field(le=MOST_RESPONSES)] = 8
+    staleness: Step = 0
+    filtered: Share = Field(0.0, description="Share of the groups that are judged and not trained")
+    rollout: Engine = Engine()
+    reward: Engine = Engine()
+    lengths: Lengths = Lengths()
+    judging: Judging | None = Judging()
+    training: Training = Training()
+    prompt: Annotated[PositiveInt, Field(le=10_000_000)] = 200
+    wake_s: Seconds = Field(1.0, description="Sleep and wake of what takes its turn on co-located slots")
+    losses: Annotated[tuple[Loss, ...], Field(max_length=1000)] = ()
+    noise: Noise = Noise()
+    colocated: bool = Field(True, description="Whether the memory of a slot holds all models")
+
+    @model_validator(mode="after")
+    def _is_not_too_large(self) -> Scenario:
+        made = self.groups * self.samples / (1 - self.filtered)
+        if made > MOST_RESPONSES:
+            raise ValueError(f"a step makes {made:.3g} responses, and {MOST_RESPONSES:,} can be played")
+        return self
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether pools with slots of their own make a batch while they train on the one before."""
+        return self.staleness > 0
+
+    @property
+    def lendable(self) -> bool:
+        """Whether replicas can be lent within a step: each of either pool fills the same slots."""
+        return self.judging is not None and self.rollout.size == self.reward.size
+
+    def reward_at(self, step: int) -> Engine:
+        """A judge's engine in that step."""
+        told = self.judging
+        if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
+            return self.reward
+        slower = {"token_s": self.reward.token_s * told.paced, "sequence_s": self.reward.sequence_s * told.paced}
+        return self.reward.model_copy(update=slower)
+
+    def slots_at(self, step: int) -> int:
+        """How many there are in a step."""
+        return self.slots - sum(loss.slots for loss in self.losses if loss.at <= step < loss.until)
+
+    def bounds(self, step: int) -> Bounds:
+        """What a split of that step must keep to."""
+        return self.bounds_of(self.slots_at(step))
+
+    def bounds_of(self, slots: int) -> Bounds:
+        """What a split of so many slots must keep to."""
+        return Bounds(
+            slots,
+            self.rollout.size,
+            self.reward.size,
+            self.training.sizes,
+            self.judging is not None,
+            self.colocated,
+        )
+
+    def changed(self, **fields: Any) -> Scenario:
+        """The same but for some fields, checked again."""
+        return Scenario.model_validate({**self.model_dump(), **fields})
+
+
+SECTIONS: Mapping[str, type[BaseModel]] = {
+    "rollout": Engine,
+    "reward": Engine,
+    "lengths": Lengths,
+    "judging": Judging,
+    "training": Training,
+    "losses": Loss,
+    "noise": Noise,
+}
+
+
+def read_scenario(path: Path) -> Scenario:
+    """From a YAML file. Raises SpecError that names what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MOST_SCENARIO_BYTES + 1)
+        if len(raw) > MOST_SCENARIO_BYTES:
+            raise ValueError(f"it has more than {MOST_SCENARIO_BYTES} bytes")
+        return Scenario.model_validate(yaml.safe_load(raw))
+    except OSError as error:
+        raise SpecError(
+            f"the scenario {path} cannot be read: {error.strerror}", fix="Name a file of benchmarks/scenarios"
+        ) from error
+    except ValidationError as error:
+        raise SpecError(
+            f"the scenario {path} is not one: {problem_of(error)}",
+            fix="docs/placement-simulation.md has all its fields",
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())[:200]
+        raise SpecError(
+            f"the scenario {path} is not YAML: {problem}",
+            fix="Write it as benchmarks/scenarios are",
+        ) from error
+
+
+def problem_of(error: ValidationError) -> str:
+    """The first one, in words."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        section = next((kind for name, kind in SECTIONS.items() if first["loc"][0] == name), Scenario)
+        known = (section if len(first["loc"]) > 1 else Scenario).model_fields
+        return f"unknown key {shortened(repr(key))}{did_you_mean(str(first['loc'][-1]), known)}"
+    if first["type"] == "missing":
+        return f"{key!r} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if not key:
+        return message if first["type"] == "value_error" else "it is no mapping of fields to values"
+    return f"{key}: {message[:1].lower()}{message[1:]}"

@@ -1,0 +1,262 @@
+"""How a job's slots are shared out among its pools, and which ways there are. Pure.
+
+Two modes. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases of a
+step together, rollout, then judges, then train; it costs the waking and sleeping of what takes its turn, and needs the memory of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from gcore.config.spec import JobSpec
+from gcore.ledger.records.cluster import NodeFacts
+
+if TYPE_CHECKING:
+    from gcore.ledger.records.job import Plan
+
+Mode = Literal["coexisting", "colocated"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """Slots of each pool. Co-located: each pool has all of them."""
+
+    mode: Mode
+    rollout: int
+    reward: int
+    train: int
+
+    def __str__(self) -> str:
+        if self.mode == "colocated":
+            return f"all {self.rollout} slots in turn"
+        return f"{self.rollout} rollout, {self.reward} reward, {self.train} train"
+
+
+def turns(*, judged: bool) -> int:
+    """Changes of the turn in a step whose slots are had in turn: to rollout, to the judges if there are any, to training."""
+    return 3 if judged else 2
+
+
+def distance(one: Split, other: Split) -> int:
+    """Slots by which they differ, all pools together."""
+    return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
+    slots. `judged`: whether there is anything for the reward pool to do. `nodes`: that prompts are shared out among alike, each answered
+    by its node's engines: a step waits for the node that has the fewest. `group`: responses of a prompt, which are all made by one engine."""
+
+    slots: int
+    rollout_size: int = 1
+    reward_size: int = 1
+    train_sizes: tuple[int, ...] = ()
+    judged: bool = True
+    colocated: bool = True
+    nodes: int = 1
+    group: int = 1
+
+    def sizes(self) -> tuple[int, ...]:
+        """The train worlds that fit beside one replica of each other pool."""
+        least = self.rollout_size + (self.reward_size if self.judged else 0)
+        return tuple(size for size in self.train_sizes if size <= self.slots - least)
+
+    def all_together(self) -> Split | None:
+        """The co-located split, if there is one: the largest world that fits, engines on as many slots as replicas fill."""
+        fitting = [size for size in self.train_sizes if size <= self.slots]
+        if not self.colocated or not fitting or self.slots < max(self.rollout_size, self.reward_size):
+            return None
+        rollout = self.slots // self.rollout_size * self.rollout_size
+        reward = self.slots // self.reward_size * self.reward_size if self.judged else 0
+        return Split("colocated", rollout, reward, max(fitting))
+
+    def allows(self, split: Split) -> bool:
+        """Whether it is one of `feasible`, without looking through them."""
+        if split.mode == "colocated":
+            return split == self.all_together()
+        if split.train not in self.sizes():
+            return False
+        left = self.slots - split.train - split.reward
+        if split.rollout != left // self.rollout_size * self.rollout_size or split.rollout < self.rollout_size:
+            return False
+        if not self.judged:
+            return split.reward == 0
+        is_whole = split.reward >= self.reward_size and split.reward % self.reward_size == 0
+        return is_whole and left - split.rollout < self.reward_size
+
+
+def feasible(bounds: Bounds) -> Iterator[Split]:
+    """Every split within the bounds that leaves no whole replica's slots unused, in an order of its own.
+
+    Slots that are too few for a replica of either pool stay without one.
+    """
+    together = bounds.all_together()
+    if together is not None:
+        yield together
+    for train in bounds.sizes():
+        left = bounds.slots - train
+        if not bounds.judged:
+            yield Split("coexisting", left // bounds.rollout_size * bounds.rollout_size, 0, train)
+            continue
+        for reward in range(bounds.reward_size, left - bounds.rollout_size + 1, bounds.reward_size):
+            rollout = (left - reward) // bounds.rollout_size * bounds.rollout_size
+            if left - reward - rollout < bounds.reward_size:  # else one judge more would cost rollout nothing
+                yield Split("coexisting", rollout, reward, train)
+
+
+# -------------------- replicas
+# Replicas: the slots that together run one engine (tensor parallel). Pure.
+#
+# A replica lies on one node, on slots that follow one another there, and begins at a multiple of its size. So where one of two sizes divides
+# the other, the smaller replicas lie within the larger ones, and either fills a node whose slots can be divided: whichever pool has a
+# replica's slots, engines of the other can be resident on them, asleep. Slots that are left over on a node belong to no replica. A train rank
+# has one slot.
+
+Pool = Literal["train", "reward", "rollout"]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Slots of one replica of each pool."""
+
+    rollout: int = 1
+    reward: int = 1
+
+    def of(self, pool: Pool) -> int:
+        """Of a pool."""
+        return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
+
+    @property
+    def widest(self) -> int:
+        """Of the larger ones."""
+        return max(self.rollout, self.reward)
+
+
+SINGLE = Sizes()
+"""A slot for each."""
+
+
+def sizes_of(spec: JobSpec) -> Sizes:
+    """What `spec` says: all judges that the cluster serves are alike in this (`gcore.config.spanning`)."""
+    served = (judge.serving.slots_per_engine for judge in spec.served_judges)
+    return Sizes(spec.rollout.slots_per_engine, max(served, default=1))
+
+
+def spanned(plan: Plan) -> Sizes:
+    """The sizes that a plan has. All engines of a pool have one size."""
+    found = {place.pool: len(place.slots) for place in plan.engines}
+    return Sizes(found.get("rollout", 1), found.get("reward", 1))
+
+
+def groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
+    """A node's slots as replicas of so many."""
+    for begin in range(0, len(slots) - size + 1, size):
+        yield tuple(slots[begin : begin + size])
+
+
+def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
+    """What each node has, one of each node before the second of any."""
+    deepest = max(map(len, of_nodes), default=0)
+    return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlots:
+    """A node that is there, and its slots. `facts`: what it tells of them; None: nothing."""
+
+    node: str
+    slots: tuple[str, ...]
+    facts: NodeFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What may be placed on."""
+
+    nodes: tuple[NodeSlots, ...]
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return sum(len(node.slots) for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeWanted:
+    """A judge that the cluster serves. `replicas` None: an engine on each slot of its pool."""
+
+    name: str
+    replicas: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Slots of their own for two of the pools; what remains is rollout's."""
+
+    train: int
+    reward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots. `sizes`: slots of an engine."""
+
+    ranks: int | None = None
+    judges: tuple[JudgeWanted, ...] = ()
+    apart: Apart | None = None
+    sizes: Sizes = SINGLE
+
+    @classmethod
+    def by(cls, spec: JobSpec) -> Wanted:
+        """What `spec` says."""
+        judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.served_judges)
+        if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
+            return cls(spec.train.ranks, judges, sizes=sizes_of(spec))
+        apart = Apart(spec.placement.train or 0, spec.placement.reward or 0)
+        return cls(apart.train, judges, apart, sizes_of(spec))
+
+
+def divided(snapshot: Snapshot, sizes: Sizes) -> Snapshot:
+    """Without those slots of a node that are left over when it is divided into replicas: a node that comes later may have more or fewer than the others."""
+    if sizes.widest == 1:
+        return snapshot
+    return Snapshot(
+        tuple(
+            replace(node, slots=node.slots[: len(node.slots) // sizes.widest * sizes.widest]) for node in snapshot.nodes
+        )
+    )
+
+
+def counted(count: int, what: str) -> str:
+    """`1 slot`, `2 slots`."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def ranks_wanted(snapshot: Snapshot, wanted: Wanted) -> int:
+    """How many ranks a world formed now has."""
+    return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
+
+
+def slots_lacking(snapshot: Snapshot, wanted: Wanted) -> int:
+    """How many slots more it takes before the job can be placed; 0: it fits."""
+    need = ranks_wanted(snapshot, wanted) or 1
+    if wanted.apart is not None:
+        need += wanted.apart.reward + wanted.sizes.rollout
+    return max(need - snapshot.slots, 0)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """One accelerator."""
+
+    node: str
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.slot}"
