@@ -46,10 +46,10 @@ class Rank:
 
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
         from gcore.testing.models import rank_launch
-        from gcore.train.backends.distributed import Collective, Meeting, open_store
+        from gcore.train.backends.distributed import Collective, Rendezvous, open_store
 
         model = make_model(folder, arguments.hidden, arguments.layers)
-        meeting = Meeting(0, 1, "127.0.0.1")
+        meeting = Rendezvous(0, 1, "127.0.0.1")
         world = Collective.join(meeting, open_store(meeting).store)
         train = {"learning_rate": LEARNING_RATE, "micro_batch_tokens": 2048}
         spec = rank_spec(model, FEW_SAMPLES.samples, FEW_SAMPLES.longest, train, every=EVERY)
@@ -144,8 +144,8 @@ NODES = ("a", "b")
 def rank_process(launch: Any, folder: Path, steps: int) -> None:
     """Load, train, tell, and end as if killed."""
     from gcore.system.clock import SystemClock
-    from gcore.train.checkpoint.run_files import CheckpointWriter
-    from gcore.train.rank.main import Meet, load
+    from gcore.train.checkpoint.run_files import BackgroundWriter
+    from gcore.train.rank.main import RendezvousCalls, load_rank
 
     address = folder / f"address-{launch.world}"
 
@@ -158,8 +158,8 @@ def rank_process(launch: Any, folder: Path, steps: int) -> None:
             threading.Event().wait(0.01)
         return address.read_text()
 
-    writer = CheckpointWriter(launch.run_path, launch.world)
-    loaded = load(launch, Meet(publish, find), SystemClock(), lambda phase: None, writer)
+    writer = BackgroundWriter(launch.run_path, launch.world)
+    loaded = load_rank(launch, RendezvousCalls(publish, find), SystemClock(), lambda phase: None, writer)
     batch = make_batches(FEW_SAMPLES)[0]
     found = []
     for step in range(launch.start.step + 1, launch.start.step + steps + 1):
@@ -208,8 +208,8 @@ def measure_copies(arguments: argparse.Namespace, taken: Result) -> Result:
     # Ranks are forks: what they need is imported once.
     import gcore.train.models  # noqa: F401
     from gcore.ledger.records.chain import WorldState
-    from gcore.models.replicas import drop
-    from gcore.train.checkpoint.replicas import Copies  # noqa: F401
+    from gcore.models.replicas import drop_copies
+    from gcore.train.checkpoint.replicas import ReplicaRestore  # noqa: F401
 
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         folder, memory = Path(name), Path(in_memory)
@@ -228,7 +228,7 @@ def measure_copies(arguments: argparse.Namespace, taken: Result) -> Result:
                 (one,) = world(folder, memory, arguments, f"{kind}{turn}x{number}", 0, start, 1)
                 starts[kind].append(one["start_seconds"])
                 for node in NODES:
-                    drop(memory / node, "j", lambda of: of.world != "first")
+                    drop_copies(memory / node, "j", lambda of: of.world != "first")
     copies = [one["copies_seconds"] for one in steps[1:]]  # in the first, memory is found
     copied = steps[-1]["copied_bytes"]
     return taken | {

@@ -51,7 +51,7 @@ from benchmarks.harness import (
     write_sums,
 )
 from controllers.cli import local
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.api.v1 import jobs_pb2, train_pb2_grpc
 from gcore.api.v1 import train_pb2 as pb
 from gcore.config.local_cluster import LocalCluster
@@ -205,7 +205,7 @@ class Watcher:
 def processor_seconds(home: Path) -> dict[str, float]:
     """Of the home's living processes, by kind."""
     found: dict[str, float] = {}
-    for one in processes_of(home):
+    for one in home_processes(home):
         pid = one.process.pid
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -295,7 +295,7 @@ def play_job(arguments: argparse.Namespace) -> dict[str, Any]:
         try:
             slots, ttl = f"emulated:{arguments.engines}", arguments.lease_ttl
             request = local.UpRequest(home, arguments.controllers, slots, lease_ttl_s=ttl)
-            asyncio.run(local.up(request, clock=SystemClock()))
+            asyncio.run(local.start_cluster(request, clock=SystemClock()))
             up_s = monotonic() - began
             uid = json.loads(gcore(home, "submit", str(spec), "-o", "json"))["uid"]
             watcher = Watcher(home, uid, arguments.puts)

@@ -120,22 +120,22 @@ class Pair:
         from transformers import AutoModelForCausalLM
 
         from gcore.engines.launch import EngineLaunch
-        from gcore.engines.torch.main import start
+        from gcore.engines.torch.main import start_engine
 
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.core = start(EngineLaunch(model=str(folder), batch_slots=SLOTS, device="cpu"), None)
+        self.core = start_engine(EngineLaunch(model=str(folder), batch_slots=SLOTS, device="cpu"), None)
         self.parameters = sum(p.numel() for p in self.plain.parameters())
         self._number = 0
 
     def engine(self, prompts: list[list[int]], limits: tuple[int, ...]) -> list[Any]:
         """All requests; deliveries in their order."""
-        from gcore.engines.request import Sampling, Task
+        from gcore.engines.request import GenerationRequest, RequestSampling
 
         first = self._number
         self._number += len(prompts)
         self.core.submit(
             [
-                Task(first + i, f"r{i}", tuple(ids), Sampling(limit, seed=first + i))
+                GenerationRequest(first + i, f"r{i}", tuple(ids), RequestSampling(limit, seed=first + i))
                 for i, (ids, limit) in enumerate(zip(prompts, limits, strict=True))
             ]
         )

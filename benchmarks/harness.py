@@ -25,8 +25,8 @@ from typing import Any
 
 from controllers.planning import history as moves_file
 from gcore.ledger.records import slot_accounting as books_file
-from gcore.ledger.records.job import Move, MoveKind, Stay
-from gcore.ledger.records.slot_accounting import BookLine
+from gcore.ledger.records.job import HoldPeriod, Move, MoveKind
+from gcore.ledger.records.slot_accounting import AccountLine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -259,9 +259,9 @@ class Run:
     move_lines: list[Line]
     """Lines of `moves.jsonl` without the begin line. The outcome of a move is a line of its own."""
     moves: list[Move]
-    stays: list[Stay]
+    stays: list[HoldPeriod]
     """Stretches of steps between which nothing moved."""
-    books: list[BookLine]
+    books: list[AccountLine]
     """Node by node."""
 
     @property
@@ -353,9 +353,9 @@ def read_run(folder: Path, began: float, seconds: float) -> Run:
             for line in lines_of(folder / moves_file.NAME)
             if "move" in line and line["move"]["kind"] != MoveKind.BEGIN
         ],
-        moves=[move for move in moves_file.moves_in(folder / moves_file.NAME) if move.kind is not MoveKind.BEGIN],
-        stays=moves_file.stays_in(folder / moves_file.NAME),
-        books=list(books_file.lines_of(folder)),
+        moves=[move for move in moves_file.read_moves(folder / moves_file.NAME) if move.kind is not MoveKind.BEGIN],
+        stays=moves_file.read_stays(folder / moves_file.NAME),
+        books=list(books_file.read_lines(folder)),
     )
 
 

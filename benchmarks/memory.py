@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 from benchmarks.harness import MB, Benchmark, Child, Result, spread
 from gcore.config import parse_spec
 from gcore.testing.models import save_tokenizer
-from placement.mapping.memory import engine_need, rank_needs
-from placement.mapping.workload import Lengths, ModelShape, Shapes, Workload, shape_of, workload_of
+from placement.mapping.memory import engine_memory, rank_needs
+from placement.mapping.workload import JobShapes, MeanLengths, ModelShape, Workload, make_workload, read_shape
 
 CONTEXT = 1024
 
@@ -159,7 +159,7 @@ def _weights(size: Size) -> dict[str, np.ndarray]:
 def shape(model: str) -> ModelShape:
     """As its configuration says."""
     size = SIZES[model]
-    return shape_of(size.config, where=model)
+    return read_shape(size.config, where=model)
 
 
 def workload(case: Case) -> Workload:
@@ -174,14 +174,14 @@ def workload(case: Case) -> Workload:
             "train": {"old_logprobs": "engine"} | case.train,
         }
     )
-    return workload_of(spec, Shapes(shape(case.model), None, {}), Lengths(case.prompt, case.response))
+    return make_workload(spec, JobShapes(shape(case.model), None, {}), MeanLengths(case.prompt, case.response))
 
 
 def estimated(case: Case) -> int:
     """Bytes of one process, at most."""
     said = workload(case)
     if case.what == "engine":
-        need = engine_need(said.rollout, size=1, rows=case.samples, gpu=False)
+        need = engine_memory(said.rollout, size=1, rows=case.samples, gpu=False)
         return need.stays(need.wanted) + need.works
     needs = rank_needs(said.training, case.size, gpu=False)
     return sum(need.stays for need in needs) + max(need.works for need in needs)

@@ -26,13 +26,13 @@ import torch
 from benchmarks.harness import send_parent
 from benchmarks.ranks import GROUP, PROMPT, Batch, rank_spec, ready_step
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.main import serve
+from gcore.engines.torch.main import serve_engine
 
 # The host imports what its forks use: see above.
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
-from gcore.train.backends.distributed import Collective, Meeting, find_store, open_store
-from gcore.train.checkpoint.writer import Progress, Saver
+from gcore.train.backends.distributed import Collective, Rendezvous, find_store, open_store
+from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
 from gcore.train.models import load_models
 from gcore.train.step import StepTrainer
 
@@ -70,7 +70,7 @@ def batch_of(samples: int, response: int, vocabulary: int) -> Batch:
 def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
     """A rank: loads, and trains a step. `meet` gives rank 0's address to the others."""
     size = told["size"]
-    meeting = Meeting(rank, size, "127.0.0.1")
+    meeting = Rendezvous(rank, size, "127.0.0.1")
     if rank == 0:
         opened = open_store(meeting)
         meet(opened.address)
@@ -84,7 +84,7 @@ def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
     models = load_models(launch, world.device, world.max, lambda: None)
     found = {"loading": figure("VmHWM"), "loaded": figure("VmRSS")}
     trainer = StepTrainer(
-        launch, world, models, Saver(launch, models.policy, models.critic), SystemClock(), Progress(0, 0)
+        launch, world, models, CheckpointWriter(launch, models.policy, models.critic), SystemClock(), UpdateCounts(0, 0)
     )
     vocabulary = json.loads((Path(told["model"]) / "config.json").read_text())["vocab_size"]
     batch = batch_of(told["samples"], told["response"], vocabulary)
@@ -148,7 +148,7 @@ def engine(told: Told) -> list[Told]:
         os.dup2(theirs, 1)
         try:
             forget_peak()
-            serve(EngineLaunch(model=told["model"], device="cpu", **told["launch"]), None)
+            serve_engine(EngineLaunch(model=told["model"], device="cpu", **told["launch"]), None)
         except BaseException:  # noqa: BLE001  (a fork must not go on as its parent)
             traceback.print_exc()
         os._exit(1)

@@ -94,9 +94,9 @@ def rank_spec(model: Path | str, samples: int, longest: int, train: Mapping[str,
 
 def ready_step(batch: Batch, *, step: int, rank: int, size: int, weight: int, lineage: int = 0) -> Any:
     """A batch as rank `rank` of `size` holds it once its seal is READY. `weight`: see `gcore.ledger.cost`."""
-    from gcore.ledger.balance import balance
+    from gcore.ledger.balance import balance_samples
     from gcore.ledger.records.chain import Seal, SealedGroup, SealState
-    from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+    from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
     from gcore.types import PromptRef, Version
 
     sealed, held = [], {}
@@ -104,9 +104,9 @@ def ready_step(batch: Batch, *, step: int, rank: int, size: int, weight: int, li
         rows = range(GROUP * group, GROUP * (group + 1))
         ref, digest = PromptRef(0, 0, group), f"{group:032x}"
         samples = {
-            k: HeldSample(batch.responses[i], batch.logprobs[i], float(batch.rewards[i])) for k, i in enumerate(rows)
+            k: TrainSample(batch.responses[i], batch.logprobs[i], float(batch.rewards[i])) for k, i in enumerate(rows)
         }
-        held[digest] = HeldGroup(ref, digest, batch.prompts[rows[0]], samples)
+        held[digest] = TrainGroup(ref, digest, batch.prompts[rows[0]], samples)
         lengths = tuple(len(batch.responses[i]) for i in rows)
         sealed.append(
             SealedGroup(
@@ -129,7 +129,7 @@ def ready_step(batch: Batch, *, step: int, rank: int, size: int, weight: int, li
         groups=tuple(sealed),
         attention_equals_at=weight,
     )
-    return Work(seal, balance(seal), rank, held)
+    return StepInput(seal, balance_samples(seal), rank, held)
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ class LoadedRank:
 def load_rank(launch: Any, world: Any) -> LoadedRank:
     """`world`: a joined `Collective`."""
     from gcore.system.clock import SystemClock
-    from gcore.train.checkpoint.writer import Progress, Saver
+    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
     from gcore.train.models import load_models
     from gcore.train.step import StepTrainer
 
     models = load_models(launch, world.device, world.max, lambda: None)
-    saver = Saver(launch, models.policy, models.critic)
-    return LoadedRank(models, saver, StepTrainer(launch, world, models, saver, SystemClock(), Progress(0, 0)))
+    saver = CheckpointWriter(launch, models.policy, models.critic)
+    return LoadedRank(models, saver, StepTrainer(launch, world, models, saver, SystemClock(), UpdateCounts(0, 0)))

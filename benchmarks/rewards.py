@@ -17,9 +17,9 @@ from benchmarks.harness import Benchmark, Result, spread
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.reward.api import Response
 from gcore.reward.code import code
-from gcore.reward.pool import DirectScorer, RewardPool, Scorer
+from gcore.reward.pool import DirectScorer, FunctionScorer, RewardPool
 from gcore.system.clock import SystemClock
-from gcore.worker.sandbox.box import Box
+from gcore.worker.sandbox.box import ProgramSandbox
 
 RULE = RewardSpec()
 ENTRY = {"prompt": "What is 20 + 26?", "answer": "46"}
@@ -29,7 +29,7 @@ PROGRAM = "```python\ndef double(n):\n    return 2 * n\n```"
 PROGRAMS = 20
 
 
-async def scored(scorer: Scorer) -> dict[str, float]:
+async def scored(scorer: FunctionScorer) -> dict[str, float]:
     """All groups at once, then some by themselves."""
     processor, began = time.process_time(), time.perf_counter()
     await asyncio.gather(*(scorer.score(RULE, ENTRY, GROUP) for _ in range(GROUPS)))
@@ -68,7 +68,7 @@ async def rounds(count: int) -> dict[str, list[dict[str, float]]]:
 def programs() -> dict[str, float]:
     """Programs a second in this process's box, and what a proof takes."""
     began = time.perf_counter()
-    Box(512).prove()
+    ProgramSandbox(512).prove()
     proof = time.perf_counter() - began
     spec = RewardSpec(name="code")
     code.start(spec)

@@ -58,15 +58,15 @@ from benchmarks.harness import (
 from gcore.data.order import shard_lengths
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import EndedRef, Head, Offer, OfferedGroup
-from gcore.ledger.selection import AccountNow, NotYet, Offered, Short, StreamRules, choose, due
+from gcore.ledger.selection import AwaitGroups, CloseStep, DataExhausted, OffersView, StreamRules, choose_seal, due_refs
 from gcore.testing.models import make_tiny_model
 from gcore.types import PromptRef
 
 # Issue ahead ----------------------------------------------------------------------------------------------------------
 
-WRITER = Writer("a", "n")
+WRITER = ChainWriter("a", "n")
 QUOTA, ISSUE_STEPS, WARM_UP, SEEDS = 16, 30, 5, 5
 FILTER_RATES = (0.0, 0.3, 0.5, 0.7, 0.9)
 CAPS = (1.0, 2.0, 4.0)
@@ -95,7 +95,7 @@ class Generation:
     _outcomes: dict[PromptRef, EndedRef] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.head: Head = chain.base(len(self.rules.shape.lengths), "w", WRITER).head
+        self.head: Head = chain.base_entry(len(self.rules.shape.lengths), "w", WRITER).head
 
     def step(self) -> None:
         """Until the next batch is sealed."""
@@ -105,16 +105,16 @@ class Generation:
         known: set[PromptRef] = set(self._outcomes)
         while True:
             offer = Offer(incarnation="a", groups=tuple(groups.values()), outcomes=tuple(self._outcomes.values()))
-            offered = Offered.collect(self.rules, self.head, [offer])
-            chosen = choose(self.rules, self.head, (), offered)
-            assert not isinstance(chosen, Short)
-            if isinstance(chosen, AccountNow):
-                self.head = chain.accounted(self.head, chosen.outcomes, self.rules.shape, WRITER).head
+            offered = OffersView.collect(self.rules, self.head, [offer])
+            chosen = choose_seal(self.rules, self.head, (), offered)
+            assert not isinstance(chosen, DataExhausted)
+            if isinstance(chosen, CloseStep):
+                self.head = chain.account_entry(self.head, chosen.outcomes, self.rules.shape, WRITER).head
                 self._forget()
                 continue
-            if not isinstance(chosen, NotYet):
+            if not isinstance(chosen, AwaitGroups):
                 break
-            fresh = [ref for ref in due(self.rules, self.head, (), offered) if ref not in known]
+            fresh = [ref for ref in due_refs(self.rules, self.head, (), offered) if ref not in known]
             waiting.extend(fresh)
             known |= {*fresh}
             while waiting and len(running) < self.seats:
@@ -126,8 +126,8 @@ class Generation:
             self._finish(ref, int(self.now - began), groups)
         self.made_tokens += sum(self.now - began for _, began, _ in running)
         self.used_tokens += sum(group.response_tokens[0] for group in chosen.groups)
-        seal = chain.sealed(None, self.head, chosen, world_size=1, mini_batches=1, sealer="a")
-        advance = chain.committed(self.head, chain.readied(seal), self.rules.shape, WRITER, keep_cursors=False)
+        seal = chain.seal_slot(None, self.head, chosen, world_size=1, mini_batches=1, sealer="a")
+        advance = chain.commit_entry(self.head, chain.ready_slot(seal), self.rules.shape, WRITER, keep_cursors=False)
         self.head = advance.head
         self._forget()
 
@@ -237,19 +237,19 @@ def step_seconds(run: Wanted) -> float:
     """Made-up seconds of a counted step, in the mean."""
     logging.disable(logging.CRITICAL)
     from benchmarks.tails_cluster import play, story_of
-    from controllers.inference.requests import Generating
+    from controllers.inference.requests import Requests
 
     settings = {"engines": 2, "groups": 16, "prompts": PROMPTS, "steps": TAIL_STEPS} | json.loads(run.settings)
-    whole = Generating.generate
+    whole = Requests.generate
 
-    async def each(self: Generating, version: Any, prompts: Any, params: Any, seeds: Any, rid: str, *more: Any) -> Any:
+    async def each(self: Requests, version: Any, prompts: Any, params: Any, seeds: Any, rid: str, *more: Any) -> Any:
         asked = [
             whole(self, version, [prompt], params, (one,), f"{rid}/{place}", *more)
             for place, (prompt, one) in enumerate(zip(prompts, seeds, strict=True))
         ]
         return tuple(sample for made in await asyncio.gather(*asked) for sample in made)
 
-    with mock.patch.object(Generating, "generate", each if run.split else whole):
+    with mock.patch.object(Requests, "generate", each if run.split else whole):
         commits = play(story_of(run.seed, **settings)).commits
     return (commits[-1] - commits[TAIL_WARM - 1]) / (len(commits) - TAIL_WARM)
 
@@ -276,7 +276,7 @@ def tail_rows(pairs: int, processes: int) -> list[dict[str, Any]]:
 
 def expectations(draws: int = 3000) -> list[dict[str, Any]]:
     """How far expectations are off beside the source's mean, by likeness and the number of finished siblings."""
-    from gcore.rollout.length_prediction import Siblings, SourceLengths, expected
+    from gcore.rollout.length_prediction import SiblingLengths, SourceLengths, expected_length
 
     chance, rows = random.Random(1), []
 
@@ -294,7 +294,7 @@ def expectations(draws: int = 3000) -> list[dict[str, Any]]:
                 mean = statistics.fmean(length for one in recent for length in one)
                 for _ in range(draws // 5):
                     *others, own = group(likeness, siblings + 1)
-                    missed.append(abs(own - expected(source, Siblings.of(source, others), 0, 6600)))
+                    missed.append(abs(own - expected_length(source, SiblingLengths.of(source, others), 0, 6600)))
                     by_mean.append(abs(own - mean))
             ratio = statistics.fmean(missed) / statistics.fmean(by_mean)
             rows.append({"likeness": likeness, "siblings": siblings, "error_beside_the_mean": round(ratio, 3)})

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import EXAMPLES, GCORE, PREPARED, Benchmark, Result, own_home, read_process, spread
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.client import JobsClient
 from gcore.config.node import NodeConfig
 from gcore.store.etcd import LocalEtcd
@@ -301,7 +301,7 @@ SETTLE_S = 10.0
 def kinds(home: Path) -> dict[int, str]:
     """Every process of the home: what it is, by pid."""
     found = {}
-    for one in processes_of(home.resolve()):
+    for one in home_processes(home.resolve()):
         pid = one.process.pid
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if one.kind == "child":

@@ -29,12 +29,12 @@ from simulated_workers import Engine, Rank
 
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.data.order import entry_index, shard_lengths
-from gcore.engines.emulated.device import Device
-from gcore.engines.emulated.law import Law, Timing, generator
-from gcore.engines.emulated.responses import Response
-from gcore.engines.request import Delivery, Ending, Sampling, Task
-from gcore.rollout.client import Growing, SamplingParams
-from gcore.train.rank.feed import Work
+from gcore.engines.emulated.device import EmulatedDevice
+from gcore.engines.emulated.law import ReplicaTiming, TimingModel, named_generator
+from gcore.engines.emulated.responses import EmulatedResponse
+from gcore.engines.request import Finish, GenerationRequest, RequestOutput, RequestSampling
+from gcore.rollout.client import ProgressCallback, SamplingParams
+from gcore.train.rank.feed import StepInput
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 LONGEST = 6600
@@ -73,9 +73,9 @@ class TailStory(Story):
         )
 
     @property
-    def law(self) -> Law:
+    def law(self) -> TimingModel:
         """Lengths as the field has them: half below 440 tokens, one in a hundred above 2,400; replicas that are alike."""
-        return Law(
+        return TimingModel(
             seed=self.seed,
             response_tokens=440,
             response_spread=0.73,
@@ -104,21 +104,21 @@ class TimedEngine(Engine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         number = sum(isinstance(engine, TimedEngine) for engine in self.floor.engines.values())
-        timing = Timing(self.story.law, f"replica {number}")
-        self.device = Device(timing, self._respond, rows=self.story.rows, version=str(self.version))
+        timing = ReplicaTiming(self.story.law, f"replica {number}")
+        self.device = EmulatedDevice(timing, self._respond, rows=self.story.rows, version=str(self.version))
         self._numbers = itertools.count()
-        self._ended: dict[int, Callable[[Delivery], None]] = {}
+        self._ended: dict[int, Callable[[RequestOutput], None]] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
-    def _respond(self, task: Task, version: str) -> Response:
+    def _respond(self, task: GenerationRequest, version: str) -> EmulatedResponse:
         law, about = self.story.law, task.key.hex()
-        common = float(generator("length", law.seed, about).standard_normal())
-        own = float(generator("sample", task.sampling.seed, about).standard_normal())
+        common = float(named_generator("length", law.seed, about).standard_normal())
+        own = float(named_generator("sample", task.sampling.seed, about).standard_normal())
         likeness = law.response_likeness
         deviation = math.sqrt(likeness) * common + math.sqrt(1.0 - likeness) * own
         count = min(max(1, round(law.response_tokens * math.exp(law.response_spread * deviation))), LONGEST)
         # Their number matters, and not what they are.
-        return Response((7,) * count, (-1.0,) * count, Ending("length" if count == LONGEST else "stop"))
+        return EmulatedResponse((7,) * count, (-1.0,) * count, Finish("length" if count == LONGEST else "stop"))
 
     @property
     def _now(self) -> float:
@@ -128,13 +128,15 @@ class TimedEngine(Engine):
         super().publish(version)
         self._deliver(self.device.call_weights(str(self.version), self._now))
 
-    def admit(self, prompts: Any, params: Any, seeds: Any, rid: str, hear: Callable[[int, Delivery], None]) -> None:
+    def admit(
+        self, prompts: Any, params: Any, seeds: Any, rid: str, hear: Callable[[int, RequestOutput], None]
+    ) -> None:
         """A request; `hear` is called with each response, and its place."""
         tasks = []
         each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
         for place, (prompt, own, seed) in enumerate(zip(prompts, each, seeds, strict=True)):
-            sampling = Sampling(own.max_new_tokens, seed)
-            task = Task(next(self._numbers), rid, tuple(prompt), sampling)
+            sampling = RequestSampling(own.max_new_tokens, seed)
+            task = GenerationRequest(next(self._numbers), rid, tuple(prompt), sampling)
             self._ended[task.number] = lambda delivery, place=place: hear(place, delivery)  # type: ignore[misc]
             tasks.append(task)
         self._deliver(self.device.submit(tasks, self._now))
@@ -143,7 +145,7 @@ class TimedEngine(Engine):
         """Nobody wants it any more."""
         self._deliver(self.device.abort(lambda task: task.rid == rid, self._now))
 
-    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+    def _deliver(self, deliveries: Sequence[RequestOutput]) -> None:
         for delivery in deliveries:
             self._ended.pop(delivery.number)(delivery)
         if self._alarm is not None:
@@ -165,7 +167,7 @@ class TimedRank(Rank):
         law = self.story.law
         while True:
             work = await self._work.get()
-            assert isinstance(work, Work), "no step of this comes in parts"
+            assert isinstance(work, StepInput), "no step of this comes in parts"
             await self._gather(work.seal.token)
             tokens = sum(sum(group.response_tokens) for group in work.seal.groups)
             await asyncio.sleep(law.train_s + tokens / law.train_tokens_per_s)
@@ -188,7 +190,7 @@ class TimedClient(SimulatedClient):
         await self._ask(lambda reply: (engine.abort(rid), reply(None))[1])  # type: ignore[func-returns-value]
 
     async def generate_each(
-        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: Growing | None = None
+        self, prompts: Any, params: Any, *, seeds: Any, rid: str, growing: ProgressCallback | None = None
     ) -> tuple[Sample, ...]:
         made: dict[int, Sample] = {}
         done = asyncio.Event()
@@ -202,7 +204,7 @@ class TimedClient(SimulatedClient):
 
         engine, network = self._timed, self._land.network
 
-        def hear(place: int, delivery: Delivery) -> None:
+        def hear(place: int, delivery: RequestOutput) -> None:
             network.send(engine.node, self._node, lambda: arrives(place, _sample(delivery)))
 
         def admit(reply: Callable[[Any], None]) -> None:
@@ -237,7 +239,7 @@ class Prompts:
         return entry_index(shard_lengths(self.story.prompts, SHARDS), self.story.seed, ref)
 
 
-def _sample(delivery: Delivery) -> Sample:
+def _sample(delivery: RequestOutput) -> Sample:
     spans = tuple(VersionSpan(Version.parse(span.version), span.start, span.end) for span in delivery.spans)
     assert delivery.ending is not None
     kinds: dict[str, FinishReason] = {"stop": "stop", "length": "length"}

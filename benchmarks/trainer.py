@@ -134,9 +134,9 @@ class Gcore:
     def __init__(self, model: Path, folder: Path, case: Case, budget: int, rank: int, size: int) -> None:
         from gcore.ledger.records.cluster import attention_equals_at
         from gcore.testing.models import rank_launch
-        from gcore.train.backends.distributed import Collective, Meeting, find_store, open_store
+        from gcore.train.backends.distributed import Collective, Rendezvous, find_store, open_store
 
-        meeting = Meeting(rank, size, "127.0.0.1")
+        meeting = Rendezvous(rank, size, "127.0.0.1")
         if rank == 0:
             opened = open_store(meeting)
             send_parent(address=opened.address)

@@ -24,7 +24,7 @@ def rest_s(took: float, *, off_duty: bool = False) -> float:
     return min(REST * took, LONGEST_REST_S) * (OFF_DUTY if off_duty else 1.0)
 
 
-class Changes:
+class ChangeSignal:
     """Says that something changed; who waits looks for itself what it was.
 
     Within one event loop nothing is lost between a look and the wait that follows it without an await in between.

@@ -69,14 +69,14 @@ def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:
     return _loaded(kind, name, points[0])
 
 
-def check_named(kind: PluginKind, name: str) -> None:
+def check_plugin(kind: PluginKind, name: str) -> None:
     """Whether somebody provides an entry point `name` of that kind. Loads nothing. Raises PluginFault."""
     names = {point.name for point in entry_points(group=kind.group)}
     if name not in names:
         raise _unknown(kind, name, names)
 
 
-def sentence_of(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """The error's type and the first line of what it says, at most MAX_SENTENCE characters of it."""
     try:
         first = next(iter(str(error).splitlines()), "")
@@ -86,7 +86,7 @@ def sentence_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def trace_of(error: BaseException | None) -> str:
+def plugin_trace(error: BaseException | None) -> str:
     """The traceback of the plug-in's own code: of `error`, or of what it says it was raised from. Empty if there is none.
 
     At most MAX_TRACE characters, the last ones.
@@ -97,7 +97,7 @@ def trace_of(error: BaseException | None) -> str:
     if isinstance(told, str):
         return told[-MAX_TRACE:]
     if isinstance(error, GcoreError):  # what a plug-in says in gcore's own words needs no traceback
-        return trace_of(error.__cause__)
+        return plugin_trace(error.__cause__)
     lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__), chain=False)
     return "".join(lines).strip()[-MAX_TRACE:]
 
@@ -117,10 +117,10 @@ def _loaded(kind: PluginKind, name: str, point: EntryPoint) -> Callable[..., Any
         found = point.load()
     except (*RAISED, CancelledError) as error:  # the edge to foreign code: importing it may raise anything
         raise PluginFault(
-            f"{kind.noun} {name!r} cannot be loaded from {point.value} ({sentence_of(error)}){_place_of(error)}",
+            f"{kind.noun} {name!r} cannot be loaded from {point.value} ({error_sentence(error)}){_place_of(error)}",
             where=kind.where,
             fix="Correct or reinstall the package that provides it",
-            trace=trace_of(error),
+            trace=plugin_trace(error),
         ) from error
     if not callable(found):
         raise PluginFault(

@@ -36,7 +36,7 @@ NEWEST_VERSION = 2
 PIN = "GCORE_SCHEMA_VERSION"
 
 
-def cut_to(most: int) -> BeforeValidator:
+def cut_text(most: int) -> BeforeValidator:
     """Of a text that plug-ins, packages or people wrote: a record has so many of its characters at most, and says where it was cut."""
 
     def cut(text: object) -> object:
@@ -49,7 +49,7 @@ class UnreadableRecord(GcoreError):
     """A stored record is of a schema this version does not read, or is damaged."""
 
 
-def pinned(value: str | None) -> int:
+def pinned_version(value: str | None) -> int:
     """The version that a process is of, whose environment says `value`. Raises UsageError."""
     if value is None or value == "":
         return NEWEST_VERSION
@@ -59,7 +59,7 @@ def pinned(value: str | None) -> int:
     return int(value)
 
 
-SCHEMA_VERSION = pinned(os.environ.get(PIN))
+SCHEMA_VERSION = pinned_version(os.environ.get(PIN))
 """This process's version."""
 
 
@@ -69,7 +69,7 @@ READABLE = frozenset(version for version in (SCHEMA_VERSION - 1, SCHEMA_VERSION)
 _spoken = SCHEMA_VERSION
 
 
-def speak(version: int) -> None:
+def set_written_version(version: int) -> None:
     """Write records of this version from now on. Raises ValueError for one that this process does not read."""
     global _spoken
     if version not in READABLE:
@@ -77,12 +77,12 @@ def speak(version: int) -> None:
     _spoken = version
 
 
-def spoken() -> int:
+def written_version() -> int:
     """The version that this process writes."""
     return _spoken
 
 
-class Part(BaseModel):
+class RecordPart(BaseModel):
     """Base of what records contain.
 
     `came_with`: the fields that did not exist from version 1 on, and the version that each came with.
@@ -92,7 +92,7 @@ class Part(BaseModel):
     came_with: ClassVar[Mapping[str, int]] = {}
 
 
-class Record(Part):
+class Record(RecordPart):
     """Base of everything stored."""
 
     schema_version: int = SCHEMA_VERSION
@@ -197,7 +197,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _newer_fields(value: Any, version: int) -> Iterator[str]:
     """The fields that were set, at any depth, and did not exist in `version`."""
-    if isinstance(value, Part):
+    if isinstance(value, RecordPart):
         since = type(value).came_with
         yield from (name for name in sorted(value.model_fields_set) if since.get(name, 1) > version)
     for _, part in _parts(value):
@@ -206,7 +206,7 @@ def _newer_fields(value: Any, version: int) -> Iterator[str]:
 
 def _leave_out(value: Any, dumped: Any, version: int) -> None:
     """Take what did not exist in `version` out of what `value` was dumped as."""
-    if isinstance(value, Part):
+    if isinstance(value, RecordPart):
         for name, since in type(value).came_with.items():
             if since > version:
                 dumped.pop(name, None)

@@ -96,7 +96,7 @@ Range = tuple[int, int]
 """[start, end) of a response's tokens or characters."""
 
 
-def misplaced(ranges: Sequence[Range], length: int) -> str:
+def range_problem(ranges: Sequence[Range], length: int) -> str:
     """Why `ranges` are not ascending parts of [0, length), each of at least one and apart from the next; or nothing."""
     end = -1
     for number, (first, last) in enumerate(ranges):

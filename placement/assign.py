@@ -20,17 +20,17 @@ from typing import Literal
 from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
 from placement.slots import (
     SINGLE,
-    Bounds,
     NodeSlots,
     Pool,
-    Sizes,
+    ReplicaSizes,
     Slot,
     Snapshot,
     Split,
-    distance,
+    SplitBounds,
     feasible,
-    groups,
+    replica_groups,
     round_robin,
+    split_distance,
 )
 
 POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
@@ -41,8 +41,8 @@ Dealt = Mapping[Pool, tuple[tuple[Slot, ...], ...]]
 """The replicas of each pool."""
 
 
-def dealt(
-    split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes = SINGLE, *, ranks_stay: bool = False
+def deal_replicas(
+    split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes = SINGLE, *, ranks_stay: bool = False
 ) -> Dealt | None:
     """The replicas of a co-existing split, the fewest of them new. None: the nodes' borders do not allow for it. `ranks_stay`: no rank
     may move for that."""
@@ -70,7 +70,7 @@ def _groups(node: NodeSlots, size: int) -> tuple[tuple[Slot, ...], ...]:
 @lru_cache(maxsize=4096)
 def _groups_of(node: str, slots: tuple[str, ...], size: int) -> tuple[tuple[Slot, ...], ...]:
     """Asked for many times in each plan, and always the same of a node."""
-    return tuple(tuple(Slot(node, slot) for slot in group) for group in groups(slots, size))
+    return tuple(tuple(Slot(node, slot) for slot in group) for group in replica_groups(slots, size))
 
 
 def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, ...]]:
@@ -90,7 +90,7 @@ def _keep(replicas: Sequence[tuple[Slot, ...]], most: int) -> list[tuple[Slot, .
 
 
 def _filled(
-    kept: Mapping[Pool, Sequence[tuple[Slot, ...]]], wanted: Mapping[str, int], snapshot: Snapshot, sizes: Sizes
+    kept: Mapping[Pool, Sequence[tuple[Slot, ...]]], wanted: Mapping[str, int], snapshot: Snapshot, sizes: ReplicaSizes
 ) -> Dealt | None:
     result: dict[Pool, list[tuple[Slot, ...]]] = {pool: list(kept[pool]) for pool in POOLS}
     taken = {slot for replicas in result.values() for replica in replicas for slot in replica}
@@ -129,18 +129,18 @@ def _least_breaking(
     return found is None, found or 0
 
 
-def roles(plan: Plan) -> Dealt:
+def plan_roles(plan: Plan) -> Dealt:
     """Which slots a plan gives to which pool: where engines are awake, and where ranks are."""
     ranks = [Slot(place.node, place.slot) for place in sorted(plan.ranks, key=lambda place: place.rank)]
     awake = [place for place in plan.engines if not place.asleep]
     return {
         "train": tuple((slot,) for slot in ranks),
-        "reward": tuple(dict.fromkeys(slots_of(place) for place in awake if place.judge)),
-        "rollout": tuple(dict.fromkeys(slots_of(place) for place in awake if not place.judge)),
+        "reward": tuple(dict.fromkeys(engine_slots(place) for place in awake if place.judge)),
+        "rollout": tuple(dict.fromkeys(engine_slots(place) for place in awake if not place.judge)),
     }
 
 
-def slots_of(place: EnginePlace) -> tuple[Slot, ...]:
+def engine_slots(place: EnginePlace) -> tuple[Slot, ...]:
     """All that an engine spans."""
     return tuple(Slot(place.node, slot) for slot in place.slots)
 
@@ -150,24 +150,24 @@ def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
     here = None if snapshot is None else frozenset(_slots(snapshot))
     found = {
         pool: [slot for replica in replicas if here is None or here.issuperset(replica) for slot in replica]
-        for pool, replicas in roles(plan).items()
+        for pool, replicas in plan_roles(plan).items()
     }
     together = bool(set(found["train"]) & {*found["reward"], *found["rollout"]})
     mode: Literal["coexisting", "colocated"] = "colocated" if together else "coexisting"
     return Split(mode, len(found["rollout"]), len(found["reward"]), len(found["train"]))
 
 
-def unlike(one: Split, split: Split) -> tuple[int, ...]:
+def unlikeness(one: Split, split: Split) -> tuple[int, ...]:
     """How little `one` is like `split`: by its mode, by the size of its train world, and then by all pools."""
-    return (one.mode != split.mode, abs(one.train - split.train), distance(one, split), -one.rollout)
+    return (one.mode != split.mode, abs(one.train - split.train), split_distance(one, split), -one.rollout)
 
 
-def nearest_first(split: Split, bounds: Bounds) -> list[Split]:
+def sort_by_unlikeness(split: Split, bounds: SplitBounds) -> list[Split]:
     """All within `bounds`, those that are least unlike `split` first."""
-    return sorted(feasible(bounds), key=lambda one: unlike(one, split))
+    return sorted(feasible(bounds), key=lambda one: unlikeness(one, split))
 
 
-def assigned(
+def assign_split(
     split: Split,
     current: Plan | None,
     snapshot: Snapshot,
@@ -176,7 +176,7 @@ def assigned(
     world: str,
     generation: int,
     reason: str = "",
-    sizes: Sizes = SINGLE,
+    sizes: ReplicaSizes = SINGLE,
 ) -> Plan | None:
     """The plan of a split, with the fewest changes of `current`; None if it cannot be placed.
 
@@ -186,7 +186,7 @@ def assigned(
     same_world = current is not None and current.world == world
     if same_world and current is not None and len(current.ranks) != split.train:
         return None
-    now: Dealt = roles(current) if current is not None else {}
+    now: Dealt = plan_roles(current) if current is not None else {}
     if split.mode == "colocated":
         ranks = (
             current.ranks if same_world and current is not None else _ranks(_dealt_ranks(split, now, snapshot, sizes))
@@ -198,7 +198,7 @@ def assigned(
         # Ranks on nodes that are away keep their slots there: no other slot is kept free for them.
         here = frozenset(_slots(snapshot))
         ranks_here = sum(slot in here for (slot,) in now["train"]) if same_world else split.train
-        pools = dealt(replace(split, train=ranks_here), now, snapshot, sizes, ranks_stay=same_world)
+        pools = deal_replicas(replace(split, train=ranks_here), now, snapshot, sizes, ranks_stay=same_world)
         if pools is None:
             return None
         ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])
@@ -214,7 +214,7 @@ def _slots(snapshot: Snapshot) -> list[Slot]:
     return [slot for (slot,) in _replicas(snapshot, 1)]
 
 
-def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: Sizes) -> list[Slot]:
+def _dealt_ranks(split: Split, now: Dealt, snapshot: Snapshot, sizes: ReplicaSizes) -> list[Slot]:
     """So that pools can have slots of their own beside them later, ranks have all slots of a wide replica before the next one's."""
     slots = [slot for replica in _replicas(snapshot, sizes.widest) for slot in replica]
     there = frozenset(slots)
@@ -227,7 +227,9 @@ def _ranks(slots: Sequence[Slot]) -> tuple[RankPlace, ...]:
     return tuple(RankPlace(rank=number, node=one.node, slot=one.slot) for number, one in enumerate(slots))
 
 
-def _together(snapshot: Snapshot, judges: Sequence[str], current: Plan | None, sizes: Sizes) -> tuple[EnginePlace, ...]:
+def _together(
+    snapshot: Snapshot, judges: Sequence[str], current: Plan | None, sizes: ReplicaSizes
+) -> tuple[EnginePlace, ...]:
     placing = _Placing(current)
     places = [placing.of(one, judge) for judge in ("", *judges) for one in _replicas(snapshot, sizes.of(_pool(judge)))]
     return _in_order(places, current)
@@ -239,11 +241,11 @@ def _apart(
     snapshot: Snapshot,
     judges: Sequence[str],
     current: Plan | None,
-    sizes: Sizes,
+    sizes: ReplicaSizes,
 ) -> tuple[EnginePlace, ...]:
     awake = {pool: set(pools[pool]) for pool in POOLS}
     # On slots that no pool needs now engines stay, asleep.
-    known = {slot for place in current.engines for slot in slots_of(place)} if current is not None else set()
+    known = {slot for place in current.engines for slot in engine_slots(place)} if current is not None else set()
     known |= {slot for pool in ("rollout", "reward") for replica in awake[pool] for slot in replica}
     placing = _Placing(current)
     places = [
@@ -287,7 +289,7 @@ def _in_order(places: Sequence[EnginePlace], current: Plan | None) -> tuple[Engi
     return (*kept, *keys.values())
 
 
-def changes(before: Plan, after: Plan) -> list[str]:
+def role_changes(before: Plan, after: Plan) -> list[str]:
     """`NODE/SLOT was -> is` of each slot that changes its role, in words."""
     was, now = _by_slot(before), _by_slot(after)
     return [
@@ -299,7 +301,7 @@ def changes(before: Plan, after: Plan) -> list[str]:
 
 def _by_slot(plan: Plan) -> dict[Slot, str]:
     found: dict[Slot, list[str]] = {}
-    for pool, replicas in roles(plan).items():
+    for pool, replicas in plan_roles(plan).items():
         for replica in replicas:
             for slot in replica:
                 found.setdefault(slot, []).append(pool)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.laws import Floats, Law, TrainLaw
-from placement.measurements import Measured
+from placement.laws import DecodeLaw, Floats, TrainLaw
+from placement.measurements import MeasuredStep
 from placement.slots import Split
 
 POINTS = 40
@@ -61,7 +61,7 @@ def shapes_of(splits: Sequence[Split]) -> Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class PoolLimits:
     """What stays as it is: slots of a replica, and how many requests an engine runs at a time."""
 
     rollout_size: int = 1
@@ -71,7 +71,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class LengthProfile:
     """A step's responses by length, [p] points: tokens between them, how many go on meanwhile, how many end from there on; and what was
     trained on. `length`, `judgement`: means, tokens; 0 where nothing was judged."""
 
@@ -83,13 +83,13 @@ class Batch:
     train_tokens: float
 
     @classmethod
-    def of(cls, step: Measured) -> Batch:
+    def of(cls, step: MeasuredStep) -> LengthProfile:
         """The step's."""
         judgement = float(np.mean(np.asarray(step.judged))) if step.judged else 0.0
         return cls.made(np.asarray(step.lengths or (1.0,), dtype=np.float64), judgement, step.train_tokens)
 
     @classmethod
-    def made(cls, lengths: Floats, judgement: float, train_tokens: float) -> Batch:
+    def made(cls, lengths: Floats, judgement: float, train_tokens: float) -> LengthProfile:
         """Of responses of so many tokens, [n]."""
         ordered = np.sort(lengths)
         ranks = _ranks(ordered.size)
@@ -117,11 +117,11 @@ class Forecast:
     judgements, [batches]. `apart_s`, `together_s`: what is neither production nor training, in either mode. `lend_s`: what it costs to
     lend within the step; None: nothing is lent. `nodes`: that share prompts out alike."""
 
-    pools: Pools
-    rollout: Law
-    reward: Law
+    pools: PoolLimits
+    rollout: DecodeLaw
+    reward: DecodeLaw
     train: TrainLaw
-    batches: tuple[Batch, ...]
+    batches: tuple[LengthProfile, ...]
     longer: Floats
     wordier: Floats
     apart_s: float
@@ -167,12 +167,12 @@ class Forecast:
         rollout, at = _distinct(_worth(shapes[:, ROLLOUT] // self.pools.rollout_size, self.nodes, self._groups()))
         reward, of = _distinct(shapes[:, REWARD] // self.pools.reward_size)
         together = shapes[:, TOGETHER] == 1
-        ends = np.stack([drained(self.batches[i], self.longer[i], rollout, self.rollout) for i in numbers])
+        ends = np.stack([drain_times(self.batches[i], self.longer[i], rollout, self.rollout) for i in numbers])
         tokens = np.array([batch.judgement for batch in batches]) * self.wordier[list(numbers)]
         if not tokens.any():
             return np.asarray(ends[:, at, -1])
         after = np.stack([batch.after for batch in batches])
-        served = judged(after, tokens, reward, self.reward)
+        served = judging_times(after, tokens, reward, self.reward)
         whole = ends[:, at] + served[:, of]
         crowd = int((after[0] >= after[0, 0] / 2).sum())
         produced = _either(whole.max(axis=2), whole[:, :, :crowd].max(axis=2))
@@ -221,7 +221,7 @@ def _either(tail: Floats, crowd: Floats) -> Floats:
     return np.asarray(tail * (1.0 + share**SHARP) ** (1.0 / SHARP))
 
 
-def drained(batch: Batch, longer: float, replicas: NDArray[Any], law: Law) -> Floats:
+def drain_times(batch: LengthProfile, longer: float, replicas: NDArray[Any], law: DecodeLaw) -> Floats:
     """When the responses of each point end on so many replicas, all asked for at once, [replicas, points].
 
     What a replica has no room for waits, first come first served. While something waits, ends come as those of a renewal process do: in
@@ -248,7 +248,7 @@ def drained(batch: Batch, longer: float, replicas: NDArray[Any], law: Law) -> Fl
     return np.asarray(together)
 
 
-def judged(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: Law) -> Floats:
+def judging_times(after: Floats, tokens: Floats, replicas: NDArray[np.int64], law: DecodeLaw) -> Floats:
     """How long so many judgements, [batches, points], of `tokens`, [batches], take on so many replicas if all are there, [batches,
     replicas, points]."""
     each = np.maximum(after[:, None] / replicas[:, None], 1.0)

@@ -16,17 +16,25 @@ from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import Pin, Plan
-from placement.assign import assigned
-from placement.mapping.search import First, Misfits, seen
-from placement.mapping.search import first_split as best_that_fits
-from placement.placer import NOTHING_FIXED, Moving, bounds_of, first_plan, first_split, placed, too_few
-from placement.slots import Snapshot, Split, Wanted, counted, divided, sizes_of
+from placement.assign import assign_split
+from placement.mapping.search import FirstLayout, RejectedLayouts, describe_nodes
+from placement.mapping.search import choose_first_layout as best_that_fits
+from placement.placer import (
+    NOTHING_FIXED,
+    MovablePlacementRequest,
+    find_bounds,
+    first_plan,
+    first_split,
+    place_split,
+    too_few_slots,
+)
+from placement.slots import PlacementRequest, Snapshot, Split, count_noun, sizes_of, trim_to_replicas
 
 WORLD = "w"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class InitialSplit:
     """The split to begin with, and why. `split` None: whatever can be placed. `expected_s`: what a step is predicted to take.
     `warning`: what people should know of it before."""
 
@@ -36,64 +44,64 @@ class Beginning:
     warning: str = ""
 
 
-def beginning(snapshot: Snapshot, job: Moving, pin: Pin | None = None) -> Beginning:
+def choose_initial_split(snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None) -> InitialSplit:
     """What a job whose policy moves slots begins with."""
-    limits, fixed = bounds_of(snapshot, job, pin), pin or NOTHING_FIXED
+    limits, fixed = find_bounds(snapshot, job, pin), pin or NOTHING_FIXED
     fallback = first_split(limits, job, fixed)
     if fixed.sizes:
         is_had = fallback is not None and not fixed.off(fallback)
-        return Beginning(fallback, f"{fixed}, {'as was asked' if is_had else 'and that cannot be had'}")
+        return InitialSplit(fallback, f"{fixed}, {'as was asked' if is_had else 'and that cannot be had'}")
     if job.train is not None:
-        return Beginning(fallback, "that is what the spec says to begin with")
+        return InitialSplit(fallback, "that is what the spec says to begin with")
     if isinstance(job.work, str):
-        return Beginning(fallback, f"nothing is measured yet, and nothing can be predicted: {job.work}")
-    there = seen(snapshot.nodes)
+        return InitialSplit(fallback, f"nothing is measured yet, and nothing can be predicted: {job.work}")
+    there = describe_nodes(snapshot.nodes)
     if isinstance(there, str):
-        return Beginning(fallback, f"nothing is measured yet, and nothing can be predicted: {there}")
+        return InitialSplit(fallback, f"nothing is measured yet, and nothing can be predicted: {there}")
     match best_that_fits(job.work, there.cluster, limits, there.untimed):
-        case First() as first:
-            return Beginning(first.split, first.reason, first.expected_s, first.cut)
-        case Misfits() as misfits:
+        case FirstLayout() as first:
+            return InitialSplit(first.split, first.reason, first.expected_s, first.cut)
+        case RejectedLayouts() as misfits:
             what = f"by what is estimated, no placement fits; the nearest to it: {misfits.way}; {misfits.excess}"
             hint = "gcore plan tells what of the spec would change that"
-            return Beginning(fallback, f"nothing is measured yet, and {what}", None, f"{what}; {hint}")
+            return InitialSplit(fallback, f"nothing is measured yet, and {what}", None, f"{what}; {hint}")
         case None:
-            return Beginning(fallback, "nothing is measured yet")
+            return InitialSplit(fallback, "nothing is measured yet")
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class InitialPlan:
     """The plan of a beginning."""
 
     plan: Plan
-    beginning: Beginning
+    beginning: InitialSplit
 
 
-def begun(
+def make_initial_plan(
     snapshot: Snapshot, spec: JobSpec, models: ModelConfigs | None, *, world: str = WORLD, pin: Pin | None = None
-) -> Begun:
+) -> InitialPlan:
     """What a job begins with, whatever its policy. Raises SpecError if there are too few slots."""
     sizes = sizes_of(spec)
-    if snapshot.slots and not divided(snapshot, sizes).slots:
+    if snapshot.slots and not trim_to_replicas(snapshot, sizes).slots:
         raise SpecError(
             f"an engine of {sizes.widest} slots lies on one node, and no node has so many",
             where="slots_per_engine",
             fix="Lower it, or start controllers with more slots each",
         )
-    snapshot = divided(snapshot, sizes)
+    snapshot = trim_to_replicas(snapshot, sizes)
     if not spec.placement.is_live:
-        plan = first_plan(snapshot, Wanted.by(spec), world=world, generation=1)
-        return Begun(plan, Beginning(None, plan.reason))
-    job = Moving.by(spec, models)
-    found = beginning(snapshot, job, pin)
+        plan = first_plan(snapshot, PlacementRequest.by(spec), world=world, generation=1)
+        return InitialPlan(plan, InitialSplit(None, plan.reason))
+    job = MovablePlacementRequest.by(spec, models)
+    found = choose_initial_split(snapshot, job, pin)
     if found.split is None:
-        placed_so = placed(snapshot, job, world=world, generation=1, pin=pin)
+        placed_so = place_split(snapshot, job, world=world, generation=1, pin=pin)
     else:
-        where = f"{counted(snapshot.slots, 'slot')} on {counted(len(snapshot.nodes), 'node')}"
+        where = f"{count_noun(snapshot.slots, 'slot')} on {count_noun(len(snapshot.nodes), 'node')}"
         why = f"{found.split} of {where}; {found.reason}"
-        placed_so = assigned(
+        placed_so = assign_split(
             found.split, None, snapshot, job.judges, world=world, generation=1, reason=why, sizes=job.sizes
         )
     if placed_so is None:
-        raise too_few(snapshot)
-    return Begun(placed_so, found)
+        raise too_few_slots(snapshot)
+    return InitialPlan(placed_so, found)

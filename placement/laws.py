@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.measurements import Measured
+from placement.measurements import MeasuredStep
 
 Floats = NDArray[np.float64]
 
@@ -25,7 +25,7 @@ SPEEDS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class DecodeLaw:
     """Seconds of a token beside `running` requests on one engine, at most `most` of them."""
 
     token_s: float
@@ -45,48 +45,48 @@ class TrainLaw:
     slot_s: float
 
 
-def law_of(history: Sequence[Measured], pool: str, most: int, since: int = 0) -> Law:
+def fit_decode_law(history: Sequence[MeasuredStep], pool: str, most: int, since: int = 0) -> DecodeLaw:
     """Through what was measured from step `since` on; a pool that ran at one load only has the share of what a request adds from before
     that, or else the prior's."""
     newest = history[-SPEEDS:]
-    points = points_of([one for one in newest if one.step >= since], pool)
+    points = pool_points([one for one in newest if one.step >= since], pool)
     if not points:
-        return Law(0.03, 0.0015, most) if since == 0 else law_of(history, pool, most)
+        return DecodeLaw(0.03, 0.0015, most) if since == 0 else fit_decode_law(history, pool, most)
     running, seconds = np.array(points).T
     if running.size >= 3 and float(running.max()) > 2.0 * float(running.min()):
-        line = line_through(running, seconds)
+        line = fit_line(running, seconds)
         if line is not None:
-            return Law(line[0], line[1], most)
+            return DecodeLaw(line[0], line[1], most)
     before = [one for one in newest if one.step < since]
-    if since > 0 and points_of(before, pool):
-        shape = law_of(before, pool, most)
+    if since > 0 and pool_points(before, pool):
+        shape = fit_decode_law(before, pool, most)
         times = median((seconds / shape.at(running)).tolist())
-        return Law(shape.token_s * times, shape.sequence_s * times, most)
+        return DecodeLaw(shape.token_s * times, shape.sequence_s * times, most)
     # The share of the prior: a thirtieth of a token's own time for each request more.
     base = median((seconds / (1 + 0.03 * running)).tolist())
-    return Law(base, 0.03 * base, most)
+    return DecodeLaw(base, 0.03 * base, most)
 
 
-def points_of(steps: Sequence[Measured], pool: str) -> list[tuple[float, float]]:
+def pool_points(steps: Sequence[MeasuredStep], pool: str) -> list[tuple[float, float]]:
     """What was seen of a pool: how many requests an engine ran, and seconds of a token."""
     return [(s.running, s.token_s) for one in steps for s in one.speed if s.pool == pool and s.token_s > 0]
 
 
-def train_law(history: Sequence[Measured]) -> TrainLaw:
+def fit_train_law(history: Sequence[MeasuredStep]) -> TrainLaw:
     """By least squares; while the share of a slot hardly varied, a tenth of it is taken as what no slot shares."""
     told = [(one.train_tokens / one.split.train, one.train_s) for one in history[-64:] if one.train_s is not None]
     if not told:
         return TrainLaw(0.0, 1e-3)
     shares, seconds = np.array(told).T
     if shares.size >= 4 and float(shares.max()) > 1.8 * float(shares.min()):
-        line = line_through(shares, seconds)
+        line = fit_line(shares, seconds)
         if line is not None:
             return TrainLaw(*line)
     ratio = float(np.median(seconds / shares))
     return TrainLaw(0.1 * ratio * float(np.median(shares)), 0.9 * ratio)
 
 
-def line_through(at: Floats, seconds: Floats) -> tuple[float, float] | None:
+def fit_line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
     """Where the line begins and what it rises by, least squares of relative errors; None: it does not rise from above 0."""
     weight = 1.0 / seconds**2
     total = weight.sum()
@@ -113,7 +113,7 @@ LEAST_SPREAD = 0.03
 """What logarithms of means are taken to differ by from step to step, at least."""
 
 
-def plainly_off(before: Sequence[float], after: Sequence[float], least: float, times: float = PLAIN) -> float:
+def plain_offset(before: Sequence[float], after: Sequence[float], least: float, times: float = PLAIN) -> float:
     """What the mean of `after` is off the median of `before` by; 0: not plainly, which is by so many `times` the spread of `before`, and by
     more while `after` is but one or two. `least`: that spread at least."""
     middle, count = median(before), len(after)
@@ -128,7 +128,7 @@ def since_jump(logs: Sequence[float]) -> int:
         at = len(logs) - newest
         if at < 4:
             break
-        if plainly_off(logs[max(at - 16, 0) : at], logs[at:], LEAST_SPREAD):
+        if plain_offset(logs[max(at - 16, 0) : at], logs[at:], LEAST_SPREAD):
             return at
     return 0
 
@@ -164,14 +164,14 @@ LEAST_UNEVEN = 0.05
 """What the times of tokens at one load are taken to differ by from step to step, at least."""
 
 
-class Paces:
+class PaceTracker:
     """Since which step a pool's engines are as fast as they are. Mutable: it is shown each step, for a jump is only seen while it is new."""
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
-        self._shown: tuple[Measured, ...] = ()
+        self._shown: tuple[MeasuredStep, ...] = ()
 
-    def see(self, history: Sequence[Measured]) -> None:
+    def see(self, history: Sequence[MeasuredStep]) -> None:
         """What was measured until now, oldest first."""
         newest = self._shown[-1].step if self._shown else -1
         if history and history[-1].step < newest:  # steps were given up, and the pace that they told of with them
@@ -180,7 +180,7 @@ class Paces:
             is_told_anew = at == len(history) - 1 and (not self._shown or step is not self._shown[-1])
             if step.step > newest or is_told_anew:
                 for pool in POOLS:
-                    self._since[pool] = paced_since(history[: at + 1], pool, self.since(pool))
+                    self._since[pool] = pace_start(history[: at + 1], pool, self.since(pool))
         self._shown = tuple(history)
 
     def since(self, pool: str) -> int:
@@ -188,10 +188,12 @@ class Paces:
         return self._since.get(pool, 0)
 
 
-def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:
+def pace_start(history: Sequence[MeasuredStep], pool: str, since: int) -> int:
     """The step from which on a pool's engines have the pace that they have now: `since`, or one of the newest, where tokens plainly take
     longer or less long there than before. Neither what they took before explains it, nor another load."""
-    told = [(one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := points_of([one], pool))]
+    told = [
+        (one.step, points) for one in history[-SPEEDS:] if one.step >= since and (points := pool_points([one], pool))
+    ]
     if len(told) <= FEWEST:
         return since
     of_each = [np.array(points).T for _, points in told]
@@ -200,7 +202,7 @@ def paced_since(history: Sequence[Measured], pool: str, since: int) -> int:
     together = _level(every, every, begins)
     for newest in range(1, min(3, len(of_each) - FEWEST) + 1):
         before = _level(every[:, : begins[-1 - newest]], every, begins)
-        if all(plainly_off(offs[:-newest], offs[-newest:], LEAST_UNEVEN) for offs in (before, together)):
+        if all(plain_offset(offs[:-newest], offs[-newest:], LEAST_UNEVEN) for offs in (before, together)):
             return told[-newest][0]
     return since
 
@@ -209,7 +211,7 @@ def _level(points: Floats, every: Floats, begins: NDArray[np.int64]) -> list[flo
     """The mean logarithm of what each step's tokens took beside the line through `points`, [2, n]; `begins`: where each step's points do
     in `every`."""
     running, seconds = points
-    line = line_through(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
+    line = fit_line(running, seconds) if float(running.max()) > 1.2 * float(running.min()) else None
     start, rise = line or (1.0, 0.03)
     logs = np.log(every[1] / (start + rise * every[0]))
     found: list[float] = (np.add.reduceat(logs, begins[:-1]) / np.diff(begins)).tolist()

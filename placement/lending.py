@@ -19,16 +19,16 @@ from math import ceil
 from statistics import fmean
 
 from gcore.ledger.records.job import EnginePlace, Move, MoveKind, Plan
-from placement.assign import POOLS, roles, split_of
-from placement.measurements import Measured
-from placement.moves import Deciding, Proposal, base_split, part_of, told_slots
-from placement.slots import Slot, Split, counted
+from placement.assign import POOLS, plan_roles, split_of
+from placement.measurements import MeasuredStep
+from placement.moves import DecisionContext, MoveProposal, base_split, changed_slots, split_part
+from placement.slots import Slot, Split, count_noun
 
 LEAST_GAIN = 0.06
 """Share of the time left that must be gained besides the cost: less is within what such estimates are wrong by."""
 
 
-def lent(
+def replicas_to_lend(
     cost_s: float,
     rollout_awake: int,
     rollout_owed: float,
@@ -66,7 +66,7 @@ def lent(
     return best if now - soonest > cost_s + LEAST_GAIN * now else 0
 
 
-def left_s(
+def remaining_s(
     owed: float,
     engines: int,
     rows: int,
@@ -90,7 +90,7 @@ def left_s(
     return alone_s * (longest + queue + (residual + queue) * running / saturating)
 
 
-def doubling(
+def doubling_requests(
     owed: float, engines: int, rows: int, tokens: float, residual: float, longest: float, saturating: float
 ) -> float:
     """How many requests on each replica put the pool's end off to twice what it were alone: the `saturating` that `lent` takes."""
@@ -100,12 +100,12 @@ def doubling(
     return saturating * (longest + queue) / others if others > 0 else saturating
 
 
-def of_each(owed: float, begun: float, tokens: float, residual: float) -> float:
+def mean_tokens_left(owed: float, begun: float, tokens: float, residual: float) -> float:
     """Tokens that a request has still to come, on average over those that have begun and those that have not."""
     return tokens - (tokens - residual) * min(begun / owed, 1.0) if owed > 0 else tokens
 
 
-def spared(
+def spare_replicas(
     count: int,
     rollout_awake: int,
     rollout_owed: float,
@@ -132,7 +132,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EngineRows:
     """Requests that an engine of each pool runs at once, at most."""
 
     rollout: int
@@ -140,7 +140,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class PoolSpeed:
     """Of a pool's engines: seconds of a token alone, and how many requests make it twice that; tokens of one request; `rows`: requests
     that one runs at once, at most. `tail`: of a pool whose requests are all there when a step begins, by how many of them are left, what
     the last has still to come and what they have on average; none where they come one after another."""
@@ -158,19 +158,19 @@ class Speed:
         if self.tail:
             longest, residual = self.tail[min(int(owed), len(self.tail) - 1)]
             return self.tokens, residual, longest
-        each = of_each(owed, begun, self.tokens, self.residual)
+        each = mean_tokens_left(owed, begun, self.tokens, self.residual)
         return each, each, each
 
     def left_s(self, owed: float, begun: float, engines: int) -> float:
         """Seconds until `engines` are done with what is owed, of which so many have begun; what does not run yet comes after what does."""
-        return left_s(owed, engines, self.rows, *self.to_come(owed, begun), self.alone_s, self.saturating)
+        return remaining_s(owed, engines, self.rows, *self.to_come(owed, begun), self.alone_s, self.saturating)
 
     def doubling(self, owed: float, begun: float, engines: int) -> float:
         """What `lent` takes as `saturating`."""
-        return doubling(owed, engines, self.rows, *self.to_come(owed, begun), self.saturating)
+        return doubling_requests(owed, engines, self.rows, *self.to_come(owed, begun), self.saturating)
 
 
-def tail_of(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
+def response_tail(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]:
     """By how many of a step's responses are left, what the last has still to come and what they have on average: the mean over steps,
     whose responses were all asked for at once."""
     sizes = [len(step) for step in steps if step]
@@ -186,10 +186,10 @@ def tail_of(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ...]
     return tuple(found)
 
 
-def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int) -> Speed | None:
+def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int) -> PoolSpeed | None:
     """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
     its pace (`placement.paces.Paces`)."""
-    from placement.laws import law_of  # numpy: a daemon that no job lends in is started without it
+    from placement.laws import fit_decode_law  # numpy: a daemon that no job lends in is started without it
 
     newest = history[-STEPS:]
     if pool == "rollout":
@@ -199,30 +199,32 @@ def speed_of(history: Sequence[Measured], pool: str, rows: int, since: int) -> S
     is_measured = any(one.pool == pool for step in newest for one in step.speed)
     if not is_measured or not lengths or fmean(lengths) <= 0:
         return None
-    law = law_of(history, pool, rows, since)
+    law = fit_decode_law(history, pool, rows, since)
     mean = fmean(lengths)
     residual = fmean(tokens * tokens for tokens in lengths) / (2.0 * mean)
-    tail = tail_of([step.lengths for step in newest]) if pool == "rollout" else ()
-    return Speed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows, tail)
+    tail = response_tail([step.lengths for step in newest]) if pool == "rollout" else ()
+    return PoolSpeed(law.token_s, max(law.token_s / law.sequence_s, 1.0), mean, max(residual, mean / 2.0), rows, tail)
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class PoolSpeeds:
     """Of both pools. `asked_each`: requests of the judges that a response comes to."""
 
-    rollout: Speed
-    reward: Speed
+    rollout: PoolSpeed
+    reward: PoolSpeed
     asked_each: float = 1.0
 
 
-def speeds_of(history: Sequence[Measured], rows: Rows, rollout_since: int, reward_since: int) -> Speeds | None:
-    """Of both; None: of one nothing is known. The steps since which they have their paces are as for `speed_of`."""
-    rollout = speed_of(history, "rollout", rows.rollout, rollout_since)
-    reward = speed_of(history, "reward", rows.reward, reward_since)
+def pool_speeds(
+    history: Sequence[MeasuredStep], rows: EngineRows, rollout_since: int, reward_since: int
+) -> PoolSpeeds | None:
+    """Of both; None: of one nothing is known. The steps since which they have their paces are as for `pool_speed`."""
+    rollout = pool_speed(history, "rollout", rows.rollout, rollout_since)
+    reward = pool_speed(history, "reward", rows.reward, reward_since)
     if rollout is None or reward is None:
         return None
     # Of a step that is not booked whole nobody knows how often its judges were asked.
-    return Speeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:] if step.judged))
+    return PoolSpeeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:] if step.judged))
 
 
 # -------------------- loads
@@ -256,7 +258,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class JobLoads:
     """All engines of a job at a moment. `unseated`: requests that no engine has yet, by pool. `foreseen`: requests of the policy of which
     other responses to their prompts tell how long they may be, and `left_tokens`: what all of these together have still to come."""
 
@@ -278,7 +280,7 @@ class Loads:
         return sum(one.running + one.waiting for one in self.of(pool)) + self.unseated.get(pool, 0)
 
 
-def present(plan: Plan, loads: Loads) -> Plan:
+def present_plan(plan: Plan, loads: JobLoads) -> Plan:
     """The plan without the engines that nobody told of: their nodes are away, or they have not come up."""
     told = loads.by_key()
     there = tuple(place for place in plan.engines if place.key in told)
@@ -286,11 +288,11 @@ def present(plan: Plan, loads: Loads) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Lending:
+class LendingDecision:
     """What is lent now: above 0 from rollout to the judges, below 0 back, and the seconds each pool had left."""
 
     count: int
-    speeds: Speeds
+    speeds: PoolSpeeds
     rollout_left_s: float
     reward_left_s: float
     rollout_owed: int
@@ -304,7 +306,7 @@ class Lending:
         return max(mine.left_s(owed, owed, rollout), theirs.left_s(to_come, begun, reward))
 
 
-def as_foreseen(rollout: Speed, loads: Loads) -> Speed:
+def scale_tail(rollout: PoolSpeed, loads: JobLoads) -> PoolSpeed:
     """The newest steps' tails, made as much longer or shorter as other responses to the prompts tell. A request that is not foreseen counts
     as long as any; where most are not, nothing is changed."""
     owed = loads.owed("rollout")
@@ -318,21 +320,23 @@ def as_foreseen(rollout: Speed, loads: Loads) -> Speed:
     return replace(rollout, tail=tuple((longest * times, mean * times) for longest, mean in rollout.tail))
 
 
-def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) -> Lending | None:
+def decide_lending(
+    plan: Plan, loads: JobLoads, speeds: PoolSpeeds, cost_s: float, rows: EngineRows
+) -> LendingDecision | None:
     """What is to be lent, of the engines that are there (`present`). None: nothing can be, as where engines of the two pools span different
     numbers of slots."""
-    awake, (here, there) = roles(plan), _awake(plan)
+    awake, (here, there) = plan_roles(plan), _awake(plan)
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1
     if split_of(plan).mode == "colocated" or not here or not there or not alike:
         return None
-    speeds = replace(speeds, rollout=as_foreseen(speeds.rollout, loads))
+    speeds = replace(speeds, rollout=scale_tail(speeds.rollout, loads))
     rollout, reward = speeds.rollout, speeds.reward
     owed, asked = loads.owed("rollout"), loads.owed("reward")
     to_come = asked + owed * speeds.asked_each  # every response that is still made will be judged
     begun = float(min(asked, there * reward.rows))
     rollout_left = rollout.left_s(owed, owed, here)
     reward_left = reward.left_s(to_come, begun, there)
-    count = lent(
+    count = replicas_to_lend(
         cost_s,
         here,
         float(owed),
@@ -343,22 +347,22 @@ def wanted(plan: Plan, loads: Loads, speeds: Speeds, cost_s: float, rows: Rows) 
         reward.doubling(to_come, begun, there),
         reward_left,
     )
-    count = spared(count, here, float(owed), rows.rollout, there, float(asked), rows.reward)
-    return Lending(count, speeds, rollout_left, reward_left, owed, asked)
+    count = spare_replicas(count, here, float(owed), rows.rollout, there, float(asked), rows.reward)
+    return LendingDecision(count, speeds, rollout_left, reward_left, owed, asked)
 
 
-def lending(
+def make_lending_move(
     plan: Plan,
-    loads: Loads,
-    speeds: Speeds,
+    loads: JobLoads,
+    speeds: PoolSpeeds,
     cost_s: float,
     needed: frozenset[str],
-    rows: Rows,
-    at: Deciding,
-) -> Proposal | None:
+    rows: EngineRows,
+    at: DecisionContext,
+) -> MoveProposal | None:
     """The move by which slots are lent now. `needed`: nodes that keep an engine of the policy, for their prompts are answered there."""
-    there = present(plan, loads)
-    found = wanted(there, loads, speeds, cost_s, rows)
+    there = present_plan(plan, loads)
+    found = decide_lending(there, loads, speeds, cost_s, rows)
     if found is None or found.count == 0:
         return None
     to_judges = found.count > 0
@@ -374,26 +378,26 @@ def lending(
     base, base_there = base_split(plan), _base_there(plan, there)
     after = plan.model_copy(update={"generation": plan.generation + 1, "engines": engines})
     is_back = split_of(after) == base
-    before_split, after_split = split_of(there), split_of(present(after, loads))
+    before_split, after_split = split_of(there), split_of(present_plan(after, loads))
     pool, other = ("the judges", "rollout") if to_judges else ("rollout", "the judges")
     left, spare = (
         (found.reward_left_s, found.rollout_left_s) if to_judges else (found.rollout_left_s, found.reward_left_s)
     )
     owed, has = (found.reward_owed, found.rollout_owed) if to_judges else (found.rollout_owed, found.reward_owed)
     now_slots = before_split.reward if to_judges else before_split.rollout
-    gain = max(found.ends_s(*_awake(there)) - found.ends_s(*_awake(present(after, loads))), 0.0)
+    gain = max(found.ends_s(*_awake(there)) - found.ends_s(*_awake(present_plan(after, loads))), 0.0)
     reason = (
-        f"{pool} had {counted(owed, 'request')} on {counted(now_slots, 'slot')}, {_about(left)} of work with what was to come, and {other} "
+        f"{pool} had {count_noun(owed, 'request')} on {count_noun(now_slots, 'slot')}, {_about(left)} of work with what was to come, and {other} "
         f"had {has}, {_about(spare)}"
     )
-    names, more = told_slots(plan, after)
+    names, more = changed_slots(plan, after)
     move = Move(
         generation=after.generation,
         step=at.step,
         seq=at.seq,
         kind=MoveKind.LEND if _gained(before_split, after_split, base_there) else MoveKind.RETURN,
-        before=part_of(before_split),
-        after=part_of(after_split),
+        before=split_part(before_split),
+        after=split_part(after_split),
         slots=names,
         more_slots=more,
         reason=reason,
@@ -405,8 +409,11 @@ def lending(
         within=True,
         state="would" if at.dry else "done",
     )
-    update = {"reason": f"{plan.reason.split(';')[0]}; then {reason}", "lent_from": None if is_back else part_of(base)}
-    return Proposal(move, None if at.dry else after.model_copy(update=update))
+    update = {
+        "reason": f"{plan.reason.split(';')[0]}; then {reason}",
+        "lent_from": None if is_back else split_part(base),
+    }
+    return MoveProposal(move, None if at.dry else after.model_copy(update=update))
 
 
 def _about(seconds: float) -> str:
@@ -427,7 +434,7 @@ def _gained(before: Split, after: Split, base: Split) -> bool:
     return after.rollout > base.rollout
 
 
-def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:
+def follows_plan(plan: Plan, loads: JobLoads, nodes: Collection[str]) -> bool:
     """Whether every engine on `nodes`, which are there, is as the plan says: what is to be awake is asked, and what is to sleep sleeps."""
     told = loads.by_key()
     for place in (place for place in plan.engines if place.node in nodes):
@@ -439,11 +446,11 @@ def is_settled(plan: Plan, loads: Loads, nodes: Collection[str]) -> bool:
 
 def _awake(plan: Plan) -> tuple[int, int]:
     """Engines of rollout, and places of judges'."""
-    awake = roles(plan)
+    awake = plan_roles(plan)
     return len(awake["rollout"]), len(awake["reward"])
 
 
-def _firsts(plan: Plan, loads: Loads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
+def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: frozenset[str]) -> list[Slot]:
     """The replicas that can change over, by their first slots, those with least to do first. On each the engine that is to wake sleeps, and is
     well."""
     told = loads.by_key()

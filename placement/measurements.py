@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from gcore.ledger.records.chain import LogEntry, Seal
-from gcore.ledger.records.slot_accounting import EngineSums, StepBook, engines_of
-from placement.slots import SINGLE, Sizes, Split
+from gcore.ledger.records.slot_accounting import EngineSums, StepAccount, sum_engines
+from placement.slots import SINGLE, ReplicaSizes, Split
 
 # -------------------- measured
 # What is measured of a job's steps, for whoever plans its placement. Pure data.
 
 
-def load_of(running: float) -> int:
+def load_class(running: float) -> int:
     """What is told apart of an engine's load: 0 is 1 request at a time, 1 is 2 and 3, 2 is 4 to 7 and so on."""
     return max(int(running), 1).bit_length() - 1
 
 
-def least_of(load: int) -> int:
+def least_requests(load: int) -> int:
     """Requests that make it that load, at least."""
     return 1 << load
 
@@ -51,7 +51,7 @@ class EngineSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """One step. Times are None where nobody measured them. `lengths`, `judged`: tokens of each response and of its judgement, those of
     filtered groups too.
 
@@ -109,28 +109,28 @@ class _Times:
     step_s: float | None = None
 
 
-def measured(
-    books: Iterable[StepBook],
+def measure_step(
+    books: Iterable[StepAccount],
     entry: LogEntry,
     sealed: tuple[float, ...] | None,
     split: Split,
-    sizes: Sizes = SINGLE,
+    sizes: ReplicaSizes = SINGLE,
     *,
     least: int = 0,
-) -> Measured:
+) -> MeasuredStep:
     """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.by_version`), those that are late may lack.
 
-    `sealed`: what the step's seal says of its lengths (`lengths_of`); None if nobody has it any more: every response then counts as long as
+    `sealed`: what the step's seal says of its lengths (`trained_lengths`); None if nobody has it any more: every response then counts as long as
     their mean. `split`: that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots
     are booked, and `least` of them (a part of the judges' tokens beside all of the responses would be a guess): every response's counts as
     long.
     """
     found = list(books)
-    stats, sums = entry.stats, engines_of(found)
+    stats, sums = entry.stats, sum_engines(found)
     lengths = tuple(_with_filtered(_means(entry) if sealed is None else sealed, stats))
     reward = sums.get("reward") if lengths and _is_whole(found, split, least) else None
     times = _ahead(stats, split, found, sizes) if "staleness" in stats else _in_turn(stats)
-    return Measured(
+    return MeasuredStep(
         step=entry.step,
         split=split,
         lengths=lengths,
@@ -152,7 +152,7 @@ def _in_turn(stats: Mapping[str, float]) -> _Times:
     return _Times(stats.get("collect_s"), None if exchange is None or publish is None else exchange + publish)
 
 
-def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepBook], sizes: Sizes) -> _Times:
+def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepAccount], sizes: ReplicaSizes) -> _Times:
     """Of a step whose batch was made while ranks trained on the one before."""
     seconds, waited = stats.get("seconds"), stats.get("collect_s")
     if seconds is None or waited is None:
@@ -163,39 +163,39 @@ def _ahead(stats: Mapping[str, float], split: Split, books: Sequence[StepBook], 
     return _Times(min(produce_s, seconds), stats.get("exchange_s"), seconds)
 
 
-def _at_work_s(books: Sequence[StepBook], split: Split, sizes: Sizes) -> float | None:
+def _at_work_s(books: Sequence[StepAccount], split: Split, sizes: ReplicaSizes) -> float | None:
     """How long an engine had anything to do, of the pool that had longest; None: not all of them are booked."""
     if not _is_whole(books, split):
         return None
-    sums = engines_of(books)
+    sums = sum_engines(books)
     engines = {"rollout": split.rollout // sizes.rollout, "reward": split.reward // sizes.reward}
     return max((sums[pool].active_s / engines[pool] for pool in sums if engines.get(pool)), default=None)
 
 
-def _is_whole(books: Iterable[StepBook], split: Split, least: int = 0) -> bool:
+def _is_whole(books: Iterable[StepAccount], split: Split, least: int = 0) -> bool:
     """Whether all slots that the step had are booked, and so many. Of a node that was lost within it they never are."""
     pools = split.rollout, split.reward, split.train
     had = max(pools) if split.mode == "colocated" else sum(pools)
     return sum(book.slots for book in books) >= max(had, least)
 
 
-def _at_once(books: Sequence[StepBook], split: Split, produce_s: float | None, sizes: Sizes) -> float:
+def _at_once(books: Sequence[StepAccount], split: Split, produce_s: float | None, sizes: ReplicaSizes) -> float:
     """Engines that had anything to do at once on a slot, on average over the production: 1, where each has its own."""
     slots = sum(book.slots for book in books)
     if split.mode != "colocated" or not produce_s or not slots:
         return 1.0
     size = {"rollout": sizes.rollout, "reward": sizes.reward}
-    active = sum(sums.active_s * size[pool] for pool, sums in engines_of(books).items() if pool in size)
+    active = sum(sums.active_s * size[pool] for pool, sums in sum_engines(books).items() if pool in size)
     return max(active / (slots * produce_s), 1.0)
 
 
-def _speeds(books: Iterable[StepBook], at_once: float) -> Iterator[EngineSpeed]:
+def _speeds(books: Iterable[StepAccount], at_once: float) -> Iterator[EngineSpeed]:
     """Of each pool at each load that its engines had for long enough to say how fast they were, alone on their slots."""
     found: dict[tuple[str, int], list[EngineSums]] = {}
     for book in books:
         for pool, loads in book.loads.items():
             for one in loads:
-                key = pool, load_of(one.running_s / one.active_s) if one.active_s > 0 else 0
+                key = pool, load_class(one.running_s / one.active_s) if one.active_s > 0 else 0
                 found.setdefault(key, []).append(one)
     for (pool, _), parts in sorted(found.items()):
         one = EngineSums.together(parts)
@@ -203,7 +203,7 @@ def _speeds(books: Iterable[StepBook], at_once: float) -> Iterator[EngineSpeed]:
             yield EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens / at_once)
 
 
-def _busy(books: Iterable[StepBook]) -> dict[str, float]:
+def _busy(books: Iterable[StepAccount]) -> dict[str, float]:
     busy: dict[str, float] = {}
     for book in books:
         for state, seconds in book.booked.items():
@@ -213,7 +213,7 @@ def _busy(books: Iterable[StepBook]) -> dict[str, float]:
     return busy
 
 
-def lengths_of(seal: Seal) -> tuple[float, ...]:
+def trained_lengths(seal: Seal) -> tuple[float, ...]:
     """Tokens of each response of a step that is trained on, from its seal as it was READY."""
     return tuple(float(tokens) for group in seal.groups for tokens in group.own_tokens)
 

@@ -14,18 +14,18 @@ from statistics import fmean
 from gcore.ledger.records.job import (
     MOST_SLOTS_TOLD,
     NEWEST_STAYS,
-    Foretold,
+    ForecastAccuracy,
+    HoldPeriod,
     Move,
     MoveKind,
     MoveOutcome,
     Moves,
     Plan,
     SplitPart,
-    Stay,
 )
-from placement.assign import changes, split_of
+from placement.assign import role_changes, split_of
 from placement.policies.base import Decision, SwitchCosts
-from placement.slots import Snapshot, Split, counted
+from placement.slots import Snapshot, Split, count_noun
 
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
 """What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
@@ -48,7 +48,7 @@ CHANGING = (MoveKind.SPLIT, *WITHIN)
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class MoveProposal:
     """A move that whoever leads wants, and the plan that it makes; None: a world, which a rollback places, or nothing at all but
     what is told."""
 
@@ -57,14 +57,14 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Accounted:
+class MoveReport:
     """The moves with what is known by now of what came of them, made from the record of that revision (0: there was none)."""
 
     moves: Moves
     since: int
 
 
-def part_of(split: Split) -> SplitPart:
+def split_part(split: Split) -> SplitPart:
     """As it is stored."""
     return SplitPart(mode=split.mode, rollout=split.rollout, reward=split.reward, train=split.train)
 
@@ -85,14 +85,14 @@ def base_split(plan: Plan, snapshot: Snapshot | None = None) -> Split:
     return base if slots is None or base.rollout + base.reward + base.train <= slots else now
 
 
-def told_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
+def changed_slots(before: Plan, after: Plan) -> tuple[tuple[str, ...], int]:
     """The slots that change, the first of them by name, and how many more there are."""
-    lines = changes(before, after)
+    lines = role_changes(before, after)
     return tuple(lines[:MOST_SLOTS_TOLD]), max(len(lines) - MOST_SLOTS_TOLD, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Deciding:
+class DecisionContext:
     """Where and when a move is decided."""
 
     step: int
@@ -102,9 +102,9 @@ class Deciding:
     dry: bool = False
 
 
-def between_steps(
-    decision: Decision, plan: Plan, after: Plan | None, base: Split, at: Deciding, back_for: str = STEP_IS_OVER
-) -> Proposal | None:
+def propose_move(
+    decision: Decision, plan: Plan, after: Plan | None, base: Split, at: DecisionContext, back_for: str = STEP_IS_OVER
+) -> MoveProposal | None:
     """What a policy's decision makes of `plan`. `after`: the plan of its split, None where that is a train world of another size.
     `back_for`: why what was lent goes back, where no more than that changes.
 
@@ -116,14 +116,14 @@ def between_steps(
     if after is not None and plan.lent_from is None and (back or _roles(after) == _roles(plan)):
         return None
     kind = MoveKind.WORLD if after is None else MoveKind.RETURN if back else MoveKind.SPLIT
-    slots, more = ((), 0) if after is None else told_slots(plan, after)
+    slots, more = ((), 0) if after is None else changed_slots(plan, after)
     move = Move(
         generation=plan.generation + 1,
         step=at.step,
         seq=at.seq,
         kind=kind,
-        before=part_of(split_of(plan) if back else base),
-        after=part_of(decision.split),
+        before=split_part(split_of(plan) if back else base),
+        after=split_part(decision.split),
         slots=slots,
         more_slots=more,
         reason=back_for if back else decision.reason,
@@ -137,10 +137,10 @@ def between_steps(
         within=back_for == BATCH_IS_WHOLE,
         state="would" if at.dry else "wanted" if after is None else "done",
     )
-    return Proposal(move, None if at.dry else after)
+    return MoveProposal(move, None if at.dry else after)
 
 
-def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Deciding) -> Move:
+def initial_move(plan: Plan, reason: str, expected_s: float | None, at: DecisionContext) -> Move:
     """What the job began with. `expected_s`: what a step was predicted to take."""
     split = split_of(plan)
     return Move(
@@ -149,7 +149,7 @@ def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Decidi
         seq=at.seq,
         kind=MoveKind.BEGIN,
         before=SplitPart(mode=split.mode, rollout=0, reward=0, train=0),
-        after=part_of(split),
+        after=split_part(split),
         reason=reason,
         expected_s=None if expected_s is None else round(expected_s, 3),
         by=at.by,
@@ -157,9 +157,11 @@ def beginning_move(plan: Plan, reason: str, expected_s: float | None, at: Decidi
     )
 
 
-def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding, formed_because: str = "") -> Moves:
+def add_unrequested(
+    moves: Moves, before: Plan | None, plan: Plan, at: DecisionContext, formed_because: str = ""
+) -> Moves:
     """The moves with the newest change of the plan, where no policy asked for it: nodes came or went, or a train world was lost.
-    `formed_because`: why the plan's world was placed, if it is not the first."""
+    `world_reason`: why the plan's world was placed, if it is not the first."""
     if before is None or any(move.generation >= plan.generation and move.state == "done" for move in moves.moves):
         return moves
     is_formed = before.world != plan.world
@@ -169,14 +171,14 @@ def with_unasked(moves: Moves, before: Plan | None, plan: Plan, at: Deciding, fo
     is_its = wanted is not None and wanted.kind is MoveKind.WORLD and wanted.generation == plan.generation
     if is_its and is_formed:
         return moves  # what came of that is told with it
-    slots, more = told_slots(before, plan)
+    slots, more = changed_slots(before, plan)
     move = Move(
         generation=plan.generation,
         step=at.step,
         seq=at.seq,
         kind=MoveKind.MEND,
-        before=part_of(split_of(before)),
-        after=part_of(split_of(plan)),
+        before=split_part(split_of(before)),
+        after=split_part(split_of(plan)),
         slots=slots,
         more_slots=more,
         reason=(is_formed and formed_because) or plan.reason.split("; then ")[-1],
@@ -191,17 +193,17 @@ def _roles(plan: Plan) -> dict[tuple[str, str, str], bool]:
     return {place.key: not place.asleep for place in plan.engines}
 
 
-def is_told(moves: Moves, move: Move) -> bool:
+def is_repeated(moves: Moves, move: Move) -> bool:
     """Whether the same was told last, of a placement that only says what it would do."""
     newest = moves.newest
     return newest is not None and newest.state == "would" and (newest.kind, newest.after) == (move.kind, move.after)
 
 
-def costs(moves: Moves, start_s: float | None, told_s: float | None = None) -> SwitchCosts:
+def switch_costs(moves: Moves, start_s: float | None, told_s: float | None = None) -> SwitchCosts:
     """What changes cost. `start_s`: the newest start of a train world; `told_s`: what nodes tell that it takes to put an engine to sleep and
     to wake another. That may be a guess still (a controller that was started again has seen none wake), so where the job's own moves took
     less, what they took counts."""
-    took_s = changing_took_s(moves)
+    took_s = engine_change_s(moves)
     held = MOVE_PRIOR_S if took_s is None else took_s
     worlds = [cost for cost in (_took(moves).get(MoveKind.WORLD), start_s) if cost is not None]
     return SwitchCosts(
@@ -210,7 +212,7 @@ def costs(moves: Moves, start_s: float | None, told_s: float | None = None) -> S
     )
 
 
-def changing_took_s(moves: Moves) -> float | None:
+def engine_change_s(moves: Moves) -> float | None:
     """What it took that engines changed over: the longest of the newest moves of each kind. None: it was never measured."""
     took = _took(moves)
     return max((took[kind] for kind in CHANGING if kind in took), default=None)
@@ -235,7 +237,7 @@ MOST_AFTER = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedStep:
     """A step that was committed, on head's chain or not. `seq`: its log entry's. `tokens`: of a response, on average; `question_s`: what a
     question took of a judge's engine. None: nobody measured it."""
 
@@ -246,8 +248,8 @@ class Committed:
     question_s: float | None = None
 
 
-def with_outcomes(
-    moves: Moves, steps: Sequence[Committed], took: Mapping[int, float], head_seq: int, plan: Plan
+def add_outcomes(
+    moves: Moves, steps: Sequence[CommittedStep], took: Mapping[int, float], head_seq: int, plan: Plan
 ) -> Moves:
     """The moves with what is known by now of what came of them.
 
@@ -279,10 +281,10 @@ def _formed_or_lapsed(move: Move, others: Collection[int], head_seq: int, plan: 
     return move.model_copy(update={"state": "done" if formed else "lapsed"})
 
 
-def _after(move: Move, steps: Sequence[Committed], later: Move | None) -> list[Committed]:
+def _after(move: Move, steps: Sequence[CommittedStep], later: Move | None) -> list[CommittedStep]:
     """The steps that tell what came of it. `later`: the next move between steps; what comes after that is no more of this one."""
     within, first = move.kind in WITHIN, move.step + 1
-    made: dict[int, Committed] = {}
+    made: dict[int, CommittedStep] = {}
     for one in steps:
         if one.seq > move.seq and (within or later is None or one.seq <= later.seq):
             made.setdefault(one.step, one)
@@ -293,7 +295,7 @@ def _after(move: Move, steps: Sequence[Committed], later: Move | None) -> list[C
     return [] if within else after
 
 
-def _before(move: Move, steps: Sequence[Committed], earlier: Move | None) -> list[Committed]:
+def _before(move: Move, steps: Sequence[CommittedStep], earlier: Move | None) -> list[CommittedStep]:
     """Those with which it is held. `earlier`: the move between steps before it, whose own steps they are."""
     made = {one.step: one for one in steps if one.seq <= move.seq and (earlier is None or one.seq > earlier.seq)}
     if earlier is not None:
@@ -302,7 +304,7 @@ def _before(move: Move, steps: Sequence[Committed], earlier: Move | None) -> lis
     return [made[step] for step in range(since, move.step + 1) if step in made]
 
 
-def _measured(move: Move, took: float | None, after: Sequence[Committed], before: Sequence[Committed]) -> Move:
+def _measured(move: Move, took: float | None, after: Sequence[CommittedStep], before: Sequence[CommittedStep]) -> Move:
     known = move.outcome or MoveOutcome()
     outcome = known
     if took is not None and known.took_s is None:
@@ -323,7 +325,7 @@ def _measured(move: Move, took: float | None, after: Sequence[Committed], before
     return move if outcome in (move.outcome, MoveOutcome()) else move.model_copy(update={"outcome": outcome})
 
 
-def _mean(steps: Sequence[Committed], number: Callable[[Committed], float | None]) -> float | None:
+def _mean(steps: Sequence[CommittedStep], number: Callable[[CommittedStep], float | None]) -> float | None:
     """Of those of which it is known."""
     found = [one for one in map(number, steps) if one is not None]
     return round(fmean(found), 3) if found else None
@@ -337,7 +339,7 @@ OTHER_WORK = 0.1
 """By how much the work of steps differs before a word is lost about it, as a share of what it was."""
 
 
-def in_words(move: Move) -> str:
+def move_in_words(move: Move) -> str:
     """What was done, and why: one sentence that a person can follow."""
     before, after = split_from(move.before), split_from(move.after)
     match move.kind:
@@ -345,14 +347,16 @@ def in_words(move: Move) -> str:
             done, rest = ("begin", "began", "begun"), f"with {after}"
         case MoveKind.LEND:
             giver = "the judges" if _gains(before, after) == "rollout" else "rollout"
-            rest = f"{counted(abs(after.reward - before.reward), 'slot')} from {giver} to {_gains(before, after)}"
+            rest = f"{count_noun(abs(after.reward - before.reward), 'slot')} from {giver} to {_gains(before, after)}"
             done = ("lend", "lent", "lent")
         case MoveKind.RETURN:
             done = ("give", "gave", "given")
-            rest = f"{counted(abs(after.rollout - before.rollout), 'slot')} back to {_gains(before, after)}"
+            rest = f"{count_noun(abs(after.rollout - before.rollout), 'slot')} back to {_gains(before, after)}"
         case MoveKind.WORLD:
             done = ("form", "formed", "formed")
-            rest = f"a train world of {counted(after.train, 'rank')} in place of {before.train} ({before} -> {after})"
+            rest = (
+                f"a train world of {count_noun(after.train, 'rank')} in place of {before.train} ({before} -> {after})"
+            )
         case MoveKind.MEND:  # nobody wished for it: it is never told before it is done
             became = (
                 f"{before} became {after}" if before != after else f"what they had was placed anew, {after} as before"
@@ -440,26 +444,28 @@ def _gains(before: Split, after: Split) -> str:
 # Stretches of steps after which a policy was asked and nothing moved: what is kept of them, and in words. Pure.
 #
 # A stretch goes on until something moves between two steps; what is lent within a step does not end it. Of its decisions the newest is kept,
-# with its reason. What was expected of its steps is compared with what they took, each once (`with_taken`).
+# with its reason. What was expected of its steps is compared with what they took, each once (`add_taken`).
 
 
-def stayed(newest: Stay | None, moves: Moves, at: Deciding, reason: str, expected_s: float | None = None) -> Stay:
+def extend_stay(
+    newest: HoldPeriod | None, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None = None
+) -> HoldPeriod:
     """`newest` with this decision, if that stretch goes on; else a new one that begins with it. `expected_s`: of the next step."""
     expected = None if expected_s is None or not math.isfinite(expected_s) else round(expected_s, 3)
     more = {"step": at.step, "seq": at.seq, "reason": reason, "by": at.by, "time": at.time, "expected_s": expected}
     if newest is None or newest.step >= at.step or _is_over(newest, moves):
-        return Stay.model_validate({"since": at.step, "began": at.time, **more})
-    return Stay.model_validate(
+        return HoldPeriod.model_validate({"since": at.step, "began": at.time, **more})
+    return HoldPeriod.model_validate(
         {"since": newest.since, "began": newest.began, "foretold": newest.foretold.model_dump(), **more}
     )
 
 
-def with_taken(stay: Stay, took_s: float | None) -> Stay:
+def add_taken(stay: HoldPeriod, took_s: float | None) -> HoldPeriod:
     """Beside what the newest decision expected of the step after it, what that took. `took_s` None: nobody knows yet."""
     before, step = stay.foretold, stay.step + 1
     if took_s is None or stay.expected_s is None or before.newest >= step:
         return stay
-    foretold = Foretold(
+    foretold = ForecastAccuracy(
         steps=before.steps + 1,
         newest=step,
         expected_s=round(before.expected_s + stay.expected_s, 3),
@@ -469,23 +475,23 @@ def with_taken(stay: Stay, took_s: float | None) -> Stay:
     return stay.model_copy(update={"foretold": foretold})
 
 
-def _is_over(stay: Stay, moves: Moves) -> bool:
+def _is_over(stay: HoldPeriod, moves: Moves) -> bool:
     return any(move.kind in BETWEEN and move.seq >= stay.seq for move in moves.moves)
 
 
-def with_stay(moves: Moves, stay: Stay) -> Moves:
+def add_stay(moves: Moves, stay: HoldPeriod) -> Moves:
     """The record with what is known of it by now."""
     others = tuple(one for one in moves.stays if one.began != stay.began)
     return moves.model_copy(update={"stays": (*others, stay)[-NEWEST_STAYS:]})
 
 
-def stay_in_words(stay: Stay) -> str:
+def stay_in_words(stay: HoldPeriod) -> str:
     """Why nothing moved, without when that was (`span_in_words`)."""
     newest = ", the last time" if stay.step > stay.since else ","
     return f"nothing moved{newest} because {stay.reason}" if stay.reason else "nothing moved"
 
 
-def foretold_in_words(foretold: Foretold) -> str:
+def foretold_in_words(foretold: ForecastAccuracy) -> str:
     """What the steps after the decisions took, beside what was expected of them; empty where nothing was."""
     if not foretold.steps:
         return ""
@@ -496,6 +502,6 @@ def foretold_in_words(foretold: Foretold) -> str:
     return f"the {foretold.steps} steps that followed {took}, each off by {off:.0%} on average"
 
 
-def span_in_words(stay: Stay) -> str:
+def span_in_words(stay: HoldPeriod) -> str:
     """After which steps nothing moved."""
     return f"after steps {stay.since} to {stay.step}" if stay.step > stay.since else f"after step {stay.step}"

@@ -18,38 +18,38 @@ from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import EnginePlace, Pin, Plan, RankPlace
-from placement.assign import assigned, nearest_first, slots_of, split_of, unlike
+from placement.assign import assign_split, engine_slots, sort_by_unlikeness, split_of, unlikeness
 from placement.policies.base import Decision
 from placement.slots import (
     SINGLE,
-    Bounds,
-    JudgeWanted,
+    JudgePlacementRequest,
     NodeSlots,
-    Sizes,
+    PlacementRequest,
+    ReplicaSizes,
     Slot,
     Snapshot,
     Split,
-    Wanted,
-    counted,
+    SplitBounds,
+    count_lacking_slots,
+    count_noun,
+    count_ranks,
     feasible,
-    groups,
-    ranks_wanted,
+    replica_groups,
     round_robin,
     sizes_of,
-    slots_lacking,
 )
 
 if TYPE_CHECKING:
     from placement.mapping.workload import Workload
 
 
-def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: int) -> Plan:
+def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, generation: int) -> Plan:
     """Place a job. Raises SpecError if there are too few slots."""
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
-    places, ranks = _round_robin(nodes), ranks_wanted(snapshot, wanted)
-    if slots_lacking(snapshot, wanted):
+    places, ranks = _round_robin(nodes), count_ranks(snapshot, wanted)
+    if count_lacking_slots(snapshot, wanted):
         raise SpecError(
-            f"{_in_words(wanted, ranks or 1)} do not fit on {counted(len(places), 'slot')}",
+            f"{_in_words(wanted, ranks or 1)} do not fit on {count_noun(len(places), 'slot')}",
             where="train.ranks" if wanted.apart is None else "placement",
             fix=f"Lower {_to_lower(wanted)}, or start controllers with more slots",
         )
@@ -77,21 +77,21 @@ def first_plan(snapshot: Snapshot, wanted: Wanted, *, world: str, generation: in
     )
 
 
-def _in_words(wanted: Wanted, ranks: int) -> str:
+def _in_words(wanted: PlacementRequest, ranks: int) -> str:
     if wanted.apart is None:
-        return counted(ranks, "train rank")
-    reward = f", {counted(wanted.apart.reward, 'slot')} for judges" if wanted.apart.reward else ""
-    return f"{counted(ranks, 'train rank')}{reward} and 1 rollout engine, each on slots of its own,"
+        return count_noun(ranks, "train rank")
+    reward = f", {count_noun(wanted.apart.reward, 'slot')} for judges" if wanted.apart.reward else ""
+    return f"{count_noun(ranks, 'train rank')}{reward} and 1 rollout engine, each on slots of its own,"
 
 
-def _to_lower(wanted: Wanted) -> str:
+def _to_lower(wanted: PlacementRequest) -> str:
     if wanted.apart is None:
         return "train.ranks"
     return "placement.train or placement.reward" if wanted.apart.reward else "placement.train"
 
 
 def _judge_places(
-    judges: Sequence[JudgeWanted], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
+    judges: Sequence[JudgePlacementRequest], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
 ) -> list[EnginePlace]:
     """Engines for judges on `slots`, beside those that are `there`; the judges begin on different slots."""
     more = []
@@ -106,7 +106,7 @@ def _judge_places(
 
 def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]:
     """The slots, or replicas of so many, one of each node before the second of any."""
-    found = round_robin([[(one.node, group) for group in groups(one.slots, size)] for one in nodes])
+    found = round_robin([[(one.node, group) for group in replica_groups(one.slots, size)] for one in nodes])
     return [EnginePlace(node=node, slot=first, further=tuple(more)) for node, (first, *more) in found]
 
 
@@ -124,7 +124,7 @@ UNKNOWN_STEPS_LEFT = 100
 """What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
 
 
-def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = False) -> Plan | None:
+def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest, *, moves: bool = False) -> Plan | None:
     """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
     slot. `moves`: a policy moves slots; until it is asked, one that comes is rollout's, with judges that sleep, unless all slots go
     through the phases together.
@@ -156,7 +156,7 @@ def joined(plan: Plan, snapshot: Snapshot, wanted: Wanted, *, moves: bool = Fals
     )
 
 
-def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
+def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan | None:
     """The plan with judges moved off nodes that are away for good; world, ranks and rollout's places as they are. None: no judge
     lacks an engine that it can have.
 
@@ -195,7 +195,7 @@ def moved(plan: Plan, snapshot: Snapshot, wanted: Wanted) -> Plan | None:
 
 
 def _given_up(
-    rollout: Sequence[EnginePlace], nodes: Sequence[NodeSlots], sizes: Sizes
+    rollout: Sequence[EnginePlace], nodes: Sequence[NodeSlots], sizes: ReplicaSizes
 ) -> tuple[list[EnginePlace], list[EnginePlace]]:
     """The last engines of the policy that a judge's engine may take the place of, if one is left then, and that place."""
     ranked = {place: number for number, place in enumerate(rollout)}
@@ -209,7 +209,7 @@ def _given_up(
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class GrowthMeasurements:
     """What a larger world is weighed by. `train_s`: of the newest step, from READY to commit; `start_s`: of the newest start
     of a rank, until it serves; None where they were not measured. `steps_left` None: not known."""
 
@@ -220,7 +220,7 @@ class Growth:
     steps_left: int | None
 
 
-def worth_forming(growth: Growth) -> str:
+def worth_forming(growth: GrowthMeasurements) -> str:
     """Why a larger world is worth its start, or nothing: for want of measurements it is not.
 
     What a step gains is an upper bound, for ranks do not share out all that a step costs; the margin stands for the rest.
@@ -251,7 +251,7 @@ ALL_SIZES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class MovablePlacementRequest:
     """What a job says of a placement that moves slots. `ranks`: the only size of the train world, if one is set; `most_ranks`: samples
     that each update has, for a rank without any would only wait. `work`: what a step is, or why that is not known."""
 
@@ -262,12 +262,12 @@ class Moving:
     reward: int | None
     group: int = 1
     work: Workload | str = "what the job's models are was not kept"
-    sizes: Sizes = SINGLE
+    sizes: ReplicaSizes = SINGLE
 
     @classmethod
-    def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> Moving:
+    def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> MovablePlacementRequest:
         """What `spec` says, of a job with these models."""
-        from placement.mapping.search import work_of  # a daemon without a job needs none of it
+        from placement.mapping.search import describe_workload  # a daemon without a job needs none of it
 
         samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
         return cls(
@@ -277,25 +277,29 @@ class Moving:
             spec.placement.train,
             spec.placement.reward,
             spec.flow.samples_per_prompt,
-            work_of(spec, models),
+            describe_workload(spec, models),
             sizes_of(spec),
         )
 
 
-def bounds_of(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
+def find_bounds(
+    snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None, now: int | None = None
+) -> SplitBounds:
     """What splits must keep to on the nodes there are, and what fits into their memory, as far as that is known. `now`: ranks of the
     world that is there, whose size stays possible."""
-    from placement.mapping.memory import within_memory
-    from placement.mapping.search import seen
+    from placement.mapping.memory import bound_by_memory
+    from placement.mapping.search import describe_nodes
 
-    limits = slots_allow(snapshot, job, pin, now)
-    there = "" if isinstance(job.work, str) else seen(snapshot.nodes)
+    limits = slot_bounds(snapshot, job, pin, now)
+    there = "" if isinstance(job.work, str) else describe_nodes(snapshot.nodes)
     if isinstance(job.work, str) or isinstance(there, str):
         return limits
-    return within_memory(limits, job.work, there.cluster, now)
+    return bound_by_memory(limits, job.work, there.cluster, now)
 
 
-def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: int | None = None) -> Bounds:
+def slot_bounds(
+    snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None, now: int | None = None
+) -> SplitBounds:
     """What splits must keep to, whatever fits into memory."""
     slots = snapshot.slots
     if job.ranks is not None:
@@ -308,7 +312,7 @@ def slots_allow(snapshot: Snapshot, job: Moving, pin: Pin | None = None, now: in
         sizes = (pin.train,)
     apart = pin is not None and (pin.rollout is not None or pin.reward is not None)
     nodes = sum(1 for node in snapshot.nodes if node.slots)
-    return Bounds(
+    return SplitBounds(
         slots,
         job.sizes.rollout,
         job.sizes.reward,
@@ -326,28 +330,28 @@ def _is_round(size: int) -> bool:
     return size in (1, 3)
 
 
-def first_split(bounds: Bounds, job: Moving, pin: Pin = NOTHING_FIXED) -> Split | None:
+def first_split(bounds: SplitBounds, job: MovablePlacementRequest, pin: Pin = NOTHING_FIXED) -> Split | None:
     """What a job begins with: what a person fixed, beside that what the spec says, or else all slots in turn. None: it does not fit."""
     if job.train is not None:
         reward = job.reward or 0
         wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
         trains = (job.train,) if pin.train is None else bounds.train_sizes
-        return nearest_fixed(wanted, replace(bounds, train_sizes=trains, colocated=False), pin)
+        return nearest_to_pin(wanted, replace(bounds, train_sizes=trains, colocated=False), pin)
     together = bounds.all_together()
     if together is not None or not pin.sizes:
         return next(feasible(bounds), None)
     return min(feasible(bounds), key=pin.off, default=None)
 
 
-def nearest_fixed(split: Split, bounds: Bounds, pin: Pin) -> Split | None:
+def nearest_to_pin(split: Split, bounds: SplitBounds, pin: Pin) -> Split | None:
     """The split within `bounds` that is least far from what a person fixed, and of these the one that is least unlike `split`. None: there is
     none at all."""
-    return min(feasible(bounds), key=lambda one: (pin.off(one), unlike(one, split)), default=None)
+    return min(feasible(bounds), key=lambda one: (pin.off(one), unlikeness(one, split)), default=None)
 
 
-def placed(
+def place_split(
     snapshot: Snapshot,
-    job: Moving,
+    job: MovablePlacementRequest,
     *,
     world: str,
     generation: int,
@@ -357,11 +361,11 @@ def placed(
 ) -> Plan | None:
     """A plan with a new train world: of the split that is `wanted`, else of that which is nearest to the one there is, as far as what a
     person fixed lets it be. None: there are too few slots."""
-    limits = bounds_of(snapshot, job, pin, None if current is None else len(current.ranks))
+    limits = find_bounds(snapshot, job, pin, None if current is None else len(current.ranks))
     if wanted is None and current is not None:
         wanted = _spread(split_of(current), snapshot)
     fixed = pin or NOTHING_FIXED
-    split = nearest_fixed(wanted, limits, fixed) if wanted is not None else None
+    split = nearest_to_pin(wanted, limits, fixed) if wanted is not None else None
     if split is None:
         split = first_split(limits, job, fixed)
     if split is None:
@@ -369,18 +373,18 @@ def placed(
         return (
             None
             if pin is None
-            else placed(snapshot, job, world=world, generation=generation, current=current, wanted=wanted)
+            else place_split(snapshot, job, world=world, generation=generation, current=current, wanted=wanted)
         )
     how = f"{split} of {snapshot.slots} slots on {len(snapshot.nodes)} nodes"
-    return assigned(
+    return assign_split(
         split, current, snapshot, job.judges, world=world, generation=generation, reason=how, sizes=job.sizes
     )
 
 
-def too_few(snapshot: Snapshot) -> SpecError:
+def too_few_slots(snapshot: Snapshot) -> SpecError:
     """Why nothing can be placed."""
     return SpecError(
-        f"the pools do not fit on {counted(snapshot.slots, 'slot')}",
+        f"the pools do not fit on {count_noun(snapshot.slots, 'slot')}",
         where="placement",
         fix="Lower placement.train, placement.reward or train.ranks, or start controllers with more slots",
     )
@@ -396,19 +400,19 @@ def _spread(split: Split, snapshot: Snapshot) -> Split:
     return Split("coexisting", max(slots - reward - train, 1), reward, train)
 
 
-def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
+def mend_plan(plan: Plan, snapshot: Snapshot, job: MovablePlacementRequest) -> Plan | None:
     """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
     here = {Slot(node.node, slot) for node in snapshot.nodes for slot in node.slots}
-    awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(slots_of(place))}
+    awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(engine_slots(place))}
     if not here or not {"", *job.judges} - awake:
         return None  # of nodes that have too few slots for an engine nothing can be made
     away = sum(Slot(place.node, place.slot) not in here for place in plan.ranks)
-    whole = slots_allow(snapshot, job)
+    whole = slot_bounds(snapshot, job)
     # Ranks that are away have their slots still: the world is as it is.
     limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))
     # Where engines span several slots, ranks may lie so that the nearest cannot be had.
     tried = (
-        assigned(
+        assign_split(
             split,
             plan,
             snapshot,
@@ -418,17 +422,17 @@ def mended(plan: Plan, snapshot: Snapshot, job: Moving) -> Plan | None:
             reason=f"{split}, for a pool had no engine left",
             sizes=job.sizes,
         )
-        for split in nearest_first(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
+        for split in sort_by_unlikeness(replace(split_of(plan, snapshot), train=len(plan.ranks)), limits)
     )
     return next((found for found in tried if found is not None), None)
 
 
-def obeying(decision: Decision, limits: Bounds, pin: Pin) -> Decision | None:
+def apply_pin(decision: Decision, limits: SplitBounds, pin: Pin) -> Decision | None:
     """What a policy decided, or the split nearest to it that is as a person fixed it, of which nobody has said what it would take. None:
     what is fixed cannot be had."""
     if not pin.off(decision.split):
         return decision
-    found = nearest_fixed(decision.split, limits, pin)
+    found = nearest_to_pin(decision.split, limits, pin)
     if found is None or pin.off(found):
         return None
     return Decision(found, f"{pin}, as was asked; without that: {decision.reason}", idle=decision.idle)

@@ -23,21 +23,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gcore.config.spec import JobSpec
-from gcore.ledger.records.cluster import Claim, Queued, Share, Shares, Slot, by_node, slots_of
-from placement.slots import Apart, Snapshot, Wanted, counted, groups, sizes_of, slots_lacking
+from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, SlotKey, group_by_node, slots_of_share
+from placement.slots import (
+    PlacementRequest,
+    SeparateSlots,
+    Snapshot,
+    count_lacking_slots,
+    count_noun,
+    replica_groups,
+    sizes_of,
+)
 
-Unit = tuple[Slot, ...]
+Unit = tuple[SlotKey, ...]
 """Slots of one node that follow one another, and go together."""
 
 
-def claim_of(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
+def new_claim(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
     """What a job wants that is created now."""
-    unit, wanted = sizes_of(spec).widest, Wanted.by(spec)
+    unit, wanted = sizes_of(spec).widest, PlacementRequest.by(spec)
     if spec.placement.is_live and spec.placement.train is not None:
         wanted = replace(
-            wanted, apart=Apart(spec.placement.train, spec.placement.reward or 0), ranks=spec.placement.train
+            wanted, apart=SeparateSlots(spec.placement.train, spec.placement.reward or 0), ranks=spec.placement.train
         )
-    needed = max(slots_lacking(Snapshot(()), wanted), spec.scheduling.slots_min)
+    needed = max(count_lacking_slots(Snapshot(()), wanted), spec.scheduling.slots_min)
     least = -(-needed // unit) * unit
     return Claim(
         namespace=spec.namespace,
@@ -52,11 +60,11 @@ def claim_of(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSlots:
     """What there is. `nodes`: the slots of each node that is there, in their order; `out`: those of them that nobody is to use."""
 
     nodes: Mapping[str, tuple[str, ...]]
-    out: frozenset[Slot] = frozenset()
+    out: frozenset[SlotKey] = frozenset()
     quotas: Mapping[str, int] = field(default_factory=dict)
     """The most slots that all jobs of a namespace may have together; no entry: as many as there are."""
 
@@ -67,53 +75,53 @@ class Cluster:
         drained: Iterable[str],
         sick: Mapping[str, Iterable[str]],
         quotas: Mapping[str, int],
-    ) -> Cluster:
+    ) -> ClusterSlots:
         """Without the slots of nodes that are being left, and those that are sick (by node)."""
         out = {(node, slot) for node in drained for slot in nodes.get(node, ())}
-        return cls(nodes, frozenset(out | slots_of(sick)), quotas)
+        return cls(nodes, frozenset(out | slots_of_share(sick)), quotas)
 
     def units(self, size: int) -> list[Unit]:
         """All that can be used, as replicas of so many slots."""
         found = [
             tuple((node, slot) for slot in group)
             for node, slots in sorted(self.nodes.items())
-            for group in groups(slots, size)
+            for group in replica_groups(slots, size)
         ]
         return [unit for unit in found if self.out.isdisjoint(unit)]
 
 
-def shared_out(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares) -> Shares:
+def divide_slots(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> Shares:
     """Who is to have what now. The same record, if nothing is to change."""
     wanting, has, turns, counting = _counted(cluster, claims, shares)
     # 4. Which these are; of them those that nobody else may still be using.
-    holders = {slot: uid for uid in claims if uid in shares.jobs for slot in slots_of(shares.jobs[uid].held)}
+    holders = {slot: uid for uid in claims if uid in shares.jobs for slot in slots_of_share(shares.jobs[uid].held)}
     chosen = _chosen(cluster, wanting, turns, counting.counts, holders, has)
     jobs: dict[str, Share] = {}
     for uid in sorted(claims):
         away = frozenset(one for one in has[uid] if one[0] not in cluster.nodes) if uid in wanting else frozenset()
         whole = (unit for unit in chosen.get(uid, ()) if all(holders.get(slot, uid) == uid for slot in unit))
         granted = frozenset(slot for unit in whole for slot in unit) | away
-        held = granted | (slots_of(shares.jobs[uid].held) if uid in shares.jobs else frozenset())
+        held = granted | (slots_of_share(shares.jobs[uid].held) if uid in shares.jobs else frozenset())
         holders.update(dict.fromkeys(granted, uid))
         if held:
-            jobs[uid] = Share(granted=by_node(granted), held=by_node(held))
+            jobs[uid] = Share(granted=group_by_node(granted), held=group_by_node(held))
     found = Shares(jobs=jobs)
     return shares if found == shares else found
 
 
-def queue(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares) -> dict[str, Queued]:
+def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> dict[str, QueuePosition]:
     """Who waits for slots, the next one first, and why."""
     _, _, turns, counting = _counted(cluster, claims, shares)
     waiting = [uid for uid in turns if not counting.counts[uid]]
-    return {uid: Queued(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
+    return {uid: QueuePosition(position, counting.why(uid)) for position, uid in enumerate(waiting, 1)}
 
 
 def _counted(
-    cluster: Cluster, claims: Mapping[str, Claim], shares: Shares
-) -> tuple[dict[str, Claim], dict[str, frozenset[Slot]], list[str], _Counting]:
+    cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares
+) -> tuple[dict[str, Claim], dict[str, frozenset[SlotKey]], list[str], _Counting]:
     # 1. Who wants slots, what they have, and the order of their turns.
     wanting = {uid: claim for uid, claim in claims.items() if claim.wants}
-    has = {uid: slots_of(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
+    has = {uid: slots_of_share(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
     turns = sorted(wanting, key=lambda uid: (-wanting[uid].priority, not has[uid], wanting[uid].created, uid))
     # 2. and 3. How many each gets.
     counting = _Counting(cluster, wanting, {uid: len(slots) for uid, slots in has.items()})
@@ -125,7 +133,7 @@ def _counted(
 class _Counting:
     """How many slots each job gets."""
 
-    def __init__(self, cluster: Cluster, claims: Mapping[str, Claim], has: Mapping[str, int]) -> None:
+    def __init__(self, cluster: ClusterSlots, claims: Mapping[str, Claim], has: Mapping[str, int]) -> None:
         self._claims = claims
         self._quotas = cluster.quotas
         self._has = has
@@ -151,7 +159,7 @@ class _Counting:
         """Why a job has none; nothing of one that has some. Asked when all are counted."""
         if self.counts[uid]:
             return ""
-        claim, needs = self._claims[uid], f"it needs {counted(self._least(uid), 'slot')}"
+        claim, needs = self._claims[uid], f"it needs {count_noun(self._least(uid), 'slot')}"
         if claim.most is not None and self._least(uid) > claim.most:
             return f"{needs} in engines of {claim.unit}, and takes {claim.most} at most"
         if uid in self._over_quota:
@@ -159,7 +167,7 @@ class _Counting:
             return f"{needs}, and namespace {claim.namespace!r} may have {quota} and has {used}"
         if self._least(uid) <= self._left:
             needs += f" in engines of {claim.unit} that follow one another on a node"
-        return f"{needs}, and of {counted(self._all, 'slot')} others have {self._all - self._left}"
+        return f"{needs}, and of {count_noun(self._all, 'slot')} others have {self._all - self._left}"
 
     def _least(self, uid: str) -> int:
         claim = self._claims[uid]
@@ -213,16 +221,16 @@ class _Counting:
 
 
 def _chosen(
-    cluster: Cluster,
+    cluster: ClusterSlots,
     claims: Mapping[str, Claim],
     turns: Sequence[str],
     counts: Mapping[str, int],
-    holders: Mapping[Slot, str],
-    has: Mapping[str, frozenset[Slot]],
+    holders: Mapping[SlotKey, str],
+    has: Mapping[str, frozenset[SlotKey]],
 ) -> dict[str, list[Unit]]:
     """What each job is to have: so many slots, or as many as can be found in whole units."""
     found: dict[str, list[Unit]] = {uid: [] for uid in turns}
-    taken: set[Slot] = set()
+    taken: set[SlotKey] = set()
     for size in sorted({claims[uid].unit for uid in turns}, reverse=True):
         of_size = [uid for uid in turns if claims[uid].unit == size and counts[uid]]
         units = cluster.units(size)
@@ -238,7 +246,12 @@ def _chosen(
 
 
 def _added(
-    uid: str, lacking: int, own: Sequence[Unit], units: Sequence[Unit], holders: Mapping[Slot, str], taken: set[Slot]
+    uid: str,
+    lacking: int,
+    own: Sequence[Unit],
+    units: Sequence[Unit],
+    holders: Mapping[SlotKey, str],
+    taken: set[SlotKey],
 ) -> list[Unit]:
     """So many units more, as far as there are any; `taken` has them then.
 

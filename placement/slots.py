@@ -34,18 +34,18 @@ class Split:
         return f"{self.rollout} rollout, {self.reward} reward, {self.train} train"
 
 
-def turns(*, judged: bool) -> int:
+def count_turns(*, judged: bool) -> int:
     """Changes of the turn in a step whose slots are had in turn: to rollout, to the judges if there are any, to training."""
     return 3 if judged else 2
 
 
-def distance(one: Split, other: Split) -> int:
+def split_distance(one: Split, other: Split) -> int:
     """Slots by which they differ, all pools together."""
     return abs(one.rollout - other.rollout) + abs(one.reward - other.reward) + abs(one.train - other.train)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SplitBounds:
     """What a split must keep to. `rollout_size`, `reward_size`: slots of one replica. `train_sizes`: what a train world may have, in
     slots. `judged`: whether there is anything for the reward pool to do. `nodes`: that prompts are shared out among alike, each answered
     by its node's engines: a step waits for the node that has the fewest. `group`: responses of a prompt, which are all made by one engine."""
@@ -88,7 +88,7 @@ class Bounds:
         return is_whole and left - split.rollout < self.reward_size
 
 
-def feasible(bounds: Bounds) -> Iterator[Split]:
+def feasible(bounds: SplitBounds) -> Iterator[Split]:
     """Every split within the bounds that leaves no whole replica's slots unused, in an order of its own.
 
     Slots that are too few for a replica of either pool stay without one.
@@ -122,7 +122,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ReplicaSizes:
     """Slots of one replica of each pool."""
 
     rollout: int = 1
@@ -138,23 +138,23 @@ class Sizes:
         return max(self.rollout, self.reward)
 
 
-SINGLE = Sizes()
+SINGLE = ReplicaSizes()
 """A slot for each."""
 
 
-def sizes_of(spec: JobSpec) -> Sizes:
+def sizes_of(spec: JobSpec) -> ReplicaSizes:
     """What `spec` says: all judges that the cluster serves are alike in this (`gcore.config.spanning`)."""
     served = (judge.serving.slots_per_engine for judge in spec.served_judges)
-    return Sizes(spec.rollout.slots_per_engine, max(served, default=1))
+    return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1))
 
 
-def spanned(plan: Plan) -> Sizes:
+def plan_sizes(plan: Plan) -> ReplicaSizes:
     """The sizes that a plan has. All engines of a pool have one size."""
     found = {place.pool: len(place.slots) for place in plan.engines}
-    return Sizes(found.get("rollout", 1), found.get("reward", 1))
+    return ReplicaSizes(found.get("rollout", 1), found.get("reward", 1))
 
 
-def groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
+def replica_groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
     """A node's slots as replicas of so many."""
     for begin in range(0, len(slots) - size + 1, size):
         yield tuple(slots[begin : begin + size])
@@ -188,7 +188,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeWanted:
+class JudgePlacementRequest:
     """A judge that the cluster serves. `replicas` None: an engine on each slot of its pool."""
 
     name: str
@@ -196,7 +196,7 @@ class JudgeWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SeparateSlots:
     """Slots of their own for two of the pools; what remains is rollout's."""
 
     train: int
@@ -204,25 +204,25 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlacementRequest:
     """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots. `sizes`: slots of an engine."""
 
     ranks: int | None = None
-    judges: tuple[JudgeWanted, ...] = ()
-    apart: Apart | None = None
-    sizes: Sizes = SINGLE
+    judges: tuple[JudgePlacementRequest, ...] = ()
+    apart: SeparateSlots | None = None
+    sizes: ReplicaSizes = SINGLE
 
     @classmethod
-    def by(cls, spec: JobSpec) -> Wanted:
+    def by(cls, spec: JobSpec) -> PlacementRequest:
         """What `spec` says."""
-        judges = tuple(JudgeWanted(one.name, one.serving.replicas) for one in spec.served_judges)
+        judges = tuple(JudgePlacementRequest(one.name, one.serving.replicas) for one in spec.served_judges)
         if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
             return cls(spec.train.ranks, judges, sizes=sizes_of(spec))
-        apart = Apart(spec.placement.train or 0, spec.placement.reward or 0)
+        apart = SeparateSlots(spec.placement.train or 0, spec.placement.reward or 0)
         return cls(apart.train, judges, apart, sizes_of(spec))
 
 
-def divided(snapshot: Snapshot, sizes: Sizes) -> Snapshot:
+def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
     """Without those slots of a node that are left over when it is divided into replicas: a node that comes later may have more or fewer than the others."""
     if sizes.widest == 1:
         return snapshot
@@ -233,19 +233,19 @@ def divided(snapshot: Snapshot, sizes: Sizes) -> Snapshot:
     )
 
 
-def counted(count: int, what: str) -> str:
+def count_noun(count: int, what: str) -> str:
     """`1 slot`, `2 slots`."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def ranks_wanted(snapshot: Snapshot, wanted: Wanted) -> int:
+def count_ranks(snapshot: Snapshot, wanted: PlacementRequest) -> int:
     """How many ranks a world formed now has."""
     return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
 
 
-def slots_lacking(snapshot: Snapshot, wanted: Wanted) -> int:
+def count_lacking_slots(snapshot: Snapshot, wanted: PlacementRequest) -> int:
     """How many slots more it takes before the job can be placed; 0: it fits."""
-    need = ranks_wanted(snapshot, wanted) or 1
+    need = count_ranks(snapshot, wanted) or 1
     if wanted.apart is not None:
         need += wanted.apart.reward + wanted.sizes.rollout
     return max(need - snapshot.slots, 0)

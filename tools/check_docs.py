@@ -27,7 +27,7 @@ from typer.exceptions import TyperException
 from controllers.cli.main import app
 from controllers.rules.waits import PATIENCE_S
 from gcore.config import NodeConfig, parse_spec
-from gcore.config.node import GarbageSection, JobLimits, Keep
+from gcore.config.node import GarbageSection, JobLimits, KeepPolicy
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
@@ -243,7 +243,7 @@ def names_are_listed(root: Path) -> Iterator[Problem]:
     table = "\n".join(line for line in daemon.splitlines() if line.startswith("| `"))
     own = {"schema_version", "local_cluster"}  # written by `gcore up`, for itself
     keys = [key for key in NodeConfig.model_fields if key not in own and f"`{key}." not in table]
-    sections: tuple[type[BaseModel], ...] = (JobLimits, GarbageSection, Keep)
+    sections: tuple[type[BaseModel], ...] = (JobLimits, GarbageSection, KeepPolicy)
     for key in [*keys, *(key for section in sections for key in section.model_fields)]:
         if f"`{key}`" not in table:
             yield Problem("docs/daemon.md", 1, f"no table has the key `{key}`: describe it")

@@ -19,7 +19,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
 from gcore.observability.metrics import Metrics
-from gcore.observability.registry import Declared
+from gcore.observability.registry import MetricsBase
 from tools.problem import PRODUCT, Problem, line_of, main, relative
 
 LABELS = {
@@ -83,7 +83,7 @@ def wrong_labels(family: Metric, labels: tuple[str, ...]) -> Iterator[str]:
 
 def catalogue_files() -> list[Path]:
     """The modules in which the classes of the catalogue are defined."""
-    return sorted({Path(inspect.getfile(kind)) for kind in Metrics.__mro__ if issubclass(kind, Declared)})
+    return sorted({Path(inspect.getfile(kind)) for kind in Metrics.__mro__ if issubclass(kind, MetricsBase)})
 
 
 def declared_at(name: str, root: Path) -> tuple[str, int]:
@@ -97,7 +97,7 @@ def declared_at(name: str, root: Path) -> tuple[str, int]:
     return relative(files[0], root), 1
 
 
-def unused(metrics: Declared, root: Path) -> Iterator[Problem]:
+def unused(metrics: MetricsBase, root: Path) -> Iterator[Problem]:
     """Metrics that no code sets: neither directly, nor by a method of the catalogue that some code calls."""
     own_files = {relative(file, root) for file in catalogue_files()}
     texts = {

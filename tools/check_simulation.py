@@ -23,18 +23,27 @@ RECORDS = {
 }
 """Classes that only production constructs: records."""
 DECIDED = {
-    *("Intent", "SealNow", "AccountNow", "MakeSeal", "Account", "Commit", "Reseal", "Ready", "Rollback", "Register"),
+    *("Intent", "SealStep", "CloseStep", "MakeSeal", "Account", "Commit", "Reseal", "Ready", "Rollback", "Register"),
     *("Retain", "Prune", "Transaction", "Compare"),
 }
 """Classes that only production constructs: decisions and transactions."""
-FUNCTIONS = {"decide", "choose", "due", "commit", "committed", "sealed", "resealed", "readied", "rolled_back"}
+FUNCTIONS = {
+    "decide",
+    "choose_seal",
+    "due_refs",
+    "commit",
+    "commit_entry",
+    "seal_slot",
+    "reseal_slot",
+    "ready_slot",
+    "rollback_entry",
+}
 """Functions that only production defines."""
 STANDS_FOR = {
     "Offer": "there is no peer that would say what it holds",
     "Plan": "there is no placement: the worlds of a seed stand where it says",
     "Checkpoint": "there is no rank that would have written the file",
     "commit": "a method that is one of the events: it makes the transaction that the ledger gives it",
-    "due": "a method that asks production's rule of that name, with what this controller sees",
 }
 """What the bare protocol has of its own, and why: it has only the rules and the transactions, and stands for the rest of a
 cluster itself. A simulation of whole clusters has none of it."""

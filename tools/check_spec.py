@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from gcore.config import JobSpec
 from gcore.config.base import Section
 from gcore.errors import GcoreError
-from placement.mapping.cluster import cluster_of
+from placement.mapping.cluster import parse_cluster
 from tools.problem import Problem, line_of, main, relative
 
 
@@ -82,7 +82,7 @@ def _line_in(text: str, field: str) -> int:
 def example_clusters_are_valid(root: Path) -> Iterator[Problem]:
     for file in sorted((root / "examples" / "clusters").glob("*.yaml")):
         try:
-            slots = cluster_of(yaml.safe_load(file.read_text()), where=file.name).slots
+            slots = parse_cluster(yaml.safe_load(file.read_text()), where=file.name).slots
         except GcoreError as error:
             yield Problem(relative(file, root), 1, f"{error}: correct the example")
         else:

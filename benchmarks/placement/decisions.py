@@ -19,20 +19,20 @@ from job_views import ME, running_job, stored
 from told_nodes import H100, QWEN
 
 from benchmarks.harness import Benchmark, Result
-from controllers.planning.history import StepHistory, rows_of
-from controllers.planning.planner import NextSplit
+from controllers.planning.history import StepHistory, engine_rows
+from controllers.planning.planner import SplitDecider
 from controllers.rules.view import JobView
 from gcore.config import JobSpec, parse_spec
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry, Seal, SealedGroup, SealState
 from gcore.ledger.records.cluster import ModelConfigs, NodeFacts, SlotFacts
 from gcore.ledger.records.job import JobRecord, Moves, NodeRecord, Plan
-from gcore.ledger.records.slot_accounting import EngineSums, NodeBooks, StepBook
+from gcore.ledger.records.slot_accounting import EngineSums, NodeAccounts, StepAccount
 from gcore.types import PromptRef, Version
-from placement.assign import assigned, split_of
-from placement.moves import Deciding, Proposal, split_from
-from placement.placer import Moving, bounds_of, placed, slots_allow
+from placement.assign import assign_split, split_of
+from placement.moves import DecisionContext, MoveProposal, split_from
+from placement.placer import MovablePlacementRequest, find_bounds, place_split, slot_bounds
 from placement.policies.base import SwitchCosts
-from placement.policies.simple import even
+from placement.policies.simple import even_split
 from placement.slots import NodeSlots, Snapshot, Split, feasible
 
 NODE_SLOTS = 8
@@ -65,7 +65,7 @@ class _Job:
     spec: JobSpec = field(init=False)
     view: JobView = field(init=False)
     snapshot: Snapshot = field(init=False)
-    moving: Moving = field(init=False)
+    moving: MovablePlacementRequest = field(init=False)
     names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,9 +74,9 @@ class _Job:
         nodes = {name: _node(name) for name in self.names}
         self.snapshot = Snapshot(tuple(NodeSlots(name, one.slots, one.facts) for name, one in nodes.items()))
         models = ModelConfigs(policy=QWEN, judges={"tutor": QWEN})
-        self.moving = Moving.by(self.spec, models)
-        first = even(slots_allow(self.snapshot, self.moving))
-        plan = assigned(first, None, self.snapshot, ("tutor",), world="w", generation=1, sizes=self.moving.sizes)
+        self.moving = MovablePlacementRequest.by(self.spec, models)
+        first = even_split(slot_bounds(self.snapshot, self.moving))
+        plan = assign_split(first, None, self.snapshot, ("tutor",), world="w", generation=1, sizes=self.moving.sizes)
         assert plan is not None, f"{first} cannot be placed"
         view = running_job()
         record = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=40, models=models)
@@ -124,9 +124,9 @@ class _Job:
         history.note(sealed, after, lambda: self.snapshot)
         self.view = replace(self.view, mirror=after)
 
-    def moved(self, proposal: Proposal) -> None:
+    def moved(self, proposal: MoveProposal) -> None:
         """What was wanted is so; a train world of another size is placed anew, as a rollback does it."""
-        plan = proposal.plan or placed(
+        plan = proposal.plan or place_split(
             self.snapshot,
             self.moving,
             world=f"w{proposal.move.generation}",
@@ -137,7 +137,7 @@ class _Job:
         assert plan is not None
         self.view = replace(self.view, mirror=replace(self.view.mirror, plan=stored(plan)))
 
-    def _booked(self, name: str, step: int, split: Split, tokens: Mapping[str, int]) -> NodeBooks:
+    def _booked(self, name: str, step: int, split: Split, tokens: Mapping[str, int]) -> NodeAccounts:
         each = NODE_SLOTS / self.slots
         pools = {"rollout": split.rollout * each, "reward": split.reward * each}
         loads = {
@@ -153,7 +153,7 @@ class _Job:
             for pool in pools
         }
         booked = {f"busy {pool}": 60.0 * slots for pool, slots in {**pools, "train": split.train * each / 2}.items()}
-        book = StepBook(
+        book = StepAccount(
             version=Version(0, step),
             began=0.0,
             seconds=121.0,
@@ -163,17 +163,17 @@ class _Job:
             loads=loads,
         )
         known = self.view.mirror.books.get(name)
-        return (NodeBooks(node=name) if known is None else known.record).plus(book)
+        return (NodeAccounts(node=name) if known is None else known.record).plus(book)
 
 
 async def _measured(slots: int, size: int, count: int) -> dict[str, Any]:
     job = _Job(slots, size, np.random.default_rng(slots))
     history = StepHistory.of(job.spec.served_judges)
-    next_split = NextSplit(job.spec, job.moving, rows_of(job.spec), history)
+    next_split = SplitDecider(job.spec, job.moving, engine_rows(job.spec), history)
     clock, computing, held_up, moves = [], [], [], 0
     for step in range(1, count + WARM + 1):
         job.step(history, step)
-        at = Deciding(step, step, "node-000", 0.0)
+        at = DecisionContext(step, step, "node-000", 0.0)
         began, computed, loop = time.perf_counter(), time.process_time(), time.thread_time()
         wish = await next_split.wished(job.view, COSTS, at)
         clock.append(time.perf_counter() - began)
@@ -183,7 +183,7 @@ async def _measured(slots: int, size: int, count: int) -> dict[str, Any]:
         if wish.proposal is not None:
             job.moved(wish.proposal)
             moves += 1
-    bounds = bounds_of(job.snapshot, job.moving, now=len(job.plan.ranks))
+    bounds = find_bounds(job.snapshot, job.moving, now=len(job.plan.ranks))
     return {
         "cpu_p50_ms": _ms(computing, 0.5),
         "cpu_p99_ms": _ms(computing, 0.99),

@@ -40,10 +40,10 @@ from benchmarks.harness import (
     write_spec,
     write_sums,
 )
-from controllers.cli.view.placement import account
+from controllers.cli.view.placement import placement_story
 from gcore.engines.emulated.launch import LAW_FILE
-from gcore.ledger.records.job import Move, Stay
-from gcore.ledger.records.slot_accounting import BookLine
+from gcore.ledger.records.job import HoldPeriod, Move
+from gcore.ledger.records.slot_accounting import AccountLine
 from gcore.testing.models import make_tiny_model
 
 NODES, SLOTS = 4, 32
@@ -154,7 +154,9 @@ def live_run(folder: Path, choice: Choice, steps: int, speedup: float, limit_s: 
         "train_seconds": [round(one["train_s"] * speedup, 2) for one in run.stats],
         "moves": moves_of(run.moves),
         "foretold": foretold_of(run.stays),
-        "account": account("placement", None, [move for move in run.moves if not move.within], 0, run.stays)[1:],
+        "account": placement_story("placement", None, [move for move in run.moves if not move.within], 0, run.stays)[
+            1:
+        ],
         "books": books_of(run.books),
     }
 
@@ -178,7 +180,7 @@ def moves_of(moves: list[Move]) -> list[dict[str, Any]]:
     ]
 
 
-def foretold_of(stays: list[Stay]) -> dict[str, Any] | None:
+def foretold_of(stays: list[HoldPeriod]) -> dict[str, Any] | None:
     """What the policy expected of each step before which nothing moved, beside what that took; None where it expects nothing."""
     told = [stay.foretold for stay in stays if stay.foretold.steps]
     if not told:
@@ -192,7 +194,7 @@ def foretold_of(stays: list[Stay]) -> dict[str, Any] | None:
     }
 
 
-def books_of(lines: list[BookLine]) -> dict[str, Any] | None:
+def books_of(lines: list[AccountLine]) -> dict[str, Any] | None:
     """How far the books of the nodes are from slots times seconds, and what the slots were; None where a run has none."""
     if not lines:
         return None
@@ -210,7 +212,7 @@ def books_of(lines: list[BookLine]) -> dict[str, Any] | None:
     }
 
 
-def largest_of(lines: list[BookLine]) -> dict[str, Any]:
+def largest_of(lines: list[AccountLine]) -> dict[str, Any]:
     """Of the node and step whose books are furthest off: how, and when nobody told what a slot was, in seconds since the step began."""
     line = max(lines, key=lambda one: one.book.error)
     untold = {

@@ -30,8 +30,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness import ROOT, Benchmark, Result
 from benchmarks.pictures import plot_placement
-from placement.simulator.job import SimulatedJob, replica_pace, truth_of, workload
-from placement.simulator.run import COSTS, Reached, bound, compared, play_policy, reached
+from placement.simulator.job import SimulatedJob, draw_workload, replica_pace, true_knowledge
+from placement.simulator.run import COSTS, LendingTimes, compare_lending, compare_policies, lower_bound, play_policy
 from placement.simulator.scenario import Scenario, read_scenario
 
 SCENARIOS = ROOT / "benchmarks" / "scenarios"
@@ -98,8 +98,8 @@ def one_job(what: tuple[str, int]) -> dict[str, Any]:
     """Every policy at every cost on one job."""
     name, seed = what
     job = SimulatedJob(read_scenario(SCENARIOS / f"{name}.yaml"), seed)
-    found = {str(cost): {row.policy: [row.seconds, row.moves] for row in compared(job, cost)} for cost in COSTS}
-    return {"scenario": name, "seed": seed, "bound": round(bound(job), 3), "costs": found}
+    found = {str(cost): {row.policy: [row.seconds, row.moves] for row in compare_policies(job, cost)} for cost in COSTS}
+    return {"scenario": name, "seed": seed, "bound": round(lower_bound(job), 3), "costs": found}
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -180,7 +180,7 @@ WITHIN_COSTS = (0.0, 0.5, 2.0)
 """Seconds that a replica which changes over serves nobody."""
 
 
-def one_case(seed: int) -> list[dict[float, Reached]]:
+def one_case(seed: int) -> list[dict[float, LendingTimes]]:
     """A batch on each split, at each cost."""
     draw = np.random.default_rng((seed, 7))
     scenario = Scenario.model_validate(
@@ -197,20 +197,22 @@ def one_case(seed: int) -> list[dict[float, Reached]]:
             "reward": {"running": int(draw.integers(4, 17))},
         }
     )
-    work, pace = workload(scenario, seed, 0), replica_pace(scenario, seed)[:REPLICAS]
+    work, pace = draw_workload(scenario, seed, 0), replica_pace(scenario, seed)[:REPLICAS]
     engines = scenario.rollout, scenario.reward
     laws = np.array([[one.token_s, one.sequence_s] for one in engines])
-    most, told = np.array([one.running for one in engines]), truth_of(0, scenario, work)
+    most, told = np.array([one.running for one in engines]), true_knowledge(0, scenario, work)
     return [
         {
-            cost: reached(work.lengths, work.judged, pace, rollout, laws, most, told=told, cost_s=cost, moments=MOMENTS)
+            cost: compare_lending(
+                work.lengths, work.judged, pace, rollout, laws, most, told=told, cost_s=cost, moments=MOMENTS
+            )
             for cost in WITHIN_COSTS
         }
         for rollout in range(1, REPLICAS)
     ]
 
 
-def lending_summary(found: list[list[Reached]]) -> dict[str, Any]:
+def lending_summary(found: list[list[LendingTimes]]) -> dict[str, Any]:
     """What each way takes longer than the best lending, percent."""
     every = [one for case in found for one in case]
     best = np.array([min(one.best.seconds for one in case) for case in found])

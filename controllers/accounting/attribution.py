@@ -18,20 +18,20 @@ from controllers.accounting.states import (
     NOBODY,
     SYNCING,
     UNALLOCATED,
-    Line,
+    Cause,
     Pool,
     State,
-    Telling,
+    Timeline,
+    TimeReport,
     busy,
     idle,
     switching,
 )
-from controllers.accounting.states import Cause as states_Cause
-from controllers.rules.memory import asleep_for_ranks, places_of, takes_turns
+from controllers.rules.memory import engine_places, engines_asleep_for_ranks, takes_turns
 from controllers.rules.view import JobView, RankView
 from gcore.ledger.records.chain import SealState
 from gcore.ledger.records.job import EnginePlace, JobPhase
-from gcore.ledger.records.slot_accounting import Kept
+from gcore.ledger.records.slot_accounting import WorkerTotals
 from gcore.rollout.engine_time import EngineTime
 from gcore.worker.records import WorkerRecord
 
@@ -51,7 +51,7 @@ from gcore.worker.records import WorkerRecord
 # These exclude one another: a look finds one. How long each held is `controllers.booking`'s to sum up.
 
 
-def stage_of(view: JobView, *, held_back: bool) -> states_Cause:
+def find_idle_cause(view: JobView, *, held_back: bool) -> Cause:
     """What keeps those idle that have nothing to do. `held_back`: whether no prompt should be begun because of a judge."""
     mirror = view.mirror
     running = mirror.status is not None and mirror.status.record.phase is JobPhase.RUNNING
@@ -80,15 +80,15 @@ def _all_begun(view: JobView) -> bool | None:
     )
 
 
-def phase_of(view: JobView, stage: states_Cause) -> str:
+def step_phase(view: JobView, stage: Cause) -> str:
     """What the job is at, for the trace: as the log entries call it."""
     seal = view.seal if view.mirror.head is not None else None
     if seal is None or seal.collects:
-        return "publish" if cause_of(view, stage, "train", "") == "waiting_weights" else "collect"
+        return "publish" if worker_idle_cause(view, stage, "train", "") == "waiting_weights" else "collect"
     return "train" if seal.state is SealState.READY else "exchange"
 
 
-def cause_of(view: JobView, stage: states_Cause, pool: Pool, instance: str) -> states_Cause:
+def worker_idle_cause(view: JobView, stage: Cause, pool: Pool, instance: str) -> Cause:
     """Why a worker of `pool` is idle, if it is. `stage`: what keeps everybody."""
     served = view.engines
     if pool == "rollout":
@@ -116,14 +116,14 @@ MOVING: Mapping[str, State] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class Attribution:
     """What a worker's own words mean now: its being idle, and its being asleep. None: it lays no claim to its slot then."""
 
     idle: State | None
     asleep: State | None = None
 
 
-def mine(view: JobView) -> dict[str, WorkerRecord]:
+def own_workers(view: JobView) -> dict[str, WorkerRecord]:
     """The job's workers on this node, by instance."""
     uid = view.mirror.keys.uid
     return {i: w for i, w in view.workers.items() if w.node == view.node and w.job_uid == uid}
@@ -138,10 +138,10 @@ class _Placed:
     other: str
 
 
-def meanings(view: JobView, workers: Mapping[str, WorkerRecord], stage: states_Cause) -> dict[str, Meaning]:
+def make_attributions(view: JobView, workers: Mapping[str, WorkerRecord], stage: Cause) -> dict[str, Attribution]:
     """By instance: of each of these workers that serves."""
     placed = view.remembered.get("placed", (workers, view.mirror.plan), lambda: dict(_placed(view, workers)))
-    turn = asleep_for_ranks(view)
+    turn = engines_asleep_for_ranks(view)
     return {
         instance: _of_rank(view, instance, one.worker, workers, turn, stage)
         if one.worker.role == "train"
@@ -152,7 +152,7 @@ def meanings(view: JobView, workers: Mapping[str, WorkerRecord], stage: states_C
 
 def _placed(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, _Placed]]:
     plan = view.mirror.plan.record if view.mirror.plan is not None else None
-    places = places_of(plan, workers, view.mirror.keys.uid)
+    places = engine_places(plan, workers, view.mirror.keys.uid)
     roles: dict[str, set[str]] = {}
     for worker in workers.values():
         for slot in worker.slots:
@@ -171,14 +171,14 @@ def _of_rank(
     worker: WorkerRecord,
     workers: Mapping[str, WorkerRecord],
     turn: frozenset[str],
-    stage: states_Cause,
-) -> Meaning:
+    stage: Cause,
+) -> Attribution:
     """A rank without its memory claims nothing while an engine is to have it, but for the time from when engines are to make room for it."""
     known = view.ranks.get(worker.rank) if worker.rank is not None else None
     if known is None or not known.released or not _shares(view, worker.slot):
-        return Meaning(idle("train", cause_of(view, stage, "train", instance)))
+        return Attribution(idle("train", worker_idle_cause(view, stage, "train", instance)))
     before = next((workers[name].role for name in turn if name in workers and worker.slot in workers[name].slots), None)
-    return Meaning(None if before is None else switching(before, "train"))
+    return Attribution(None if before is None else switching(before, "train"))
 
 
 def _shares(view: JobView, slot: str) -> bool:
@@ -189,23 +189,23 @@ def _shares(view: JobView, slot: str) -> bool:
     )
 
 
-def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], stage: states_Cause) -> Meaning:
+def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], stage: Cause) -> Attribution:
     """One that keeps no sums of its own (SGLang) calls itself idle while it sleeps: who put it to sleep knows."""
     pool, place = one.worker.role, one.place
     known = view.engines.get(instance) or view.judges.get(instance)
     sleeps = known is not None and known.asleep
     if place is None:
-        return Meaning(switching(pool, NOBODY))
+        return Attribution(switching(pool, NOBODY))
     if place.asleep or instance in turn:
-        return Meaning(None if sleeps else switching(pool, one.other if place.asleep else "train"))
+        return Attribution(None if sleeps else switching(pool, one.other if place.asleep else "train"))
     if sleeps:
-        return Meaning(switching(one.other, pool), switching(one.other, pool))
+        return Attribution(switching(one.other, pool), switching(one.other, pool))
     if f"publish {instance}" in view.under_way:
-        return Meaning(SYNCING, switching(one.other, pool))
-    return Meaning(idle(pool, cause_of(view, stage, pool, instance)), switching(one.other, pool))
+        return Attribution(SYNCING, switching(one.other, pool))
+    return Attribution(idle(pool, worker_idle_cause(view, stage, pool, instance)), switching(one.other, pool))
 
 
-def engine_tellings(instance: str, pool: Pool, passed: EngineTime, line: Line[Meaning]) -> Iterator[Telling]:
+def engine_reports(instance: str, pool: Pool, passed: EngineTime, line: Timeline[Attribution]) -> Iterator[TimeReport]:
     """What an engine's time between two readings was, one telling for each stretch in which its words meant the same.
 
     An engine that is to sleep lays no claim to the time from then on, and the one that wakes in its place none to the time before. They
@@ -218,10 +218,10 @@ def engine_tellings(instance: str, pool: Pool, passed: EngineTime, line: Line[Me
         for state, told in ((meaning.idle, passed.idle_s), (meaning.asleep, passed.asleep_s)):
             if state is not None:
                 seconds[state] = seconds.get(state, 0.0) + told * share
-        yield Telling(instance, begin, end, seconds)
+        yield TimeReport(instance, begin, end, seconds)
 
 
-def _stretches(line: Line[Meaning], begin: float, end: float) -> Iterator[tuple[Meaning, float, float]]:
+def _stretches(line: Timeline[Attribution], begin: float, end: float) -> Iterator[tuple[Attribution, float, float]]:
     """What was so between two moments, from when to when."""
     at = begin
     for meaning, held in line.over(begin, end):
@@ -231,14 +231,14 @@ def _stretches(line: Line[Meaning], begin: float, end: float) -> Iterator[tuple[
         at = until
 
 
-class RankClaims:
+class RankReports:
     """What one rank's time was, from the seconds by phase that it tells. Mutable.
 
     It tells each change of its phase at once, so until it tells again it is in the phase that it told; what that was taken for beyond
     its word is taken off its next one.
     """
 
-    def __init__(self, instance: str, kept: Kept | None = None, since: float | None = None) -> None:
+    def __init__(self, instance: str, kept: WorkerTotals | None = None, since: float | None = None) -> None:
         """`kept`: what it had said to another life of this controller's, which ended at `since`; None: there was none. Of one that began
         after that, its first word says all that it did."""
         self.instance = instance
@@ -257,11 +257,11 @@ class RankClaims:
         """Its newest word: when, and its seconds by phase."""
         return None if self._at is None else (self._at, self._phases)
 
-    def hear(self, rank: RankView, line: Line[Meaning]) -> tuple[Telling, ...]:
+    def hear(self, rank: RankView, line: Timeline[Attribution]) -> tuple[TimeReport, ...]:
         """Its newest word; what its time was since the one before, as far as that is not told already."""
         if rank.clock is None or (self._at is not None and rank.clock <= self._at):
             return ()
-        told: tuple[Telling, ...] = ()
+        told: tuple[TimeReport, ...] = ()
         if self._kept is not None and self._kept.at < rank.clock:
             self._at, self._phases, self._claimed = self._kept.at, self._kept.sums, self._kept.at
         elif self._since is not None and (began := rank.clock - sum(rank.phases.values())) >= self._since:
@@ -275,7 +275,7 @@ class RankClaims:
         self._at, self._phases, self._phase, self._ahead = rank.clock, rank.phases, rank.phase, {}
         return told
 
-    def extend(self, until: float, line: Line[Meaning]) -> tuple[Telling, ...]:
+    def extend(self, until: float, line: Timeline[Attribution]) -> tuple[TimeReport, ...]:
         """Until then it was in the phase that it told last."""
         if self._at is None or until <= self._claimed:
             return ()
@@ -285,7 +285,7 @@ class RankClaims:
         self._claimed = until
         return told
 
-    def _tellings(self, until: float, phases: Mapping[str, float], line: Line[Meaning]) -> Iterator[Telling]:
+    def _tellings(self, until: float, phases: Mapping[str, float], line: Timeline[Attribution]) -> Iterator[TimeReport]:
         """As an engine's: one for each stretch in which its waiting meant the same."""
         length, total = until - self._claimed, sum(phases.values())
         if length <= 0 or total <= 0:
@@ -298,7 +298,7 @@ class RankClaims:
                 state = meaning.idle if phase == WAITING else MOVING.get(phase, busy("train"))
                 if state is not None and told > 0:
                     seconds[state] = seconds.get(state, 0.0) + told * share
-            yield Telling(self.instance, begin, end, seconds)
+            yield TimeReport(self.instance, begin, end, seconds)
 
 
 # -------------------- booking_places
@@ -310,24 +310,24 @@ class RankClaims:
 # because it is a rank's turn on one of them, the others are idle: they wait for the step.
 
 
-class Places:
+class VacantPlaces:
     """What such places are, and since when. Mutable."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], Line[State | None]] = {}
+        self._lines: dict[tuple[str, str], Timeline[State | None]] = {}
         self._served: set[str] = set()
         """Places that had a worker which served."""
 
     def note(
         self, view: JobView, here: Mapping[str, WorkerRecord], now: float, left: Collection[tuple[str, Pool]] = ()
     ) -> None:
-        """It is so from now on. `here`: the job's workers on this node; `left`: as `left_by_ranks` has them."""
-        self._served |= {place_of(worker) for worker in here.values() if worker.state == "serving"}
-        found = absences(view, here, frozenset(self._served))
+        """It is so from now on. `here`: the job's workers on this node; `left`: as `slots_left_by_ranks` has them."""
+        self._served |= {worker_place(worker) for worker in here.values() if worker.state == "serving"}
+        found = vacant_states(view, here, frozenset(self._served))
         found |= {(slot, f"turn of {pool}"): idle(pool, "barrier") for slot, pool in left}
         for key, state in found.items():
             if key not in self._lines:
-                self._lines[key] = Line(state, now)
+                self._lines[key] = Timeline(state, now)
             self._lines[key].note(state, now)
         for key in self._lines.keys() - found.keys():
             self._lines[key].note(None, now)
@@ -337,20 +337,20 @@ class Places:
         """Those of which something is known."""
         return frozenset(slot for slot, _ in self._lines)
 
-    def told(self, settled: Mapping[str, float], until: float) -> Iterator[tuple[str, Telling]]:
+    def told(self, settled: Mapping[str, float], until: float) -> Iterator[tuple[str, TimeReport]]:
         """By slot, what was so until then. `settled`: from when on, by slot."""
         for (slot, place), line in list(self._lines.items()):
             begin = settled[slot]
             for state, seconds in line.over(begin, until):
                 if state is not None:
-                    yield slot, Telling(f"place {place}", begin, begin + seconds, {state: seconds})
+                    yield slot, TimeReport(f"place {place}", begin, begin + seconds, {state: seconds})
                 begin += seconds
             line.forget(until)
             if line.now is None and line.since <= until:
                 del self._lines[slot, place]
 
 
-def left_by_ranks(
+def slots_left_by_ranks(
     view: JobView, here: Mapping[str, WorkerRecord], turn: Collection[str]
 ) -> frozenset[tuple[str, Pool]]:
     """The slots without a rank, each with its pool, of engines that sleep because it is a rank's turn on another slot of theirs. `turn`:
@@ -364,7 +364,7 @@ def left_by_ranks(
     return frozenset((slot, worker.role) for worker in asleep for slot in worker.slots if slot not in training)
 
 
-def absences(
+def vacant_states(
     view: JobView, workers: Mapping[str, WorkerRecord], served: frozenset[str]
 ) -> dict[tuple[str, str], State]:
     """By slot and place: what the slot is as far as no worker that serves says so. `served`: the places that had one before.
@@ -383,7 +383,7 @@ def absences(
             found[slot, place] = switching(NOBODY, pool)
         else:
             found[slot, place] = FAILED if "failed" in states or place in served else switching(NOBODY, pool)
-    places = places_of(plan, workers, view.mirror.keys.uid)
+    places = engine_places(plan, workers, view.mirror.keys.uid)
     for instance, worker in workers.items():
         leaving = worker.state == "stopping" or (worker.role != "train" and instance not in places)
         if leaving and worker.state in ("starting", "serving", "stopping"):
@@ -408,7 +408,7 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
     plan = view.mirror.plan.record
     there: dict[str, list[WorkerRecord]] = {}
     for worker in workers.values():
-        there.setdefault(place_of(worker), []).append(worker)
+        there.setdefault(worker_place(worker), []).append(worker)
     for place in plan.engines:
         if place.node == view.node:
             name = _engine(place.judge, place.slot)
@@ -420,7 +420,7 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
             yield rank.slot, name, "train", there.get(name, [])
 
 
-def place_of(worker: WorkerRecord) -> str:
+def worker_place(worker: WorkerRecord) -> str:
     """What the place is known by for which a worker is there."""
     if worker.role == "train":
         return _rank(worker.world or "", worker.rank or 0, worker.slot)
@@ -446,10 +446,10 @@ def _rank(world: str, rank: int, slot: str) -> str:
 # The causes are those of the books (`controllers.booking_causes`). An engine counts while it owes nothing at all. Each is the mean over
 # the engines of this controller, in seconds. What a rank waits for is `controllers.stopwatch`'s.
 
-Cause = Literal["wait_for_weights_s", "tail_s"]
+WaitCause = Literal["wait_for_weights_s", "tail_s"]
 
 
-TOLD: Mapping[books.Cause, Cause] = {
+TOLD: Mapping[books.Cause, WaitCause] = {
     "barrier": "wait_for_weights_s",
     "waiting_weights": "wait_for_weights_s",
     "tail": "tail_s",
@@ -458,31 +458,36 @@ TOLD: Mapping[books.Cause, Cause] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class IdleEngines:
     """What engines have nothing to do, and why: by instance, None where one is at work."""
 
-    causes: Mapping[str, Cause | None]
+    causes: Mapping[str, WaitCause | None]
 
     @classmethod
-    def of(cls, view: JobView, busy: Collection[str], stage: books.Cause) -> Idle:
+    def of(cls, view: JobView, busy: Collection[str], stage: books.Cause) -> IdleEngines:
         """As it is now. `busy`: the engines that owe something; `stage`: what keeps those idle that have nothing to do."""
         awake = (name for name, engine in view.engines.items() if not engine.asleep)
-        return cls({name: None if name in busy else TOLD.get(cause_of(view, stage, "rollout", name)) for name in awake})
+        return cls(
+            {
+                name: None if name in busy else TOLD.get(worker_idle_cause(view, stage, "rollout", name))
+                for name in awake
+            }
+        )
 
 
-class EngineWaits:
+class StepWaits:
     """Seconds by cause, since it was begun. Mutable."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Cause, float] = {}
-        self._last: tuple[float, Idle] | None = None
+        self._seconds: dict[WaitCause, float] = {}
+        self._last: tuple[float, IdleEngines] | None = None
 
     def begin(self, now: float) -> None:
         """A step begins; engines are as they were."""
         self._seconds = {}
         self._last = (now, self._last[1]) if self._last is not None else None
 
-    def note(self, idle: Idle, now: float) -> None:
+    def note(self, idle: IdleEngines, now: float) -> None:
         """As it is from now on."""
         self._add(now)
         self._last = (now, idle)

@@ -17,22 +17,22 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from controllers.accounting.attribution import stage_of
+from controllers.accounting.attribution import find_idle_cause
 from controllers.accounting.states import Cause
-from controllers.accounting.step_account import WORD_S, Closed, SlotBooks
-from controllers.accounting.usage import UsageBook
-from controllers.changes import Changes
+from controllers.accounting.step_account import WORD_S, ClosedStep, StepAccountBuilder
+from controllers.accounting.usage import UsageWriter
+from controllers.changes import ChangeSignal
 from controllers.rules.view import JobView
 from gcore.config.spec import JobSpec
 from gcore.errors import EngineError, StoreUnavailable
-from gcore.ledger.records.slot_accounting import BookLine, NodeBooks, StepBook, append, newest
+from gcore.ledger.records.slot_accounting import AccountLine, NodeAccounts, StepAccount, append_line, newest_line
 from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineClient, EngineReach, plain_reach
-from gcore.rollout.engine_time import read
+from gcore.rollout.engine_time import parse_reading
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
 from gcore.system.clock import Clock
-from gcore.system.concurrency import end_all
+from gcore.system.concurrency import cancel_all
 from gcore.types import Version
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ FINISH_S = 1.0
 """For the last step's book, at the end of the job: a folder may take nothing any more."""
 
 
-class Booking:
+class AccountCollector:
     """Of one job on one controller. Mutable; one event loop."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Booking:
         metrics: Metrics,
         clock: Clock,
         connect: EngineReach = plain_reach,
-        tell: Callable[[BookLine], None] = lambda line: None,
+        tell: Callable[[AccountLine], None] = lambda line: None,
     ) -> None:
         """`tell`: who else wants to hear of a step that was booked; never blocks."""
         self._store = store
@@ -91,14 +91,14 @@ class Booking:
         self._clock = clock
         self._connect = connect
         self._tell = tell
-        self._books: SlotBooks | None = None
+        self._books: StepAccountBuilder | None = None
         self._run_dir = Path()
         self._clients: dict[str, tuple[str, EngineClient]] = {}
-        self._record = NodeBooks(node=node)
-        self._wanted = Changes()
+        self._record = NodeAccounts(node=node)
+        self._wanted = ChangeSignal()
         self._stage: Cause | None = None
         self._hurry = False
-        self._usage: UsageBook | None = None
+        self._usage: UsageWriter | None = None
         self._writing: asyncio.Task[None] | None = None
         """Of steps that were closed: once begun it is not given up with who reads the engines, or those steps stood nowhere."""
 
@@ -107,19 +107,19 @@ class Booking:
         """What keeps those idle that have nothing to do, as it was last seen."""
         return self._stage or "no_work"
 
-    async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageBook | None = None) -> None:
+    async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageWriter | None = None) -> None:
         """The job is at `head`, and time is booked from now on; where another life of this controller's did so until lately, the time since then is not left out."""
         self._run_dir, self._usage = run_dir, usage
-        before: BookLine | None = None
+        before: AccountLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(BEGIN_S):
-                before = await asyncio.to_thread(newest, run_dir, self._node)
+                before = await asyncio.to_thread(newest_line, run_dir, self._node)
         now, wall = self._clock.monotonic(), self._clock.wall()
         gap = 0.0 if before is None else wall - before.until
         if before is None or not 0 < gap < LONGEST_GAP_S:
-            self._books = SlotBooks(spec, now, wall, head=head)
+            self._books = StepAccountBuilder(spec, now, wall, head=head)
         else:
-            self._books = SlotBooks(spec, now, wall, head=head, gap_s=gap, kept=before.kept)
+            self._books = StepAccountBuilder(spec, now, wall, head=head, gap_s=gap, kept=before.kept)
 
     def head_moved(self, version: Version) -> None:
         """Head is at `version`, as was just heard."""
@@ -130,7 +130,7 @@ class Booking:
 
     def look(self, view: JobView, *, held_back: bool) -> None:
         """The job is so now."""
-        stage = stage_of(view, held_back=held_back)
+        stage = find_idle_cause(view, held_back=held_back)
         if self._books is not None:
             self._books.look(view, stage, self._clock.monotonic())
         if stage != self._stage:
@@ -171,7 +171,7 @@ class Booking:
 
     async def _in_time(self, last: asyncio.Task[Any]) -> None:
         await asyncio.wait({last}, timeout=FINISH_S)
-        await end_all([last])
+        await cancel_all([last])
 
     @property
     def _is_behind(self) -> bool:
@@ -189,7 +189,7 @@ class Booking:
         try:
             await asyncio.gather(*tasks)
         finally:
-            await end_all(tasks)
+            await cancel_all(tasks)
         took = self._clock.monotonic() - began
         if closed := self._books.close(self._clock.monotonic(), last=last):
             self._writing = asyncio.create_task(
@@ -198,7 +198,7 @@ class Booking:
             await asyncio.shield(self._writing)
         return took
 
-    async def _write_all(self, closed: Collection[Closed], before: asyncio.Task[None] | None) -> None:
+    async def _write_all(self, closed: Collection[ClosedStep], before: asyncio.Task[None] | None) -> None:
         """In their order: `before` is what is being written still."""
         if before is not None and not before.done():
             await asyncio.gather(before, return_exceptions=True)
@@ -217,25 +217,25 @@ class Booking:
                     self._connect(f"http://{address}", timeout_s=ANSWER_S, instance=instance),
                 )
 
-    async def _read(self, books: SlotBooks, instance: str, turns: asyncio.Semaphore) -> None:
+    async def _read(self, books: StepAccountBuilder, instance: str, turns: asyncio.Semaphore) -> None:
         _, client = self._clients[instance]
         async with turns:
             asked = self._clock.monotonic()
             try:
-                books.read(instance, read(await client.metrics(), asked, self._clock.monotonic()))
+                books.read(instance, parse_reading(await client.metrics(), asked, self._clock.monotonic()))
             except EngineError as error:
                 log.debug("%s: %s", instance, error)
                 books.unread(instance, asked)
 
-    async def _write(self, closed: Closed) -> None:
+    async def _write(self, closed: ClosedStep) -> None:
         book = closed.book
-        count(self._metrics, book)
+        count_step_seconds(self._metrics, book)
         self._record = self._record.plus(book)
         line = closed.line(self._node)
         self._tell(line)
         put = Put(self._keys.books(self._node), self._record.encode(), self._lease)
         try:
-            await asyncio.to_thread(append, self._run_dir, line)
+            await asyncio.to_thread(append_line, self._run_dir, line)
         except OSError as error:
             log.warning("step %s is not in the books of the run's folder: %s", book.version, error)
         with contextlib.suppress(StoreUnavailable):  # the next step's write has this one too
@@ -244,7 +244,7 @@ class Booking:
             await self._usage.add(book)
 
 
-def count(metrics: Metrics, book: StepBook) -> None:
+def count_step_seconds(metrics: Metrics, book: StepAccount) -> None:
     """Add a step's seconds to the counters."""
     for state, seconds in book.booked.items():
         kind, _, rest = state.partition(" ")

@@ -82,7 +82,7 @@ def precedence(state: State) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class TimeReport:
     """What one worker's time from `begin` to `end` was, in seconds by state. What is missing it lays no claim to: it slept."""
 
     worker: str
@@ -96,7 +96,7 @@ class Telling:
         return {state: told * share for state, told in self.seconds.items()} if share > 0 else {}
 
 
-def settle(length: float, claims: Sequence[Seconds]) -> dict[State, float]:
+def settle_claims(length: float, claims: Sequence[Seconds]) -> dict[State, float]:
     """The seconds by state of a slot's time, from what its workers claim of it; together no more than `length`.
 
     Claims of the same rank are granted in the order in which they stand here.
@@ -140,10 +140,10 @@ class Span:
 
     def plus(self, other: Span) -> Span:
         """With the one that follows."""
-        return Span(self.begin, other.end, added(self.seconds, other.seconds))
+        return Span(self.begin, other.end, add_times(self.seconds, other.seconds))
 
 
-def added(one: Seconds, other: Seconds) -> dict[State, float]:
+def add_times(one: Seconds, other: Seconds) -> dict[State, float]:
     """Both together."""
     return {state: one.get(state, 0.0) + other.get(state, 0.0) for state in {**one, **other}}
 
@@ -159,20 +159,20 @@ class SlotTimes:
     switches: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-class SlotBook:
+class SlotAccount:
     """Of one slot, from `since` on. Mutable."""
 
     def __init__(self, since: float) -> None:
         self.settled = since
         """Until when its time is booked."""
-        self._tellings: list[Telling] = []
+        self._tellings: list[TimeReport] = []
         self._booked: dict[State, float] = {}
         self._unbooked = self._overbooked = 0.0
         self._spans: list[Span] = []
         self._switching: tuple[State, float] | None = None
         self._switches: dict[str, tuple[float, ...]] = {}
 
-    def tell(self, telling: Telling) -> None:
+    def tell(self, telling: TimeReport) -> None:
         """A worker tells. What is of a time that is settled already comes too late, and is forgotten."""
         length, told = telling.end - telling.begin, sum(telling.seconds.values())
         if length <= 0 or telling.end <= self.settled:
@@ -180,7 +180,7 @@ class SlotBook:
         if told > length + ALMOST:
             self._overbooked += told - length
             shrunk = {state: seconds * length / told for state, seconds in telling.seconds.items()}
-            telling = Telling(telling.worker, telling.begin, telling.end, shrunk)
+            telling = TimeReport(telling.worker, telling.begin, telling.end, shrunk)
         self._tellings.append(telling)
 
     def settle(self, until: float) -> None:
@@ -192,7 +192,7 @@ class SlotBook:
         ordered = sorted(self._tellings, key=lambda one: (one.worker, one.begin))
         for begin, end in pairwise(edges):
             claims = [claim for one in ordered if (claim := one.within(begin, end))]
-            self._book(Span(begin, end, settle(end - begin, claims)))
+            self._book(Span(begin, end, settle_claims(end - begin, claims)))
         self._tellings = [one for one in self._tellings if one.end > until]
         self.settled = until
 
@@ -203,7 +203,7 @@ class SlotBook:
         return times
 
     def _book(self, span: Span) -> None:
-        self._booked = added(self._booked, span.seconds)
+        self._booked = add_times(self._booked, span.seconds)
         self._unbooked += max(span.end - span.begin - sum(span.seconds.values()), 0.0)
         self._note_switch(span)
         if self._spans and self._spans[-1].state == span.state:
@@ -225,7 +225,7 @@ class SlotBook:
             self._switching = span.state, took + span.end - span.begin
 
 
-class Line(Generic[T]):
+class Timeline(Generic[T]):
     """Something that is so until it is otherwise: what was so when. Mutable."""
 
     def __init__(self, value: T, since: float) -> None:

@@ -18,25 +18,43 @@ from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 
 from controllers.accounting.attribution import (
-    Meaning,
-    Places,
-    RankClaims,
-    engine_tellings,
-    left_by_ranks,
-    meanings,
-    mine,
-    phase_of,
+    Attribution,
+    RankReports,
+    VacantPlaces,
+    engine_reports,
+    make_attributions,
+    own_workers,
+    slots_left_by_ranks,
+    step_phase,
 )
-from controllers.accounting.states import FAILED, UNALLOCATED, Cause, Line, Pool, SlotBook, State, Telling, added, idle
-from controllers.rules.memory import asleep_for_ranks
+from controllers.accounting.states import (
+    FAILED,
+    UNALLOCATED,
+    Cause,
+    Pool,
+    SlotAccount,
+    State,
+    Timeline,
+    TimeReport,
+    add_times,
+    idle,
+)
+from controllers.rules.memory import engines_asleep_for_ranks
 from controllers.rules.view import JobView
 from gcore.config.spec import JobSpec
-from gcore.ledger.records.slot_accounting import MOST_SWITCHES, BookLine, EngineSums, Kept, StepBook, Stretch
-from gcore.ledger.transactions import Stored
-from gcore.rollout.engine_time import ALMOST_S, EngineReading, EngineTime, Sums, between
+from gcore.ledger.records.slot_accounting import (
+    MOST_SWITCHES,
+    AccountLine,
+    EngineSums,
+    StepAccount,
+    StepSpan,
+    WorkerTotals,
+)
+from gcore.ledger.transactions import Versioned
+from gcore.rollout.engine_time import ALMOST_S, EngineReading, EngineTime, EngineTimeSums, time_between
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
-from placement.measurements import load_of
+from placement.measurements import load_class
 
 # -------------------- booking_gaps
 # The time for which nobody kept a node's books: from the last step that the controller's life before had booked until this life began.
@@ -50,10 +68,10 @@ from placement.measurements import load_of
 # workers that sum nothing up, nothing is known: it stays unbooked. Who waits, and who reads, is `controllers.booked`.
 
 
-class Gap:
+class UnwatchedInterval:
     """From `begin` to `end`; there is none if these are the same. Mutable."""
 
-    def __init__(self, begin: float, end: float, kept: Mapping[str, Kept]) -> None:
+    def __init__(self, begin: float, end: float, kept: Mapping[str, WorkerTotals]) -> None:
         """`kept`: of those that were there, when it began."""
         self._begin = begin
         self._end = end
@@ -67,7 +85,7 @@ class Gap:
         """Whether `look` was told who is there."""
         return self._is_seen
 
-    def look(self, view: JobView, here: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, Telling]]:
+    def look(self, view: JobView, here: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, TimeReport]]:
         """By slot, what is known as soon as it is seen who is there. `here`: the job's workers on this node."""
         self._is_seen = True
         plan, node = view.mirror.plan, view.nodes.get(view.node)
@@ -97,19 +115,19 @@ class Gap:
         self._silent.pop(instance, None)
         self._fresh.discard(instance)
 
-    def lost(self, instance: str) -> Iterator[tuple[str, Telling]]:
+    def lost(self, instance: str) -> Iterator[tuple[str, TimeReport]]:
         """It will not tell any more."""
         self._fresh.discard(instance)
         for slot in self._silent.pop(instance, ()):
             yield slot, self._told(instance, FAILED)
 
-    def close(self) -> Iterator[tuple[str, Telling]]:
+    def close(self) -> Iterator[tuple[str, TimeReport]]:
         """Nobody is waited for any more."""
         for instance in list(self._silent):
             yield from self.lost(instance)
 
-    def _told(self, worker: str, state: State) -> Telling:
-        return Telling(worker, self._begin, self._end, {state: self._end - self._begin})
+    def _told(self, worker: str, state: State) -> TimeReport:
+        return TimeReport(worker, self._begin, self._end, {state: self._end - self._begin})
 
 
 # -------------------- booking_sums
@@ -142,12 +160,12 @@ class EngineWork:
         )
         self.sums[pool] = self.sums[pool].plus(part) if pool in self.sums else part
         if part.active_s > 0:
-            load = load_of(passed.running_s / passed.active_s)
+            load = load_class(passed.running_s / passed.active_s)
             by_load = self._loads.setdefault(pool, {})
             by_load[load] = by_load[load].plus(part) if load in by_load else part
 
 
-def beginning_of(reading: EngineReading, since: float, came: float | None = None) -> EngineReading | None:
+def reading_at_start(reading: EngineReading, since: float, came: float | None = None) -> EngineReading | None:
     """What would have been read when the engine began; None if that was before `since`, or nobody knows.
 
     One that began before that, while it loaded, and was seen to begin to serve at `came`: what would have been read then. Nobody has asked it
@@ -172,17 +190,17 @@ def beginning_of(reading: EngineReading, since: float, came: float | None = None
 COUNTED = ("tokens", "requests")
 
 
-def kept_of(slot: str, reading: EngineReading) -> Kept:
+def engine_totals(slot: str, reading: EngineReading) -> WorkerTotals:
     """What an engine had summed up when it was read, to be written down."""
     assert reading.sums is not None
     counted = {name: float(getattr(reading, name)) for name in COUNTED}
-    return Kept(slot, reading.at, {**asdict(reading.sums), **counted})
+    return WorkerTotals(slot, reading.at, {**asdict(reading.sums), **counted})
 
 
-def reading_of(kept: Kept) -> EngineReading | None:
-    """Inverse of `kept_of`; None for what is no engine's."""
+def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
+    """Inverse of `engine_totals`; None for what is no engine's."""
     try:
-        sums = Sums(**{one.name: kept.sums[one.name] for one in fields(Sums)})
+        sums = EngineTimeSums(**{one.name: kept.sums[one.name] for one in fields(EngineTimeSums)})
         return EngineReading(kept.at, sums, 0.0, 0.0, *(int(kept.sums[name]) for name in COUNTED))
     except KeyError:
         return None
@@ -193,21 +211,21 @@ def reading_of(kept: Kept) -> EngineReading | None:
 
 
 @dataclass(frozen=True)
-class Closed:
+class ClosedStep:
     """A step, booked. `phases`: of the job, as it was seen here; `spans`: by slot. Both in seconds since the step began."""
 
-    book: StepBook
-    phases: tuple[Stretch, ...]
-    spans: Mapping[str, tuple[Stretch, ...]]
-    kept: Mapping[str, Kept]
+    book: StepAccount
+    phases: tuple[StepSpan, ...]
+    spans: Mapping[str, tuple[StepSpan, ...]]
+    kept: Mapping[str, WorkerTotals]
 
-    def line(self, node: str) -> BookLine:
+    def line(self, node: str) -> AccountLine:
         """As it is written down."""
-        return BookLine(node, self.book, self.phases, self.spans, self.kept)
+        return AccountLine(node, self.book, self.phases, self.spans, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class StepBoundary:
     """Where a step ends that is not closed yet, and what engines did in it. `kept`: what workers said last before it, of those who have
     said something since."""
 
@@ -215,17 +233,17 @@ class Boundary:
     wall: float
     version: Version
     work: EngineWork
-    kept: dict[str, Kept] = field(default_factory=dict)
+    kept: dict[str, WorkerTotals] = field(default_factory=dict)
 
-    def passed(self, instance: str, before: Kept, at: float) -> None:
+    def passed(self, instance: str, before: WorkerTotals, at: float) -> None:
         """A worker said something at `at`, and the time before that was `before`."""
         if before.at <= self.at < at:
             self.kept[instance] = before
 
 
-def cut(
-    slots: Mapping[str, SlotBook], boundary: Boundary, begun: float, began: float
-) -> tuple[StepBook, dict[str, tuple[Stretch, ...]]]:
+def close_step(
+    slots: Mapping[str, SlotAccount], boundary: StepBoundary, begun: float, began: float
+) -> tuple[StepAccount, dict[str, tuple[StepSpan, ...]]]:
     """The step that ends there, of slots that are settled until then, and their spans. `begun`, `began`: when it did, on both clocks."""
     booked: dict[State, float] = {}
     unbooked = overbooked = 0.0
@@ -233,13 +251,13 @@ def cut(
     spans = {}
     for slot, book in sorted(slots.items()):
         times = book.cut()
-        booked = added(booked, times.booked)
+        booked = add_times(booked, times.booked)
         unbooked += times.unbooked
         overbooked += times.overbooked
         for change, took in times.switches.items():
             switches[change] = (*switches.get(change, ()), *took)[-MOST_SWITCHES:]
-        spans[slot] = tuple(Stretch(span.begin - begun, span.end - begun, span.seconds) for span in times.spans)
-    step = StepBook(
+        spans[slot] = tuple(StepSpan(span.begin - begun, span.end - begun, span.seconds) for span in times.spans)
+    step = StepAccount(
         version=boundary.version,
         began=began,
         seconds=boundary.at - begun,
@@ -277,13 +295,13 @@ class _Engine:
 
     worker: WorkerRecord
     rows: int
-    line: Line[Meaning]
+    line: Timeline[Attribution]
     came: float | None = None
     last: EngineReading | None = None
     failing: float | None = None
 
 
-class SlotBooks:
+class StepAccountBuilder:
     """Mutable; one event loop."""
 
     def __init__(
@@ -294,7 +312,7 @@ class SlotBooks:
         *,
         head: Version | None = None,
         gap_s: float = 0.0,
-        kept: Mapping[str, Kept] = MappingProxyType({}),
+        kept: Mapping[str, WorkerTotals] = MappingProxyType({}),
     ) -> None:
         """`head`: where the job is. `gap_s`: for so long nobody has kept the books here, since another life of this controller's, which
         has `kept` what workers had summed up by then. Those that serve still say what they did since; who of them is idle has
@@ -303,20 +321,20 @@ class SlotBooks:
         self._since = now
         self._kept = {instance: one for instance, one in kept.items() if one.at <= now}
         self._begun = now - gap_s
-        self._gap = Gap(self._begun, now, self._kept)
+        self._gap = UnwatchedInterval(self._begun, now, self._kept)
         self._began = wall - gap_s
-        self._slots: dict[str, SlotBook] = {}
+        self._slots: dict[str, SlotAccount] = {}
         self._engines: dict[str, _Engine] = {}
         self._served: set[str] = set()
         """Engines that have served, those that are gone too."""
-        self._ranks: dict[str, tuple[str, RankClaims, Line[Meaning]]] = {}
+        self._ranks: dict[str, tuple[str, RankReports, Timeline[Attribution]]] = {}
         """By instance: the slot, what it tells, and what its waiting means."""
-        self._places = Places()
+        self._places = VacantPlaces()
         self._work = EngineWork()
         """Since the newest step ended."""
-        self._boundaries: deque[Boundary] = deque()
+        self._boundaries: deque[StepBoundary] = deque()
         self._head = head
-        self._phase = Line("start", now)
+        self._phase = Timeline("start", now)
         self._seen: tuple[object, ...] | None = None
         self._placed: tuple[object, ...] | None = None
         """What meanings, and places, were worked out from."""
@@ -345,24 +363,24 @@ class SlotBooks:
         """Head is at `version` now."""
         if self._head != version:
             self._head = version
-            self._boundaries.append(Boundary(now, wall, version, self._work))
+            self._boundaries.append(StepBoundary(now, wall, version, self._work))
             self._work = EngineWork()
 
     def look(self, view: JobView, stage: Cause, now: float) -> None:
         """The job is so now."""
-        self._phase.note(phase_of(view, stage), now)
-        here = view.remembered.get("mine here", (view.workers,), lambda: mine(view))
+        self._phase.note(step_phase(view, stage), now)
+        here = view.remembered.get("mine here", (view.workers,), lambda: own_workers(view))
         # Most looks are about something else, and a node may have very many engines.
-        turn, resting = asleep_for_ranks(view), frozenset(r for r, rank in view.ranks.items() if rank.released)
+        turn, resting = engines_asleep_for_ranks(view), frozenset(r for r, rank in view.ranks.items() if rank.released)
         seen = (here, view.mirror.plan, view.mirror.head, stage, view.engines, view.under_way, turn, resting)
         if self._seen is None or not _same(seen, self._seen):
             came = None if self._seen is None else now
             self._seen = seen
-            self._note_meanings(here, meanings(view, here, stage), now, came)
+            self._note_meanings(here, make_attributions(view, here, stage), now, came)
         if not self._gap.is_seen:
             self._tell_all(self._gap.look(view, here))
         plan, node = view.mirror.plan, view.nodes.get(view.node)
-        resting_wide = left_by_ranks(view, here, turn)
+        resting_wide = slots_left_by_ranks(view, here, turn)
         placed = (here, plan, node, view.mirror.head is None, resting_wide)
         if self._placed is None or not _same(placed, self._placed):
             self._placed = placed
@@ -379,23 +397,23 @@ class SlotBooks:
                     self._gap.heard(instance)
                 if claims.said is not None and before is not None:
                     for ended in self._boundaries:
-                        ended.passed(instance, Kept(slot, *before), claims.said[0])
+                        ended.passed(instance, WorkerTotals(slot, *before), claims.said[0])
 
     def _note_meanings(
-        self, here: Mapping[str, WorkerRecord], found: Mapping[str, Meaning], now: float, came: float | None
+        self, here: Mapping[str, WorkerRecord], found: Mapping[str, Attribution], now: float, came: float | None
     ) -> None:
         """`came`: when those that are new began to serve, if that is known."""
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
                 if instance not in self._ranks:
-                    claims = RankClaims(instance, self._kept.get(instance), None if self._gap.is_seen else self._begun)
+                    claims = RankReports(instance, self._kept.get(instance), None if self._gap.is_seen else self._begun)
                     self._ranks[instance] = worker.slot, claims, self._line(worker, meaning, now)
                 self._ranks[instance][2].note(meaning, now)
             elif instance in self._engines:
                 self._engines[instance].line.note(meaning, now)
             else:
-                last = reading_of(self._kept[instance]) if instance in self._kept else None
+                last = reading_from_totals(self._kept[instance]) if instance in self._kept else None
                 is_new = instance not in self._served  # else it may have been asked for much before
                 self._served.add(instance)
                 self._engines[instance] = _Engine(
@@ -416,17 +434,17 @@ class SlotBooks:
         if engine is None:
             return
         engine.failing = None
-        before, engine.last = engine.last or beginning_of(reading, self._begun, engine.came), reading
-        passed = between(before, reading, engine.rows) if before is not None else None
+        before, engine.last = engine.last or reading_at_start(reading, self._begun, engine.came), reading
+        passed = time_between(before, reading, engine.rows) if before is not None else None
         if passed is not None and before is not None:
             self._gap.heard(instance)
             pool, begin = engine.worker.role, self._begun
-            self._tell(engine.worker.slots, *engine_tellings(instance, pool, passed, engine.line))
+            self._tell(engine.worker.slots, *engine_reports(instance, pool, passed, engine.line))
             for ended in self._boundaries:
                 ended.work.add(pool, passed, begin, ended.at)
                 begin = ended.at
                 if before.sums is not None:
-                    ended.passed(instance, kept_of(engine.worker.slot, before), reading.at)
+                    ended.passed(instance, engine_totals(engine.worker.slot, before), reading.at)
             self._work.add(pool, passed, begin, passed.end)
             engine.line.forget(passed.end)
 
@@ -436,7 +454,7 @@ class SlotBooks:
         if engine is not None and engine.failing is None:
             engine.failing = asked
 
-    def close(self, now: float, *, last: bool = False) -> list[Closed]:
+    def close(self, now: float, *, last: bool = False) -> list[ClosedStep]:
         """The steps that are over and of which all was heard; and what lies before is settled. `last`: nothing more will be heard."""
         failing = {
             name for name, one in self._engines.items() if one.failing is not None and one.failing <= now - SURE_S
@@ -464,23 +482,23 @@ class SlotBooks:
         judge = next((one for one in self._spec.judges if one.name == worker.judge), None)
         return judge.serving.batch_slots if judge is not None else self._spec.rollout.batch_slots
 
-    def _slot(self, slot: str) -> SlotBook:
-        return self._slots.setdefault(slot, SlotBook(self._begun))
+    def _slot(self, slot: str) -> SlotAccount:
+        return self._slots.setdefault(slot, SlotAccount(self._begun))
 
-    def _line(self, worker: WorkerRecord, meaning: Meaning, now: float) -> Line[Meaning]:
+    def _line(self, worker: WorkerRecord, meaning: Attribution, now: float) -> Timeline[Attribution]:
         """What a worker's words mean from now on; and before that, while nobody kept the books."""
         if self._gap.is_seen:
-            return Line(meaning, now)
-        line = Line(Meaning(idle(worker.role, "no_work"), UNALLOCATED), self._begun)
+            return Timeline(meaning, now)
+        line = Timeline(Attribution(idle(worker.role, "no_work"), UNALLOCATED), self._begun)
         line.note(meaning, now)
         return line
 
-    def _tell(self, slots: Iterable[str], *tellings: Telling) -> None:
+    def _tell(self, slots: Iterable[str], *tellings: TimeReport) -> None:
         for slot in slots:
             for telling in tellings:
                 self._slot(slot).tell(telling)
 
-    def _tell_all(self, tellings: Iterable[tuple[str, Telling]]) -> None:
+    def _tell_all(self, tellings: Iterable[tuple[str, TimeReport]]) -> None:
         for slot, telling in tellings:
             self._tell((slot,), telling)
 
@@ -488,7 +506,7 @@ class SlotBooks:
         if engine.failing is not None and engine.failing < until:
             for slot in engine.worker.slots:
                 begin = max(engine.failing, self._slot(slot).settled)
-                self._tell((slot,), Telling(instance, begin, until, {FAILED: until - begin}))
+                self._tell((slot,), TimeReport(instance, begin, until, {FAILED: until - begin}))
 
     def _settle(self, until: float) -> None:
         """Book all time until then."""
@@ -504,31 +522,31 @@ class SlotBooks:
         for book in self._slots.values():
             book.settle(until)
 
-    def _closed(self, boundary: Boundary) -> Closed:
-        book, spans = cut(self._slots, boundary, self._begun, self._began)
-        return Closed(book, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping(boundary)))
+    def _closed(self, boundary: StepBoundary) -> ClosedStep:
+        book, spans = close_step(self._slots, boundary, self._begun, self._began)
+        return ClosedStep(book, tuple(self._phases_until(boundary.at)), spans, dict(self._keeping(boundary)))
 
-    def _keeping(self, boundary: Boundary) -> Iterator[tuple[str, Kept]]:
+    def _keeping(self, boundary: StepBoundary) -> Iterator[tuple[str, WorkerTotals]]:
         for instance, engine in self._engines.items():
             if instance in boundary.kept:
                 yield instance, boundary.kept[instance]
             elif engine.last is not None and engine.last.sums is not None:
-                yield instance, kept_of(engine.worker.slot, engine.last)
+                yield instance, engine_totals(engine.worker.slot, engine.last)
         for instance, (slot, claims, _) in self._ranks.items():
             if instance in boundary.kept:
                 yield instance, boundary.kept[instance]
             elif (said := claims.said) is not None:
-                yield instance, Kept(slot, said[0], said[1])
+                yield instance, WorkerTotals(slot, said[0], said[1])
 
-    def _phases_until(self, until: float) -> Iterator[Stretch]:
+    def _phases_until(self, until: float) -> Iterator[StepSpan]:
         """Those of the window that ends then."""
         begin = 0.0
         for phase, seconds in self._phase.over(self._begun, until):
-            yield Stretch(begin, begin + seconds, {phase: seconds})
+            yield StepSpan(begin, begin + seconds, {phase: seconds})
             begin += seconds
         self._phase.forget(until)
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     """Whether nothing has changed; what is the same object is not compared further."""
-    return all(a is b or (not isinstance(a, Stored) and a == b) for a, b in zip(one, other, strict=True))
+    return all(a is b or (not isinstance(a, Versioned) and a == b) for a, b in zip(one, other, strict=True))

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.job import JobRecord
-from gcore.ledger.records.slot_accounting import StepBook
-from gcore.ledger.usage import KEPT_DAYS, NEWEST_STEPS, NodeUsage, day_of
+from gcore.ledger.records.slot_accounting import StepAccount
+from gcore.ledger.usage import KEPT_DAYS, NEWEST_STEPS, NodeUsage, end_day
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Compare, Delete, KeyValue, Put, Store
@@ -40,7 +40,7 @@ MOST_DIGITS = 9
 """Of the day that stands in the store."""
 
 
-async def used_on(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
+async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
     """What jobs used on these days, both included, some at a time; those too of which nothing else is known any more. Raises
     StoreUnavailable."""
     async with aclosing(_records(store, first_day, last_day)) as pages:
@@ -54,7 +54,7 @@ async def used_on(store: Store, first_day: int, last_day: int) -> AsyncGenerator
             yield found
 
 
-async def forget_old(store: Store, today: int) -> None:
+async def forget_old_usage(store: Store, today: int) -> None:
     """Of every node, as far as the store takes it, unless somebody has done it today."""
     with contextlib.suppress(StoreUnavailable):
         kv = await store.get(keys.USAGE_SWEPT)
@@ -87,10 +87,10 @@ async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerato
 async def _nodes(store: Store) -> AsyncIterator[str]:
     """Those of which there is any record."""
     at = keys.USAGE
-    while kvs := (await store.between(at, keys.behind(keys.USAGE), 1)).kvs:
+    while kvs := (await store.between(at, keys.prefix_end(keys.USAGE), 1)).kvs:
         node = kvs[0].key.removeprefix(keys.USAGE).partition("/")[0]
         yield node
-        at = keys.behind(keys.usage_of(node))
+        at = keys.prefix_end(keys.usage_of(node))
 
 
 # -------------------- using
@@ -111,17 +111,17 @@ MOST_WAITING = 1000
 
 
 @dataclass
-class UsageBook:
+class UsageWriter:
     """Of one job on one node."""
 
     store: Store
     job: JobRecord
     node: str
     clock: Clock
-    _waiting: list[StepBook] = field(default_factory=list)
+    _waiting: list[StepAccount] = field(default_factory=list)
     _written: float | None = None
 
-    async def add(self, book: StepBook) -> None:
+    async def add(self, book: StepAccount) -> None:
         """A step was booked."""
         self._waiting = [*self._waiting, book][-MOST_WAITING:]
         now = self.clock.monotonic()
@@ -132,15 +132,15 @@ class UsageBook:
     async def write(self) -> None:
         """Write what waits, as far as the store takes it."""
         with contextlib.suppress(StoreUnavailable):
-            for day in sorted({day_of(book) for book in self._waiting}):
-                of_day = [book for book in self._waiting if day_of(book) == day]
+            for day in sorted({end_day(book) for book in self._waiting}):
+                of_day = [book for book in self._waiting if end_day(book) == day]
                 for first in range(0, len(of_day), NEWEST_STEPS):
                     some = of_day[first : first + NEWEST_STEPS]
                     if not await self._write(day, some):
                         break
                     self._waiting = [book for book in self._waiting if book not in some]
 
-    async def _write(self, day: int, books: list[StepBook]) -> bool:
+    async def _write(self, day: int, books: list[StepAccount]) -> bool:
         key = keys.usage(self.node, day, self.job.uid)
         for _ in range(TRIES):
             stored = await self.store.get(key)

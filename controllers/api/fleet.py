@@ -11,19 +11,26 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from controllers.accounting.usage import used_on
-from controllers.api.edge.access import caller, may_see
-from controllers.api.edge.errors import BadFields, Context, NamespaceNotFound, NodeNotFound, bad_field, edge
-from controllers.api.job_messages import JobsDesk, node_uses
+from controllers.accounting.usage import read_usage
+from controllers.api.edge.access import current_caller, may_see
+from controllers.api.edge.errors import (
+    BadFields,
+    CallContext,
+    NamespaceNotFound,
+    NodeNotFound,
+    bad_field,
+    handle_errors,
+)
+from controllers.api.job_messages import JobsServiceBase, slot_users
 from controllers.api.store_reader import ClusterListing, check_namespace
 from gcore.api.rpc import Violation
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.base import MOST_SLOTS, NAMESPACE
 from gcore.errors import StoreUnavailable, did_you_mean
 from gcore.ledger import transactions as share_transactions
-from gcore.ledger.records.cluster import Claim, Drained, Share, Shares, SickSlots, slots_of
+from gcore.ledger.records.cluster import Claim, Drained, Share, Shares, SickSlots, slots_of_share
 from gcore.ledger.records.cluster import Quotas as QuotasRecord
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.ledger.usage import DAY_S, DIMENSIONS, NodeUsage, UsageSums
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
@@ -38,7 +45,7 @@ LAST = 10.0**11
 
 
 @dataclass(frozen=True, slots=True)
-class AskedUsage:
+class UsageQuery:
     """What of all that was used is asked for: days since the epoch, both included, by which dimensions, and of which namespace; empty: of
     all that the caller may see."""
 
@@ -53,7 +60,7 @@ class AskedUsage:
         return is_then and may_see(usage.namespace) and self.namespace in ("", usage.namespace)
 
 
-def asked_usage(request: pb.GetUsageRequest, now: float) -> AskedUsage:
+def parse_usage_query(request: pb.GetUsageRequest, now: float) -> UsageQuery:
     """Raises BadFields."""
     wrong = []
     for name in ("since", "until"):
@@ -68,7 +75,7 @@ def asked_usage(request: pb.GetUsageRequest, now: float) -> AskedUsage:
     if wrong:
         raise BadFields(wrong)
     first, last = int(request.since // DAY_S), int((request.until or now) // DAY_S)
-    return AskedUsage(first, last, tuple(request.by) or ("namespace",), request.namespace)
+    return UsageQuery(first, last, tuple(request.by) or ("namespace",), request.namespace)
 
 
 def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
@@ -79,7 +86,7 @@ def usage_reply(sums: UsageSums) -> pb.GetUsageReply:
     return reply
 
 
-class Nodes(JobsDesk):
+class FleetMethods(JobsServiceBase):
     """Lists what is registered, and sums up what was used."""
 
     @functools.cached_property
@@ -87,10 +94,10 @@ class Nodes(JobsDesk):
         """However many ask, one sum is made at a time."""
         return asyncio.Lock()
 
-    @edge
-    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageReply:
+    @handle_errors
+    async def GetUsage(self, request: pb.GetUsageRequest, context: CallContext) -> pb.GetUsageReply:
         """Slot-seconds, whole UTC days from that of `since` to that of `until`."""
-        asked = asked_usage(request, self._clock.wall())
+        asked = parse_usage_query(request, self._clock.wall())
         sums = UsageSums(asked.by)
         async with aclosing(self._used(asked.first_day, asked.last_day)) as pages:
             async for usages in pages:
@@ -102,7 +109,7 @@ class Nodes(JobsDesk):
         return reply
 
     async def _used(self, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
-        async with self._one_sum, aclosing(used_on(self._jobs.store, first_day, last_day)) as pages:
+        async with self._one_sum, aclosing(read_usage(self._jobs.store, first_day, last_day)) as pages:
             async for usages in pages:
                 yield usages
 
@@ -111,7 +118,7 @@ class Nodes(JobsDesk):
         try:
             await check_namespace(self._jobs.store, namespace)
         except NamespaceNotFound:
-            if caller().namespaces is not None:
+            if current_caller().namespaces is not None:
                 raise
             async with aclosing(self._used(0, keys.LAST_DAY)) as pages:
                 used = {one.namespace async for usages in pages for one in usages}
@@ -120,7 +127,7 @@ class Nodes(JobsDesk):
     async def _nodes(self, listing: ClusterListing, namespaces: Mapping[str, str]) -> list[pb.Node]:
         """Those that are there, with what their slots are for."""
         (drained, sick), shares = await self._jobs.pool(), await self._jobs.shares()
-        uses = node_uses(shares or Shares(), namespaces, may_see)
+        uses = slot_users(shares or Shares(), namespaces, may_see)
         found = []
         for n in listing.nodes:
             node = pb.Node(name=n.name, incarnation=n.incarnation, address=n.address, pid=n.pid, slots=n.slots)
@@ -131,27 +138,27 @@ class Nodes(JobsDesk):
             found.append(node)
         return found
 
-    @edge
-    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.Node:
+    @handle_errors
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: CallContext) -> pb.Node:
         """Have every job leave a node, or use it again. It is remembered without the node's daemon."""
         name = request.node
         if not name or len(name) > LONGEST_NODE:
             raise bad_field("node", "no node is named" if not name else "is longer than a node's name can be")
-        listing, key = await self._jobs.cluster(), keys.drained(name)
+        listing, key = await self._jobs.cluster(), keys.drained_node(name)
         known = await self._jobs.store.get(key)
         if name not in {node.name for node in listing.nodes} and known is None:
             raise NodeNotFound(f"there is no node {name!r}", fix="`gcore nodes` shows those there are")
         if request.undo and known is not None:
             await self._jobs.store.transact((), (Delete(key),))
         elif not request.undo and known is None:
-            mark = Drained(by=caller().name, since=self._clock.wall())
+            mark = Drained(by=current_caller().name, since=self._clock.wall())
             await self._jobs.store.transact((Compare(key, 0),), (Put(key, mark.encode()),))
         namespaces = {uid: claim.namespace for uid, claim in (await self._jobs.claims()).items()}
         there = {node.name: node for node in await self._nodes(await self._jobs.cluster(), namespaces)}
         return there.get(name, pb.Node(name=name, draining=not request.undo))
 
-    @edge
-    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
+    @handle_errors
+    async def ListNodes(self, request: pb.ListNodesRequest, context: CallContext) -> pb.ListNodesReply:
         """The daemons and workers that are there."""
         listing, claims = await self._jobs.cluster(), await self._jobs.claims()
         namespaces = {uid: claim.namespace for uid, claim in claims.items()}
@@ -183,16 +190,16 @@ MOST_NAMESPACES = 1_000
 """With a quota: they stand in one record."""
 
 
-class QuotaVerbs(JobsDesk):
+class QuotaMethods(JobsServiceBase):
     """Tells and sets them."""
 
-    @edge
-    async def GetQuotas(self, request: pb.GetQuotasRequest, context: Context) -> pb.Quotas:
+    @handle_errors
+    async def GetQuotas(self, request: pb.GetQuotasRequest, context: CallContext) -> pb.Quotas:
         """Those of the namespaces that the caller may see."""
-        return await told(self._jobs.store)
+        return await list_quotas(self._jobs.store)
 
-    @edge
-    async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.Quotas:
+    @handle_errors
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: CallContext) -> pb.Quotas:
         """One namespace's."""
         if re.fullmatch(NAMESPACE, request.namespace) is None:
             raise bad_field(
@@ -201,7 +208,7 @@ class QuotaVerbs(JobsDesk):
         if request.slots > MOST_SLOTS:
             raise bad_field("slots", f"{request.slots} is more than {MOST_SLOTS}", "Take the quota away for no limit")
         await set_quota(self._jobs.store, request.namespace, request.slots if request.HasField("slots") else None)
-        return await told(self._jobs.store)
+        return await list_quotas(self._jobs.store)
 
 
 async def set_quota(store: Store, namespace: str, slots: int | None) -> None:
@@ -216,16 +223,16 @@ async def set_quota(store: Store, namespace: str, slots: int | None) -> None:
         after = QuotasRecord(slots=others if slots is None else dict(sorted({**others, namespace: slots}.items())))
         if len(after.slots) > MOST_NAMESPACES:
             raise bad_field("namespace", f"{MOST_NAMESPACES} namespaces have a quota", "Take another's away first")
-        known = None if kv is None else Stored(before, kv.mod_revision)
+        known = None if kv is None else Versioned(before, kv.mod_revision)
         nobodys = JobKeys("")
-        report = await Ledger(store, nobodys).run(share_transactions.set_quotas(nobodys, known, after))
+        report = await TransactionExecutor(store, nobodys).run(share_transactions.set_quotas(nobodys, known, after))
         if report.outcome is TxnOutcome.WON:
             return
         if report.outcome is TxnOutcome.UNKNOWN:
             raise StoreUnavailable(f"whether the quota was set is not known ({report.why})", fix="Set it again")
 
 
-async def told(store: Store) -> pb.Quotas:
+async def list_quotas(store: Store) -> pb.Quotas:
     """All that the caller may see. What this version cannot read counts as if it were not there."""
     quota = await store.get(keys.QUOTAS)
     shares = await store.get(keys.SHARES)
@@ -243,7 +250,7 @@ async def told(store: Store) -> pb.Quotas:
         jobs[namespace] += 1
         uid = kv.key.removeprefix(keys.ACTIVE)
         if uid in held:
-            used[namespace] += len(slots_of(held[uid].held))
+            used[namespace] += len(slots_of_share(held[uid].held))
     names = sorted(name for name in limits.keys() | jobs.keys() if may_see(name))
     return pb.Quotas(
         quotas=[pb.Quota(namespace=name, slots=limits.get(name), used=used[name], jobs=jobs[name]) for name in names]

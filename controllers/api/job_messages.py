@@ -19,12 +19,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import BadFields, JobNotFound, bad_field
-from controllers.api.edge.server import StreamRoom
-from controllers.api.store_reader import StoredJobs, Unreadable, check_namespace
+from controllers.api.edge.server import StreamLimiter
+from controllers.api.store_reader import StoreReader, UnreadableJob, check_namespace
 from controllers.identity import node_of
-from controllers.rules.waits import waiting_for
+from controllers.rules.waits import current_waits
 from gcore.api.rpc import Violation
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
@@ -34,18 +34,18 @@ from gcore.config.node import ApiConfig
 from gcore.config.spec import HIGHEST_PRIORITY
 from gcore.errors import SpecError, did_you_mean
 from gcore.ledger import archive as store_copy
-from gcore.ledger.evaluation import best_of
+from gcore.ledger.evaluation import best_evaluation
 from gcore.ledger.mirror import DAMAGED, JobMirror
 from gcore.ledger.records.chain import SourceTally
-from gcore.ledger.records.cluster import NOTHING, Claim, Queued, Shares, slots_of
+from gcore.ledger.records.cluster import NOTHING, Claim, QueuePosition, Shares, slots_of_share
 from gcore.ledger.records.job import Evaluation, JobPhase
-from gcore.ledger.selection import planned_steps, resumable, rules_of
+from gcore.ledger.selection import planned_steps, resumable_checkpoints, rules_of
 from gcore.schema import UnreadableRecord
 from gcore.system.clock import Clock
 
 if TYPE_CHECKING:
-    from controllers.api.submission.submit import Submissions
-    from controllers.job.runner import JobRunner
+    from controllers.api.submission.submit import Submitter
+    from controllers.job.runner import JobSession
 
 # -------------------- claiming
 # What people change of a job's claim to slots, and how a job stands that has none: queued, paused, about to end.
@@ -67,23 +67,23 @@ SECTION = "scheduling."
 Change = Callable[[Claim], Claim]
 
 
-NO_QUEUE: Mapping[str, Queued] = MappingProxyType({})
+NO_QUEUE: Mapping[str, QueuePosition] = MappingProxyType({})
 
 
 _GOES_ON = (pb.JOB_STATE_PENDING, pb.JOB_STATE_RUNNING)
 
 
-def paused(*, yes: bool) -> Change:
+def pause_change(*, yes: bool) -> Change:
     """The job has no slots until it is resumed, or may have some again."""
     return lambda claim: claim.model_copy(update={"paused": yes})
 
 
-def ending(reason: str) -> Change:
+def end_change(reason: str) -> Change:
     """The job ends as soon as it has given its slots back."""
     return lambda claim: claim if claim.ends else claim.model_copy(update={"ends": reason})
 
 
-def updated(request: pb.UpdateJobRequest) -> Change:
+def update_change(request: pb.UpdateJobRequest) -> Change:
     """What the mask names is as the request says. Raises BadFields."""
     paths = [path.removeprefix(SECTION) for path in request.update_mask.paths]
     if not paths:
@@ -129,8 +129,8 @@ def _in_units(slots: int, unit: int) -> int:
     return -(-slots // unit) * unit
 
 
-def with_claim(
-    message: pb.Job, claim: Claim | None, shares: Shares | None, queue: Mapping[str, Queued] = NO_QUEUE
+def add_claim(
+    message: pb.Job, claim: Claim | None, shares: Shares | None, queue: Mapping[str, QueuePosition] = NO_QUEUE
 ) -> pb.Job:
     """The job, with what it claims and has. `claim` None: it has ended, and claims nothing. `shares` None: nobody shares slots out, as
     long as a daemon of an earlier version is there."""
@@ -142,14 +142,14 @@ def with_claim(
     if shares is None:
         return message
     share = shares.jobs.get(message.uid, NOTHING)
-    granted, held = len(slots_of(share.granted)), len(slots_of(share.held))
+    granted, held = len(slots_of_share(share.granted)), len(slots_of_share(share.held))
     message.slots = granted
     if message.state not in _GOES_ON:
         return message
     waits = queue.get(message.uid) if not granted else None
     message.queue_position = waits.position if waits is not None else 0
     why = waits.reason if waits is not None else ""
-    message.state, message.reason = standing(message.state, message.reason, claim, why, granted, held)
+    message.state, message.reason = job_status(message.state, message.reason, claim, why, granted, held)
     return message
 
 
@@ -157,10 +157,10 @@ def waits_for_slots(claim: Claim | None, shares: Shares | None, uid: str) -> boo
     """Whether a job is one of those that wait for slots: only then it is worth while to work out where it stands among them."""
     if claim is None or shares is None or not claim.wants:
         return False
-    return not slots_of(shares.jobs.get(uid, NOTHING).granted)
+    return not slots_of_share(shares.jobs.get(uid, NOTHING).granted)
 
 
-def standing(
+def job_status(
     state: pb.JobState, reason: str, claim: Claim, why: str, granted: int, held: int
 ) -> tuple[pb.JobState, str]:
     """How a job that has not ended stands, and why."""
@@ -176,12 +176,12 @@ def standing(
     return state, reason
 
 
-def node_uses(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[str], bool]) -> dict[str, dict[str, str]]:
+def slot_users(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[str], bool]) -> dict[str, dict[str, str]]:
     """By node and slot: the job that has it, or nothing where that is not the caller's business."""
     found: dict[str, dict[str, str]] = {}
     for uid, share in shares.jobs.items():
         shown = uid if sees(namespaces.get(uid, "")) else ""
-        for node, slot in slots_of(share.held):
+        for node, slot in slots_of_share(share.held):
             found.setdefault(node, {})[slot] = shown
     return found
 
@@ -219,11 +219,11 @@ def best_checkpoint(mirror: JobMirror, metric: str | None) -> pb.BestCheckpoint 
     if mirror.job is None or mirror.head is None:
         return None
     head, evaluations = mirror.head.record, [stored.record for stored in mirror.evaluations.values()]
-    best = best_of(head, evaluations, metric)
+    best = best_evaluation(head, evaluations, metric)
     if best is None:
         return None
     known = mirror.checkpoints.record.entries if mirror.checkpoints is not None else ()
-    file = next((c.file for c in resumable(head, known) if c.step == best.version.step and c.file), "")
+    file = next((c.file for c in resumable_checkpoints(head, known) if c.step == best.version.step and c.file), "")
     return pb.BestCheckpoint(
         step=best.version.step,
         lineage=best.version.lineage,
@@ -259,22 +259,22 @@ STATES = {
 }
 
 
-def described_run(run_dir: Path) -> pb.Job | None:
+def describe_run(run_dir: Path) -> pb.Job | None:
     """Of a run that has ended, with the paths as its folder lies now; None if no copy of its records does.
 
     Raises UnreadableRecord, OSError.
     """
-    copy = store_copy.read(run_dir)
+    copy = store_copy.read_copy(run_dir)
     if copy is None:
         return None
-    message = described(store_copy.mirror_of(copy.uid, copy.batch))
+    message = describe_job(store_copy.mirror_of(copy.uid, copy.batch))
     for told in (message, message.best) if message.HasField("best") else (message,):
         told.checkpoint = told.checkpoint.replace(message.run_dir, str(run_dir), 1)
     message.run_dir = str(run_dir)
     return message
 
 
-def described(mirror: JobMirror) -> pb.Job:
+def describe_job(mirror: JobMirror) -> pb.Job:
     """The job as its records say, without what it waits for, which only a controller that works on it knows.
 
     Raises UnreadableRecord: a record is not there, or its spec is none that this version knows.
@@ -317,7 +317,7 @@ def described(mirror: JobMirror) -> pb.Job:
     return message
 
 
-def with_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
+def add_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
     """The same, with what last went wrong beside the steps, and the newest rollback: for whoever followed no event."""
     newest = sorted(mirror.troubles.values(), key=lambda stored: (stored.record.time, stored.revision), reverse=True)
     for trouble in (stored.record for stored in newest[:MOST_WARNINGS]):
@@ -343,7 +343,7 @@ def _planned_steps(mirror: JobMirror) -> int:
 def _newest_checkpoint(mirror: JobMirror) -> str | None:
     if mirror.head is None or mirror.checkpoints is None:
         return None
-    on_chain = resumable(mirror.head.record, mirror.checkpoints.record.entries)
+    on_chain = resumable_checkpoints(mirror.head.record, mirror.checkpoints.record.entries)
     return next((c.file for c in on_chain if c.file), None)
 
 
@@ -356,16 +356,18 @@ def _newest_checkpoint(mirror: JobMirror) -> str | None:
 ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
 
 
-async def stand(jobs: StoredJobs, messages: Sequence[pb.Job], shares: Shares | None, *, quick: bool = False) -> None:
+async def add_queue_positions(
+    jobs: StoreReader, messages: Sequence[pb.Job], shares: Shares | None, *, quick: bool = False
+) -> None:
     """Say in each message what the job claims and has of the slots, and at which place it waits for some. `quick`: without that. Raises
     StoreUnavailable."""
     going_on = [message for message in messages if message.state not in ENDED]
     claims = await asyncio.gather(*(jobs.claim(message.uid) for message in going_on))
     found = [(message, claim) for message, claim in zip(going_on, claims, strict=True) if claim is not None]
     waiting = [claim for message, claim in found if waits_for_slots(claim.record, shares, message.uid)]
-    queue: Mapping[str, Queued] = await jobs.queue(*waiting) if waiting and not quick else {}
+    queue: Mapping[str, QueuePosition] = await jobs.queue(*waiting) if waiting and not quick else {}
     for message, claim in found:
-        with_claim(message, claim.record, shares, queue)
+        add_claim(message, claim.record, shares, queue)
 
 
 DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
@@ -390,7 +392,7 @@ _AGAIN = "Ask for the first page again, without a token"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class JobQuery:
     """What of all jobs is asked for. `namespaces` None: all."""
 
     size: int
@@ -422,7 +424,7 @@ class Wanted:
         return base64.urlsafe_b64encode(json.dumps([before, self.binding]).encode()).decode()
 
 
-def wanted(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) -> Wanted:
+def parse_query(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) -> JobQuery:
     """What a request asks for. Raises BadFields."""
     if request.page_size < 0:
         raise bad_field("page_size", f"{request.page_size} is negative", f"Ask for 1 to {MOST_ON_A_PAGE}, or 0 for 100")
@@ -434,11 +436,11 @@ def wanted(request: pb.ListJobsRequest, namespaces: frozenset[str] | None) -> Wa
         known = ", ".join(name for name, number in pb.JobState.items() if number)
         raise bad_field("states", f"{unknown[0]} is no state", f"There are {known}")
     size = min(request.page_size or DEFAULT_SIZE, MOST_ON_A_PAGE)
-    first = Wanted(size, None, request.namespace, frozenset(request.states), request.name_prefix, namespaces)
+    first = JobQuery(size, None, request.namespace, frozenset(request.states), request.name_prefix, namespaces)
     if not request.page_token:
         return first
     before = _begin(request.page_token, first.binding)
-    return Wanted(size, before, first.namespace, first.states, first.name_prefix, namespaces)
+    return JobQuery(size, before, first.namespace, first.states, first.name_prefix, namespaces)
 
 
 def _begin(token: str, binding: str) -> int:
@@ -456,9 +458,9 @@ def _begin(token: str, binding: str) -> int:
     raise wrong
 
 
-async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJobsReply:
+async def list_jobs(jobs: StoreReader, request: pb.ListJobsRequest) -> pb.ListJobsReply:
     """A page. Raises BadFields, NamespaceNotFound, StoreUnavailable."""
-    ask, shares = wanted(request, caller().namespaces), await jobs.shares()
+    ask, shares = parse_query(request, current_caller().namespaces), await jobs.shares()
     found: list[pb.Job] = []
     before, looked, taken = ask.before, 0, 0
     while True:
@@ -467,8 +469,8 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
         for start in range(0, len(named), AT_ONCE):
             some = named[start : start + AT_ONCE]
             read = await asyncio.gather(*(jobs.summary(uid) for uid, _ in some))
-            told = [None if one is None else listed(one) for one in read]
-            await stand(jobs, [job for job in told if job is not None], shares)
+            told = [None if one is None else summarize_job(one) for one in read]
+            await add_queue_positions(jobs, [job for job in told if job is not None], shares)
             for (_, revision), job in zip(some, told, strict=True):
                 looked, before = looked + 1, revision
                 if job is not None and ask.has(job):
@@ -482,14 +484,14 @@ async def list_jobs(jobs: StoredJobs, request: pb.ListJobsRequest) -> pb.ListJob
             return pb.ListJobsReply(jobs=found)
 
 
-def listed(one: JobMirror | Unreadable) -> pb.Job:
+def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
     """A job as the list has it."""
     if isinstance(one, JobMirror):
         try:
-            return described(one)
+            return describe_job(one)
         except UnreadableRecord as error:
             name = "" if one.job is None else one.job.record.name
-            one = Unreadable(one.keys.uid, name, str(error))
+            one = UnreadableJob(one.keys.uid, name, str(error))
     return pb.Job(uid=one.uid, name=one.name, state=pb.JOB_STATE_UNSPECIFIED, reason=one.why)
 
 
@@ -503,17 +505,17 @@ LONGEST_NAME = 256
 """Characters of a job's name, uid or namespace in a request."""
 
 
-class JobsDesk(jobs_pb2_grpc.JobsServicer):
+class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
     """The parts that the subjects share."""
 
     def __init__(
         self,
-        jobs: StoredJobs,
-        submissions: Callable[[], Awaitable[Submissions]],
-        runner: Callable[[str], JobRunner | None],
+        jobs: StoreReader,
+        submissions: Callable[[], Awaitable[Submitter]],
+        runner: Callable[[str], JobSession | None],
         clock: Clock,
         trouble: Callable[[], str] = str,
-        room: StreamRoom | None = None,
+        room: StreamLimiter | None = None,
     ) -> None:
         """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many streams; None: as usual."""
         self.trouble = trouble
@@ -521,7 +523,7 @@ class JobsDesk(jobs_pb2_grpc.JobsServicer):
         self._submissions = submissions
         self._runner = runner
         self._clock = clock
-        self._room = room or StreamRoom(ApiConfig().streams)
+        self._room = room or StreamLimiter(ApiConfig().streams)
 
     async def _find(self, name: str) -> str:
         """The uid of the job that a request names. Raises JobNotFound, BadFields, StoreUnavailable."""
@@ -529,7 +531,7 @@ class JobsDesk(jobs_pb2_grpc.JobsServicer):
             raise bad_field("job", "no job is named", "Name it by its uid, NAMESPACE/NAME or NAME")
         if len(name) > LONGEST_NAME:
             raise bad_field("job", f"{name[:40]!r}... is longer than a name can be", "`gcore list` shows the jobs")
-        uid = await self._jobs.find(name, caller().home)
+        uid = await self._jobs.find(name, current_caller().home)
         if uid is None or not may_see(await self._jobs.namespace(uid)):
             raise JobNotFound(f"there is no job {name!r}", fix="`gcore list` shows the jobs there are")
         return uid
@@ -541,12 +543,12 @@ class JobsDesk(jobs_pb2_grpc.JobsServicer):
     async def _describe(self, uid: str, *, quick: bool = False) -> pb.Job:
         """How a job stands. `quick`: without its place among those that wait, which may have to be waited for itself."""
         mirror = await self._jobs.mirror(uid)
-        message = with_news(described(mirror), mirror)
-        await stand(self._jobs, [message], await self._jobs.shares(), quick=quick)
+        message = add_news(describe_job(mirror), mirror)
+        await add_queue_positions(self._jobs, [message], await self._jobs.shares(), quick=quick)
         runner = self._runner(uid)
         if runner is not None and runner.is_working:
             now, wall = self._clock.monotonic(), self._clock.wall()
-            for wait in waiting_for(runner.look()):
+            for wait in current_waits(runner.look()):
                 since = wall - (now - runner.waits.since.get(wait.key, now))
                 message.waiting.add(who=runner.node, what=wait.what, since=since)
         return message

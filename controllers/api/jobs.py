@@ -15,16 +15,32 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TypeVar
 
-from controllers.api.edge.access import caller, may_see
-from controllers.api.edge.errors import Conflict, Context, JobEnded, JobNotEnded, bad_field, edge, stream_edge
-from controllers.api.fleet import Nodes, QuotaVerbs
-from controllers.api.job_messages import STATES, Change, JobsDesk, ending, list_jobs, paused, updated
-from controllers.api.run_reader import find_books, find_samples, list_checkpoints, report_of
-from controllers.api.store_reader import StoredJobs
-from controllers.api.streams import Streams
+from controllers.api.edge.access import current_caller, may_see
+from controllers.api.edge.errors import (
+    CallContext,
+    Conflict,
+    JobEnded,
+    JobNotEnded,
+    bad_field,
+    handle_errors,
+    handle_stream_errors,
+)
+from controllers.api.fleet import FleetMethods, QuotaMethods
+from controllers.api.job_messages import (
+    STATES,
+    Change,
+    JobsServiceBase,
+    end_change,
+    list_jobs,
+    pause_change,
+    update_change,
+)
+from controllers.api.run_reader import audit_report, find_accounts, find_samples, list_checkpoints
+from controllers.api.store_reader import StoreReader
+from controllers.api.streams import StreamMethods
 from controllers.cluster.shares import change_claim
 from controllers.identity import node_of
-from controllers.storage.run_folder import collect_books, collect_samples
+from controllers.storage.run_folder import collect_accounts, collect_samples
 from gcore.api.v1 import jobs_pb2
 from gcore.config.load import stored_spec
 from gcore.data.order import ShardCursor
@@ -34,7 +50,7 @@ from gcore.ledger.evaluation import ask
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import EvalAsked, JobRecord, Pin
 from gcore.ledger.selection import is_over, rules_of
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Store
@@ -44,13 +60,13 @@ from placement.slots import Pool, sizes_of
 # -------------------- placed
 # What a job's placement is, as people are told, and what a person fixes of it. Who fixes nothing that can be is told why.
 
-TRIES = 5
+PIN_TRIES = 5
 
 
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 
 
-def placement_of(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
+def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
     """How a job's slots are shared out. `nodes`: those that are there."""
     assert mirror.job is not None
     record, plan = mirror.job.record, mirror.plan
@@ -72,7 +88,7 @@ def placement_of(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.Placement
     )
 
 
-def pin_of(
+def parse_pin(
     request: jobs_pb2.PinPlacementRequest, known: Pin, job: JobRecord, slots: int, node: str, time: float
 ) -> Pin:
     """What is to be fixed. Raises UsageError, Conflict."""
@@ -115,7 +131,7 @@ def pin_of(
 
 
 async def write_pin(
-    ledger: Ledger,
+    ledger: TransactionExecutor,
     look: Callable[[], Awaitable[JobMirror]],
     request: jobs_pb2.PinPlacementRequest,
     slots: int,
@@ -123,12 +139,12 @@ async def write_pin(
     time: float,
 ) -> None:
     """Fix it. `look`: reads the job's records anew. Raises GcoreError."""
-    for _ in range(TRIES):
+    for _ in range(PIN_TRIES):
         mirror = await look()
         assert mirror.job is not None
         if mirror.status is not None and mirror.status.record.phase.ended:
             raise Conflict(f"job {mirror.job.record.name!r} has ended", fix="There is nothing left to place")
-        new = pin_of(request, mirror.pin, mirror.job.record, slots, node, time)
+        new = parse_pin(request, mirror.pin, mirror.job.record, slots, node, time)
         known = mirror.written(mirror.keys.pin, mirror.pins.get(""))
         report = await ledger.run(transactions.pin(mirror.keys, known, new))
         if report.outcome is TxnOutcome.WON:
@@ -149,7 +165,7 @@ GOING = ".going"
 """What a folder's name ends with while it is deleted."""
 
 
-def check_ended(mirror: JobMirror, workers: int) -> None:
+def check_job_ended(mirror: JobMirror, workers: int) -> None:
     """Raises Conflict for a job of which anything is still at work."""
     assert mirror.job is not None
     name = mirror.job.record.name
@@ -178,7 +194,7 @@ def remove_folder(run_dir: Path, uid: str) -> None:
         ) from error
 
 
-async def delete(jobs: StoredJobs, mirror: JobMirror, *, files: bool) -> None:
+async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> None:
     """Forget it. Raises GcoreError; StoreUnavailable if it is not known whether its records are gone."""
     assert mirror.job is not None
     job, ledger = mirror.job.record, jobs.ledger(mirror.keys.uid)
@@ -214,12 +230,14 @@ async def _named(store: Store, job: JobRecord) -> dict[str, int]:
 # The step that is under way is asked for: its weights are the newest as soon as it is committed, and whoever hears of that has heard of
 # this, so all peers evaluate it or none. If head's own weights are being evaluated, or are evaluated already, there is nothing to ask.
 
-ASKING_TRIES = 10
+ASK_TRIES = 10
 
 
-async def ask_for_evaluation(ledger: Ledger, look: Callable[[], Awaitable[JobMirror]], by: str, time: float) -> Version:
+async def request_evaluation(
+    ledger: TransactionExecutor, look: Callable[[], Awaitable[JobMirror]], by: str, time: float
+) -> Version:
     """Whose weights are evaluated. Raises Conflict, StoreUnavailable."""
-    for _ in range(ASKING_TRIES):
+    for _ in range(ASK_TRIES):
         mirror = await look()
         version = _known(mirror)
         if version is not None:
@@ -281,47 +299,49 @@ def check_creation(request: jobs_pb2.CreateJobRequest) -> None:
         raise bad_field("mode", f"{request.mode} is no mode", "Use START_MODE_RESUME or START_MODE_NEW")
 
 
-class Lifecycle(JobsDesk):
+class LifecycleMethods(JobsServiceBase):
     """Creates, finds, lists, ends."""
 
-    @edge
-    async def CreateJob(self, request: jobs_pb2.CreateJobRequest, context: Context) -> jobs_pb2.Job:
+    @handle_errors
+    async def CreateJob(self, request: jobs_pb2.CreateJobRequest, context: CallContext) -> jobs_pb2.Job:
         """Create, or find, a job."""
         check_creation(request)
         submissions = await self._submissions()
         # Each job has a request key: jobs are listed by them.
         name = request.request_id or uuid.uuid4().hex
-        uid = await submissions.create(name, request.spec_json, request.mode == jobs_pb2.START_MODE_NEW, caller().name)
+        uid = await submissions.create(
+            name, request.spec_json, request.mode == jobs_pb2.START_MODE_NEW, current_caller().name
+        )
         if not may_see(await self._jobs.namespace(uid)):
             raise Conflict(
                 f"request id {request.request_id!r} is taken", fix="Choose another, that nobody else comes to choose"
             )
         return await self._describe(uid, quick=True)
 
-    @edge
-    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: Context) -> jobs_pb2.Job:
+    @handle_errors
+    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: CallContext) -> jobs_pb2.Job:
         """One job."""
         return await self._describe(await self._find(request.job))
 
-    @edge
-    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Context) -> jobs_pb2.ListJobsReply:
+    @handle_errors
+    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: CallContext) -> jobs_pb2.ListJobsReply:
         """The jobs that the caller may see, the newest first, a page of them."""
         return await list_jobs(self._jobs, request)
 
-    @edge
-    async def PauseJob(self, request: jobs_pb2.PauseJobRequest, context: Context) -> jobs_pb2.Job:
+    @handle_errors
+    async def PauseJob(self, request: jobs_pb2.PauseJobRequest, context: CallContext) -> jobs_pb2.Job:
         """Have a job give its slots back at its next commit."""
-        return await self._change(request.job, paused(yes=True))
+        return await self._change(request.job, pause_change(yes=True))
 
-    @edge
-    async def ResumeJob(self, request: jobs_pb2.ResumeJobRequest, context: Context) -> jobs_pb2.Job:
+    @handle_errors
+    async def ResumeJob(self, request: jobs_pb2.ResumeJobRequest, context: CallContext) -> jobs_pb2.Job:
         """Have it go on."""
-        return await self._change(request.job, paused(yes=False))
+        return await self._change(request.job, pause_change(yes=False))
 
-    @edge
-    async def UpdateJob(self, request: jobs_pb2.UpdateJobRequest, context: Context) -> jobs_pb2.Job:
+    @handle_errors
+    async def UpdateJob(self, request: jobs_pb2.UpdateJobRequest, context: CallContext) -> jobs_pb2.Job:
         """Change what may change while a job runs."""
-        return await self._change(request.job, updated(request))
+        return await self._change(request.job, update_change(request))
 
     async def _change(self, name: str, change: Change) -> jobs_pb2.Job:
         uid = await self._find(name)
@@ -329,31 +349,31 @@ class Lifecycle(JobsDesk):
             raise JobEnded(f"job {name!r} has ended", fix="`gcore retry` begins it once more")
         return await self._describe(uid)
 
-    @edge
-    async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: Context) -> jobs_pb2.DeleteJobReply:
+    @handle_errors
+    async def DeleteJob(self, request: jobs_pb2.DeleteJobRequest, context: CallContext) -> jobs_pb2.DeleteJobReply:
         """Forget a job that has ended."""
         uid = await self._find(request.job)
         mirror, workers = await self._jobs.mirror(uid), (await self._jobs.cluster()).workers
-        check_ended(mirror, sum(worker.job_uid == uid for worker in workers))
-        await delete(self._jobs, mirror, files=request.files)
+        check_job_ended(mirror, sum(worker.job_uid == uid for worker in workers))
+        await delete_job(self._jobs, mirror, files=request.files)
         return jobs_pb2.DeleteJobReply()
 
-    @edge
-    async def RunEval(self, request: jobs_pb2.RunEvalRequest, context: Context) -> jobs_pb2.RunEvalReply:
+    @handle_errors
+    async def RunEval(self, request: jobs_pb2.RunEvalRequest, context: CallContext) -> jobs_pb2.RunEvalReply:
         """Have the weights of the step that is under way evaluated."""
         uid = await self._find(request.job)
-        who, now = caller().name, self._clock.wall()
-        version = await ask_for_evaluation(self._jobs.ledger(uid), self._looking(uid), who, now)
+        who, now = current_caller().name, self._clock.wall()
+        version = await request_evaluation(self._jobs.ledger(uid), self._looking(uid), who, now)
         return jobs_pb2.RunEvalReply(step=version.step, lineage=version.lineage)
 
-    @edge
-    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Context) -> jobs_pb2.Job:
+    @handle_errors
+    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: CallContext) -> jobs_pb2.Job:
         """End a job, at once or at its next commit."""
         uid = await self._find(request.job)
         if request.mode not in jobs_pb2.CancelMode.values():
             raise bad_field("mode", f"{request.mode} is no mode", "Use CANCEL_MODE_NOW or CANCEL_MODE_DRAIN")
         if request.mode == jobs_pb2.CANCEL_MODE_DRAIN:
-            await change_claim(self._jobs.store, uid, ending("cancelled on request"))
+            await change_claim(self._jobs.store, uid, end_change("cancelled on request"))
             return await self._describe(uid)
         ended = await (await self._submissions()).cancel(uid, "cancelled on request")
         try:
@@ -368,7 +388,7 @@ class Lifecycle(JobsDesk):
 # Who has which shards of a job's prompt stream, and how far each is, from the assignment and head alone. Pure.
 
 
-def shards_of(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
+def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
     """Every shard, in order. Of a job that has not begun each is at its first prompt, and nobody's."""
     assert mirror.job is not None
     shape = rules_of(mirror.job.record).shape
@@ -397,35 +417,39 @@ def shards_of(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
 T = TypeVar("T")
 
 
-class Accounts(JobsDesk):
+class ReportMethods(JobsServiceBase):
     """Reads the records, and what lies in the run's folder; writes a person's pin."""
 
-    @edge
-    async def AuditJob(self, request: jobs_pb2.AuditJobRequest, context: Context) -> jobs_pb2.AuditReport:
+    @handle_errors
+    async def AuditJob(self, request: jobs_pb2.AuditJobRequest, context: CallContext) -> jobs_pb2.AuditReport:
         """Recompute a job's accounts."""
         uid = await self._find(request.job)
-        return report_of(await self._jobs.audit(uid))
+        return audit_report(await self._jobs.audit(uid))
 
-    @edge
+    @handle_errors
     async def ListCheckpoints(
-        self, request: jobs_pb2.ListCheckpointsRequest, context: Context
+        self, request: jobs_pb2.ListCheckpointsRequest, context: CallContext
     ) -> jobs_pb2.ListCheckpointsReply:
         """A job's registered checkpoints."""
         mirror = await self._mirror(request.job)
         return await list_checkpoints(mirror, await self._jobs.holders(mirror))
 
-    @edge
-    async def ListShards(self, request: jobs_pb2.ListShardsRequest, context: Context) -> jobs_pb2.ListShardsReply:
+    @handle_errors
+    async def ListShards(self, request: jobs_pb2.ListShardsRequest, context: CallContext) -> jobs_pb2.ListShardsReply:
         """Who has which shards, and how far each is."""
-        return shards_of(await self._mirror(request.job))
+        return list_shards(await self._mirror(request.job))
 
-    @edge
-    async def GetPlacement(self, request: jobs_pb2.GetPlacementRequest, context: Context) -> jobs_pb2.PlacementReply:
+    @handle_errors
+    async def GetPlacement(
+        self, request: jobs_pb2.GetPlacementRequest, context: CallContext
+    ) -> jobs_pb2.PlacementReply:
         """How a job's slots are shared out."""
         return await self._placement(await self._find(request.job))
 
-    @edge
-    async def PinPlacement(self, request: jobs_pb2.PinPlacementRequest, context: Context) -> jobs_pb2.PlacementReply:
+    @handle_errors
+    async def PinPlacement(
+        self, request: jobs_pb2.PinPlacementRequest, context: CallContext
+    ) -> jobs_pb2.PlacementReply:
         """Fix something of it."""
         uid = await self._find(request.job)
         slots = sum(len(node.slots) for node in (await self._jobs.cluster()).nodes)
@@ -435,11 +459,11 @@ class Accounts(JobsDesk):
 
     async def _placement(self, uid: str) -> jobs_pb2.PlacementReply:
         mirror, listing = await self._jobs.mirror(uid), await self._jobs.cluster()
-        return placement_of(mirror, frozenset(node.name for node in listing.nodes))
+        return describe_placement(mirror, frozenset(node.name for node in listing.nodes))
 
-    @stream_edge
+    @handle_stream_errors
     async def GetSamples(
-        self, request: jobs_pb2.GetSamplesRequest, context: Context
+        self, request: jobs_pb2.GetSamplesRequest, context: CallContext
     ) -> AsyncGenerator[jobs_pb2.SampleGroup, None]:
         """What a step was trained on, as far as it is kept."""
         with self._room.place():
@@ -447,9 +471,9 @@ class Accounts(JobsDesk):
                 async for group in groups:
                     yield group
 
-    @stream_edge
+    @handle_stream_errors
     async def GetBooks(
-        self, request: jobs_pb2.GetBooksRequest, context: Context
+        self, request: jobs_pb2.GetBooksRequest, context: CallContext
     ) -> AsyncGenerator[jobs_pb2.BookOfNode, None]:
         """What the slots of a job did."""
         with self._room.place():
@@ -467,8 +491,8 @@ class Accounts(JobsDesk):
     async def _books(self, request: jobs_pb2.GetBooksRequest) -> Iterator[jobs_pb2.BookOfNode]:
         mirror = await self._mirror(request.job)
         if request.HasField("step"):
-            await self._jobs.collect(mirror, collect_books)
-        return await find_books(mirror, request.step if request.HasField("step") else None)
+            await self._jobs.collect(mirror, collect_accounts)
+        return await find_accounts(mirror, request.step if request.HasField("step") else None)
 
 
 async def _one_by_one(messages: Iterator[T]) -> AsyncGenerator[T, None]:
@@ -477,5 +501,5 @@ async def _one_by_one(messages: Iterator[T]) -> AsyncGenerator[T, None]:
         yield one
 
 
-class JobsService(Lifecycle, Streams, Accounts, Nodes, QuotaVerbs):
+class JobsService(LifecycleMethods, StreamMethods, ReportMethods, FleetMethods, QuotaMethods):
     """Implements gcore.api.v1.Jobs."""

@@ -34,8 +34,8 @@ from gcore.api.v1 import jobs_pb2_grpc
 from gcore.errors import GcoreError, did_you_mean
 from gcore.ledger.mirror import JobMirror
 from gcore.system.clock import Clock
-from gcore.system.concurrency import all_or_none, end_all
-from gcore.system.files import object_in
+from gcore.system.concurrency import cancel_all, gather_or_cancel
+from gcore.system.files import parse_object
 from gcore.worker.records import WorkerRecord
 
 # -------------------- log_lines
@@ -62,10 +62,10 @@ _BEGIN = re.compile(r"^(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def time_of(line: str) -> float:
+def line_time(line: str) -> float:
     """When a line says that it was written, in seconds since the epoch; 0: it does not. Without a zone it is this machine's."""
     if line.startswith("{"):
-        told = object_in(line)
+        told = parse_object(line)
         stamp = told.get("time") if told is not None else None
         if isinstance(stamp, int | float) and not isinstance(stamp, bool):
             return float(stamp)
@@ -86,7 +86,7 @@ def time_of(line: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LogPosition:
     """Up to where a log was read, the same for whoever reads it. `beginning` names its first bytes (`_name`), so that a log that was begun
     anew is told apart; `within`: inside of a line that is too long, whose rest is passed over."""
 
@@ -96,11 +96,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PositionedLine:
     """What it says, and where one that follows begins."""
 
     text: str
-    behind: Place
+    behind: LogPosition
 
 
 @dataclass
@@ -109,7 +109,7 @@ class LogReader:
 
     path: Path
     tail: int = 0
-    begin: Place = Place()
+    begin: LogPosition = LogPosition()
     _offset: int = 0
     """Up to which byte it was read."""
     _head: bytes = b""
@@ -120,12 +120,12 @@ class LogReader:
     """Whether the rest of that line is thrown away."""
     _opened: bool = field(default=False)
 
-    def start(self) -> Place | None:
+    def start(self) -> LogPosition | None:
         """Where it begins to read; None: the log is not there, or not as far as it was read elsewhere. Raises OSError."""
         with self._open() as file:
             return None if file is None or not self._is_open(file, last=False) else self._place(self._offset)
 
-    def read(self, *, last: bool = False) -> tuple[list[Line], bool]:
+    def read(self, *, last: bool = False) -> tuple[list[PositionedLine], bool]:
         """Some more lines, and whether there may be more at once. `last`: what has no line end is a line, too.
 
         A log that is not there has none. Raises OSError.
@@ -141,7 +141,7 @@ class LogReader:
             more = self._offset < size
         lines = list(self._lines(begin, data))
         if last and not more and self._rest:
-            lines.append(Line(_text(self._rest), self._place(self._offset)))
+            lines.append(PositionedLine(_text(self._rest), self._place(self._offset)))
             self._rest = b""
         return lines, more
 
@@ -166,11 +166,11 @@ class LogReader:
         if begin.offset:
             compared = min(begin.offset, HEAD_BYTES)
             if size >= compared and _name(_head_of(file, compared)) != begin.beginning:
-                begin = Place()  # it was begun anew
+                begin = LogPosition()  # it was begun anew
             elif size < begin.offset:
                 if not last:
                     return False  # as other nodes see it, it is longer: a shared folder may be a moment late
-                begin = Place()
+                begin = LogPosition()
             self._offset, self._too_long = begin.offset, begin.within
         elif self.tail:
             self._offset = _behind(file, size, self.tail)
@@ -178,10 +178,10 @@ class LogReader:
         self._opened = True
         return True
 
-    def _place(self, offset: int, *, within: bool = False) -> Place:
-        return Place(offset, _name(self._head[:offset]), within) if offset else Place()
+    def _place(self, offset: int, *, within: bool = False) -> LogPosition:
+        return LogPosition(offset, _name(self._head[:offset]), within) if offset else LogPosition()
 
-    def _lines(self, begin: int, data: bytes) -> Iterator[Line]:
+    def _lines(self, begin: int, data: bytes) -> Iterator[PositionedLine]:
         """Of `data`, which were read from `begin` on."""
         *whole, rest = data.split(b"\n")
         end = begin
@@ -190,13 +190,13 @@ class LogReader:
             if self._too_long:
                 self._too_long = False
             else:
-                yield Line(_text(self._rest + piece), self._place(end))
+                yield PositionedLine(_text(self._rest + piece), self._place(end))
             self._rest = b""
         if self._too_long:
             return
         self._rest += rest
         if len(self._rest) > 4 * MOST_CHARACTERS:  # told now, and the rest of it never
-            yield Line(_text(self._rest), self._place(end + len(rest), within=True))
+            yield PositionedLine(_text(self._rest), self._place(end + len(rest), within=True))
             self._rest, self._too_long = b"", True
 
 
@@ -250,7 +250,7 @@ MOST_TAIL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class WorkerLog:
     """One worker's."""
 
     path: Path
@@ -260,7 +260,7 @@ class Log:
     rank: int | None = None
 
 
-def check(request: pb.StreamLogsRequest) -> None:
+def check_log_request(request: pb.StreamLogsRequest) -> None:
     """Raises BadFields."""
     wrong = []
     if request.role and request.role not in ROLES:
@@ -279,13 +279,13 @@ def check(request: pb.StreamLogsRequest) -> None:
         raise bad_field("previous", "workers that are gone write nothing more", "Leave out --follow")
 
 
-def wanted(
+def select_logs(
     names: Collection[str],
     run_dir: Path,
     mirror: JobMirror,
     workers: Mapping[str, WorkerRecord],
     ask: pb.StreamLogsRequest,
-) -> list[Log]:
+) -> list[WorkerLog]:
     """Of the files of the folder, those that are asked for, by name."""
     uid = mirror.keys.uid
     living = {name for name, worker in workers.items() if worker.job_uid == uid}
@@ -298,7 +298,7 @@ def wanted(
         if (split := _split(name)) is None:
             continue
         instance, role, node = split
-        log = Log(run_dir / "logs" / name, instance, node, role, ranks.get(instance))
+        log = WorkerLog(run_dir / "logs" / name, instance, node, role, ranks.get(instance))
         is_there = instance in living
         if (
             (instance in begun or (not is_there if ask.previous else is_there or ended))
@@ -311,7 +311,7 @@ def wanted(
     return found
 
 
-def check_named(
+def check_log_names(
     ask: pb.StreamLogsRequest, nodes: Collection[str], workers: Collection[str], *, names: Collection[str], whole: bool
 ) -> None:
     """Raises NodeNotFound, WorkerNotFound for what is neither registered nor has a log in `names`. `whole`: these are all."""
@@ -341,7 +341,7 @@ def _split(name: str) -> tuple[str, str, str] | None:
 class _Read:
     """A log that is being told."""
 
-    log: Log
+    log: WorkerLog
     reader: LogReader
     time: float
     """The newest that a line said."""
@@ -351,7 +351,7 @@ class _Read:
 class LogStream:
     """Reads what `look` finds: the logs now, and whether nothing more will be written."""
 
-    look: Callable[[], Awaitable[tuple[Sequence[Log], bool]]]
+    look: Callable[[], Awaitable[tuple[Sequence[WorkerLog], bool]]]
     ask: pb.StreamLogsRequest
     clock: Clock
     _reads: dict[str, _Read] = field(default_factory=dict)
@@ -382,12 +382,12 @@ class LogStream:
                 return
             await self.clock.sleep(LOOK_S)
 
-    async def _begin(self, log: Log, *, first: bool) -> pb.LogLine | None:
+    async def _begin(self, log: WorkerLog, *, first: bool) -> pb.LogLine | None:
         """Where it is begun with, for whoever wants to know: where the last lines begin is lost with this stream. Who goes on knows it of
         those that were there, so that of the others all is new, as it is of a worker that came while others were followed."""
         after = next((one for one in self.ask.after if one.instance == log.instance), None)
         if after is not None:
-            place = Place(after.offset, after.beginning, after.within)
+            place = LogPosition(after.offset, after.beginning, after.within)
             self._reads[log.instance] = _Read(log, LogReader(log.path, begin=place), after.time)
             return None
         reader = LogReader(log.path, tail=self.ask.tail if first and not self.ask.after else 0)
@@ -398,9 +398,9 @@ class LogStream:
             begin = await asyncio.to_thread(reader.start)
         return None if begin is None else pb.LogLine(mark=pb.LOG_MARK_BEGIN, place=_placed(log, begin, 0.0))
 
-    def _line(self, one: _Read, line: Line) -> pb.LogLine | None:
+    def _line(self, one: _Read, line: PositionedLine) -> pb.LogLine | None:
         """None for what was written too early. A line that says no time was written when the one before it was."""
-        time = time_of(line.text)
+        time = line_time(line.text)
         one.time = time or one.time
         if self.ask.since and one.time < self.ask.since:
             return None
@@ -413,21 +413,21 @@ class LogStream:
         return told
 
 
-def _placed(log: Log, place: Place, time: float) -> pb.LogPlace:
+def _placed(log: WorkerLog, place: LogPosition, time: float) -> pb.LogPlace:
     return pb.LogPlace(
         instance=log.instance, offset=place.offset, beginning=place.beginning, within=place.within, time=time
     )
 
 
 @contextlib.contextmanager
-def _reading(log: Log) -> Iterator[None]:
+def _reading(log: WorkerLog) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise GcoreError(f"a log cannot be read ({error.strerror or error})", where=str(log.path)) from error
 
 
-def names_in(run_dir: Path) -> list[str]:
+def log_names(run_dir: Path) -> list[str]:
     """The files of the folder of logs; none where there is no such folder. Raises GcoreError. Blocks."""
     try:
         return [entry.name for entry in (run_dir / "logs").iterdir()]
@@ -450,7 +450,7 @@ HELD = 64
 """Lines that wait for a client that reads slowly."""
 
 
-def of_peer(connector: Connector, node: str, address: str, request: pb.StreamLogsRequest) -> Source:
+def peer_logs(connector: Connector, node: str, address: str, request: pb.StreamLogsRequest) -> Source:
     """What a node's daemon tells of its own logs. `request` names the job by its uid: a peer is asked by a daemon, in whose namespace a
     name may be another's job."""
 
@@ -472,7 +472,7 @@ def of_peer(connector: Connector, node: str, address: str, request: pb.StreamLog
     return lines
 
 
-async def merged(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, None]:
+async def merge_logs(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, None]:
     """The lines of all sources, each source's in its order. Raises what one of them raises."""
     if len(sources) == 1:
         async with aclosing(sources[0]()) as lines:
@@ -486,7 +486,7 @@ async def merged(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, None]:
             async for line in lines:
                 await waiting.put(line)
 
-    bringing = asyncio.create_task(all_or_none(bring(source) for source in sources), name="logs of peers")
+    bringing = asyncio.create_task(gather_or_cancel(bring(source) for source in sources), name="logs of peers")
     try:
         while not (bringing.done() and waiting.empty()):
             getting = asyncio.ensure_future(waiting.get())
@@ -500,4 +500,4 @@ async def merged(sources: Sequence[Source]) -> AsyncGenerator[pb.LogLine, None]:
             yield told
         bringing.result()
     finally:
-        await end_all([bringing])
+        await cancel_all([bringing])

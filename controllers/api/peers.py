@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import grpc
 
-from controllers.api.edge.access import Role, caller
-from controllers.api.edge.errors import Context, NotFound, edge, stream_edge
-from controllers.api.edge.server import StreamRoom
+from controllers.api.edge.access import Role, current_caller
+from controllers.api.edge.errors import CallContext, NotFound, handle_errors, handle_stream_errors
+from controllers.api.edge.server import StreamLimiter
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc, placement_pb2_grpc
 from gcore.api.v1 import placement_pb2 as v1_pb
@@ -34,7 +34,7 @@ from gcore.ledger.records import slot_accounting as books_file
 from gcore.observability import samples
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobRunner
+    from controllers.job.runner import JobSession
 
 CHUNK_BYTES = 1 << 20
 
@@ -43,7 +43,7 @@ SERVED = frozenset(
     {
         "checkpoints",
         "weights",
-        archive.ARCHIVE_FOLDER,
+        archive.LOG_FOLDER,
         archive.EVALUATIONS,
         receipts.FOLDER,
         samples.FOLDER,
@@ -69,26 +69,28 @@ FolderOf = Callable[[str], Awaitable[Path]]
 class FilesService(files_pb2_grpc.FilesServicer):
     """Implements gcore.api.v1.Files."""
 
-    def __init__(self, folder_of: FolderOf, trouble: Callable[[], str] = str, room: StreamRoom | None = None) -> None:
+    def __init__(
+        self, folder_of: FolderOf, trouble: Callable[[], str] = str, room: StreamLimiter | None = None
+    ) -> None:
         """`trouble`: why the store cannot be brought back, if that is known here. `room`: for how many files that are read at once; None:
         as usual. Daemons need no place: a run goes on with what they fetch here, and each fetches one file of a job at a time."""
         self._folder_of = folder_of
         self.trouble = trouble
-        self._room = room or StreamRoom(ApiConfig().streams)
+        self._room = room or StreamLimiter(ApiConfig().streams)
 
-    @edge
-    async def List(self, request: pb.ListFilesRequest, context: Context) -> pb.ListFilesReply:
+    @handle_errors
+    async def List(self, request: pb.ListFilesRequest, context: CallContext) -> pb.ListFilesReply:
         """The files of a folder."""
-        parts = parts_of(request.folder)
+        parts = parse_path(request.folder)
         run_dir = await self._folder_of(request.job_uid)
-        found = await asyncio.to_thread(listed, run_dir, parts)
+        found = await asyncio.to_thread(list_files, run_dir, parts)
         return pb.ListFilesReply(files=[pb.FileInfo(name=name, size=size) for name, size in sorted(found.items())])
 
-    @stream_edge
-    async def Read(self, request: pb.ReadFileRequest, context: Context) -> AsyncGenerator[pb.FileChunk, None]:
+    @handle_stream_errors
+    async def Read(self, request: pb.ReadFileRequest, context: CallContext) -> AsyncGenerator[pb.FileChunk, None]:
         """A file, from an offset to where it ends when it is opened."""
-        with contextlib.nullcontext() if caller().role is Role.NODE else self._room.place():
-            parts = parts_of(request.file)
+        with contextlib.nullcontext() if current_caller().role is Role.NODE else self._room.place():
+            parts = parse_path(request.file)
             run_dir = await self._folder_of(request.job_uid)
             file, left = await asyncio.to_thread(_opened, run_dir, parts, request.offset)
             digest = hashlib.sha256()
@@ -106,7 +108,7 @@ class FilesService(files_pb2_grpc.FilesServicer):
                 file.close()
 
 
-def parts_of(path: str) -> tuple[str, ...]:
+def parse_path(path: str) -> tuple[str, ...]:
     """A path below the run's folder, in its parts. Raises UsageError for one that is not served."""
     parts = tuple(path.split("/"))
     if parts[0] not in SERVED or not all(_PLAIN.fullmatch(part) for part in parts):
@@ -116,7 +118,7 @@ def parts_of(path: str) -> tuple[str, ...]:
     return parts
 
 
-def listed(run_dir: Path, parts: tuple[str, ...]) -> dict[str, int]:
+def list_files(run_dir: Path, parts: tuple[str, ...]) -> dict[str, int]:
     """The plain files below a folder of the run, and their sizes; none where it is not. Raises GcoreError. Blocks."""
     try:
         with _directory(run_dir, parts) as handle:
@@ -190,13 +192,13 @@ def _unreadable(parts: tuple[str, ...], error: OSError) -> GcoreError:
 class PlacementService(placement_pb2_grpc.PlacementServicer):
     """Implements gcore.api.v1.Placement."""
 
-    def __init__(self, runner: Callable[[str], JobRunner | None], trouble: Callable[[], str] = str) -> None:
+    def __init__(self, runner: Callable[[str], JobSession | None], trouble: Callable[[], str] = str) -> None:
         """`trouble`: why the store cannot be brought back, if that is known here."""
         self._runner = runner
         self.trouble = trouble
 
-    @edge
-    async def Loads(self, request: v1_pb.LoadsRequest, context: Context) -> v1_pb.LoadsReply:
+    @handle_errors
+    async def Loads(self, request: v1_pb.LoadsRequest, context: CallContext) -> v1_pb.LoadsReply:
         """What the engines that this controller sees to have to do."""
         runner = self._runner(request.job_uid)
         if runner is None or not runner.is_working:

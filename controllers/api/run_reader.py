@@ -21,28 +21,28 @@ from gcore.config.spec import SamplesSpec
 from gcore.errors import GcoreError, Unreachable
 from gcore.ledger import archive as store_copy
 from gcore.ledger.archive import ArchivedLog
-from gcore.ledger.audit.audit import Standing, audit
+from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.audit.chain import Audit, Finding
 from gcore.ledger.audit.receipts import ReceiptFolder
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint
 from gcore.ledger.records.job import JobPhase
-from gcore.ledger.records.slot_accounting import line_of, step_lines
-from gcore.ledger.retention import Retention, why_kept
+from gcore.ledger.records.slot_accounting import encode_line, read_step_lines
+from gcore.ledger.retention import Retention, keep_reasons
 from gcore.ledger.selection import rules_of
 from gcore.models.layout import CHECKPOINTS, MANIFEST_FILE, CheckpointDamaged, checkpoints_in, read_manifest
 from gcore.observability import samples as kept_samples
 from gcore.observability.samples import (
     KeptGroup,
+    KeptResponse,
     KeptText,
     Order,
-    Response,
     Selection,
     find_kept,
     find_version,
-    responses_of,
-    select,
-    standing,
+    select_groups,
+    sort_responses,
+    step_status,
 )
 from gcore.schema import UnreadableRecord
 from gcore.store.types import WatchBatch
@@ -75,7 +75,7 @@ async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iter
         return find_version(kept, head, spec, step, ended=ended)
 
     picked = await asyncio.to_thread(_pick, run_dir, request, find)
-    return _messages(picked, _STANDINGS[standing(head, picked.version)] if head is not None else None)
+    return _messages(picked, _STANDINGS[step_status(head, picked.version)] if head is not None else None)
 
 
 def samples_of_folder(run_dir: Path, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
@@ -100,7 +100,7 @@ def _pick(
     with _reading(run_dir):
         version = find(kept_samples.kept_steps(run_dir), request.step if request.HasField("step") else None)
         groups = kept_samples.list_groups(run_dir, version)
-        selection = select(groups, source=request.source, order=order, limit=request.limit)
+        selection = select_groups(groups, source=request.source, order=order, limit=request.limit)
         known, wanted = kept_samples.list_advantages(run_dir, version), {group.digest for group in selection.groups}
     return _Picked(version, selection, {name: lines for name, lines in known.items() if name in wanted}, order)
 
@@ -115,8 +115,8 @@ def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.Sa
     for where in picked.selection.groups:
         with _reading(where.file.parent):
             group = kept_samples.read_group(where)
-        advantages = kept_samples.advantages_in(picked.advantages.get(where.digest, ()))
-        message = _group(group, responses_of(group, advantages, picked.order))
+        advantages = kept_samples.parse_advantages(picked.advantages.get(where.digest, ()))
+        message = _group(group, sort_responses(group, advantages, picked.order))
         message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
         if stands is not None:
             message.standing = stands
@@ -133,7 +133,7 @@ def _reading(where: Path) -> Iterator[None]:
         raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(where)) from error
 
 
-def _group(group: KeptGroup, responses: tuple[Response, ...]) -> pb.SampleGroup:
+def _group(group: KeptGroup, responses: tuple[KeptResponse, ...]) -> pb.SampleGroup:
     return pb.SampleGroup(
         ref=str(group.ref),
         digest=group.digest,
@@ -147,7 +147,7 @@ def _group(group: KeptGroup, responses: tuple[Response, ...]) -> pb.SampleGroup:
     )
 
 
-def _response(one: Response) -> pb.SampleResponse:
+def _response(one: KeptResponse) -> pb.SampleResponse:
     sample, advantage = one.sample, one.advantage
     message = pb.SampleResponse(
         index=one.index,
@@ -179,7 +179,7 @@ def _text(text: KeptText) -> pb.SampleText:
 # folder: an entry that leaves the store stands in the folder before, and a receipt before the commit that needs it.
 
 
-class NoCopy(Unreachable):
+class NoRecordsCopy(Unreachable):
     """A run's folder does not hold what an audit needs, so only a cluster can answer. No violation: nothing was audited."""
 
 
@@ -207,44 +207,46 @@ def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
     assert mirror.head is not None
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     receipts = ReceiptFolder(run_dir)
-    standing = Standing(
+    standing = AuditInputs(
         seals=[stored.record for stored in mirror.seals.values()],
         offers=[stored.record for stored in mirror.offers.values()],
         checkpoints=mirror.checkpoints.record.entries if mirror.checkpoints is not None else (),
         phase=mirror.status.record.phase if mirror.status is not None else None,
     )
-    found = audit(rules_of(mirror.job.record), mirror.head.record, log, receipts, standing)
+    found = audit_records(rules_of(mirror.job.record), mirror.head.record, log, receipts, standing)
     return found.with_problems((*(one.why for one in mirror.unreadable.values()), *log.problems, *receipts.problems))
 
 
 def audit_of_folder(run_dir: Path) -> Audit:
-    """Of a run that has ended, from its folder alone. Raises NoCopy. Blocks on the disk."""
+    """Of a run that has ended, from its folder alone. Raises NoRecordsCopy. Blocks on the disk."""
     try:
-        copy = store_copy.read(run_dir)
+        copy = store_copy.read_copy(run_dir)
     except OSError as error:
-        raise NoCopy(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+        raise NoRecordsCopy(
+            f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)
+        ) from error
     except UnreadableRecord as error:
         return Audit((Finding("record", str(error)),))
     if copy is None:
-        raise NoCopy(
+        raise NoRecordsCopy(
             "the run's folder has no copy of the job's records",
-            where=str(run_dir / store_copy.FOLDER),
+            where=str(run_dir / store_copy.COPY_FOLDER),
             fix="Start its cluster (`gcore up`) and ask again: the copy is written when a job ends, or is audited after",
         )
     return audit_of_records(copy.uid, copy.batch, run_dir)
 
 
-def run_of(runs: Path, job: str) -> Path | None:
+def find_run(runs: Path, job: str) -> Path | None:
     """The folder of the newest run of that name or uid under `runs` that holds a copy; None if there is none.
 
     One whose copy is damaged goes by its folder's name, and by when that was changed: that it is damaged is for the audit to say.
     """
     found: list[tuple[float, Path]] = []
-    for folder in runs.glob(f"*/{store_copy.FOLDER}"):
+    for folder in runs.glob(f"*/{store_copy.COPY_FOLDER}"):
         run_dir = folder.parent
         with contextlib.suppress(OSError):
             try:
-                copy = store_copy.read(run_dir)
+                copy = store_copy.read_copy(run_dir)
                 if copy is not None and job in (copy.uid, copy.job.name):
                     found.append((copy.job.created, run_dir))
             except UnreadableRecord:
@@ -254,7 +256,7 @@ def run_of(runs: Path, job: str) -> Path | None:
     return max(found)[1] if found else None
 
 
-def report_of(found: Audit) -> pb.AuditReport:
+def audit_report(found: Audit) -> pb.AuditReport:
     """As it is answered."""
     by_node: dict[str, int] = {}
     for holder, count in found.groups_by_holder.items():
@@ -322,14 +324,14 @@ def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
         return {}
     head, entries = mirror.head.record, mirror.checkpoints.record.entries
     evaluations = (stored.record for stored in mirror.evaluations.values())
-    reasons = why_kept(head, entries, Retention.of(stored_spec(mirror.job.record.spec), head, evaluations))
+    reasons = keep_reasons(head, entries, Retention.of(stored_spec(mirror.job.record.spec), head, evaluations))
     return {one: reasons.get(one, frozenset()) for one in entries if one.file}
 
 
 def _left(run_dir: Path, uid: str) -> dict[Checkpoint, Collection[str]]:
     """The same from the copy of the records in the run's folder; nothing if there is none, or it is damaged."""
     with contextlib.suppress(OSError, GcoreError):
-        copy = store_copy.read(run_dir)
+        copy = store_copy.read_copy(run_dir)
         if copy is not None and copy.uid == uid:
             return _registered(store_copy.mirror_of(uid, copy.batch))
     return {}
@@ -377,25 +379,25 @@ def _size(folder: Path) -> int:
 # What a job's slots did, for whoever asks: the newest steps from the store's records, any other from the run's folder.
 
 
-class NoBooks(NotFound):
+class NoAccounts(NotFound):
     """Nobody has booked what was asked for."""
 
 
-async def find_books(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:
-    """Node by node, each read when it is asked for, which blocks. Raises NoBooks, and GcoreError if the folder cannot be read, now or
+async def find_accounts(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:
+    """Node by node, each read when it is asked for, which blocks. Raises NoAccounts, and GcoreError if the folder cannot be read, now or
     then."""
     assert mirror.job is not None
     if step is None:
         return iter(list(_newest(mirror)))
-    return await asyncio.to_thread(books_of_folder, Path(mirror.job.record.run_dir), step)
+    return await asyncio.to_thread(folder_accounts, Path(mirror.job.record.run_dir), step)
 
 
-def books_of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
-    """A step's. Raises NoBooks, GcoreError. Blocks on the disk."""
+def folder_accounts(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
+    """A step's. Raises NoAccounts, GcoreError. Blocks on the disk."""
     books = _of_folder(run_dir, step)
     first = next(books, None)
     if first is None:
-        raise NoBooks(
+        raise NoAccounts(
             f"no node has booked step {step}",
             fix="A step is booked a moment after it is committed; `gcore describe` shows the newest",
         )
@@ -404,9 +406,9 @@ def books_of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
 
 def _of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
     try:
-        for line in step_lines(run_dir, step):
+        for line in read_step_lines(run_dir, step):
             lineage = line.book.version.lineage
-            yield pb.BookOfNode(node=line.node, lineage=lineage, step=step, book_json=line_of(line))
+            yield pb.BookOfNode(node=line.node, lineage=lineage, step=step, book_json=encode_line(line))
     except OSError as error:
         raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
 

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import NamespaceNotFound, NotFound
 from controllers.api.run_reader import audit_of_records
-from controllers.storage.peer_files import NotFetched
-from controllers.storage.run_folder import OwnFolder, OwnFolders, collect_records, is_apart, run_folder, seen_here
+from controllers.storage.peer_files import FetchFailed
+from controllers.storage.run_folder import (
+    LocalRunFolder,
+    LocalRunFolders,
+    collect_records,
+    has_own_folder,
+    localize_mirror,
+    run_folder,
+)
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.tokens import TokenRecord
 from gcore.errors import did_you_mean
@@ -23,14 +30,14 @@ from gcore.ledger import archive as store_copy
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.audit.chain import Audit
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.cluster import Claim, Queued, Quotas, Shares, SickSlots
+from gcore.ledger.records.cluster import Claim, QueuePosition, Quotas, Shares, SickSlots
 from gcore.ledger.records.job import JobRecord, NodeRecord
-from gcore.ledger.transactions import Ledger, Stored
+from gcore.ledger.transactions import TransactionExecutor, Versioned
 from gcore.models.layout import checkpoints_in
 from gcore.schema import Record, UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys
-from gcore.store.types import KeyValue, Listing, Store, WatchBatch, WatchEvent
+from gcore.store.types import KeyListing, KeyValue, Store, WatchBatch, WatchEvent
 from gcore.worker.records import WorkerRecord
 
 if TYPE_CHECKING:
@@ -51,16 +58,16 @@ class ClusterListing:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnStorage:
+class LocalStorage:
     """Where runs lie on this node, if it shares no folder with others."""
 
     node: str
     run_root: Path
-    folders: OwnFolders
+    folders: LocalRunFolders
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableJob:
     """A job of which a record is damaged, or of a version that this one does not know; `name` may be empty."""
 
     uid: str
@@ -68,13 +75,13 @@ class Unreadable:
     why: str
 
 
-class StoredJobs:
+class StoreReader:
     """Reads. Raises StoreUnavailable."""
 
     def __init__(
         self,
         store: Store,
-        own: OwnStorage | None = None,
+        own: LocalStorage | None = None,
         cluster: Callable[[], ClusterMirror | None] = lambda: None,
     ) -> None:
         """`cluster`: what this daemon hears of it at the moment, if anything."""
@@ -109,9 +116,9 @@ class StoredJobs:
         """A job as it stands."""
         return self._here(JobMirror(JobKeys(uid)).fold(await self.batch(uid)))
 
-    def ledger(self, uid: str) -> Ledger:
+    def ledger(self, uid: str) -> TransactionExecutor:
         """Makes transactions on a job's records."""
-        return Ledger(self._store, JobKeys(uid))
+        return TransactionExecutor(self._store, JobKeys(uid))
 
     @property
     def store(self) -> Store:
@@ -124,17 +131,19 @@ class StoredJobs:
         return "" if self._own is None else self._own.node
 
     def _here(self, mirror: JobMirror) -> JobMirror:
-        return mirror if self._own is None else seen_here(mirror, self._own.run_root)
+        return mirror if self._own is None else localize_mirror(mirror, self._own.run_root)
 
     async def own_folder(self, uid: str) -> Path:
         """This node's own folder of a run, out of which it serves files. Raises NotFound for a job whose nodes share one."""
         kv = await self._store.get(JobKeys(uid).job)
         job = None if kv is None else JobRecord.decode(kv.value, kv.key)
-        if job is None or not may_see(job.namespace) or self._own is None or not is_apart(job):
+        if job is None or not may_see(job.namespace) or self._own is None or not has_own_folder(job):
             raise NotFound(f"there is no job {uid[:40]!r} whose nodes have folders of their own", fix="Ask for another")
         return run_folder(job, self._own.run_root)
 
-    async def collect(self, mirror: JobMirror, what: Callable[[OwnFolder, Mapping[str, str]], Awaitable[None]]) -> None:
+    async def collect(
+        self, mirror: JobMirror, what: Callable[[LocalRunFolder, Mapping[str, str]], Awaitable[None]]
+    ) -> None:
         """Bring here what peers have more of a run's files, where nodes share no folder, as far as they give it."""
         own = self._own_of(mirror)
         if own is not None:
@@ -149,14 +158,14 @@ class StoredJobs:
         for version in await asyncio.to_thread(checkpoints_in, own.files.run_dir):
             found.setdefault(f"{version.lineage}-{version.step}", []).append(self._own.node)
         for node, address in sorted((await self.peers()).items()):
-            with contextlib.suppress(NotFetched):
+            with contextlib.suppress(FetchFailed):
                 names = await own.files.list(address, "checkpoints")
                 for folder in sorted({name.partition("/")[0] for name in names}):
                     found.setdefault(folder, []).append(node)
         return found
 
-    def _own_of(self, mirror: JobMirror) -> OwnFolder | None:
-        if mirror.job is None or self._own is None or not is_apart(mirror.job.record):
+    def _own_of(self, mirror: JobMirror) -> LocalRunFolder | None:
+        if mirror.job is None or self._own is None or not has_own_folder(mirror.job.record):
             return None
         return self._own.folders.of(mirror.job.record.uid, Path(mirror.job.record.run_dir))
 
@@ -170,16 +179,16 @@ class StoredJobs:
         listing = await self._store.newest(keys.REQUESTS, limit, before)
         return [(kv.value.decode(errors="replace"), kv.create_revision) for kv in listing.kvs]
 
-    async def summary(self, uid: str) -> JobMirror | Unreadable | None:
+    async def summary(self, uid: str) -> JobMirror | UnreadableJob | None:
         """What a list tells of a job: a few of its records, however many it has. None: it is not there."""
         job_keys = JobKeys(uid)
         names = (job_keys.job, job_keys.state, job_keys.head, job_keys.assign, job_keys.checkpoints)
         found = await asyncio.gather(*(self._store.get(name) for name in names))
         there = tuple(kv for kv in found if kv is not None)
         try:
-            mirror = self._here(JobMirror(job_keys).fold(_as_heard(Listing(there, 0))))
+            mirror = self._here(JobMirror(job_keys).fold(_as_heard(KeyListing(there, 0))))
         except UnreadableRecord as error:
-            return Unreadable(uid, _name_of(found[0]), str(error))
+            return UnreadableJob(uid, _name_of(found[0]), str(error))
         return mirror if mirror.job is not None else None
 
     async def namespace(self, uid: str) -> str:
@@ -201,10 +210,10 @@ class StoredJobs:
         nodes = _read(NodeRecord, await self._store.list(keys.NODES))
         return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
 
-    async def claim(self, uid: str) -> Stored[Claim] | None:
+    async def claim(self, uid: str) -> Versioned[Claim] | None:
         """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
         kv = await self._store.get(JobKeys(uid).active)
-        return None if kv is None else Stored(_claim(kv), kv.mod_revision)
+        return None if kv is None else Versioned(_claim(kv), kv.mod_revision)
 
     async def claims(self) -> dict[str, Claim]:
         """Of all jobs that have not ended, by uid."""
@@ -220,7 +229,7 @@ class StoredJobs:
             log.error("passed over: %s", error)
             return None
 
-    async def queue(self, *claims: Stored[Claim]) -> Mapping[str, Queued]:
+    async def queue(self, *claims: Versioned[Claim]) -> Mapping[str, QueuePosition]:
         """Who waits for slots, and why, as this daemon has worked it out for whoever asks, with these claims in it. Nobody, while it hears
         nothing of the cluster."""
         cluster = self._cluster()
@@ -231,7 +240,7 @@ class StoredJobs:
         """The nodes that are being left, and by node the slots that are sick."""
         listing = await self._store.list(keys.POOL)
         drained = {kv.key.removeprefix(keys.DRAINED) for kv in listing.kvs if kv.key.startswith(keys.DRAINED)}
-        of_sick = Listing(tuple(kv for kv in listing.kvs if kv.key.startswith(keys.SICK)), listing.revision)
+        of_sick = KeyListing(tuple(kv for kv in listing.kvs if kv.key.startswith(keys.SICK)), listing.revision)
         sick = {}
         for kv in of_sick.kvs:
             with contextlib.suppress(UnreadableRecord):
@@ -278,7 +287,7 @@ def _claim(kv: KeyValue) -> Claim:
         return Claim()
 
 
-def _read(kind: type[R], listing: Listing) -> Iterator[R]:
+def _read(kind: type[R], listing: KeyListing) -> Iterator[R]:
     for kv in listing.kvs:
         try:
             yield kind.decode(kv.value, kv.key)
@@ -286,18 +295,18 @@ def _read(kind: type[R], listing: Listing) -> Iterator[R]:
             log.error("passed over: %s", error)
 
 
-def _as_heard(listing: Listing) -> WatchBatch:
+def _as_heard(listing: KeyListing) -> WatchBatch:
     return WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True)
 
 
-def _leave_copy(uid: str, listing: Listing, run_dir: Path) -> None:
+def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
     """An audit is an answer, whether or not the folder takes the copy."""
     with contextlib.suppress(OSError, UnreadableRecord):
         mirror = mirror_of(uid, _as_heard(listing))
         if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
             return
-        if not store_copy.is_left(run_dir, mirror.head.record if mirror.head else None):
-            store_copy.leave(run_dir, "audit", uid, listing)
+        if not store_copy.has_copy(run_dir, mirror.head.record if mirror.head else None):
+            store_copy.write_copy(run_dir, "audit", uid, listing)
 
 
 # -------------------- namespaces
@@ -312,7 +321,7 @@ async def check_namespace(store: Store, namespace: str, used: Collection[str] = 
     fix = "`gcore quota` and `gcore usage` show those there are"
     if not may_see(namespace):
         raise NamespaceNotFound(f"there is no namespace {namespace[:80]!r}", fix=fix)
-    if namespace in (DEFAULT_NAMESPACE, *used) or caller().namespaces is not None:
+    if namespace in (DEFAULT_NAMESPACE, *used) or current_caller().namespaces is not None:
         return
     if (await store.newest(keys.NAMES + keys.full_name("", namespace), 1)).kvs:
         return

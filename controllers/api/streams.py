@@ -14,9 +14,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controllers.api.edge.errors import BadFields, Context, bad_field, stream_edge
-from controllers.api.job_messages import JobsDesk, waits_for_slots
-from controllers.api.logs import Log, LogStream, Source, check, check_named, merged, names_in, of_peer, wanted
+from controllers.api.edge.errors import BadFields, CallContext, bad_field, handle_stream_errors
+from controllers.api.job_messages import JobsServiceBase, waits_for_slots
+from controllers.api.logs import (
+    LogStream,
+    Source,
+    WorkerLog,
+    check_log_names,
+    check_log_request,
+    log_names,
+    merge_logs,
+    peer_logs,
+    select_logs,
+)
 from controllers.storage.run_folder import collect_records
 from controllers.telemetry.events import Event, EventLog
 from gcore.api.rpc import Violation
@@ -25,12 +35,12 @@ from gcore.errors import GcoreError, StoreUnavailable, did_you_mean
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry
-from gcore.observability.metrics_file import numbers
+from gcore.observability.metrics_file import finite_numbers
 from gcore.observability.step_metrics import STEP_STATS
 from gcore.store.keys import JobKeys
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobRunner
+    from controllers.job.runner import JobSession
 
 # -------------------- step_metrics
 # The numbers of a job's steps, in the order of its chain: those that left the store from the run's folder, the others from the log.
@@ -52,7 +62,7 @@ COUNTS = ("groups", "filtered", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StreamPosition:
     """Behind which steps come. `lineage` None: steps of any lineage with a greater number."""
 
     step: int
@@ -65,7 +75,7 @@ class Place:
         return (entry.lineage, entry.step) > (self.lineage, self.step)
 
 
-def place_of(request: pb.StreamMetricsRequest) -> Place:
+def parse_position(request: pb.StreamMetricsRequest) -> StreamPosition:
     """Where a stream begins. Raises BadFields."""
     wrong = []
     if request.after_step < 0:
@@ -76,10 +86,10 @@ def place_of(request: pb.StreamMetricsRequest) -> Place:
         wrong.append(Violation("names", f"has more than {MOST_NAMES} names"))
     if wrong:
         raise BadFields(wrong)
-    return Place(request.after_step, request.after_lineage if request.HasField("after_lineage") else None)
+    return StreamPosition(request.after_step, request.after_lineage if request.HasField("after_lineage") else None)
 
 
-def stored(mirror: JobMirror, behind: Place) -> Iterator[LogEntry]:
+def stored_steps(mirror: JobMirror, behind: StreamPosition) -> Iterator[LogEntry]:
     """The steps that the store has, in order."""
     for seq in sorted(mirror.log):
         entry = mirror.log[seq].record
@@ -87,7 +97,7 @@ def stored(mirror: JobMirror, behind: Place) -> Iterator[LogEntry]:
             yield entry
 
 
-def all_of(run_dir: Path, log: Mapping[int, LogEntry], behind: Place) -> Iterator[LogEntry]:
+def all_steps(run_dir: Path, log: Mapping[int, LogEntry], behind: StreamPosition) -> Iterator[LogEntry]:
     """The same with those that left the store. Reads them one by one. Raises GcoreError. Blocks on the disk."""
     try:
         archived = ArchivedLog(run_dir, log)
@@ -99,13 +109,13 @@ def all_of(run_dir: Path, log: Mapping[int, LogEntry], behind: Place) -> Iterato
         raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
 
 
-def unheard(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
+def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
     """Whether nothing can be said of some of `names`, for no step has been told. Raises BadFields for one that is unknown. Blocks, if
     the entries do."""
     asked = set(names) - STEP_STATS.keys() - set(COUNTS)
     told: set[str] = set()
     for entry in entries if asked else ():
-        told |= numbers(entry.stats).keys()
+        told |= finite_numbers(entry.stats).keys()
         if asked <= told:
             return False
     if asked and told and (unknown := sorted(asked - told)):
@@ -118,10 +128,10 @@ def unheard(names: Collection[str], entries: Iterable[LogEntry]) -> bool:
     return bool(asked)
 
 
-def message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
+def step_message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
     """A step as the API tells it."""
     kinds = (float(sum(one.kind == kind for one in entry.delta)) for kind in KINDS)
-    values = {**numbers(entry.stats), **dict(zip(COUNTS, kinds, strict=True))}
+    values = {**finite_numbers(entry.stats), **dict(zip(COUNTS, kinds, strict=True))}
     chosen = {name: value for name, value in values.items() if (not names or name in names) and math.isfinite(value)}
     return pb.StepMetrics(lineage=entry.lineage, step=entry.step, values=chosen)
 
@@ -142,11 +152,11 @@ HEARD_S = 20.0
 """For so long; then whoever asked is told so."""
 
 
-class Streams(JobsDesk):
+class StreamMethods(JobsServiceBase):
     """Each ends with the job."""
 
-    @stream_edge
-    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> AsyncGenerator[pb.JobEvent, None]:
+    @handle_stream_errors
+    async def WatchJob(self, request: pb.WatchJobRequest, context: CallContext) -> AsyncGenerator[pb.JobEvent, None]:
         """A job's events after a number, as they come; ends with the job."""
         with self._room.place():
             uid = await self._find(request.job)
@@ -163,27 +173,27 @@ class Streams(JobsDesk):
                         data_json=event.data_json,
                     )
 
-    @stream_edge
+    @handle_stream_errors
     async def StreamMetrics(
-        self, request: pb.StreamMetricsRequest, context: Context
+        self, request: pb.StreamMetricsRequest, context: CallContext
     ) -> AsyncGenerator[pb.StepMetrics, None]:
         """The numbers of a job's steps, as they are committed."""
-        place, names = place_of(request), frozenset(request.names)
+        place, names = parse_position(request), frozenset(request.names)
         with self._room.place():
             uid = await self._find(request.job)
             async with aclosing(self._steps(uid, place, names, follow=request.follow)) as steps:
                 async for entry in steps:
-                    yield message(entry, names)
+                    yield step_message(entry, names)
 
-    @stream_edge
-    async def StreamLogs(self, request: pb.StreamLogsRequest, context: Context) -> AsyncGenerator[pb.LogLine, None]:
+    @handle_stream_errors
+    async def StreamLogs(self, request: pb.StreamLogsRequest, context: CallContext) -> AsyncGenerator[pb.LogLine, None]:
         """What a job's workers wrote."""
-        check(request)
+        check_log_request(request)
         with self._room.place():
             sources = await self._logs(await self._find(request.job), request)
             if request.places:
                 yield pb.LogLine(mark=pb.LOG_MARK_BEGIN)
-            async with aclosing(merged(sources)) as lines:
+            async with aclosing(merge_logs(sources)) as lines:
                 async for line in lines:
                     yield line
             if request.places:
@@ -202,7 +212,7 @@ class Streams(JobsDesk):
         ask = pb.StreamLogsRequest()
         ask.CopyFrom(request)
         ask.job = uid
-        far = [of_peer(self._jobs.connector, name, at, ask) for name, at in sorted(others.items())]
+        far = [peer_logs(self._jobs.connector, name, at, ask) for name, at in sorted(others.items())]
         return far if request.node else [here, *far]
 
     async def _check_named(self, uid: str, mirror: JobMirror, request: pb.StreamLogsRequest) -> None:
@@ -211,50 +221,50 @@ class Streams(JobsDesk):
             return
         listing, apart = await self._jobs.cluster(), self._jobs.is_apart(mirror)
         assert mirror.job is not None
-        names = await asyncio.to_thread(names_in, Path(mirror.job.record.run_dir))
+        names = await asyncio.to_thread(log_names, Path(mirror.job.record.run_dir))
         workers = [worker.instance for worker in listing.workers if worker.job_uid == uid]
         nodes = [node.name for node in listing.nodes]
         # Where nodes share no folder, what the others have of workers that are gone is not seen from here.
-        check_named(request, nodes, workers, names=[] if apart else names, whole=not apart)
+        check_log_names(request, nodes, workers, names=[] if apart else names, whole=not apart)
 
     def _looking_for_logs(
         self, uid: str, request: pb.StreamLogsRequest
-    ) -> Callable[[], Awaitable[tuple[Sequence[Log], bool]]]:
-        async def look() -> tuple[Sequence[Log], bool]:
+    ) -> Callable[[], Awaitable[tuple[Sequence[WorkerLog], bool]]]:
+        async def look() -> tuple[Sequence[WorkerLog], bool]:
             runner = self._runner(uid)
             known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
             mirror = runner.mirror if request.follow and runner is not None and known else await self._jobs.mirror(uid)
             listing = await self._jobs.cluster()
             assert mirror.job is not None
             run_dir = Path(mirror.job.record.run_dir)
-            names = await asyncio.to_thread(names_in, run_dir)
+            names = await asyncio.to_thread(log_names, run_dir)
             workers = {worker.instance: worker for worker in listing.workers}
-            return wanted(names, run_dir, mirror, workers, request), _has_ended(mirror)
+            return select_logs(names, run_dir, mirror, workers, request), _has_ended(mirror)
 
         return look
 
     async def _steps(
-        self, uid: str, place: Place, names: Collection[str], *, follow: bool
+        self, uid: str, place: StreamPosition, names: Collection[str], *, follow: bool
     ) -> AsyncGenerator[LogEntry, None]:
         mirror = await self._jobs.mirror(uid)
         assert mirror.job is not None
         await self._jobs.collect(mirror, collect_records)
         log = {seq: one.record for seq, one in mirror.log.items()}
         run_dir = Path(mirror.job.record.run_dir)
-        in_doubt = await asyncio.to_thread(unheard, names, all_of(run_dir, log, Place(0)))
-        before = all_of(run_dir, log, place)
+        in_doubt = await asyncio.to_thread(has_no_values, names, all_steps(run_dir, log, StreamPosition(0)))
+        before = all_steps(run_dir, log, place)
         while some := await asyncio.to_thread(_some, before):
             for entry in some:
-                place = Place(entry.step, entry.lineage)
+                place = StreamPosition(entry.step, entry.lineage)
                 yield entry
         runner = await self._settled(uid) if follow else None
         while runner is not None:
             seen, over = runner.changes.count, runner.closed or _has_ended(runner.mirror)
-            for entry in islice(stored(runner.mirror, place), AT_ONCE):
-                place = Place(entry.step, entry.lineage)
-                in_doubt = in_doubt and unheard(names, [entry])
+            for entry in islice(stored_steps(runner.mirror, place), AT_ONCE):
+                place = StreamPosition(entry.step, entry.lineage)
+                in_doubt = in_doubt and has_no_values(names, [entry])
                 yield entry
-            if over and next(stored(runner.mirror, place), None) is None:
+            if over and next(stored_steps(runner.mirror, place), None) is None:
                 return
             if not over and runner.changes.count == seen:
                 await runner.changes.wait()
@@ -297,7 +307,7 @@ class Streams(JobsDesk):
             await self._clock.sleep(LOOK_S)
         return not _has_ended(await self._jobs.mirror(uid))
 
-    async def _settled(self, uid: str) -> JobRunner | None:
+    async def _settled(self, uid: str) -> JobSession | None:
         """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
         end, rest = self._clock.monotonic() + HEARD_S, SOON_S
         while self._clock.monotonic() < end:

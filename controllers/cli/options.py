@@ -17,7 +17,7 @@ from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.quickstart import NAMES
 
 if TYPE_CHECKING:
-    from gcore.client.contexts import Reached
+    from gcore.client.contexts import ClusterAddress
     from gcore.client.jobs import JobsClient
 
 # -------------------- completing
@@ -61,7 +61,7 @@ def _ask(
 ) -> list[tuple[str, str]]:
     import asyncio
 
-    from gcore.client.calls import Patience
+    from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.system.clock import SystemClock
 
@@ -69,7 +69,7 @@ def _ask(
     home = Path(context.params.get("home") or os.environ.get("GCORE_HOME") or ".gcore")
 
     async def talk() -> list[tuple[str, str]]:
-        patience, cluster = Patience(call_s=WITHIN_S, probe_s=WITHIN_S), find_cluster(address, home)
+        patience, cluster = WaitPolicy(call_s=WITHIN_S, probe_s=WITHIN_S), find_cluster(address, home)
         reached = JobsClient(cluster.addresses, clock=SystemClock(), patience=patience, connector=cluster.connector)
         async with reached as client:
             return await asyncio.wait_for(what(client), WITHIN_S)
@@ -80,7 +80,7 @@ def _ask(
         return []
 
 
-def utf8(word: str | None) -> str | None:
+def check_utf8(word: str | None) -> str | None:
     """The word, if it can be sent to a controller. Raises UsageError: the shell may hand over any bytes."""
     try:
         (word or "").encode()
@@ -136,13 +136,13 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YA
 JobName = Annotated[
     str,
     typer.Argument(
-        metavar="JOB", help="A job's name, NAMESPACE/NAME or uid.", callback=utf8, autocompletion=complete_job
+        metavar="JOB", help="A job's name, NAMESPACE/NAME or uid.", callback=check_utf8, autocompletion=complete_job
     ),
 ]
 
 
 NodeName = Annotated[
-    str, typer.Argument(metavar="NODE", help="A node's name.", callback=utf8, autocompletion=complete_node)
+    str, typer.Argument(metavar="NODE", help="A node's name.", callback=check_utf8, autocompletion=complete_node)
 ]
 
 
@@ -172,17 +172,17 @@ DEFAULT_SLOTS = "cpu:2"
 # the one of the current context; and what it shows of whoever called it (`gcore.contexts`).
 
 
-def find_cluster(address: str | None, home: Path) -> Reached:
+def find_cluster(address: str | None, home: Path) -> ClusterAddress:
     """Where a cluster answers, and how to talk to it. Raises UsageError, and Unreachable if none is up in `home` and no other is known."""
-    from gcore.client.contexts import reach
+    from gcore.client.contexts import choose_cluster
 
     if address is not None:
-        return reach(os.environ, addresses_in(address))
+        return choose_cluster(os.environ, parse_addresses(address))
     from gcore.config.local_cluster import LocalCluster
 
     local = LocalCluster.load(home)
-    found = reach(os.environ, local=local is not None)
-    return found if found.addresses else reach(os.environ, find_addresses(None, home), local=True)
+    found = choose_cluster(os.environ, local=local is not None)
+    return found if found.addresses else choose_cluster(os.environ, find_addresses(None, home), local=True)
 
 
 def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
     Raises UsageError for an address that is none, Unreachable if no cluster is up in `home`.
     """
     if address is not None:
-        return addresses_in(address)
+        return parse_addresses(address)
     from gcore.config.local_cluster import FILE_NAME, LocalCluster  # not for --help
 
     cluster = LocalCluster.load(home)
@@ -205,7 +205,7 @@ def find_addresses(address: str | None, home: Path) -> tuple[str, ...]:
     return cluster.addresses
 
 
-def addresses_in(text: str) -> tuple[str, ...]:
+def parse_addresses(text: str) -> tuple[str, ...]:
     """`host:port`, or several with commas. Raises UsageError."""
     return tuple(_checked(part.strip()) for part in text.split(","))
 
@@ -223,7 +223,7 @@ T = TypeVar("T")
 INTERRUPTED = 130
 
 
-def examples(verb: str) -> str:
+def verb_examples(verb: str) -> str:
     """The epilog of a verb that takes a job."""
     return f"""
 [bold]Examples[/bold]
@@ -234,7 +234,7 @@ gcore {verb} arithmetic --address 10.0.0.7:7700 -o json
 """
 
 
-def call(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
+def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
     """Run one conversation with the cluster."""
     import asyncio
 
@@ -260,7 +260,7 @@ PREPARED = ".cache/examples"
 """Where `gcore prepare` puts what it makes, unless it is told another folder."""
 
 
-def program() -> str:
+def program_name() -> str:
     """The first words of a command: `gcore` if a shell finds this one by that name, else as it was called."""
     called = Path(sys.argv[0])
     found = shutil.which("gcore")
@@ -271,12 +271,12 @@ def program() -> str:
     return relative if not relative.startswith("..") else str(called)
 
 
-def as_called(text: str) -> str:
+def with_program_name(text: str) -> str:
     """Hints in backquotes, with the command as it was called."""
-    return text.replace(_HINT, f"`{program()} ")
+    return text.replace(_HINT, f"`{program_name()} ")
 
 
-def prepared_by(text: str) -> str:
+def prepare_hint(text: str) -> str:
     """What makes a prepared example's file that an error names and that is not there, for behind the error; or nothing.
 
     The commands of the examples stand in their specs too, but who runs one has not always read it.

@@ -22,7 +22,7 @@ from controllers.cli.view.state import (
     NodeView,
     RollbackPoint,
     SourceFigures,
-    Wait,
+    WaitPoint,
     WarningPoint,
 )
 from gcore.config.data import OF_PART
@@ -45,20 +45,20 @@ LEVELS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
 
 
-def visible(text: str, limit: int = 60) -> str:
+def printable_text(text: str, limit: int = 60) -> str:
     """`text` on one line, at most `limit` characters, with every control or invisible character spelt out."""
     shown = "".join(c if c == " " or _harmless(c) else _spelt(c) for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
-def told_apart(texts: Sequence[str], limit: int = 60) -> list[str]:
+def distinguish_texts(texts: Sequence[str], limit: int = 60) -> list[str]:
     """Each of `texts` as `visible` shows it. Where one is too long, the words that all begin with (a system message, say)
     give way to "…", so that what is left tells them apart."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
     end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
     if not end or all(len(text) <= limit for text in texts):
-        return [visible(text, limit) for text in texts]
-    return ["…" + visible(text[end:], limit - 1) for text in texts]
+        return [printable_text(text, limit) for text in texts]
+    return ["…" + printable_text(text[end:], limit - 1) for text in texts]
 
 
 def _harmless(character: str) -> bool:
@@ -69,7 +69,7 @@ def _spelt(character: str) -> str:
     return character.encode("unicode_escape", errors="backslashreplace").decode()
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A duration for people: 0.42s, 12s, 3m05s, 2h07m."""
     if value < 10:
         return f"{value:.2f}s"
@@ -81,7 +81,7 @@ def seconds(value: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def columns(points: Sequence[tuple[float, float]], width: int) -> tuple[float | None, ...]:
+def bin_points(points: Sequence[tuple[float, float]], width: int) -> tuple[float | None, ...]:
     """`(place, value)`, places from 0 to 1, gathered into `width` columns by their mean; None where there is none."""
     sums = [0.0] * width
     counts = [0] * width
@@ -92,7 +92,7 @@ def columns(points: Sequence[tuple[float, float]], width: int) -> tuple[float | 
     return tuple(s / n if n else None for s, n in zip(sums, counts, strict=True))
 
 
-def held(values: Sequence[float | None], end: int) -> tuple[float | None, ...]:
+def fill_gaps(values: Sequence[float | None], end: int) -> tuple[float | None, ...]:
     """Each gap filled with the value before it, up to column `end`: for what is measured now and then."""
     result: list[float | None] = []
     last: float | None = None
@@ -102,7 +102,7 @@ def held(values: Sequence[float | None], end: int) -> tuple[float | None, ...]:
     return tuple(result)
 
 
-def chart(values: Sequence[float | None], *, height: int, low: float, high: float) -> tuple[str, ...]:
+def draw_chart(values: Sequence[float | None], *, height: int, low: float, high: float) -> tuple[str, ...]:
     """A column chart, top line first. A value at or below `low` still shows its lowest mark."""
     steps = height * (len(LEVELS) - 1)
     span = (high - low) or 1.0
@@ -114,7 +114,7 @@ def chart(values: Sequence[float | None], *, height: int, low: float, high: floa
     return tuple(lines)
 
 
-def parts(amounts: Mapping[str, float], width: int) -> dict[str, int]:
+def divide_cells(amounts: Mapping[str, float], width: int) -> dict[str, int]:
     """`width` cells dealt out in proportion to `amounts`; largest remainders first, so that they sum to `width`."""
     total = sum(amounts.values())
     if total <= 0:
@@ -126,7 +126,7 @@ def parts(amounts: Mapping[str, float], width: int) -> dict[str, int]:
     return cells
 
 
-def strip(owned: Collection[int], count: int, width: int) -> str:
+def shard_strip(owned: Collection[int], count: int, width: int) -> str:
     """A map of shards 0 to `count`-1 in at most `width` cells; the fuller a cell, the more of its shards are owned.
 
     Every cell stands for the same number of shards, but for the last.
@@ -151,7 +151,7 @@ def _cells(count: int, width: int) -> tuple[range, ...]:
     return tuple(range(first, min(count, first + each)) for first in range(0, count, each))
 
 
-def measure(metric: str, value: float) -> str:
+def format_measure(metric: str, value: float) -> str:
     """`accuracy 98.5%`, `pass@4 71.2%`; `mean@4 0.712`, because rewards need not be shares. A part's mean is read beside the
     accuracy, and looks like it where it can: `judged 95.3%`; `stars 3.214`."""
     if metric.startswith(OF_PART):
@@ -160,7 +160,7 @@ def measure(metric: str, value: float) -> str:
     return f"{metric} {number}"
 
 
-def measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
+def format_measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
     """What a set's metrics say beside its accuracy, which pass@1 is, and the mean reward too where rewards are 0 and 1."""
 
     def place(metric: str) -> tuple[str, int]:
@@ -168,12 +168,12 @@ def measures(metrics: Mapping[str, float], accuracy: float | None) -> list[str]:
         return name, int(number) if number.isdecimal() else 0
 
     told = {m: v for m, v in metrics.items() if m != "pass@1" and not (m.startswith("mean@") and v == accuracy)}
-    return [measure(metric, told[metric]) for metric in sorted(told, key=place)]
+    return [format_measure(metric, told[metric]) for metric in sorted(told, key=place)]
 
 
-def part_measures(metrics: Mapping[str, float]) -> list[str]:
+def format_part_measures(metrics: Mapping[str, float]) -> list[str]:
     """What a set's metrics say of the parts of its reward: also where one is what the accuracy is, for that they agree is news too."""
-    return [measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
+    return [format_measure(metric, value) for metric, value in sorted(metrics.items()) if metric.startswith(OF_PART)]
 
 
 def source_line(source: SourceFigures) -> str:
@@ -189,7 +189,7 @@ def source_line(source: SourceFigures) -> str:
     if means:
         words.append(", ".join(means))
     if source.accuracy is not None:
-        told = [f"accuracy {source.accuracy:.1%}", *measures(source.metrics, source.accuracy)]
+        told = [f"accuracy {source.accuracy:.1%}", *format_measures(source.metrics, source.accuracy)]
         if source.eval_unscored:
             told.append(f"{source.eval_unscored} responses not scored")
         words.append(", ".join(told))
@@ -266,7 +266,7 @@ PIPE_WIDTH = 1000
 """Columns of an output that is no terminal: whoever reads it there wants whole lines, not 80 columns."""
 
 
-def console() -> Console:
+def stdout_console() -> Console:
     """Standard output."""
     from rich.console import Console
 
@@ -274,7 +274,7 @@ def console() -> Console:
     return found if found.is_terminal else Console(width=PIPE_WIDTH)
 
 
-def snapshot(job: pb.Job) -> JobSnapshot:
+def job_snapshot(job: pb.Job) -> JobSnapshot:
     """The API's job, as the views take it."""
     from gcore.client.calls import job_state_name
 
@@ -296,7 +296,7 @@ def snapshot(job: pb.Job) -> JobSnapshot:
         ended=job.ended,
         spec=spec if isinstance(spec, dict) else {},
         shares=tuple(NodeView(s.node, True, tuple(s.shards)) for s in job.shares),
-        waiting=tuple(Wait(w.who, w.what, w.since) for w in job.waiting),
+        waiting=tuple(WaitPoint(w.who, w.what, w.since) for w in job.waiting),
         sources=tuple(_source(report) for report in job.sources),
         best=_best(job.best) if job.HasField("best") else None,
         warnings=tuple(WarningPoint(w.topic, w.node, w.sentence, w.time) for w in job.warnings),
@@ -370,14 +370,14 @@ def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
     for job in jobs:
         queued = f" ({job.queue_position})" if job.queue_position else ""
         table.add_row(
-            visible(job.full_name),
-            visible(job.uid),
+            printable_text(job.full_name),
+            printable_text(job.uid),
             job.state + queued,
             str(job.priority),
             str(job.slots or "-"),
             f"{job.step}/{job.of_steps}",
-            moment(job.created) if job.created else "",
-            visible(job.reason, 80),
+            format_time(job.created) if job.created else "",
+            printable_text(job.reason, 80),
         )
     return table
 
@@ -396,32 +396,33 @@ def pairs_table(rows: Mapping[str, str]) -> Table:
 def job_rows(job: JobSnapshot, now: float) -> dict[str, str]:
     """What `gcore describe` shows. `now`: seconds since the epoch."""
     rows = {
-        "job": f"{visible(job.full_name)} ({visible(job.uid)})" + (f", {visible(job.owner)}'s" if job.owner else ""),
-        "state": job.state + (f": {visible(job.reason, 300)}" if job.reason else ""),
+        "job": f"{printable_text(job.full_name)} ({printable_text(job.uid)})"
+        + (f", {printable_text(job.owner)}'s" if job.owner else ""),
+        "state": job.state + (f": {printable_text(job.reason, 300)}" if job.reason else ""),
         "slots": slots_line(job),
         "step": f"{job.step} of {job.of_steps}, lineage {job.lineage}",
-        "created": moment(job.created),
+        "created": format_time(job.created),
     }
     if job.ended:
-        rows["ended"] = moment(job.ended)
+        rows["ended"] = format_time(job.ended)
     rows["run folder"] = job.run_dir
     rows["checkpoint"] = job.checkpoint or "none yet"
     if job.best is not None:
         rows["best"] = best_line(job.best)
     for node in job.shares:
-        rows[f"shards of {visible(node.name)}"] = f"{len(node.shards)}: {ranges(node.shards)}"
+        rows[f"shards of {printable_text(node.name)}"] = f"{len(node.shards)}: {format_ranges(node.shards)}"
     for source in job.sources:
-        rows[f"source {visible(source.name)}"] = source_line(source)
+        rows[f"source {printable_text(source.name)}"] = source_line(source)
     for number, wait in enumerate(job.waiting, 1):
-        since = seconds(max(0.0, now - wait.since))
-        rows[f"waits ({number})"] = f"{visible(wait.who)}: {visible(wait.what, 300)}, for {since}"
+        since = format_seconds(max(0.0, now - wait.since))
+        rows[f"waits ({number})"] = f"{printable_text(wait.who)}: {printable_text(wait.what, 300)}, for {since}"
     if job.rollback is not None:
         back = job.rollback
-        rows["last rollback"] = f"to step {back.step}, lineage {back.lineage}: {visible(back.reason, 300)}"
+        rows["last rollback"] = f"to step {back.step}, lineage {back.lineage}: {printable_text(back.reason, 300)}"
     for number, warning in enumerate(job.warnings, 1):
-        ago = f", {seconds(max(0.0, now - warning.time))} ago" if warning.time else ""
-        told = f"{visible(warning.node)}: {visible(warning.sentence, 300)}"
-        rows[f"warning ({number})"] = f"{told} ({visible(warning.topic)}{ago})"
+        ago = f", {format_seconds(max(0.0, now - warning.time))} ago" if warning.time else ""
+        told = f"{printable_text(warning.node)}: {printable_text(warning.sentence, 300)}"
+        rows[f"warning ({number})"] = f"{told} ({printable_text(warning.topic)}{ago})"
     return rows
 
 
@@ -436,7 +437,7 @@ def slots_line(job: JobSnapshot) -> str:
 def best_line(best: BestPoint) -> str:
     """`step 32, accuracy 98.5%: FOLDER`."""
     where = best.checkpoint or ("the model it began with" if best.step == 0 else "its checkpoint is being written")
-    return f"step {best.step}, {measure(best.metric, best.value)}: {where}"
+    return f"step {best.step}, {format_measure(best.metric, best.value)}: {where}"
 
 
 def audit_rows(report: pb.AuditReport) -> dict[str, str]:
@@ -451,15 +452,15 @@ def audit_rows(report: pb.AuditReport) -> dict[str, str]:
         f"{report.failed} failed, {report.in_flight} in flight",
     }
     for node, count in sorted(report.groups_by_node.items()):
-        rows[f"groups of {visible(node)}"] = str(count)
+        rows[f"groups of {printable_text(node)}"] = str(count)
     for number, violation in enumerate(told[:MOST_VIOLATIONS], 1):
-        rows[f"violation {number}"] = visible(violation, 500)
+        rows[f"violation {number}"] = printable_text(violation, 500)
     if len(told) > MOST_VIOLATIONS:
         rows["not shown"] = f"and {len(told) - MOST_VIOLATIONS} more (-o json has {'these' if beyond else 'all'})"
     return rows
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """`0-3, 7, 9-10`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
@@ -470,6 +471,6 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(str(end) for end in part) for part in parts) or "none"
 
 
-def moment(epoch_s: float) -> str:
+def format_time(epoch_s: float) -> str:
     """A moment for people, in UTC; "-" for none."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"

@@ -23,7 +23,7 @@ from gcore.observability.events import JobEvent
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def state_of(events: Path, *, until: int | None = None) -> ViewState:
+def replay_events(events: Path, *, until: int | None = None) -> ViewState:
     """The view after the recorded events, or after those up to sequence number `until`. Raises UsageError."""
     try:
         lines = events.read_text(encoding="utf-8").splitlines()
@@ -44,14 +44,14 @@ def state_of(events: Path, *, until: int | None = None) -> ViewState:
     return state
 
 
-def svg(state: ViewState, *, width: int = 110) -> str:
+def render_svg(state: ViewState, *, width: int = 110) -> str:
     """The view as an SVG document."""
     from rich.console import Console
 
-    from controllers.cli.view.live import render
+    from controllers.cli.view.live import render_view
 
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(render(state, state.last_time or 0.0, width))
+    console.print(render_view(state, state.last_time or 0.0, width))
     # A fixed name for the style classes: by default it would be another one each time. Fonts are the reader's own: a
     # picture in a document fetches nothing.
     drawn = console.export_svg(title="gcore run", unique_id="gcore")
@@ -76,7 +76,7 @@ def picture(
     width: Annotated[int, typer.Option(help="Columns")] = 110,
 ) -> None:
     """Draw the live view of a recorded run."""
-    drawn = svg(state_of(events, until=sequence), width=width)
+    drawn = render_svg(replay_events(events, until=sequence), width=width)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(drawn, encoding="utf-8")

@@ -8,17 +8,17 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from controllers.changes import Changes
-from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, able, unable, version_told
-from controllers.rules.view import Remembered
-from gcore.ledger.records.cluster import SHARES_CAME, Claim, KnownShare, Queued, Quotas, Shares, SickSlots
+from controllers.changes import ChangeSignal
+from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, compatible_nodes, incompatible_nodes, parse_version
+from controllers.rules.view import Memo
+from gcore.ledger.records.cluster import SHARES_CAME, Claim, KnownShare, QueuePosition, Quotas, Shares, SickSlots
 from gcore.ledger.records.job import NodeRecord
-from gcore.ledger.transactions import Stored
-from gcore.schema import Record, UnreadableRecord, spoken
+from gcore.ledger.transactions import Versioned
+from gcore.schema import Record, UnreadableRecord, written_version
 from gcore.store import keys
 from gcore.store.types import KeyValue, Store, WatchBatch
 from gcore.worker.records import WorkerRecord
-from placement.shares import Cluster, queue
+from placement.shares import ClusterSlots, queue_jobs
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ HEARD_S = 1.0
 """So long is waited for what was just written to be heard of."""
 
 
-NO_SHARES = Stored(Shares(), 0)
+NO_SHARES = Versioned(Shares(), 0)
 
 
 class ClusterMirror:
     """Late at worst, never wrong. `nodes`, `workers` and `active` are replaced, never changed, and so is what else is kept of them."""
 
-    def __init__(self, store: Store, changes: Changes) -> None:
+    def __init__(self, store: Store, changes: ChangeSignal) -> None:
         self._store = store
         self._changes = changes
         self.nodes: dict[str, NodeRecord] = {}
@@ -47,7 +47,7 @@ class ClusterMirror:
         self.active: frozenset[str] = frozenset()
         self.claims: dict[str, Claim] = {}
         """Of the active jobs, by uid."""
-        self.shares: Stored[Shares] | None = None
+        self.shares: Versioned[Shares] | None = None
         """Which slots each job has; None: nothing was heard yet."""
         self.drained: frozenset[str] = frozenset()
         """The nodes on which nothing is to be placed."""
@@ -59,7 +59,7 @@ class ClusterMirror:
         """By node: the newest schema version that it reads, where it says so."""
         self.written = BEFORE_IT_WAS_TOLD
         """The newest schema version that was ever written in this store."""
-        self._remembered = Remembered()
+        self._remembered = Memo()
         self.listened: set[str] = set()
         """The prefixes that were heard at least once."""
         self.revisions: dict[str, int] = {}
@@ -68,18 +68,22 @@ class ClusterMirror:
     def able(self, version: int) -> Mapping[str, NodeRecord]:
         """The nodes that read what is written in `version`; the same object while nothing changes."""
         sources = (self.nodes, self.reads)
-        return self._remembered.get(("able", version), sources, lambda: able(self.nodes, self.reads, version))
+        return self._remembered.get(
+            ("able", version), sources, lambda: compatible_nodes(self.nodes, self.reads, version)
+        )
 
     def unable(self, version: int) -> Mapping[str, int]:
         """The nodes that are there and do not: by node, the newest version that it reads."""
         sources = (self.nodes, self.reads)
-        return self._remembered.get(("unable", version), sources, lambda: unable(self.nodes, self.reads, version))
+        return self._remembered.get(
+            ("unable", version), sources, lambda: incompatible_nodes(self.nodes, self.reads, version)
+        )
 
     @property
     def working(self) -> frozenset[str]:
         """The jobs that there is something to do for: those that have slots, or are to end. Of the others, which may be very many,
         nothing is begun; all of them, where nobody shares slots out."""
-        if self.shares is None or spoken() < SHARES_CAME:
+        if self.shares is None or written_version() < SHARES_CAME:
             return self.active
         shares = self.shares.record.jobs
         return frozenset(uid for uid, claim in self.claims.items() if uid in shares or claim.ends)
@@ -119,7 +123,7 @@ class ClusterMirror:
         def fold(batch: WatchBatch) -> None:
             reads = {} if batch.reset else dict(self.reads)
             for event in batch.events:
-                version = version_told(event.kv.value) if event.kind == "put" else None
+                version = parse_version(event.kv.value) if event.kind == "put" else None
                 if event.kv.key == keys.WRITTEN:
                     self._set("written", max(self.written, version or BEFORE_IT_WAS_TOLD))
                     continue
@@ -148,13 +152,13 @@ class ClusterMirror:
         """Keep `shares` current, for ever. What cannot be read is not taken for nobody's having any: what was known before stays."""
 
         def fold(batch: WatchBatch) -> None:
-            now: Stored[Shares] | None = NO_SHARES if batch.reset else self.shares or NO_SHARES
+            now: Versioned[Shares] | None = NO_SHARES if batch.reset else self.shares or NO_SHARES
             for event in batch.events:
                 if event.kind == "delete":
                     now = NO_SHARES
                 else:
                     read = _read(Shares, event.kv, None)
-                    now = self.shares if read is None else Stored(read, event.kv.mod_revision)
+                    now = self.shares if read is None else Versioned(read, event.kv.mod_revision)
             self._set("shares", now)
 
         await self._watch(keys.SHARES, fold)
@@ -188,28 +192,28 @@ class ClusterMirror:
         return self._remembered.get(("share", uid), (shares,), lambda: KnownShare(uid, shares.record, shares.revision))
 
     @property
-    def there(self) -> Cluster:
+    def there(self) -> ClusterSlots:
         """The slots that jobs may have, as all daemons share them out; the same object while nothing changes."""
-        nodes = self.able(spoken())
+        nodes = self.able(written_version())
 
-        def found() -> Cluster:
+        def found() -> ClusterSlots:
             sick = {name: one.slots for name, one in self.sick.items()}
-            return Cluster.of({name: node.slots for name, node in nodes.items()}, self.drained, sick, self.quotas)
+            return ClusterSlots.of({name: node.slots for name, node in nodes.items()}, self.drained, sick, self.quotas)
 
         return self._remembered.get("there", (nodes, self.drained, self.sick, self.quotas), found)
 
     @property
-    def queue(self) -> Mapping[str, Queued]:
+    def queue(self) -> Mapping[str, QueuePosition]:
         """The jobs that wait for slots, by uid, and why: worked out once, however often it is asked, until something changes. Nobody, while
         nobody shares slots out."""
-        if not self.is_complete or self.shares is None or spoken() < SHARES_CAME:
+        if not self.is_complete or self.shares is None or written_version() < SHARES_CAME:
             return {}
         there, shares = self.there, self.shares.record
         return self._remembered.get(
-            "queue", (there, self.claims, self.shares), lambda: queue(there, self.claims, shares)
+            "queue", (there, self.claims, self.shares), lambda: queue_jobs(there, self.claims, shares)
         )
 
-    async def queue_with(self, revision: int) -> Mapping[str, Queued]:
+    async def queue_with(self, revision: int) -> Mapping[str, QueuePosition]:
         """The same, when the claims were heard up to `revision` of the store: a change that was just made is in it. As it is, if that takes
         long."""
         with contextlib.suppress(TimeoutError):

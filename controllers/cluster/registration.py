@@ -14,25 +14,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, version_for, version_told
+from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, choose_version, parse_version
 from controllers.identity import Identity
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, speak, spoken
+from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, set_written_version, written_version
 from gcore.store import keys
 from gcore.store.session import Session
 from gcore.store.types import Compare, Delete, Put, Store
 from gcore.system.clock import Clock
-from gcore.system.fault_injection import At, point
+from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.memory import host_memory
 from gcore.system.slots import is_cuda
 
 if TYPE_CHECKING:
-    from controllers.daemon.life import Belongings
+    from controllers.daemon.life import DaemonState
 
 # -------------------- machine
 # What a daemon tells of its node: how much memory its accelerators and its host have, and what its accelerators are called.
@@ -92,7 +92,7 @@ def slot_facts(slots: Sequence[str], gpus: Sequence[Gpu]) -> tuple[SlotFacts, ..
     return tuple(SlotFacts(slot=s, memory_gib=least, device=name) if s in cuda else SlotFacts(slot=s) for s in slots)
 
 
-def gpus_in(text: str) -> tuple[Gpu, ...]:
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """The driver's answer; none where it is no such answer."""
     found = []
     for line in text.splitlines():
@@ -128,7 +128,7 @@ async def _gpus(command: Sequence[str]) -> tuple[Gpu, ...]:
     if process.returncode:
         log.warning("what the GPUs are is not known: %s ended with %d", command[0], process.returncode)
         return ()
-    return gpus_in(out.decode(errors="replace"))
+    return parse_gpus(out.decode(errors="replace"))
 
 
 RETRY_S = 0.5
@@ -144,16 +144,16 @@ WAITS_FOR_ANOTHER = (
 )
 
 
-class Registration:
+class NodeRegistration:
     """Of one life. `ready` is told whether the daemon can work, with a sentence, whenever that changes."""
 
     def __init__(
         self,
-        own: Belongings,
+        own: DaemonState,
         store: Store,
         identity: Identity,
         metrics_address: str,
-        changes: Changes,
+        changes: ChangeSignal,
         session: Session,
         ready: Callable[[bool, str], Awaitable[None]],
     ) -> None:
@@ -185,7 +185,7 @@ class Registration:
         self._registered = True
         await self._tell_readiness()
         while True:
-            await self._changes.until(lambda: spoken() != self._written or own.health.sick != self._sick)
+            await self._changes.until(lambda: written_version() != self._written or own.health.sick != self._sick)
             if not await self._is_written_anew(record):
                 await own.clock.sleep(RETRY_S)
 
@@ -209,16 +209,16 @@ class Registration:
     async def _register(self, record: NodeRecord) -> None:
         config, lease, store = self._own.config, self._identity.lease, self._store
         waited_for = 0
-        reads = Put(keys.reads(config.node), str(SCHEMA_VERSION).encode(), lease=lease)
+        reads = Put(keys.readable_version(config.node), str(SCHEMA_VERSION).encode(), lease=lease)
         while True:
             with contextlib.suppress(StoreUnavailable):
-                self._written, self._sick = spoken(), dict(self._own.health.sick)
+                self._written, self._sick = written_version(), dict(self._own.health.sick)
                 put = Put(self._key, record.encode(), lease=lease)
-                point(At.NODE, "before")
+                fault_point(FaultPoint.NODE, "before")
                 # With the registration: no job may be given a slot that is known to be sick.
                 sick = self._sick_now() if self._sick else ()
                 result = await store.transact((Compare(self._key, 0),), (put, reads, *sick))
-                point(At.NODE, "after")
+                fault_point(FaultPoint.NODE, "after")
                 if result.won:
                     return
                 holder = await store.get(self._key)
@@ -236,7 +236,7 @@ class Registration:
         with contextlib.suppress(StoreUnavailable):
             there = await self._store.get(self._key)
             compare = Compare(self._key, there.mod_revision if there is not None else 0)
-            version, sick = spoken(), dict(self._own.health.sick)
+            version, sick = written_version(), dict(self._own.health.sick)
             put = Put(self._key, record.encode(), lease=self._identity.lease)
             if (await self._store.transact((compare,), (put, *self._sick_now()))).won:
                 self._written, self._sick = version, sick
@@ -244,7 +244,7 @@ class Registration:
         return False
 
     def _sick_now(self) -> tuple[Put | Delete, ...]:
-        key, sick = keys.sick(self._own.config.node), dict(self._own.health.sick)
+        key, sick = keys.sick_slots(self._own.config.node), dict(self._own.health.sick)
         return (Put(key, SickSlots(slots=sick).encode(), lease=self._identity.lease) if sick else Delete(key),)
 
     def _record(self) -> NodeRecord:
@@ -271,20 +271,20 @@ class Registration:
 # would be gone from what it writes.
 
 
-async def speak_newer(
-    spoken: int, node: str, cluster: ClusterMirror, store: Store, changes: Changes, clock: Clock
+async def raise_version(
+    spoken: int, node: str, cluster: ClusterMirror, store: Store, changes: ChangeSignal, clock: Clock
 ) -> int:
     """Wait until a newer version than `spoken` is due (0: any), speak it, and say which it is. `node` is this daemon's own."""
 
     def due() -> int:
-        return version_for(cluster.nodes.keys() - {node}, cluster.reads, cluster.written)
+        return choose_version(cluster.nodes.keys() - {node}, cluster.reads, cluster.written)
 
     while True:
         await changes.until(lambda: cluster.is_complete and due() > spoken)
         version = due()
         with contextlib.suppress(StoreUnavailable):
             if await _tell(store, version):
-                speak(version)
+                set_written_version(version)
                 log.info("writes schema version %d of %d from now on", version, NEWEST_VERSION)
                 return version
         await clock.sleep(RETRY_S)
@@ -293,7 +293,7 @@ async def speak_newer(
 async def _tell(store: Store, version: int) -> bool:
     """Whether the store says that `version`, or a newer one, is written in it."""
     told = await store.get(keys.WRITTEN)
-    said = version_told(told.value) if told is not None else None
+    said = parse_version(told.value) if told is not None else None
     if (said or BEFORE_IT_WAS_TOLD) >= version:
         return True
     compare = Compare(keys.WRITTEN, told.mod_revision if told is not None else 0)

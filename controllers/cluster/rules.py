@@ -45,12 +45,12 @@ Kind = tuple[str, str, str]
 """A worker's job, role and judge: of these one is as good as another."""
 
 
-Place = tuple[str, str]
+WorkerPlace = tuple[str, str]
 """A node, and a slot of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failing:
+class StartFailures:
     """Starts in a row that failed on a slot, all of one kind, since the monotonic second `since`."""
 
     kind: Kind
@@ -60,7 +60,7 @@ class Failing:
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class Quarantine:
     """A slot that is called sick for its starts, until the monotonic second `until`."""
 
     why: str
@@ -68,16 +68,16 @@ class Resting:
 
 
 @dataclass(frozen=True)
-class Health:
+class NodeHealth:
     """What is known of the slots of the node `node`."""
 
     node: str
     counted: frozenset[str] = frozenset()
     """Instances whose failure was counted, as long as they are heard of."""
-    failing: Mapping[str, Failing] = field(default_factory=dict)
-    served: Mapping[Kind, Mapping[Place, float]] = field(default_factory=dict)
+    failing: Mapping[str, StartFailures] = field(default_factory=dict)
+    served: Mapping[Kind, Mapping[WorkerPlace, float]] = field(default_factory=dict)
     """When a worker of a kind was last seen to serve, and where."""
-    resting: Mapping[str, Resting] = field(default_factory=dict)
+    resting: Mapping[str, Quarantine] = field(default_factory=dict)
     relapses: Mapping[str, int] = field(default_factory=dict)
     """How often a slot was called sick since a worker last served on it."""
 
@@ -87,7 +87,9 @@ class Health:
         return {slot: resting.why for slot, resting in self.resting.items()}
 
 
-def look(health: Health, workers: Mapping[str, WorkerRecord], active: frozenset[str], now: float) -> Health:
+def update_health(
+    health: NodeHealth, workers: Mapping[str, WorkerRecord], active: frozenset[str], now: float
+) -> NodeHealth:
     """After one more look at all workers of the cluster. What is known of jobs that are not `active` any more is forgotten."""
     health = _rested(_of(active, health), now)
     served = {kind: dict(places) for kind, places in health.served.items()}
@@ -112,12 +114,12 @@ def look(health: Health, workers: Mapping[str, WorkerRecord], active: frozenset[
     return _judged(replace(told, relapses=relapses, resting=resting), now)
 
 
-def next_look(health: Health) -> float | None:
+def next_check_at(health: NodeHealth) -> float | None:
     """The monotonic second at which a slot has rested; None: none rests."""
     return min((resting.until for resting in health.resting.values()), default=None)
 
 
-def _judged(health: Health, now: float) -> Health:
+def _judged(health: NodeHealth, now: float) -> NodeHealth:
     resting, relapses = dict(health.resting), dict(health.relapses)
     for slot, failing in health.failing.items():
         places = health.served.get(failing.kind, {})
@@ -132,11 +134,11 @@ def _judged(health: Health, now: float) -> Health:
             f"the last {failing.starts} starts of a worker for {what} failed on it, while one of the same job serves on {other} of "
             f"{node}; it is tried again after {rest / 60:.0f} minutes; the last said: {failing.reason[:MOST_SAID] or 'nothing'}"
         )
-        resting[slot] = Resting(why, now + rest)
+        resting[slot] = Quarantine(why, now + rest)
     return replace(health, resting=resting, relapses=relapses)
 
 
-def _rested(health: Health, now: float) -> Health:
+def _rested(health: NodeHealth, now: float) -> NodeHealth:
     """A slot whose rest is over is tried once: one more failure, and it is sick again."""
     over = {slot for slot, resting in health.resting.items() if now >= resting.until}
     if not over:
@@ -149,17 +151,17 @@ def _rested(health: Health, now: float) -> Health:
     return replace(health, resting=left, failing=failing)
 
 
-def _of(active: frozenset[str], health: Health) -> Health:
+def _of(active: frozenset[str], health: NodeHealth) -> NodeHealth:
     served = {kind: places for kind, places in health.served.items() if kind[0] in active}
     # Of a slot that rests the count is kept: another job would have to find it out anew.
     failing = {slot: one for slot, one in health.failing.items() if one.kind[0] in active or slot in health.resting}
     return replace(health, served=served, failing=failing)
 
 
-def _once_more(known: Failing | None, worker: WorkerRecord, now: float) -> Failing:
+def _once_more(known: StartFailures | None, worker: WorkerRecord, now: float) -> StartFailures:
     kind = _kind(worker)
     if known is None:
-        return Failing(kind, 1, now, worker.reason)
+        return StartFailures(kind, 1, now, worker.reason)
     if known.kind != kind:  # of another job, or another role: what speaks for the slot is that both fail on it
         return replace(known, kind=kind, starts=known.starts + 1, reason=worker.reason)
     return replace(known, starts=known.starts + 1, reason=worker.reason)
@@ -196,7 +198,7 @@ BEFORE_IT_WAS_TOLD = 1
 """Daemons of this version do not say what they read."""
 
 
-def version_for(nodes: Collection[str], reads: Mapping[str, int], written: int = BEFORE_IT_WAS_TOLD) -> int:
+def choose_version(nodes: Collection[str], reads: Mapping[str, int], written: int = BEFORE_IT_WAS_TOLD) -> int:
     """What to write in a cluster of `nodes`, of which each `reads` that version at most, and where `written` was the newest so far.
 
     A node that reads nothing that this process can write, or so old that it cannot be spoken to, is not waited for.
@@ -205,12 +207,12 @@ def version_for(nodes: Collection[str], reads: Mapping[str, int], written: int =
     return max(min(READABLE), min(max(READABLE), max(newest, written)))
 
 
-def version_told(said: bytes) -> int | None:
+def parse_version(said: bytes) -> int | None:
     """The version that stands in a value of the store; None if none does."""
     return int(said) if said.isdigit() and len(said) <= MOST_DIGITS else None
 
 
-def able(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, N]:
+def compatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, N]:
     """The nodes that read what is written in `version`; nothing of a job may be placed on the others, who could not work on it.
 
     The very same mapping if that is all of them.
@@ -219,7 +221,7 @@ def able(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapp
     return nodes if len(found) == len(nodes) else found
 
 
-def unable(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
+def incompatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
     """The other nodes: what they read at most."""
     found = {name: reads.get(name, BEFORE_IT_WAS_TOLD) for name in nodes}
     return {name: newest for name, newest in sorted(found.items()) if newest < version}

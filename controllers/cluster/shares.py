@@ -12,18 +12,18 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.rules.view import Remembered, Waits, turn
+from controllers.rules.view import Memo, Timers, turn_of
 from gcore.errors import StoreUnavailable
 from gcore.ledger import transactions as share_transactions
 from gcore.ledger.records.cluster import SHARES_CAME, Claim, Shares
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
-from gcore.schema import spoken
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
+from gcore.schema import written_version
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from placement.shares import shared_out
+from placement.shares import divide_slots
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0
 
 
-class Sharing:
+class ShareWriter:
     """On one daemon."""
 
-    def __init__(self, node: str, store: Store, cluster: ClusterMirror, changes: Changes, clock: Clock) -> None:
+    def __init__(self, node: str, store: Store, cluster: ClusterMirror, changes: ChangeSignal, clock: Clock) -> None:
         self._node = node
         self._store = store
         self._cluster = cluster
         self._changes = changes
         self._clock = clock
-        self._remembered = Remembered()
-        self._waits = Waits({})
+        self._remembered = Memo()
+        self._waits = Timers({})
 
     async def run(self) -> None:
         """For ever."""
@@ -54,35 +54,35 @@ class Sharing:
             now = self._clock.monotonic()
             topic = f"shares {known.revision}"
             self._waits = self._waits.note([topic], now)
-            mine = turn(self._cluster.nodes, self._node, topic)
+            mine = turn_of(self._cluster.nodes, self._node, topic)
             if not self._waits.ripe(topic, mine, now):
-                await self._changes.wait(max(self._waits.since[topic] + Waits.wait(mine, 0.0) - now, 0.01))
+                await self._changes.wait(max(self._waits.since[topic] + Timers.wait(mine, 0.0) - now, 0.01))
                 continue
             with contextlib.suppress(StoreUnavailable):
                 # No job's: what it writes concerns all of them.
                 nobodys = JobKeys("")
                 txn = share_transactions.share_out(nobodys, known, shares)
-                report = await Ledger(self._store, nobodys).run(txn)
+                report = await TransactionExecutor(self._store, nobodys).run(txn)
                 log.info("shares of the slots are written: %s", report.outcome)
                 if report.outcome is TxnOutcome.WON:
                     await self._heard(known)
                     continue
             await self._changes.wait(LOOK_AGAIN_S)
 
-    async def _heard(self, before: Stored[Shares]) -> None:
+    async def _heard(self, before: Versioned[Shares]) -> None:
         """Until what was written is heard of: who decided again before would lose the compare."""
         end = self._clock.monotonic() + LOOK_AGAIN_S
         while self._cluster.shares is before and self._clock.monotonic() < end:
             await self._changes.wait(LOOK_AGAIN_S)
 
-    def _wanted(self) -> tuple[Stored[Shares], Shares] | None:
+    def _wanted(self) -> tuple[Versioned[Shares], Shares] | None:
         """What stands and what is to stand, if that is something else."""
         cluster = self._cluster
-        if not cluster.is_complete or cluster.shares is None or spoken() < SHARES_CAME:
+        if not cluster.is_complete or cluster.shares is None or written_version() < SHARES_CAME:
             return None
         there, claims, shares = cluster.there, cluster.claims, cluster.shares
         sources = (there, claims, shares)
-        found = self._remembered.get("wanted", sources, lambda: shared_out(there, claims, shares.record))
+        found = self._remembered.get("wanted", sources, lambda: divide_slots(there, claims, shares.record))
         return None if found is cluster.shares.record else (cluster.shares, found)
 
 
@@ -101,8 +101,8 @@ async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim])
         new = change(claim)
         if new == claim:
             return claim
-        txn = share_transactions.set_claim(keys, Stored(claim, known.mod_revision), new)
-        report = await Ledger(store, keys).run(txn)
+        txn = share_transactions.set_claim(keys, Versioned(claim, known.mod_revision), new)
+        report = await TransactionExecutor(store, keys).run(txn)
         if report.outcome is TxnOutcome.WON:
             return new
         if report.outcome is TxnOutcome.UNKNOWN:

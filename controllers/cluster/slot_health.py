@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.rules import Health, look, next_look
+from controllers.cluster.rules import NodeHealth, next_check_at, update_health
 from gcore.engines.emulated.launch import is_emulated
 from gcore.system.clock import Clock
 from gcore.system.slots import bound_cores, is_cuda
@@ -49,7 +49,7 @@ _DEVICE = re.compile(r"nvidia\d+|dxg")
 
 
 @dataclass(frozen=True, slots=True)
-class Driver:
+class DriverReport:
     """What is known of the driver and its GPUs. `names`: "0", "1", ... and what the driver calls them. None: it never answered."""
 
     names: frozenset[str] | None = None
@@ -60,16 +60,16 @@ class Driver:
     absent: bool = False
     """Whether there is no driver's program, and the machine shows no GPU."""
 
-    def answered(self, text: str) -> Driver:
+    def answered(self, text: str) -> DriverReport:
         """After an answer."""
-        return Driver(names=listed(text))
+        return DriverReport(names=parse_devices(text))
 
-    def failed(self, said: str) -> Driver:
+    def failed(self, said: str) -> DriverReport:
         """After a question in vain."""
         return replace(self, silent=self.silent + 1, said=said, absent=False)
 
 
-def listed(text: str) -> frozenset[str]:
+def parse_devices(text: str) -> frozenset[str]:
     """What slots may be called after `cuda:`, by the driver's list."""
     found: set[str] = set()
     for line in text.splitlines():
@@ -80,7 +80,7 @@ def listed(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def missing(slots: Sequence[str], driver: Driver, cores: frozenset[int] | None) -> dict[str, str]:
+def missing_devices(slots: Sequence[str], driver: DriverReport, cores: frozenset[int] | None) -> dict[str, str]:
     """The slots whose device is not there, and why. `cores`: those that this process may use; None: not known."""
     found: dict[str, str] = {}
     for slot in slots:
@@ -95,7 +95,7 @@ def missing(slots: Sequence[str], driver: Driver, cores: frozenset[int] | None) 
     return found
 
 
-def _gpu_problem(name: str, driver: Driver) -> str:
+def _gpu_problem(name: str, driver: DriverReport) -> str:
     if driver.absent:
         return "this machine shows no GPU, and has no nvidia-smi"
     if driver.names is None:
@@ -113,7 +113,7 @@ def usable_cores() -> frozenset[int] | None:
         return None
 
 
-async def asked(driver: Driver, command: Sequence[str] = ASK, dev: Path = Path("/dev")) -> Driver:
+async def ask_driver(driver: DriverReport, command: Sequence[str] = ASK, dev: Path = Path("/dev")) -> DriverReport:
     """After asking once more."""
     try:
         process = await asyncio.create_subprocess_exec(
@@ -136,7 +136,7 @@ async def asked(driver: Driver, command: Sequence[str] = ASK, dev: Path = Path("
         return driver.failed(f"{command[0]} did not answer in {ASK_S:.0f} s")
     text = out.decode(errors="replace")
     # It lists what it can, and complains of a GPU that is lost, with a code of its own.
-    if listed(text) or process.returncode == 0:
+    if parse_devices(text) or process.returncode == 0:
         return driver.answered(text)
     words = " ".join(text.split())[:200]
     return driver.failed(f"{command[0]} ended with {process.returncode}: {words}")
@@ -164,15 +164,15 @@ class SlotHealth:
         node: str,
         slots: Sequence[str],
         clock: Clock,
-        ask: Callable[[Driver], Awaitable[Driver]] = asked,
+        ask: Callable[[DriverReport], Awaitable[DriverReport]] = ask_driver,
         cores: Callable[[], frozenset[int] | None] = usable_cores,
     ) -> None:
         self._slots = tuple(slot for slot in slots if not is_emulated(slot))
         self._clock = clock
         self._ask = ask
         self._cores = cores
-        self._driver = Driver()
-        self._health = Health(node)
+        self._driver = DriverReport()
+        self._health = NodeHealth(node)
         self._missing: Mapping[str, str] = {}
         self._checked: float | None = None
         self._seen: tuple[object, object] = (None, None)
@@ -185,19 +185,19 @@ class SlotHealth:
         if any(map(is_cuda, self._slots)):
             self._driver = await self._ask(self._driver)
         bound = any(map(bound_cores, self._slots))
-        self._missing = missing(self._slots, self._driver, self._cores() if bound else None)
+        self._missing = missing_devices(self._slots, self._driver, self._cores() if bound else None)
         self._conclude()
 
     def look(self, workers: Mapping[str, WorkerRecord], active: frozenset[str]) -> None:
         """See what has become of workers."""
-        now, due = self._clock.monotonic(), next_look(self._health)
+        now, due = self._clock.monotonic(), next_check_at(self._health)
         fresh = self._seen[0] is not workers or self._seen[1] is not active
         if self._slots and (fresh or (due is not None and now >= due)):
             self._seen = (workers, active)
-            self._health = look(self._health, workers, active, now)
+            self._health = update_health(self._health, workers, active, now)
             self._conclude()
 
-    async def run(self, cluster: ClusterMirror, changes: Changes) -> None:
+    async def run(self, cluster: ClusterMirror, changes: ChangeSignal) -> None:
         """For ever, in a life; `changes` are notified when other slots are sick than before."""
         if not self._slots:
             await asyncio.Event().wait()
@@ -211,7 +211,7 @@ class SlotHealth:
             await changes.wait(self._pause())
 
     def _pause(self) -> float:
-        now, due = self._clock.monotonic(), next_look(self._health)
+        now, due = self._clock.monotonic(), next_check_at(self._health)
         checked = now if self._checked is None else self._checked
         return max(0.05, min(checked + CHECK_S, due if due is not None else checked + CHECK_S) - now)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from gcore.errors import GcoreError
 from gcore.system import daemon as logs
 from gcore.system.clock import SystemClock
-from gcore.system.daemon import ServiceManager, forget
-from gcore.system.memory import slim_down
+from gcore.system.daemon import ServiceManager, clear_environment
+from gcore.system.memory import limit_library_pools
 
 
 def main() -> None:
@@ -37,9 +37,9 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=Path, help="the node's configuration, a YAML file")
     arguments = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    slim_down()
+    limit_library_pools()
     manager = ServiceManager.from_environment(os.environ, os.getpid())
-    forget(os.environ)
+    clear_environment(os.environ)
     code = 0
     try:
         asyncio.run(_run(arguments.config, manager))
@@ -64,8 +64,8 @@ async def _run(file: Path, manager: ServiceManager) -> None:
     from gcore.config.node import NodeConfig
 
     config = NodeConfig.load(file)
-    logs.choose(config.log_format)
-    logs.set_up({"controller": config.node})
+    logs.choose_log_format(config.log_format)
+    logs.set_up_logging({"controller": config.node})
     daemon = Daemon(config, SystemClock(), manager)
     task = asyncio.current_task()
     assert task is not None

@@ -15,33 +15,40 @@ from grpc_health.v1 import health_pb2_grpc
 
 from controllers.api.edge.access import AccessService
 from controllers.api.edge.gate import AccessGate
-from controllers.api.edge.server import CallRoom, CountedCalls, HealthService, StreamRoom, new_server, reflect
+from controllers.api.edge.server import (
+    CallCounter,
+    CallLimiter,
+    HealthService,
+    StreamLimiter,
+    add_reflection,
+    new_server,
+)
 from controllers.api.jobs import JobsService
 from controllers.api.peers import FilesService, PlacementService
-from controllers.api.store_reader import OwnStorage, StoredJobs
-from controllers.daemon.keeper import STOPPING, Keeper
-from controllers.daemon.life import RETRY_S, Addresses, Belongings, Life, imported
-from controllers.daemon.security import Security, whose
-from controllers.storage.garbage import Clearing
+from controllers.api.store_reader import LocalStorage, StoreReader
+from controllers.daemon.keeper import STOPPING, ProcessKeeper
+from controllers.daemon.life import RETRY_S, Addresses, DaemonState, Incarnation, import_in_thread
+from controllers.daemon.security import Security, request_caller
+from controllers.storage.garbage import GarbageCollector
 from controllers.telemetry.gauges import watch_members
 from controllers.web.app import PageApp
-from controllers.web.content import Shown
+from controllers.web.content import PageContent
 from gcore.api.rpc import VersionGate
-from gcore.api.tls import Watched
+from gcore.api.tls import ReloadingFiles
 from gcore.api.v1 import access_pb2_grpc, files_pb2_grpc, jobs_pb2_grpc, placement_pb2_grpc
 from gcore.config.local_cluster import LocalCluster
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, UsageError
-from gcore.observability.metrics import MeasuredStore, Metrics
+from gcore.observability.metrics import InstrumentedStore, Metrics
 from gcore.store.client import EtcdStore
-from gcore.store.etcd import doubt
-from gcore.store.reference import StoreRef, connect, secured, shown_ends
+from gcore.store.etcd import version_warning
+from gcore.store.reference import StoreRef, connect_store, store_certificate_expiries, tls_endpoints
 from gcore.store.types import Store
 from gcore.system.clock import Clock
 from gcore.system.daemon import ServiceManager
 
 if TYPE_CHECKING:
-    from controllers.api.submission.submit import CheckedLately, Submissions
+    from controllers.api.submission.submit import CheckCache, Submitter
 
 LEAVE_WITHIN_S = 8.0
 """Whoever asks a daemon to end kills it after ten seconds, often enough."""
@@ -67,7 +74,7 @@ FED_PER_LIMIT = 3.0
 """So often within its limit is the watchdog fed: one message may be late."""
 
 
-class Notifying:
+class ServiceNotifier:
     """Of one daemon. `health`: sets what the health service answers."""
 
     def __init__(self, manager: ServiceManager, health: Callable[[bool], Awaitable[None]], clock: Clock) -> None:
@@ -125,29 +132,29 @@ class Notifying:
 LOOK_EVERY_S = 60.0
 
 
-async def watch_certificates(watched: Watched | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
+async def watch_certificates(watched: ReloadingFiles | None, store: StoreRef, metrics: Metrics, clock: Clock) -> None:
     """For ever. `watched`: the certificate that the daemon shows to callers."""
     while True:
-        metrics.certificate_ends.set(min(own_ends(watched, store), default=0.0))
-        metrics.show_store_certificates(await shown_ends(store))
+        metrics.certificate_ends.set(min(own_certificate_expiries(watched, store), default=0.0))
+        metrics.show_store_certificates(await store_certificate_expiries(store))
         await clock.sleep(LOOK_EVERY_S)
 
 
-def own_ends(watched: Watched | None, store: StoreRef) -> Iterator[float]:
+def own_certificate_expiries(watched: ReloadingFiles | None, store: StoreRef) -> Iterator[float]:
     """When this process's certificates end: the one for callers, and the one that it shows to the store. What cannot be read in this
     moment is left out."""
     if watched is not None and (pem := watched.pem.cert) is not None:
-        yield ends_at(pem)
+        yield certificate_expiry(pem)
     if store.tls is not None and store.tls.cert is not None:
         with contextlib.suppress(OSError, UsageError):
-            yield ends_at(Path(store.tls.cert).read_bytes())
+            yield certificate_expiry(Path(store.tls.cert).read_bytes())
 
 
-def ends_at(pem: bytes) -> float:
+def certificate_expiry(pem: bytes) -> float:
     """When a certificate ends, in seconds since the epoch. Raises UsageError."""
-    from gcore.api.authority import seen
+    from gcore.api.authority import read_certificate
 
-    return seen(pem).ends.timestamp()
+    return read_certificate(pem).ends.timestamp()
 
 
 log = logging.getLogger(__name__)
@@ -164,10 +171,10 @@ class Daemon:
         self._config = config
         self._clock = clock
         self._security = Security.of(config, clock)
-        self._own = Belongings(config, clock, connector=self._security.connector)
+        self._own = DaemonState(config, clock, connector=self._security.connector)
         self._health = HealthService()
-        self._notifying = Notifying(manager or ServiceManager(), self._set_health, clock)
-        self._keeper: Keeper | None = None
+        self._notifying = ServiceNotifier(manager or ServiceManager(), self._set_health, clock)
+        self._keeper: ProcessKeeper | None = None
         self.reloads: list[Callable[[], None]] = [self._security.reload]
         """What reads anew the files that it was told to read; each raises GcoreError if it cannot, and goes on with what it has."""
 
@@ -175,11 +182,15 @@ class Daemon:
         """Serve until cancelled."""
         config = self._config
         lease = config.lease_times
-        etcd = await connect(config.etcd, self._clock, lease.call_s)
-        store = MeasuredStore(etcd, self._own.metrics, self._clock)
-        storage = OwnStorage(config.node, Path(config.run_root), self._own.folders)
-        jobs = StoredJobs(store, storage, lambda: self._own.cluster)
-        page = PageApp(Shown(config.node, jobs, self._own.runners.get, self._clock), asyncio.get_running_loop(), whose)
+        etcd = await connect_store(config.etcd, self._clock, lease.call_s)
+        store = InstrumentedStore(etcd, self._own.metrics, self._clock)
+        storage = LocalStorage(config.node, Path(config.run_root), self._own.folders)
+        jobs = StoreReader(store, storage, lambda: self._own.cluster)
+        page = PageApp(
+            PageContent(config.node, jobs, self._own.runners.get, self._clock),
+            asyncio.get_running_loop(),
+            request_caller,
+        )
         metrics = self._security.serve_http(self._own.metrics, config, page)
         server, address, for_peers = await self._serve(store, jobs)
         addresses = Addresses(address, metrics.address, for_peers)
@@ -188,19 +199,19 @@ class Daemon:
             async with asyncio.TaskGroup() as group:
                 group.create_task(watch_members(etcd.standing, self._own.metrics, self._clock), name="store's size")
                 group.create_task(self._notifying.feed_watchdog(), name="watchdog")
-                group.create_task(Clearing(config, store, self._clock).run(), name="clearing")
-                if (watched := self._security.watched) is not None or secured(config.etcd):
+                group.create_task(GarbageCollector(config, store, self._clock).run(), name="clearing")
+                if (watched := self._security.watched) is not None or tls_endpoints(config.etcd):
                     looking = watch_certificates(watched, config.etcd, self._own.metrics, self._clock)
                     group.create_task(looking, name="certificates")
                 if config.local_cluster:
-                    self._keeper = Keeper(config, store, self._clock)
+                    self._keeper = ProcessKeeper(config, store, self._clock)
                     group.create_task(self._keeper.run(), name="keeper")
                 else:
                     group.create_task(self._doubt(etcd), name="etcd's version")
                 if config.tells_apart:
                     group.create_task(self._security.book.watch(store), name="tokens")
                 while True:
-                    await Life(self._own, store, addresses, self._notifying.say).run()
+                    await Incarnation(self._own, store, addresses, self._notifying.say).run()
         finally:
             await server.stop(grace=0.5)
             metrics.close()
@@ -240,41 +251,41 @@ class Daemon:
         """Warn, once, of an etcd that is known to lose data. Whoever runs the local cluster's was told by `doctor`."""
         while not (versions := await store.versions()):
             await self._clock.sleep(RETRY_S)
-        if sentence := doubt(versions):
+        if sentence := version_warning(versions):
             log.warning("%s", sentence)
 
-    async def _serve(self, store: Store, jobs: StoredJobs) -> tuple[grpc.aio.Server, str, str]:
+    async def _serve(self, store: Store, jobs: StoreReader) -> tuple[grpc.aio.Server, str, str]:
         config = self._config
-        counted = CountedCalls(self._own.metrics, self._clock)
-        gate = AccessGate(self._security.book, self._security.journal, CallRoom(config.api.calls))
+        counted = CallCounter(self._own.metrics, self._clock)
+        gate = AccessGate(self._security.book, self._security.journal, CallLimiter(config.api.calls))
         server = new_server([counted, gate, VersionGate()], config.api)
 
-        lately: list[CheckedLately] = []
+        lately: list[CheckCache] = []
 
-        async def submissions() -> Submissions:
-            await imported("controllers.api.submission.submit")
-            from controllers.api.submission.allowlist import Allowed
-            from controllers.api.submission.submit import CheckedLately, Submissions
+        async def submissions() -> Submitter:
+            await import_in_thread("controllers.api.submission.submit")
+            from controllers.api.submission.allowlist import Allowlist
+            from controllers.api.submission.submit import CheckCache, Submitter
 
             if not lately:
-                lately.append(CheckedLately(self._clock))
+                lately.append(CheckCache(self._clock))
             cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
-            allowed = Allowed.of(config)
+            allowed = Allowlist.of(config)
             run_root, local = Path(config.run_root), config.local_cluster
-            return Submissions(
+            return Submitter(
                 store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed, lately=lately[0]
             )
 
-        room = StreamRoom(config.api.streams)
+        room = StreamLimiter(config.api.streams)
         service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble, room)
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
         placement = PlacementService(self._own.runners.get, self._trouble)
         placement_pb2_grpc.add_PlacementServicer_to_server(placement, server)
-        files = FilesService(jobs.own_folder, self._trouble, StreamRoom(config.api.streams))
+        files = FilesService(jobs.own_folder, self._trouble, StreamLimiter(config.api.streams))
         files_pb2_grpc.add_FilesServicer_to_server(files, server)
         access_pb2_grpc.add_AccessServicer_to_server(AccessService(store, self._clock, self._trouble), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflect(server, config.api)
+        add_reflection(server, config.api)
         address, for_peers = self._security.listen(server, config)
         await server.start()
         return server, address, for_peers

@@ -21,10 +21,10 @@ from gcore.config.local_cluster import FILE_NAME, ControllerProcess, LocalCluste
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.store import keys
-from gcore.store.etcd import LocalEtcd, last_complaint
+from gcore.store.etcd import LocalEtcd, last_error_line
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 from gcore.system.process import ProcessId, is_running, send_signal, spawn_detached
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def daemon_command(home: str, config_file: str) -> list[str]:
     return [sys.executable, "-P", "-m", "controllers.daemon", "--home", home, "--config", config_file]
 
 
-class Keeper:
+class ProcessKeeper:
     """Looks every second."""
 
     def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
@@ -82,7 +82,7 @@ class Keeper:
         changed = self._etcd_changed
         if len(changed) < RESTARTS or self._clock.monotonic() - changed[0] > RELAPSE_S:
             return ""
-        why = last_complaint(self._home / "logs" / "etcd.log")
+        why = last_error_line(self._home / "logs" / "etcd.log")
         return (
             f"etcd has ended {RESTARTS} times within {RELAPSE_S:.0f} s, each time it was started; it last said: {why}"
         )
@@ -165,7 +165,7 @@ class Keeper:
     def _write(self, cluster: LocalCluster, started: ProcessId) -> None:
         """Raises OSError; then `started` is ended, or it would be in the way of the next try, unknown to everybody."""
         try:
-            whole_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
+            replace_file(self._home / FILE_NAME, cluster.model_dump_json(indent=2).encode())
         except OSError:
             send_signal(started, signal.SIGKILL)
             raise

@@ -20,20 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.registration import Registration, speak_newer
-from controllers.cluster.shares import Sharing
+from controllers.cluster.registration import NodeRegistration, raise_version
+from controllers.cluster.shares import ShareWriter
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity, new_incarnation
-from controllers.job.supervision import work_on
-from controllers.storage.run_folder import OwnFolders
+from controllers.job.supervision import work_on_job
+from controllers.storage.run_folder import LocalRunFolders
 from controllers.workers.launcher import JobGroups
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable
-from gcore.ledger.records.cluster import Claim, NodeFacts, Shares, slots_of
-from gcore.ledger.transactions import Stored
+from gcore.ledger.records.cluster import Claim, NodeFacts, Shares, slots_of_share
+from gcore.ledger.transactions import Versioned
 from gcore.models.replicas import sweep_memory
 from gcore.observability.metrics import Metrics
 from gcore.observability.tracing import StepTraces
@@ -41,18 +41,18 @@ from gcore.store.keys import full_name
 from gcore.store.session import Session
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from gcore.system.memory import give_back
+from gcore.system.memory import trim_memory
 from gcore.system.process import send_signal
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobRunner
+    from controllers.job.runner import JobSession
 
 # -------------------- belongings
 # What a daemon keeps from one life to the next, and where it is reached. What it does with them is `controllers.life`'s.
 
 
 @dataclass
-class Belongings:
+class DaemonState:
     """What a daemon keeps from one life to the next."""
 
     config: NodeConfig
@@ -60,8 +60,8 @@ class Belongings:
     metrics: Metrics = field(default_factory=Metrics)
     connector: Connector = PLAIN
     """How others are reached."""
-    folders: OwnFolders = field(init=False)
-    runners: dict[str, JobRunner] = field(default_factory=dict)
+    folders: LocalRunFolders = field(init=False)
+    runners: dict[str, JobSession] = field(default_factory=dict)
     """Of the jobs that this life works on, by uid."""
     cluster: ClusterMirror | None = None
     """What this life, or the last, hears of the cluster; None: none has begun."""
@@ -80,7 +80,7 @@ class Belongings:
 
     def __post_init__(self) -> None:
         self.traces = None if self.config.collector is None else StepTraces(self.config.collector, self.config.node)
-        self.folders = OwnFolders(self.connector)
+        self.folders = LocalRunFolders(self.connector)
         self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
         self.groups = JobGroups(self.config.limits)
 
@@ -98,14 +98,14 @@ class Addresses:
 # Which jobs there are and how many slots each has, as metrics tell it. Pure.
 
 
-def jobs_shown(
-    claims: Mapping[str, Claim], working: Collection[str], shares: Stored[Shares] | None
+def job_counts(
+    claims: Mapping[str, Claim], working: Collection[str], shares: Versioned[Shares] | None
 ) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """Jobs by state, and slots by job. `working`: the jobs that have slots, or all where nobody shares them out."""
     states = Counter(_state(claim, works=uid in working) for uid, claim in claims.items())
     shared = {} if shares is None else shares.record.jobs
     slots = {
-        full_name(claims[uid].name or uid, claims[uid].namespace): len(slots_of(share.granted))
+        full_name(claims[uid].name or uid, claims[uid].namespace): len(slots_of_share(share.granted))
         for uid, share in shared.items()
         if uid in claims
     }
@@ -127,7 +127,7 @@ def _state(claim: Claim, *, works: bool) -> str:
 _ONE = threading.Lock()
 
 
-async def imported(module: str) -> None:
+async def import_in_thread(module: str) -> None:
     """It is there when this returns."""
     await asyncio.to_thread(_import, module)
 
@@ -143,13 +143,13 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 
 
-class Life:
+class Incarnation:
     """Of one daemon. `addresses` are told to everybody. `ready` is told whether the daemon can work, with a
     sentence, whenever that changes: it can while its lease surely lives and its node is registered."""
 
     def __init__(
         self,
-        own: Belongings,
+        own: DaemonState,
         store: Store,
         addresses: Addresses,
         ready: Callable[[bool, str], Awaitable[None]],
@@ -160,7 +160,7 @@ class Life:
         self._store = store
         self._addresses = addresses
         self._ready = ready
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._cluster = own.cluster = ClusterMirror(store, self._changes)
         self._shown: tuple[object, object] = (None, None)
         """Of which claims and shares the metrics are."""
@@ -186,9 +186,11 @@ class Life:
                 for prefix, watch in cluster.watches.items():
                     group.create_task(watch(), name=f"watch {prefix}")
                 group.create_task(self._speak(), name="schema version")
-                sharing = Sharing(self._config.node, self._store, cluster, self._changes, self._clock)
+                sharing = ShareWriter(self._config.node, self._store, cluster, self._changes, self._clock)
                 group.create_task(sharing.run(), name="shares")
-                registration = Registration(own, self._store, identity, at.metrics, self._changes, session, self._ready)
+                registration = NodeRegistration(
+                    own, self._store, identity, at.metrics, self._changes, session, self._ready
+                )
                 group.create_task(registration.run(), name="register")
                 group.create_task(registration.watch_readiness(), name="readiness")
                 group.create_task(own.health.run(cluster, self._changes), name="slots")
@@ -206,7 +208,7 @@ class Life:
         """Write what every node of the cluster reads, and never an older version again."""
         own, cluster, store, changes = self._own, self._cluster, self._store, self._changes
         while True:
-            own.spoken = await speak_newer(own.spoken, self._config.node, cluster, store, changes, self._clock)
+            own.spoken = await raise_version(own.spoken, self._config.node, cluster, store, changes, self._clock)
             changes.notify()
 
     async def _run_jobs(self, identity: Identity) -> None:
@@ -224,11 +226,11 @@ class Life:
                 self._show()
                 due = cluster.working - running.keys()
                 if due:
-                    await imported("controllers.job.runner")
+                    await import_in_thread("controllers.job.runner")
                 for uid in due:
                     begin = functools.partial(self._begin, uid, identity)
                     is_active = functools.partial(self._is_active, uid)
-                    running[uid] = group.create_task(work_on(begin, is_active, self._changes), name=f"job {uid}")
+                    running[uid] = group.create_task(work_on_job(begin, is_active, self._changes), name=f"job {uid}")
                     running[uid].add_done_callback(lambda _: self._changes.notify())
                 for runner in self._own.runners.values():
                     runner.changes.notify()
@@ -243,20 +245,20 @@ class Life:
 
     # Small methods on purpose: a variable of the loop above would keep the last job's memory.
 
-    def _begin(self, uid: str, identity: Identity) -> JobRunner:
+    def _begin(self, uid: str, identity: Identity) -> JobSession:
         new = self._own.runners[uid] = self._new_runner(uid, identity)
         return new
 
-    def _new_runner(self, uid: str, identity: Identity) -> JobRunner:
-        from controllers.job.runner import JobRunner
+    def _new_runner(self, uid: str, identity: Identity) -> JobSession:
+        from controllers.job.runner import JobSession
 
         own = self._own
-        return JobRunner(
+        return JobSession(
             uid,
             identity,
             self._store,
             self._cluster,
-            Changes(),
+            ChangeSignal(),
             own.metrics,
             self._clock,
             self._config,
@@ -276,7 +278,7 @@ class Life:
         self._own.metrics.show_slots(len(self._config.slots), len(self._own.health.sick))
         if self._shown[0] is not cluster.claims or self._shown[1] is not cluster.shares:
             self._shown = cluster.claims, cluster.shares
-            self._own.metrics.show_jobs(*jobs_shown(cluster.claims, cluster.working, cluster.shares))
+            self._own.metrics.show_jobs(*job_counts(cluster.claims, cluster.working, cluster.shares))
 
     def _forget_ended(self, running: dict[str, asyncio.Task[None]]) -> None:
         ended = [uid for uid, task in running.items() if task.done() and not self._is_active(uid)]
@@ -284,7 +286,7 @@ class Life:
             del running[uid]
             self._own.runners.pop(uid, None)
         if ended:
-            give_back()
+            trim_memory()
 
     def _sweep(self, asked: set[str]) -> None:
         """Stop this node's workers of jobs that have ended, once: asked twice, a worker does not drain."""

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, TokenBook
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Authenticator, Caller
 from controllers.api.edge.errors import Unauthenticated
-from controllers.api.edge.gate import CallJournal, Entry
-from gcore.api.tls import PLAIN, Connector, TlsMaterial, Watched, server_credentials, serving_context
-from gcore.config.node import NodeConfig, joined
+from controllers.api.edge.gate import CallEntry, CallJournal
+from gcore.api.tls import PLAIN, Connector, ReloadingFiles, TlsMaterial, server_credentials, serving_context
+from gcore.config.node import NodeConfig, join_host_port
 from gcore.errors import StoreUnavailable, UsageError
 from gcore.observability.http import NAMES, MetricsServer, serve_metrics
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
-from gcore.system.daemon import asked, refused
+from gcore.system.daemon import describe_listen_error, listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -50,7 +50,7 @@ ASK = ("WWW-Authenticate", 'Basic realm="gcore: any name, and a token as the pas
 class HttpGate:
     """Before one application. Threads."""
 
-    def __init__(self, book: TokenBook, journal: CallJournal) -> None:
+    def __init__(self, book: Authenticator, journal: CallJournal) -> None:
         self._book = book
         self._journal = journal
 
@@ -76,7 +76,7 @@ class HttpGate:
     def _refused(
         self, environ: WSGIEnvironment, start_response: StartResponse, status: str, said: str, one: Caller | None
     ) -> Iterable[bytes]:
-        entry = Entry(
+        entry = CallEntry(
             caller="" if one is None else one.name,
             role="" if one is None else one.role.word,
             peer=f"http:{environ.get('REMOTE_ADDR', '')}",
@@ -88,7 +88,7 @@ class HttpGate:
         return _said(start_response, status, said, *([ASK] if status.startswith("401") else []))
 
 
-def whose(environ: WSGIEnvironment) -> Caller:
+def request_caller(environ: WSGIEnvironment) -> Caller:
     """Whose a request is that was let through."""
     one: Any = environ.get(CALLER, NOBODY_IS_TOLD_APART)
     assert isinstance(one, Caller)
@@ -123,9 +123,9 @@ class Security:
     """Of one daemon, for its process's life."""
 
     connector: Connector
-    book: TokenBook
+    book: Authenticator
     journal: CallJournal
-    watched: Watched | None = None
+    watched: ReloadingFiles | None = None
     """Its certificates."""
 
     @classmethod
@@ -133,15 +133,15 @@ class Security:
         """Raises UsageError for files that cannot be used."""
         auth = config.auth
         admin = None if auth is None or auth.admin_token_file is None else Path(auth.admin_token_file)
-        book = TokenBook(clock, required=config.tells_apart, admin_file=admin)
+        book = Authenticator(clock, required=config.tells_apart, admin_file=admin)
         named = None if auth is None or auth.journal is None else Path(auth.journal)
         kept = {} if auth is None else {"most_bytes": auth.journal_mib << 20, "kept": auth.journal_kept}
         file = (named or Path(config.home) / JOURNAL) if config.tells_apart else None
         journal = CallJournal(file, clock, **kept)
         if config.tls is None:
             return cls(PLAIN, book, journal)
-        material = material_of(config)
-        watched = Watched(material)
+        material = tls_material(config)
+        watched = ReloadingFiles(material)
         engines = None if config.tls.engines_key is None else read_engines_key(Path(config.tls.engines_key))
         return cls(Connector(material, engines=engines), book, journal, watched)
 
@@ -166,10 +166,10 @@ class Security:
         for_people, for_peers = (server_credentials(self.watched, mutual=mutual) for mutual in (False, True))
         port = _bound(*listens_on, lambda at: server.add_secure_port(at, for_people))
         peer_port = _bound(config.listen_host, config.tls.peer_port, lambda at: server.add_secure_port(at, for_peers))
-        return config.advertised(port), joined(config.advertised_host, peer_port)
+        return config.advertised(port), join_host_port(config.advertised_host, peer_port)
 
 
-def material_of(config: NodeConfig) -> TlsMaterial:
+def tls_material(config: NodeConfig) -> TlsMaterial:
     """A node's certificates."""
     assert config.tls is not None
     return TlsMaterial(Path(config.tls.ca), Path(config.tls.cert), Path(config.tls.key))
@@ -190,8 +190,8 @@ def read_engines_key(file: Path) -> bytes:
 
 
 def _bound(host: str, port: int, bind: Callable[[str], int]) -> int:
-    at = joined(host, port)
+    at = join_host_port(host, port)
     try:
         return bind(at)
     except RuntimeError as error:  # gRPC does not say why
-        raise refused(f"cannot listen on {at}", asked(host, port)) from error
+        raise listen_error(f"cannot listen on {at}", describe_listen_error(host, port)) from error

@@ -16,29 +16,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from controllers.inference.continuation import remade
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import Following, Seat
+from controllers.inference.continuation import derive_seed
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import Affinity, VersionFollower
 from gcore.config.rollout import AgentSpec
 from gcore.config.spec import JobSpec
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import EngineError
 from gcore.reward.api import RewardError
-from gcore.rollout.agents.api import AgentFault, Refused
-from gcore.rollout.agents.chat_protocol import Rules
-from gcore.rollout.agents.server import AgentPool, Endpoint
-from gcore.rollout.agents.session import Limits as session_Limits
-from gcore.rollout.agents.session import Say, Served
+from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
+from gcore.rollout.agents.chat_protocol import SamplingRules
+from gcore.rollout.agents.server import AgentHttpServer, AgentPool
+from gcore.rollout.agents.session import AgentSession, DialogueLimits, Say
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT, CheckedEnvironment, EnvironmentFault, Setting, find_environment
-from gcore.rollout.environments.episode import Limits, Scene, played
+from gcore.rollout.environments.episode import EpisodeLimits, EpisodeSetting, play_episode
 from gcore.rollout.environments.pool import ToolPool
 from gcore.system.clock import Clock
-from gcore.system.concurrency import Hold, all_or_none
+from gcore.system.concurrency import Pausable, gather_or_cancel
 from gcore.types import Prompt, Sample, Version
-from gcore.worker.sandbox.pool import Scoring
+from gcore.worker.sandbox.pool import PoolStatus
 
-Answered = Sample | RewardError
+EvalAnswer = Sample | RewardError
 """A response; or why there is none, for its environment failed."""
 
 
@@ -62,22 +61,22 @@ Told = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class EpisodeRequest:
     """What a response is made for, and how. `follow`: where some staleness is allowed."""
 
     version: Version
     prompt: Prompt
     renderer: PromptRenderer
     params: SamplingParams
-    follow: Following | None = None
+    follow: VersionFollower | None = None
 
 
-def new_tools(spec: JobSpec, clock: Clock, told: Told, group: str) -> ToolPool | None:
+def new_tool_pool(spec: JobSpec, clock: Clock, told: Told, group: str) -> ToolPool | None:
     """The tools of a job with an environment, which may be none. `group`: the control group of their processes."""
     return None if spec.environment is None else ToolPool(spec.environment.tools, clock, told, group)
 
 
-class Responding(ABC):
+class EpisodeRunner(ABC):
     """Who makes responses of several turns, of one job, on one controller: with an environment, or by an agent."""
 
     def __init__(self, told: Told, *, again: bool) -> None:
@@ -87,7 +86,7 @@ class Responding(ABC):
 
     async def side_by_side(
         self,
-        what: Conversation,
+        what: EpisodeRequest,
         seeds: Sequence[int],
         rid: str,
         ended: Callable[[int, Sample], None] | None = None,
@@ -103,25 +102,25 @@ class Responding(ABC):
                 ended(number, sample)
             return sample
 
-        return tuple(await all_or_none(one(number, seed) for number, seed in enumerate(seeds)))
+        return tuple(await gather_or_cancel(one(number, seed) for number, seed in enumerate(seeds)))
 
-    async def each(self, conversations: Sequence[Conversation], seeds: Sequence[int], rid: str) -> list[Answered]:
+    async def each(self, conversations: Sequence[EpisodeRequest], seeds: Sequence[int], rid: str) -> list[EvalAnswer]:
         """A response for each; or, in its place, that its environment failed. Raises EngineError."""
 
-        async def one(number: int, what: Conversation, seed: int) -> Answered:
+        async def one(number: int, what: EpisodeRequest, seed: int) -> EvalAnswer:
             try:
                 return await self._respond(what, seed, f"{rid}/{number}")
             except RewardError as error:
                 return error
 
         pairs = zip(conversations, seeds, strict=True)
-        return await all_or_none(one(number, what, seed) for number, (what, seed) in enumerate(pairs))
+        return await gather_or_cancel(one(number, what, seed) for number, (what, seed) in enumerate(pairs))
 
-    async def _respond(self, what: Conversation, seed: int, rid: str) -> Sample:
+    async def _respond(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
         tries = TRIES if self._again else 1
         for number in range(tries):
             try:
-                made = await self._played(what, remade(seed, number), f"{rid}.{number}" if number else rid)
+                made = await self._played(what, derive_seed(seed, number), f"{rid}.{number}" if number else rid)
             except EnvironmentFault as error:
                 if number + 1 == tries:
                     raise RewardError(error.what, where=error.where, fix=error.fix, trace=error.trace) from error
@@ -133,14 +132,14 @@ class Responding(ABC):
         raise AssertionError("the last try raises")
 
     @abstractmethod
-    async def _played(self, what: Conversation, seed: int, rid: str) -> Sample:
+    async def _played(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
         """One response. Raises EnvironmentFault, EngineError."""
 
 
-class Conversing(Responding):
+class EnvironmentEpisodes(EpisodeRunner):
     """Of a job with an environment."""
 
-    def __init__(self, spec: JobSpec, engines: EngineBook, tools: ToolPool, clock: Clock, told: Told) -> None:
+    def __init__(self, spec: JobSpec, engines: EnginePool, tools: ToolPool, clock: Clock, told: Told) -> None:
         """Raises PluginFault for an environment that cannot be had."""
         assert spec.environment is not None
         super().__init__(told, again=spec.environment.on_error == "retry")
@@ -150,13 +149,13 @@ class Conversing(Responding):
         self._tools = tools
         self._clock = clock
 
-    async def _played(self, what: Conversation, seed: int, rid: str) -> Sample:
+    async def _played(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
         spec, params, renderer = self._spec, what.params, what.renderer
-        hold = Hold(self._clock)
+        hold = Pausable(self._clock)
         setting = Setting(spec.options, what.prompt.fields, seed, self._tools.within(hold.held), renderer.chat)
         environment = CheckedEnvironment(spec.name, self._maker, setting)
         stop = tuple(dict.fromkeys((*params.stop, *environment.stop)))
-        seat, made = Seat(), 0
+        seat, made = Affinity(), 0
 
         async def say(before: tuple[int, ...], most: int, turn: int) -> Sample:
             nonlocal made
@@ -165,7 +164,7 @@ class Conversing(Responding):
                 what.version,
                 [what.prompt.token_ids + before],
                 replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop),
-                (remade(seed, len(before)),) if params.temperature else (0,),
+                (derive_seed(seed, len(before)),) if params.temperature else (0,),
                 f"{rid}/{turn}",
                 what.follow,
                 renderer.decode,
@@ -175,20 +174,20 @@ class Conversing(Responding):
             return sample
 
         longest = params.max_new_tokens
-        limits = Limits(spec.max_turns, longest, spec.room(longest), spec.step_timeout_s)
-        scene = Scene(what.prompt.token_ids, what.prompt.fields, renderer, limits, self._clock, hold)
-        return await played(environment, say, scene)
+        limits = EpisodeLimits(spec.max_turns, longest, spec.room(longest), spec.step_timeout_s)
+        scene = EpisodeSetting(what.prompt.token_ids, what.prompt.fields, renderer, limits, self._clock, hold)
+        return await play_episode(environment, say, scene)
 
 
-class Stage:
+class AgentEndpoint:
     """Where the agents of a job run on one controller, and what they ask. Close it."""
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
         self.pool = AgentPool(spec, clock, group)
-        self.endpoint = Endpoint()
+        self.endpoint = AgentHttpServer()
 
     @property
-    def waits(self) -> Scoring:
+    def waits(self) -> PoolStatus:
         """Who waits for a process of an agent."""
         return self.pool.waits
 
@@ -198,28 +197,28 @@ class Stage:
         await self.endpoint.close()
 
 
-Worlds = ToolPool | Stage
+EpisodePool = ToolPool | AgentEndpoint
 """What responses of several turns are made with, besides engines."""
 
 
-def new_worlds(spec: JobSpec, clock: Clock, told: Told, group: str = "") -> Worlds | None:
+def new_episode_pool(spec: JobSpec, clock: Clock, told: Told, group: str = "") -> EpisodePool | None:
     """Those of a job with an environment, or an agent; None for any other. `group`: the control group of their processes."""
-    return new_tools(spec, clock, told, group) if spec.agent is None else Stage(spec.agent, clock, group)
+    return new_tool_pool(spec, clock, told, group) if spec.agent is None else AgentEndpoint(spec.agent, clock, group)
 
 
-def new_responding(
-    spec: JobSpec, engines: EngineBook, worlds: Worlds | None, clock: Clock, told: Told
-) -> Responding | None:
+def new_episode_runner(
+    spec: JobSpec, engines: EnginePool, worlds: EpisodePool | None, clock: Clock, told: Told
+) -> EpisodeRunner | None:
     """Who makes the job's responses, if they have several turns. Raises PluginFault."""
-    if isinstance(worlds, Stage):
-        return Acting(spec, engines, worlds, clock, told)
-    return None if worlds is None else Conversing(spec, engines, worlds, clock, told)
+    if isinstance(worlds, AgentEndpoint):
+        return AgentEpisodes(spec, engines, worlds, clock, told)
+    return None if worlds is None else EnvironmentEpisodes(spec, engines, worlds, clock, told)
 
 
-class Acting(Responding):
+class AgentEpisodes(EpisodeRunner):
     """Of one job, on one controller."""
 
-    def __init__(self, spec: JobSpec, engines: EngineBook, stage: Stage, clock: Clock, told: Told) -> None:
+    def __init__(self, spec: JobSpec, engines: EnginePool, stage: AgentEndpoint, clock: Clock, told: Told) -> None:
         assert spec.agent is not None
         super().__init__(told, again=spec.agent.on_error == "retry")
         self._spec = spec.agent
@@ -229,16 +228,16 @@ class Acting(Responding):
         self._stage = stage
         self._clock = clock
 
-    async def _played(self, what: Conversation, seed: int, rid: str) -> Sample:
+    async def _played(self, what: EpisodeRequest, seed: int, rid: str) -> Sample:
         """Raises AgentFault, EngineError."""
         spec, params, endpoint = self._spec, what.params, self._stage.endpoint
         longest = params.max_new_tokens
         context = self._context or what.renderer.max_length
-        served = Served(
+        served = AgentSession(
             what.renderer,
             self._saying(what, seed, rid),
             self._rules(params),
-            session_Limits(spec.max_turns, longest, spec.room(longest), context, spec.time_limit_s),
+            DialogueLimits(spec.max_turns, longest, spec.room(longest), context, spec.time_limit_s),
             self._clock,
             restarts=spec.history == "last",
             stop=params.stop,
@@ -251,7 +250,7 @@ class Acting(Responding):
         finally:
             await endpoint.end(token)
 
-    async def _acted(self, what: Conversation, seed: int, served: Served, token: str) -> Sample:
+    async def _acted(self, what: EpisodeRequest, seed: int, served: AgentSession, token: str) -> Sample:
         call = {
             "base_url": self._stage.endpoint.base_url(token),
             "api_key": token,
@@ -278,18 +277,18 @@ class Acting(Responding):
         sample = served.sample()
         return sample if reward is None else replace(sample, reward_parts=((ENVIRONMENT, reward),))
 
-    def _rules(self, params: SamplingParams) -> Rules:
+    def _rules(self, params: SamplingParams) -> SamplingRules:
         """An agent that says what the job draws with is no less right where an evaluation, or a baseline, draws otherwise."""
         usual = self._usual
-        return Rules(
+        return SamplingRules(
             (params.temperature, usual.temperature),
             (params.top_p, usual.top_p),
             params.max_new_tokens,
             frozenset(self._spec.ignore),
         )
 
-    def _saying(self, what: Conversation, seed: int, rid: str) -> Say:
-        seat, params, turn = Seat(), what.params, 0
+    def _saying(self, what: EpisodeRequest, seed: int, rid: str) -> Say:
+        seat, params, turn = Affinity(), what.params, 0
 
         async def say(tokens: tuple[int, ...], most: int, stop: tuple[str, ...], made: int) -> Sample:
             nonlocal turn
@@ -299,7 +298,7 @@ class Acting(Responding):
                 what.version,
                 [tokens],
                 replace(params, max_new_tokens=most, min_new_tokens=least, stop=stop),
-                (remade(seed, made),) if params.temperature else (0,),
+                (derive_seed(seed, made),) if params.temperature else (0,),
                 f"{rid}/{turn}",
                 what.follow,
                 what.renderer.decode,
@@ -311,7 +310,7 @@ class Acting(Responding):
 
         return say
 
-    def _refused(self, why: Refused) -> None:
+    def _refused(self, why: AgentRequestRefused) -> None:
         if why.status < 500:
             self._told(
                 f"agent {self._spec.name!r} asked what it does not get ({why.status} {why.code}): {why.what}", ""

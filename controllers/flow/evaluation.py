@@ -22,26 +22,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from controllers.changes import Changes
-from controllers.flow.episodes import Answered, Conversation, Responding
-from controllers.flow.job_data import Material, Practice, eval_seed
-from controllers.flow.step import Look
-from controllers.inference.pool import EngineBook
-from controllers.rules.step import equipped, order, to_take
+from controllers.changes import ChangeSignal
+from controllers.flow.episodes import EpisodeRequest, EpisodeRunner, EvalAnswer
+from controllers.flow.job_data import JobData, SourcePipeline, eval_seed
+from controllers.flow.step import ViewSource
+from controllers.inference.pool import EnginePool
+from controllers.rules.step import evaluation_order, members_with_engines, parts_to_take
 from controllers.rules.view import TURN_SECONDS
-from gcore.config.data import EvalDraws
-from gcore.data.stream import EvalSource
+from gcore.config.data import EvalSampling
+from gcore.data.stream import EvalPromptSource
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger import evaluation as rules
-from gcore.ledger.evaluation import PartPlan, compose, cut
+from gcore.ledger.evaluation import PartPlan, compose_evaluation, plan_parts
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.reward.api import RewardError
-from gcore.reward.scorer import Unjudged
-from gcore.rollout.environments.episode import bracketed
+from gcore.reward.scorer import ResponseNotJudged
+from gcore.rollout.environments.episode import mark_observed
 from gcore.system.clock import Clock, retry_delay
-from gcore.system.concurrency import all_or_none, end_all
+from gcore.system.concurrency import cancel_all, gather_or_cancel
 from gcore.types import Prompt, Sample, Version
 
 # -------------------- eval_marks
@@ -57,7 +57,7 @@ SHOWN_BYTES = 7200
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class AnswerScore:
     """What a response to prompt `index` of a set is worth."""
 
     index: int
@@ -66,9 +66,9 @@ class Mark:
     """What each part of the reward says of it; nothing where it has none, or it could not be scored."""
 
 
-async def marked(
-    practice: Practice, threshold: float, prompt: Prompt, answered: Sequence[Answered], version: Version
-) -> list[Mark]:
+async def score_answers(
+    practice: SourcePipeline, threshold: float, prompt: Prompt, answered: Sequence[EvalAnswer], version: Version
+) -> list[AnswerScore]:
     """The evaluation responses to one prompt, scored; one whose environment failed cannot be. Raises EngineError if other weights
     had a part in one, or a judge could not be asked."""
     samples = [one for one in answered if isinstance(one, Sample)]
@@ -80,26 +80,28 @@ async def marked(
     labels = {part.shown_as for part in practice.source.reward.parts}
     scored = iter(await practice.each_scored(prompt, samples))
     for one in answered:
-        text, result = (bracketed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
-        if isinstance(result, Unjudged) and result.away:  # which says nothing of the answer
+        text, result = (
+            (mark_observed(one.text, one.observed_text), next(scored)) if isinstance(one, Sample) else ("", one)
+        )
+        if isinstance(result, ResponseNotJudged) and result.away:  # which says nothing of the answer
             raise EngineUnreachable(result.what, fix="It is made again")
         why = str(result) if isinstance(result, RewardError) else ""
         reward = 0.0 if isinstance(result, RewardError) else result.value
         shown = EvalSample(
-            prompt=recordable(prompt.text),
-            response=recordable(text),
-            answer=recordable(str(prompt.fields.get(practice.source.reward.answer, ""))),
+            prompt=clip_for_record(prompt.text),
+            response=clip_for_record(text),
+            answer=clip_for_record(str(prompt.fields.get(practice.source.reward.answer, ""))),
             reward=reward,
             source=practice.source.name,
-            correct=not why and reaches(reward, threshold),
-            unscored=recordable(why),
+            correct=not why and meets_threshold(reward, threshold),
+            unscored=clip_for_record(why),
         )
         parts = {} if isinstance(result, RewardError) else {k: v for k, v in result.parts if k in labels}
-        marks.append(Mark(prompt.ref.seq, shown, parts))
+        marks.append(AnswerScore(prompt.ref.seq, shown, parts))
     return marks
 
 
-def total_of(label: str, marks: Sequence[Mark]) -> float:
+def part_total(label: str, marks: Sequence[AnswerScore]) -> float:
     """What a part of the reward gives to all responses that were scored. Those that it says nothing of, for a judge that is only
     shown could not judge them, count as what the others have on the average."""
     having = [one.parts[label] for one in marks if label in one.parts]
@@ -107,13 +109,13 @@ def total_of(label: str, marks: Sequence[Mark]) -> float:
     return math.fsum(having) * (scored / len(having)) if having else 0.0
 
 
-def reaches(reward: float, threshold: float) -> bool:
+def meets_threshold(reward: float, threshold: float) -> bool:
     """Whether a response of that reward is correct. A sum of parts such as 0.7 + 0.2 + 0.1, which floats make a little less
     than 1, is."""
     return reward >= threshold or math.isclose(reward, threshold, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def recordable(text: str) -> str:
+def clip_for_record(text: str) -> str:
     """What a record has room for."""
     short = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
     while len(json.dumps(short)) > SHOWN_BYTES:  # JSON spells out what is not ASCII, in up to twelve bytes
@@ -128,7 +130,7 @@ EVAL_BATCH = 64
 """Evaluation responses in one request."""
 
 
-class EvaluationBook(Protocol):
+class EvaluationStore(Protocol):
     """Where parts and evaluations are written down."""
 
     async def add_part(self, part: EvalPart) -> bool:
@@ -171,13 +173,13 @@ class Evaluator:
 
     def __init__(
         self,
-        material: Material,
-        look: Look,
-        changes: Changes,
-        engines: EngineBook,
-        book: EvaluationBook,
+        material: JobData,
+        look: ViewSource,
+        changes: ChangeSignal,
+        engines: EnginePool,
+        book: EvaluationStore,
         clock: Clock,
-        conversing: Responding | None = None,
+        conversing: EpisodeRunner | None = None,
     ) -> None:
         self.material = material
         self.look = look
@@ -186,10 +188,10 @@ class Evaluator:
         self._book = book
         self._clock = clock
         self._conversing = conversing
-        self._sets: dict[str, EvalSource] = {one.source.name: one for one in material.evaluation}
-        self._draws: Mapping[str, EvalDraws] = material.spec.eval.drawn
+        self._sets: dict[str, EvalPromptSource] = {one.source.name: one for one in material.evaluation}
+        self._draws: Mapping[str, EvalSampling] = material.spec.eval.drawn
         sizes = [(n, min(len(one), self._draws[n].limit), self._draws[n].samples) for n, one in self._sets.items()]
-        self.plans = cut(sizes)
+        self.plans = plan_parts(sizes)
 
     async def evaluate(self) -> None:
         """Until the version that is due, if any, is evaluated. Raises what a prompt that cannot be shown raises."""
@@ -220,7 +222,7 @@ class Evaluator:
                     self._begin(work, parts, now)
                 await self.changes.wait(timeout=1.0)
         finally:
-            await end_all(work.running.values())
+            await cancel_all(work.running.values())
 
     def _begin(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Start as many parts as the engines have room for. One at least, however large."""
@@ -228,9 +230,9 @@ class Evaluator:
         away = parts.keys() | work.delivered | work.running.keys()
         open_parts = [plan.number for plan in self.plans if plan.number not in away]
         plan = view.mirror.plan.record if view.mirror.plan is not None else None
-        members = order(work.version, equipped(view.mirror.members, plan))
+        members = evaluation_order(work.version, members_with_engines(view.mirror.members, plan))
         room = self._room() - sum(self._responses(number) for number in work.running)
-        for number in to_take(view.me, open_parts, members, work.quiet(members, now)):
+        for number in parts_to_take(view.me, open_parts, members, work.quiet(members, now)):
             if now < work.not_before.get(number, now):
                 continue
             if work.running and self._responses(number) > room:
@@ -275,11 +277,11 @@ class Evaluator:
     async def _conclude(self, work: _Round, parts: Mapping[int, EvalPart], now: float) -> None:
         """Compose the evaluation, one peer after the other: all would write the same."""
         view = self.look()
-        members = order(work.version, view.mirror.members)
+        members = evaluation_order(work.version, view.mirror.members)
         place = members.index(view.me) if view.me in members else len(members)
         work.complete_since = now if work.complete_since is None else work.complete_since
         if now - work.complete_since >= place * TURN_SECONDS:
-            evaluation = compose(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
+            evaluation = compose_evaluation(work.version, self.plans, parts, self._draws, self.material.spec.eval.show)
             if not self.material.spec.evaluates_after(work.version.step, last=view.is_over):
                 evaluation = evaluation.model_copy(update={"asked": True})
             await self._book.conclude(evaluation)
@@ -293,7 +295,7 @@ class Evaluator:
         tries = [(index, number) for index in plan.prompts for number in range(draws.samples)]
         batches = [tries[first : first + EVAL_BATCH] for first in range(0, len(tries), EVAL_BATCH)]
         turns = asyncio.Semaphore(max(1, self._room() // EVAL_BATCH))
-        answered = await all_or_none(self._batch(turns, version, practice, batch) for batch in batches)
+        answered = await gather_or_cancel(self._batch(turns, version, practice, batch) for batch in batches)
         marks = list(itertools.chain.from_iterable(answered))
         unscored = [one for one in marks if one.shown.unscored]
         if unscored:
@@ -318,7 +320,7 @@ class Evaluator:
             correct=tuple(sum(bool(one.shown.correct) for one in its) for its in by_prompt),
             reward=math.fsum(one.shown.reward for one in marks if not one.shown.unscored),
             rewards={
-                label: total_of(label, marks) for label in sorted({label for one in marks for label in one.parts})
+                label: part_total(label, marks) for label in sorted({label for one in marks for label in one.parts})
             },
             unscored=len(unscored),
             why_unscored=unscored[0].shown.unscored if unscored else "",
@@ -330,9 +332,9 @@ class Evaluator:
         self,
         turns: asyncio.Semaphore,
         version: Version,
-        practice: Practice,
+        practice: SourcePipeline,
         tries: Sequence[tuple[int, int]],
-    ) -> list[Mark]:
+    ) -> list[AnswerScore]:
         """The answers to some tries (prompt, number of the response) of one set, scored. Raises EngineError, DataError."""
         name, draws = practice.source.name, self._draws[practice.source.name]
         (first, number), me = tries[0], self.look().me
@@ -341,21 +343,21 @@ class Evaluator:
         async with turns:  # a request that waits in an engine's queue would run into its time limit there
             prompts = {index: self._sets[name].prompt(index) for index in dict.fromkeys(index for index, _ in tries)}
             token_ids = [prompts[index].token_ids for index, _ in tries]
-            samples: Sequence[Answered]
+            samples: Sequence[EvalAnswer]
             if self._conversing is None:
                 samples = await self._engines.generate(version, token_ids, practice.params, seeds, rid)
             else:
                 renderer = self._sets[name].opened.renderer
-                scenes = [Conversation(version, prompts[index], renderer, practice.params) for index, _ in tries]
+                scenes = [EpisodeRequest(version, prompts[index], renderer, practice.params) for index, _ in tries]
                 samples = await self._conversing.each(scenes, seeds, rid)
-        of_prompt: dict[int, list[Answered]] = {}
+        of_prompt: dict[int, list[EvalAnswer]] = {}
         for (index, _), sample in zip(tries, samples, strict=True):
             of_prompt.setdefault(index, []).append(sample)
         judgements = (
-            marked(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
+            score_answers(practice, draws.threshold, prompts[index], its, version) for index, its in of_prompt.items()
         )
         try:
-            return list(itertools.chain.from_iterable(await all_or_none(judgements)))
+            return list(itertools.chain.from_iterable(await gather_or_cancel(judgements)))
         finally:
             for prompt in prompts.values():
                 practice.forget(prompt)
@@ -365,10 +367,10 @@ class Evaluator:
 # Parts and evaluations, written to the store: guarded transactions, made once. What stands, the mirror tells.
 
 
-class StoredEvaluations:
-    """Implements `controllers.evaluating.EvaluationBook`."""
+class LedgerEvaluations:
+    """Implements `controllers.evaluating.EvaluationStore`."""
 
-    def __init__(self, ledger: Ledger, mirror: Callable[[], JobMirror]) -> None:
+    def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
         self._ledger = ledger
         self._mirror = mirror
 

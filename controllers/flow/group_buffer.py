@@ -26,7 +26,7 @@ from gcore.types import Group, Outcome, PromptRef, Version
 
 
 @dataclass
-class Flight:
+class InFlightPrompt:
     """One production. `issued`: head's version when it was begun; `since`: the monotonic clock then."""
 
     issued: Version
@@ -44,11 +44,11 @@ class Flight:
         return head.version if is_ancestor(head, self.issued) else self.issued
 
 
-class Flights:
+class InFlightPrompts:
     """Flights by prompt. Mutable; one event loop."""
 
     def __init__(self) -> None:
-        self._flights: dict[PromptRef, Flight] = {}
+        self._flights: dict[PromptRef, InFlightPrompt] = {}
         self._seen: tuple[Head, Mapping[PromptRef, Version]] | None = None
         """`versions` as it was last given out, while nothing has changed."""
         self.defect: BaseException | None = None
@@ -66,7 +66,7 @@ class Flights:
     def begin(self, ref: PromptRef, issued: Version, now: float) -> None:
         """`ref` is in flight from now on."""
         self._seen = None
-        self._flights[ref] = Flight(issued, now)
+        self._flights[ref] = InFlightPrompt(issued, now)
 
     def launch(self, ref: PromptRef, task: asyncio.Task[None]) -> None:
         """`task` produces it."""
@@ -110,7 +110,7 @@ class Flights:
             self._seen = head, {ref: flight.version(head) for ref, flight in self._flights.items()}
         return self._seen[1]
 
-    def oldest(self) -> tuple[PromptRef, Flight] | None:
+    def oldest(self) -> tuple[PromptRef, InFlightPrompt] | None:
         """The one that has been in flight for the longest time."""
         return min(self._flights.items(), key=lambda item: item[1].since, default=None)
 
@@ -120,7 +120,7 @@ REASON_CHARACTERS, REASON_BYTES = 200, 300
 not ASCII takes up to twelve bytes."""
 
 
-def as_reason(text: str) -> str:
+def clip_reason(text: str) -> str:
     """The beginning of `text` that fits into a record."""
     text = text[:REASON_CHARACTERS]
     while len(json.dumps(text)) > REASON_BYTES:
@@ -128,7 +128,7 @@ def as_reason(text: str) -> str:
     return text
 
 
-class Holdings:
+class GroupBuffer:
     """Mutable; one event loop."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Holdings:
         self._outcomes: dict[PromptRef, EndedRef] = {}
         self._seen: tuple[Mapping[PromptRef, OfferedGroup], Mapping[PromptRef, EndedRef]] | None = None
         """`offers` and `outcomes` as they were last given out, while nothing has changed."""
-        self.in_flight = Flights()
+        self.in_flight = InFlightPrompts()
         self.reissues: dict[PromptRef, int] = {}
         self.went_stale: set[PromptRef] = set()
         """Prompts whose last group was finished, and became too old while it was held."""
@@ -207,7 +207,7 @@ class Holdings:
         self._outcomes[ref] = EndedRef(
             ref=ref,
             kind=outcome.kind,
-            reason=as_reason(outcome.reason),
+            reason=clip_reason(outcome.reason),
             holder=holder,
             versions=(version,),
             source=source,

@@ -17,25 +17,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from gcore.config.data import Source, eval_sources, training_sources
+from gcore.config.data import ResolvedSource, eval_sources, training_sources
 from gcore.config.reward import RewardSpec
 from gcore.config.spec import JobSpec
 from gcore.data.curriculum import (
     Curriculum,
     CurriculumView,
     SourceStatistics,
-    arranged,
+    arrange_shard,
     entry_key,
     find_curriculum,
     shard_keys,
 )
-from gcore.data.stream import EvalSource, JobPrompts, Order, PromptStream
+from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream, ShardPermutation
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records.chain import EpochRecord, SourceTally
 from gcore.reward.api import Response, RewardError, RewardResult
 from gcore.reward.judges.judge import Judge
-from gcore.reward.pool import Scored, Scorer
-from gcore.reward.scorer import Rewards, Unjudged, functions_of
+from gcore.reward.pool import FunctionScorer, Scored
+from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT
 from gcore.rollout.postprocess import is_truncated
@@ -48,12 +48,12 @@ from gcore.types import Prompt, PromptRef, Sample, Version
 
 
 @dataclass(frozen=True)
-class Practice:
+class SourcePipeline:
     """How a source's prompts are answered, and what the answers are worth."""
 
-    source: Source
+    source: ResolvedSource
     params: SamplingParams
-    rewards: Rewards
+    rewards: Scorer
 
     async def scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
         """The rewards of the responses to one prompt, in their order.
@@ -62,7 +62,7 @@ class Practice:
         """
         results = []
         for result in await self.each_scored(prompt, samples):
-            if isinstance(result, Unjudged) and result.again:
+            if isinstance(result, ResponseNotJudged) and result.again:
                 raise (EngineUnreachable if result.away else EngineError)(result.what, fix="It is issued again")
             if isinstance(result, RewardError):
                 raise result
@@ -71,11 +71,11 @@ class Practice:
 
     async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[Scored, ...]:
         """The same, with an error in the place of each response that cannot be scored."""
-        return await self.rewards.score(self.source.reward, prompt, [response_of(sample) for sample in samples])
+        return await self.rewards.score(self.source.reward, prompt, [make_response(sample) for sample in samples])
 
     async def judge_early(self, prompt: Prompt, sample: Sample) -> None:
         """Have judges look at a response before the others of its group are finished."""
-        await self.rewards.judge_early(self.source.reward, prompt, response_of(sample))
+        await self.rewards.judge_early(self.source.reward, prompt, make_response(sample))
 
     def forget(self, prompt: Prompt) -> None:
         """No more of its responses are scored, until it is issued again: what judges could not judge is then asked again."""
@@ -88,24 +88,24 @@ class Practice:
         return bool(self.source.reward.judges)
 
 
-def response_of(sample: Sample) -> Response:
+def make_response(sample: Sample) -> Response:
     """A sample as rewards are shown it: its length is what the policy made."""
     of_environment = dict(sample.reward_parts).get(ENVIRONMENT)
     return Response(sample.text, sample.own_tokens, is_truncated(sample), of_environment)
 
 
 @dataclass(frozen=True)
-class Material:
+class JobData:
     """What a job is made of, opened once."""
 
     spec: JobSpec
     uid: str
     stream: PromptStream
-    sources: Mapping[str, Practice]
+    sources: Mapping[str, SourcePipeline]
     """How the prompts of training are answered and scored, by source."""
-    evaluation: tuple[EvalSource, ...]
+    evaluation: tuple[EvalPromptSource, ...]
     """Held-out prompts, in the order of the spec."""
-    evaluated: Mapping[str, Practice]
+    evaluated: Mapping[str, SourcePipeline]
     """How those are answered and scored, by set."""
 
     @property
@@ -114,20 +114,24 @@ class Material:
         return any(practice.rewards.is_full for practice in self.sources.values())
 
 
-def material_of(
-    spec: JobSpec, uid: str, prompts: JobPrompts, scorer: Scorer, judges: Mapping[str, Judge] = MappingProxyType({})
-) -> Material:
+def make_job_data(
+    spec: JobSpec,
+    uid: str,
+    prompts: JobPrompts,
+    scorer: FunctionScorer,
+    judges: Mapping[str, Judge] = MappingProxyType({}),
+) -> JobData:
     """What the opened prompts are made into. `scorer` and `judges` know the rewards and the judges that the spec names."""
-    rewards = Rewards(scorer, judges)
+    rewards = Scorer(scorer, judges)
     trained = [opened.source for opened in prompts.stream.sources]
     held_out = [opened.source for opened in prompts.evaluation]
-    return Material(
+    return JobData(
         spec=spec,
         uid=uid,
         stream=prompts.stream,
-        sources={s.name: Practice(s, sampling_of(spec, s), rewards) for s in trained},
+        sources={s.name: SourcePipeline(s, sampling_of(spec, s), rewards) for s in trained},
         evaluation=prompts.evaluation,
-        evaluated={s.name: Practice(s, sampling_of(spec, s), rewards) for s in held_out},
+        evaluated={s.name: SourcePipeline(s, sampling_of(spec, s), rewards) for s in held_out},
     )
 
 
@@ -139,7 +143,7 @@ def rewards_of(spec: JobSpec) -> dict[str, RewardSpec]:
     found: dict[str, RewardSpec] = {}
     judges = {judge.name: judge for judge in spec.judges}
     for source in (*training_sources(spec), *eval_sources(spec)):
-        for reward in functions_of(source.reward, judges):
+        for reward in reward_functions(source.reward, judges):
             if reward not in found.values():
                 found[_free(source.name, found)] = reward
     return found
@@ -151,7 +155,7 @@ def _free(name: str, taken: Mapping[str, RewardSpec]) -> str:
     return next(one for one in names if one not in taken)
 
 
-def sampling_of(spec: JobSpec, source: Source) -> SamplingParams:
+def sampling_of(spec: JobSpec, source: ResolvedSource) -> SamplingParams:
     """How responses to a source's prompts are drawn; of a set of evaluation, as `eval` says, and ended as in training."""
     own = source.sampling
     return SamplingParams(
@@ -166,7 +170,7 @@ def sampling_of(spec: JobSpec, source: Source) -> SamplingParams:
     )
 
 
-def sample_seed(material: Material, ref: PromptRef, index: int, reissue: int) -> int:
+def sample_seed(material: JobData, ref: PromptRef, index: int, reissue: int) -> int:
     """A sample's seed: a hash of (job's name and seed, prompt ref, sample index, re-issue), 63 bits.
 
     The name and the seed, not the uid: the same spec started anew draws the same samples.
@@ -174,7 +178,7 @@ def sample_seed(material: Material, ref: PromptRef, index: int, reissue: int) ->
     return _seed(f"{material.spec.name}|{material.spec.seed}|{ref}|{index}|{reissue}")
 
 
-def eval_seed(material: Material, version: Version, name: str, index: int, number: int) -> int:
+def eval_seed(material: JobData, version: Version, name: str, index: int, number: int) -> int:
     """The seed of response `number` to prompt `index` of a set: a hash of these, the job's name and seed and the version.
 
     63 bits. Not of the uid, nor of who asks: the same spec started anew draws the same, as long as its weights are the same.
@@ -193,11 +197,11 @@ log = logging.getLogger(__name__)
 class _Arranged:
     version: Version | None
     """Of the record it follows from; None for epoch 0."""
-    order: Order | None
+    order: ShardPermutation | None
     """None: the usual one."""
 
 
-class EpochOrders:
+class CurriculumOrders:
     """Mutable; one event loop. `notify` wakes who waits for an order."""
 
     def __init__(self, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> None:
@@ -245,7 +249,7 @@ class EpochOrders:
                     break
         return [ref for ref in due if (ref.data_epoch, ref.shard) in known]
 
-    def order(self, data_epoch: int, shard: int) -> Order | None:
+    def order(self, data_epoch: int, shard: int) -> ShardPermutation | None:
         """For the stream. Raises RuntimeError if the order is not known: such a ref must not have been issued."""
         found = self._arranged.get((data_epoch, shard))
         if found is None:
@@ -300,7 +304,7 @@ class EpochOrders:
         if key is None:
             return _Arranged(version, None)
         keys = shard_keys(self._stream, key, epoch, shard, stopped=lambda: self._closed)
-        return None if keys is None else _Arranged(version, arranged(self._spec.seed, epoch, shard, keys))
+        return None if keys is None else _Arranged(version, arrange_shard(self._spec.seed, epoch, shard, keys))
 
 
 def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> CurriculumView:
@@ -313,12 +317,12 @@ def curriculum_view(spec: JobSpec, epoch: int, record: EpochRecord | None) -> Cu
         epoch=epoch,
         options=dict(spec.data.curriculum_options),
         sources=names,
-        so_far={name: statistics_of(so_far.get(name, SourceTally())) for name in names},
-        latest={name: statistics_of(latest.get(name, SourceTally())) for name in names},
+        so_far={name: source_statistics(so_far.get(name, SourceTally())) for name in names},
+        latest={name: source_statistics(latest.get(name, SourceTally())) for name in names},
     )
 
 
-def statistics_of(tally: SourceTally) -> SourceStatistics:
+def source_statistics(tally: SourceTally) -> SourceStatistics:
     """A tally as means."""
     return SourceStatistics(
         kept=tally.kept,

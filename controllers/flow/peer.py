@@ -14,26 +14,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from controllers.changes import Changes, rest_s
-from controllers.flow.episodes import Conversation, Responding
-from controllers.flow.evaluation import EvaluationBook, Evaluator
-from controllers.flow.group_buffer import Holdings
-from controllers.flow.job_data import EpochOrders, Material, sample_seed
-from controllers.flow.step import Collectives, JobStep, Look
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import Expect, Following
-from controllers.telemetry.notices import FaultBook
-from controllers.telemetry.step_stats import Stopwatch
+from controllers.changes import ChangeSignal, rest_s
+from controllers.flow.episodes import EpisodeRequest, EpisodeRunner
+from controllers.flow.evaluation import EvaluationStore, Evaluator
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.job_data import CurriculumOrders, JobData, sample_seed
+from controllers.flow.step import Collectives, JobStep, ViewSource
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import LengthExpectation, VersionFollower
+from controllers.telemetry.notices import PluginErrorLog
+from controllers.telemetry.step_stats import StepTimer
 from gcore.data.dataset import DataChanged
-from gcore.data.stream import OpenSource, PromptFiltered
+from gcore.data.stream import PromptFiltered, PromptSource
 from gcore.errors import DataError, EngineError, GcoreError, SpecError
 from gcore.flows.api import Step
-from gcore.flows.filters import CheckedFilter, filtered
+from gcore.flows.filters import CheckedFilter, apply_filters
 from gcore.rollout.client import SamplingParams
-from gcore.rollout.length_prediction import NONE, Siblings, SourceLengths, expected, left
-from gcore.rollout.postprocess import dropped, scored_group
+from gcore.rollout.length_prediction import NONE, SiblingLengths, SourceLengths, expected_length, tokens_left
+from gcore.rollout.postprocess import drop_truncated, make_scored_group
 from gcore.system.clock import Clock
-from gcore.system.concurrency import end_all
+from gcore.system.concurrency import cancel_all
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 # -------------------- expecting
@@ -61,7 +61,7 @@ MOST_PROMPTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PromptEntry:
     """A prompt, whatever the data epoch: an entry of a source, whose responses have at most `longest` tokens."""
 
     source: str
@@ -70,7 +70,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DuePrompt:
     """`since`: head's version when it became due; `tokens`: what was expected of a response to it then."""
 
     since: Version
@@ -85,14 +85,14 @@ class _Source:
     lengths: SourceLengths = field(default_factory=lambda: SourceLengths(()))
 
 
-class Expecting:
+class LengthEstimates:
     """Mutable; one event loop. `entry` says which prompt a ref stands for."""
 
-    def __init__(self, entry: Callable[[PromptRef], Entry]) -> None:
+    def __init__(self, entry: Callable[[PromptRef], PromptEntry]) -> None:
         self._entry = entry
         self._sources: dict[str, _Source] = {}
-        self._prompts: OrderedDict[tuple[str, int], Siblings] = OrderedDict()
-        self._turns: dict[PromptRef, Turn] = {}
+        self._prompts: OrderedDict[tuple[str, int], SiblingLengths] = OrderedDict()
+        self._turns: dict[PromptRef, DuePrompt] = {}
         """Of what is due; worked out once."""
 
     def note(self, ref: PromptRef, lengths: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class Expecting:
         source.fresh += 1
         if source.fresh >= EVERY or len(source.newest) <= EVERY:
             source.lengths, source.fresh = SourceLengths.of(source.newest), 0
-        self._prompts[entry.source, entry.number] = Siblings.of(source.lengths, lengths)
+        self._prompts[entry.source, entry.number] = SiblingLengths.of(source.lengths, lengths)
         self._prompts.move_to_end((entry.source, entry.number))
         while len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
@@ -111,29 +111,29 @@ class Expecting:
     def tokens(self, ref: PromptRef) -> float:
         """What a response to it is expected to have."""
         entry = self._entry(ref)
-        return expected(self._lengths(entry), self._siblings(entry), 0, entry.longest)
+        return expected_length(self._lengths(entry), self._siblings(entry), 0, entry.longest)
 
-    def of(self, ref: PromptRef, *, weighs: bool = True) -> Expect:
+    def of(self, ref: PromptRef, *, weighs: bool = True) -> LengthExpectation:
         """What responses to it are expected to have still to come, as they grow."""
-        return Expect(partial(self._left, self._entry(ref)), weighs)
+        return LengthExpectation(partial(self._left, self._entry(ref)), weighs)
 
     def in_turn(self, due: Sequence[PromptRef], head: Version) -> list[PromptRef]:
         """The refs that are due, in the order in which they are begun."""
-        self._turns = {ref: self._turns.get(ref) or Turn(head, self.tokens(ref)) for ref in due}
-        return longest_first(due, self._turns)
+        self._turns = {ref: self._turns.get(ref) or DuePrompt(head, self.tokens(ref)) for ref in due}
+        return sort_longest_first(due, self._turns)
 
-    def _left(self, entry: Entry, finished: Sequence[int], growing: Sequence[int]) -> float:
-        return left(self._lengths(entry), self._siblings(entry), finished, growing, entry.longest)
+    def _left(self, entry: PromptEntry, finished: Sequence[int], growing: Sequence[int]) -> float:
+        return tokens_left(self._lengths(entry), self._siblings(entry), finished, growing, entry.longest)
 
-    def _lengths(self, entry: Entry) -> SourceLengths:
+    def _lengths(self, entry: PromptEntry) -> SourceLengths:
         known = self._sources.get(entry.source)
         return known.lengths if known is not None else SourceLengths(())
 
-    def _siblings(self, entry: Entry) -> Siblings:
+    def _siblings(self, entry: PromptEntry) -> SiblingLengths:
         return self._prompts.get((entry.source, entry.number), NONE)
 
 
-def longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, Turn]) -> list[PromptRef]:
+def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePrompt]) -> list[PromptRef]:
     """What has been due for longer first, of that the longest; among equals as they come. Pure."""
     return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
 
@@ -145,7 +145,7 @@ def longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, Turn]) -> 
 # the tokenizer's end of sequence comes after it. It is never cut: half an answer is another answer.
 
 
-def demonstration(prompt: Prompt, opened: OpenSource, version: Version, max_new_tokens: int) -> Group | Outcome:
+def make_demonstration(prompt: Prompt, opened: PromptSource, version: Version, max_new_tokens: int) -> Group | Outcome:
     """A group of one sample with reward 0 and log-probabilities of 0, in the name of `version`; or that it has failed."""
     field = opened.source.reward.answer
     answer = prompt.fields.get(field)
@@ -172,19 +172,19 @@ class JobPeer:
 
     def __init__(
         self,
-        material: Material,
-        look: Look,
-        changes: Changes,
-        engines: EngineBook,
-        holdings: Holdings,
-        evaluations: EvaluationBook,
+        material: JobData,
+        look: ViewSource,
+        changes: ChangeSignal,
+        engines: EnginePool,
+        holdings: GroupBuffer,
+        evaluations: EvaluationStore,
         clock: Clock,
-        stopwatch: Stopwatch,
-        orders: EpochOrders,
+        stopwatch: StepTimer,
+        orders: CurriculumOrders,
         filters: tuple[CheckedFilter, ...],
         collectives: Collectives,
-        faults: FaultBook,
-        conversing: Responding | None = None,
+        faults: PluginErrorLog,
+        conversing: EpisodeRunner | None = None,
     ) -> None:
         """`conversing`: of a job with an environment, or an agent."""
         self.material = material
@@ -208,7 +208,7 @@ class JobPeer:
         self._longest_first = rollout.order == "longest_first"
         self._weighs_tokens = rollout.balance == "tokens"
         expects = self._longest_first or self._weighs_tokens or material.spec.placement.lends
-        self._expecting = Expecting(self._entry) if expects else None
+        self._expecting = LengthEstimates(self._entry) if expects else None
 
     async def steps(self) -> AsyncIterator[Step]:
         """A step for each look at which the next batch is not sealed yet, or is on its way; none of an ended job.
@@ -229,7 +229,7 @@ class JobPeer:
     async def close(self) -> None:
         """Nothing is in flight any more when this returns."""
         await self.holdings.in_flight.give_up_all()
-        await end_all(self._early)
+        await cancel_all(self._early)
 
     async def prompts(self, step: Step) -> AsyncIterator[Prompt]:
         """Due refs of my shards that nobody has offered and I have not begun, oldest first; until the step takes no more."""
@@ -320,7 +320,7 @@ class JobPeer:
     ) -> tuple[Sample, ...]:
         """Responses of several turns, side by side. Raises EngineError, and RewardError for an environment that failed."""
         assert self._conversing is not None
-        scene = Conversation(
+        scene = EpisodeRequest(
             version,
             prompt,
             self.material.stream.found(prompt.ref)[0].renderer,
@@ -368,7 +368,7 @@ class JobPeer:
             self.holdings.in_flight.defect = self.holdings.in_flight.defect or defect
             self.changes.notify()
 
-    def _following(self, ref: PromptRef) -> Following:
+    def _following(self, ref: PromptRef) -> VersionFollower:
         """The answers to `ref` begin with head's weights, whichever they are by then, and go on with newer ones."""
 
         def wanted() -> Version:
@@ -376,7 +376,7 @@ class JobPeer:
             assert head is not None
             return head.record.version
 
-        return Following(wanted, lambda version: self.holdings.in_flight.note_version(ref, version))
+        return VersionFollower(wanted, lambda version: self.holdings.in_flight.note_version(ref, version))
 
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
         """The answer of the prompt's entry, in the name of head's version."""
@@ -384,17 +384,17 @@ class JobPeer:
         assert view.mirror.head is not None
         opened, _ = self.material.stream.found(prompt.ref)
         longest = self.material.sources[prompt.source].params.max_new_tokens
-        return demonstration(prompt, opened, view.mirror.head.record.version, longest)
+        return make_demonstration(prompt, opened, view.mirror.head.record.version, longest)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
         rollout, practice = self.material.spec.rollout, self.material.sources[prompt.source]
-        outcome = dropped(samples, rollout.truncated)
+        outcome = drop_truncated(samples, rollout.truncated)
         if outcome is not None:
             return outcome
         self._remember_until_it_ends(prompt)
         results = await practice.scored(prompt, samples)
-        group = scored_group(prompt, samples, results, rollout, practice.source.sampling)
+        group = make_scored_group(prompt, samples, results, rollout, practice.source.sampling)
         self.holdings.note_scores(group)
         return group
 
@@ -402,7 +402,7 @@ class JobPeer:
         """What the spec's filters make of the group. Raises FilterError."""
         if isinstance(group, Outcome):
             return group
-        result = filtered(self._filters, group, prompt.fields)
+        result = apply_filters(self._filters, group, prompt.fields)
         if isinstance(result, Group):
             self._filtered.add(prompt.ref)
         return result
@@ -434,6 +434,6 @@ class JobPeer:
             return fresh
         return self._expecting.in_turn(fresh, view.mirror.head.record.version)
 
-    def _entry(self, ref: PromptRef) -> Entry:
+    def _entry(self, ref: PromptRef) -> PromptEntry:
         opened, number = self.material.stream.found(ref)
-        return Entry(opened.name, number, self.material.sources[opened.name].params.max_new_tokens)
+        return PromptEntry(opened.name, number, self.material.sources[opened.name].params.max_new_tokens)

@@ -15,18 +15,29 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from controllers.changes import Changes
-from controllers.flow.group_buffer import Holdings
-from controllers.flow.job_data import Material
-from controllers.rules.view import JobView, turn
-from controllers.telemetry.notices import FaultBook
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.job_data import JobData
+from controllers.rules.view import JobView, turn_of
+from controllers.telemetry.notices import PluginErrorLog
 from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
-from gcore.flows.filters import FilterError, given, misfit
-from gcore.ledger.collectives import Agreed, Part, agree, answer, awaited, check_given, give, over, summed, with_given
+from gcore.flows.filters import FilterError, check_production, untrainable_reason
+from gcore.ledger.collectives import (
+    Agreed,
+    Part,
+    add_contribution,
+    agree,
+    awaited_members,
+    check_contribution,
+    compute_answer,
+    exact_sum,
+    finished_answers,
+    give,
+)
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.selection import is_acceptable, is_ancestor
-from gcore.ledger.transactions import Ledger
-from gcore.plugins import trace_of
+from gcore.ledger.transactions import TransactionExecutor
+from gcore.plugins import plugin_trace
 from gcore.reward.api import RewardError
 from gcore.store.types import Store
 from gcore.system.clock import Clock, retry_delay
@@ -47,7 +58,7 @@ TURN_S = 0.5
 """How long the next in turn waits for the one before to fix an answer."""
 
 
-class Mirrored(Protocol):
+class MirrorSource(Protocol):
     """Where the job's records come from."""
 
     def __call__(self) -> JobMirror:
@@ -58,7 +69,9 @@ class Mirrored(Protocol):
 class Collectives:
     """One peer's, of one job, for one incarnation."""
 
-    def __init__(self, store: Store, mirror: Mirrored, me: str, lease: int, changes: Changes, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, mirror: MirrorSource, me: str, lease: int, changes: ChangeSignal, clock: Clock
+    ) -> None:
         self._store = store
         self._mirror = mirror
         self._me = me
@@ -74,19 +87,19 @@ class Collectives:
 
     async def gather(self, at: Version, name: str, value: Any) -> tuple[Any, ...]:
         """The agreed values, in the order of the peers' names. Raises ValueError."""
-        check_given(name, value)
+        check_contribution(name, value)
         began: float | None = None
         while (agreed := self._agreed(at, name)) is None:
             mine = self._parts().get(self._me)
             if mine is None or mine.at < at or (mine.at == at and name not in mine.given):
-                await self._give(with_given(mine, self._me, at, name, value))
-            elif awaited(at, name, self._members(), self._parts()):
+                await self._give(add_contribution(mine, self._me, at, name, value))
+            elif awaited_members(at, name, self._members(), self._parts()):
                 began = None
                 await self._changes.wait(LOOK_AGAIN_S)
             else:
                 now = self._clock.monotonic()
                 began = now if began is None else began
-                left = turn(self._members(), self._me, f"agree {at} {name}") * TURN_S - (now - began)
+                left = turn_of(self._members(), self._me, f"agree {at} {name}") * TURN_S - (now - began)
                 if left > 0:
                     await self._changes.wait(left)
                 else:
@@ -95,8 +108,8 @@ class Collectives:
 
     async def sum(self, at: Version, name: str, value: float) -> float:
         """The sum of the agreed values. Raises ValueError."""
-        summed([value])
-        return summed(await self.gather(at, name, value))
+        exact_sum([value])
+        return exact_sum(await self.gather(at, name, value))
 
     async def answer_others(self) -> None:
         """For ever: say that the flow is past a step, when others wait in it."""
@@ -125,14 +138,16 @@ class Collectives:
 
     async def _fix(self, at: Version, name: str) -> None:
         mirror = self._mirror()
-        forgotten = over(self._members(), self._parts(), (found_at(s.record) for s in mirror.agreed.values()))
-        await self._make(agree(mirror.keys, answer(at, name, self._parts()), forgotten))
+        forgotten = finished_answers(
+            self._members(), self._parts(), (find_answer(s.record) for s in mirror.agreed.values())
+        )
+        await self._make(agree(mirror.keys, compute_answer(at, name, self._parts()), forgotten))
 
     async def _make(self, txn: Any) -> None:
         """Make it, and wait until something is heard: what was written, by me or by another, comes through the watch."""
         heard = self._mirror().revision
         try:
-            report = await Ledger(self._store, self._mirror().keys).run(txn)
+            report = await TransactionExecutor(self._store, self._mirror().keys).run(txn)
         except StoreUnavailable:
             await self._clock.sleep(LOOK_AGAIN_S)
             return
@@ -153,7 +168,7 @@ class Collectives:
         return stored.record if stored is not None else None
 
 
-def found_at(agreed: Agreed) -> tuple[Version, str]:
+def find_answer(agreed: Agreed) -> tuple[Version, str]:
     """Where an answer stands."""
     return agreed.version, agreed.name
 
@@ -161,7 +176,7 @@ def found_at(agreed: Agreed) -> tuple[Version, str]:
 log = logging.getLogger(__name__)
 
 
-class Look(Protocol):
+class ViewSource(Protocol):
     """Where the present view of the job comes from."""
 
     def __call__(self) -> JobView:
@@ -169,21 +184,21 @@ class Look(Protocol):
         ...
 
 
-class Producer(Protocol):
+class StepPeer(Protocol):
     """What a step needs of its peer."""
 
     @property
-    def look(self) -> Look:
+    def look(self) -> ViewSource:
         """The present view."""
         ...
 
     @property
-    def changes(self) -> Changes:
+    def changes(self) -> ChangeSignal:
         """Wakes whoever looks."""
         ...
 
     @property
-    def holdings(self) -> Holdings:
+    def holdings(self) -> GroupBuffer:
         """What the peer holds."""
         ...
 
@@ -193,7 +208,7 @@ class Producer(Protocol):
         ...
 
     @property
-    def material(self) -> Material:
+    def material(self) -> JobData:
         """What the job is made of."""
         ...
 
@@ -203,7 +218,7 @@ class Producer(Protocol):
         ...
 
     @property
-    def faults(self) -> FaultBook:
+    def faults(self) -> PluginErrorLog:
         """Where it is told what plug-ins raise, and why prompts fail."""
         ...
 
@@ -215,7 +230,7 @@ class Producer(Protocol):
 class JobStep:
     """Implements `gcore.flows.Step`: the step after `version`, in its lineage."""
 
-    def __init__(self, peer: Producer, version: Version) -> None:
+    def __init__(self, peer: StepPeer, version: Version) -> None:
         self._peer = peer
         self.version = version
         self._handed_out: Prompt | None = None
@@ -360,7 +375,7 @@ class JobStep:
 class JobBatch:
     """Implements `gcore.flows.Batch`: productions under way, one task each."""
 
-    def __init__(self, peer: Producer, step: JobStep) -> None:
+    def __init__(self, peer: StepPeer, step: JobStep) -> None:
         self._peer = peer
         self._step = step
         self._tasks: set[asyncio.Task[None]] = set()
@@ -392,9 +407,9 @@ class JobBatch:
     async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
         holdings, ref = self._peer.holdings, prompt.ref
         try:
-            result = given(await produce, ref)
+            result = check_production(await produce, ref)
             if isinstance(result, Group):
-                if (why := misfit(result, self._peer.material.spec.train)) is not None:
+                if (why := untrainable_reason(result, self._peer.material.spec.train)) is not None:
                     raise RewardError(why, fix="Correct the flow, or choose another for this estimator")
                 self._peer.check_filtered(result)
                 # A flow that makes its groups itself need not know of sources.
@@ -402,7 +417,7 @@ class JobBatch:
             else:
                 self._step.end(ref, result, prompt.source)
         except (RewardError, FilterError) as error:
-            self._step.end(ref, Outcome("failed", str(error)), prompt.source, trace_of(error))
+            self._step.end(ref, Outcome("failed", str(error)), prompt.source, plugin_trace(error))
         except EngineError as error:
             tries = self._in_vain(prompt, error.what)  # not its "It is issued again"
             if isinstance(error, EngineUnreachable) and tries <= self._peer.material.spec.flow.max_reissues:

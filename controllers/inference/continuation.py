@@ -42,14 +42,14 @@ MOST_BACK = 256
 Decode = Callable[[Sequence[int]], str]
 
 
-def told_every(params: SamplingParams, wanted: int | None) -> int:
+def progress_interval(params: SamplingParams, wanted: int | None) -> int:
     """After how many tokens an engine tells what it has; 0: it does not. `wanted`: the spec's, None: as `PARTS` says."""
     every = max(FEWEST, params.max_new_tokens // PARTS) if wanted is None else wanted
     return every if every < params.max_new_tokens else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RemainingRequest:
     """What an engine is asked: one entry a response."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -57,7 +57,7 @@ class Ask:
     seeds: tuple[int, ...]
 
 
-class Responses:
+class PartialResponses:
     """Those of one request. Mutable."""
 
     def __init__(
@@ -74,14 +74,14 @@ class Responses:
         """What the engine that is asked now has told."""
         self._asked: tuple[int, ...] = ()
 
-    def ask(self) -> Ask:
+    def ask(self) -> RemainingRequest:
         """What is still to be made, by the next engine."""
         self._growing = {}
         self._asked = tuple(number for number in range(len(self._seeds)) if number not in self._finished)
-        return Ask(
+        return RemainingRequest(
             tuple(self._prompts[number] + self._tokens(number) for number in self._asked),
             tuple(_rest(self._params, len(self._tokens(number))) for number in self._asked),
-            tuple(remade(self._seeds[number], len(self._tokens(number))) for number in self._asked),
+            tuple(derive_seed(self._seeds[number], len(self._tokens(number))) for number in self._asked),
         )
 
     def grow(self, place: int, sample: Sample) -> tuple[int, Sample | None]:
@@ -245,7 +245,7 @@ def _rest(params: SamplingParams, made: int) -> SamplingParams:
     )
 
 
-def remade(seed: int, made: int) -> int:
+def derive_seed(seed: int, made: int) -> int:
     """63 bits, as the first one."""
     if not made:
         return seed

@@ -17,21 +17,21 @@ from functools import partial
 from math import ceil
 from pathlib import Path
 
-from controllers.changes import Changes
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import EnginePatience
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import HealthLimits
 from controllers.rules.view import EngineView
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.data.renderer import PromptRenderer
-from gcore.data.tokenizer import TooLong, aside, check_length
+from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError, EngineError, EngineGaveUp, EngineUnreachable
 from gcore.models.layout import FIRST_WEIGHTS
 from gcore.observability.metrics import Metrics
-from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, Valued, unanswered
+from gcore.reward.judges.types import Answer, ClassifierAnswer, JudgeAway, JudgeError, judge_away
 from gcore.rollout.client import EngineReach, SamplingParams, plain_reach
 from gcore.system.clock import Clock
-from gcore.system.concurrency import end_all
+from gcore.system.concurrency import cancel_all
 from gcore.worker.records import WorkerRecord
 
 # -------------------- judge_values
@@ -46,19 +46,19 @@ from gcore.worker.records import WorkerRecord
 @dataclass(frozen=True, slots=True)
 class _Question:
     text: str
-    score: asyncio.Future[Valued]
+    score: asyncio.Future[ClassifierAnswer]
 
 
 Tokens = tuple[int, ...]
 
 
-class EngineValue:
+class ClassifierClient:
     """Puts the questions of one judge to its engines. Implements `gcore.reward.generative.asking.Value`."""
 
     def __init__(
         self,
         judge: JudgeSpec,
-        book: EngineBook,
+        book: EnginePool,
         renderer: PromptRenderer,
         limit: int | None,
         new_rid: Callable[[], str],
@@ -73,7 +73,7 @@ class EngineValue:
         """Put at this moment."""
         self._requests: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, question: str) -> Valued:
+    async def __call__(self, question: str) -> ClassifierAnswer:
         """The number, and how many tokens the question has; waits for an engine. Raises JudgeAway, JudgeError."""
         loop = asyncio.get_running_loop()
         put = _Question(question, loop.create_future())
@@ -96,7 +96,7 @@ class EngineValue:
 
     async def _ask(self, put: Sequence[_Question]) -> None:
         texts = [question.text for question in put]
-        found = await aside(sum(map(len, texts)), lambda: [self._tokens(text) for text in texts])
+        found = await run_by_size(sum(map(len, texts)), lambda: [self._tokens(text) for text in texts])
         asked, tokens = list[_Question](), list[Tokens]()
         for question, made in zip(put, found, strict=True):
             if question.score.done():
@@ -113,7 +113,7 @@ class EngineValue:
         try:
             scores = await self._book.classify(FIRST_WEIGHTS, tokens, self._new_rid())
         except (EngineUnreachable, EngineGaveUp) as error:
-            _fail(asked, partial(unanswered, error))
+            _fail(asked, partial(judge_away, error))
         except EngineError as error:
             if len(asked) == 1:
                 _fail(asked, partial(JudgeError, error.what, where=error.where, fix=error.fix))
@@ -124,7 +124,7 @@ class EngineValue:
         else:
             for question, its, score in zip(asked, tokens, scores, strict=True):
                 if not question.score.done():
-                    question.score.set_result(Valued(score, len(its)))
+                    question.score.set_result(ClassifierAnswer(score, len(its)))
 
     def _ended(self, asked: Sequence[_Question], task: asyncio.Task[None]) -> None:
         self._requests.discard(task)
@@ -142,7 +142,7 @@ class EngineValue:
             tokens = self._renderer.encode(text)
         except DataError as error:
             return JudgeError(error.what, where=error.where, fix=error.fix)
-        except TooLong as error:
+        except TextTooLong as error:
             return self._unheld(str(error))
         if not tokens:  # SGLang's scheduler dies of such a question
             return JudgeError("the question has no tokens", fix="Let its template show more than the response")
@@ -180,7 +180,7 @@ WOKEN_S = 0.25
 """And one that slept and is to be awake by the plan: its node's controller wakes it."""
 
 
-class JudgeEngines:
+class JudgePools:
     """Of one job, on one controller. Mutable; one event loop."""
 
     def __init__(
@@ -188,7 +188,7 @@ class JudgeEngines:
         spec: JobSpec,
         uid: str,
         me: str,
-        changes: Changes,
+        changes: ChangeSignal,
         clock: Clock,
         metrics: Metrics,
         connect: EngineReach = plain_reach,
@@ -199,12 +199,12 @@ class JudgeEngines:
         self._clock = clock
         self._specs = {judge.name: judge for judge in spec.served_judges}
         self._books = {
-            name: EngineBook(
+            name: EnginePool(
                 changes,
                 judge.timeout_s,
                 connect,
                 clock=clock,
-                patience=EnginePatience(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s),
+                patience=HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s),
                 metrics=metrics,
                 pool="reward",
             )
@@ -273,7 +273,7 @@ class JudgeEngines:
         woke = [book.woke_s for book in self._books.values() if book.woke_s is not None]
         return max(slept, default=None), max(woke, default=None)
 
-    def _book_of(self, instance: str) -> EngineBook:
+    def _book_of(self, instance: str) -> EnginePool:
         book = next((book for book in self._books.values() if instance in book.views), None)
         if book is None:
             raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
@@ -296,14 +296,14 @@ class JudgeEngines:
                 if view.version is None and not view.silent and now >= self._next.get(instance, now):
                     self._ask_what_it_serves(book, instance, Path(model.path))
 
-    def _ask_what_it_serves(self, book: EngineBook, instance: str, folder: Path) -> None:
+    def _ask_what_it_serves(self, book: EnginePool, instance: str, folder: Path) -> None:
         if instance in self._asking:
             return
         task = asyncio.get_running_loop().create_task(self._settle(book, instance, folder), name=f"judge {instance}")
         self._asking[instance] = task
         task.add_done_callback(lambda _: self._asking.pop(instance, None))
 
-    async def _settle(self, book: EngineBook, instance: str, folder: Path) -> None:
+    async def _settle(self, book: EnginePool, instance: str, folder: Path) -> None:
         try:
             await book.publish(instance, FIRST_WEIGHTS, folder)
             self._next.pop(instance, None)
@@ -315,30 +315,30 @@ class JudgeEngines:
 
     async def close(self) -> None:
         """Close all connections."""
-        await end_all(self._asking.values())
+        await cancel_all(self._asking.values())
         for book in self._books.values():
             await book.close()
 
-    def asker(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> EngineAsk:
+    def asker(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> GenerativeJudgeClient:
         """What puts questions to the engines of `judge`, which writes. `limit`: its context, in tokens."""
-        return EngineAsk(judge, self._books[judge.name], renderer, limit, self._names(judge))
+        return GenerativeJudgeClient(judge, self._books[judge.name], renderer, limit, self._names(judge))
 
-    def valuer(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> EngineValue:
+    def valuer(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> ClassifierClient:
         """The same of a classifier."""
-        return EngineValue(judge, self._books[judge.name], renderer, limit, self._names(judge))
+        return ClassifierClient(judge, self._books[judge.name], renderer, limit, self._names(judge))
 
     def _names(self, judge: JudgeSpec) -> Callable[[], str]:
         rid = f"{self._uid}/judge/{judge.name}/{self._me}"
         return lambda: f"{rid}/{next(self._requests)}"
 
 
-class EngineAsk:
+class GenerativeJudgeClient:
     """Puts the questions of one judge to its engines. Implements `gcore.reward.generative.judge.Ask`."""
 
     def __init__(
         self,
         judge: JudgeSpec,
-        book: EngineBook,
+        book: EnginePool,
         renderer: PromptRenderer,
         limit: int | None,
         new_rid: Callable[[], str],
@@ -357,14 +357,14 @@ class EngineAsk:
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         """One answer a seed; waits for an engine. Raises JudgeAway, JudgeError."""
-        tokens = await aside(len(question), lambda: self._tokens(question))
+        tokens = await run_by_size(len(question), lambda: self._tokens(question))
         decode = self._renderer.tokenizer.decode
         try:
             samples = await self._book.generate(
                 FIRST_WEIGHTS, [tokens] * len(seeds), self._params, seeds, self._new_rid(), None, decode
             )
         except EngineUnreachable as error:
-            raise unanswered(error) from error
+            raise judge_away(error) from error
         except EngineError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
         if any(sample.finish_reason == "abort" for sample in samples):
@@ -388,7 +388,7 @@ class EngineAsk:
             tokens = self._renderer.encode(text)
         except DataError as error:
             raise JudgeError(error.what, where=error.where, fix=error.fix) from error
-        except TooLong as error:
+        except TextTooLong as error:
             raise self._unheld(str(error)) from None
         if room is not None and len(tokens) > room:
             raise self._unheld(f"{len(tokens)} tokens")

@@ -11,24 +11,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from controllers.inference.judge_engines import JudgeEngines
+from controllers.inference.judge_engines import JudgePools
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
-from gcore.ledger.usage import NOTHING, JudgeUse, NodeSpent, added, cost_of, spend, taken_off, to_add_up
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
+from gcore.ledger.usage import NOTHING, JudgeUse, NodeSpent, add_uses, records_to_merge, spend, subtract_uses, use_cost
 from gcore.observability.metrics import Metrics
-from gcore.reward.judges.external import ExternalAsk, key_of
+from gcore.reward.judges.external import ExternalJudgeClient, judge_key
 from gcore.reward.judges.judge import Judge
-from gcore.reward.judges.rate_limit import Cause, Gate
-from gcore.reward.judges.types import Answer, Ask, Value, Valued, Why
+from gcore.reward.judges.rate_limit import Cause, RateLimiter
+from gcore.reward.judges.types import Answer, ChatCall, ClassifierAnswer, ScoreCall, Why
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Store
 from gcore.system.clock import Clock
-from gcore.worker.sandbox.pool import Scoring
+from gcore.worker.sandbox.pool import PoolStatus
 
 # -------------------- judge_counts
 # What becomes of the questions that this controller puts to judges, counted and told: metrics, what waits, and one event for answers
@@ -41,7 +41,7 @@ TOLD_AT = 10
 READABLE = "Let its template ask for what its verdict.parser reads, or change the parser"
 
 
-class JudgeCounts:
+class JudgeMetricsObserver:
     """Of one job, on one controller. Implements `gcore.reward.generative.asking.Seen`, and `Told` of its `gate`."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
@@ -57,13 +57,13 @@ class JudgeCounts:
         """By judge: why its requests are held back."""
 
     @property
-    def scoring(self) -> Scoring:
+    def scoring(self) -> PoolStatus:
         """What is waited for now."""
         waiting = sum(self._open.values())
         names = " and ".join(sorted(repr(name) for name, count in self._open.items() if count > 0))
         count = "1 question waits" if waiting == 1 else f"{waiting} questions wait"
         why = "".join(f"; {one}" for _, one in sorted(self._waits.items()))
-        return Scoring(waiting, self._answered, f"{count} for judge {names}{why}")
+        return PoolStatus(waiting, self._answered, f"{count} for judge {names}{why}")
 
     def begun(self, judge: str) -> None:
         """A question is put."""
@@ -151,7 +151,7 @@ LAST_WRITE_S = 5.0
 """What is left when it ends is tried to be written for so long."""
 
 
-class Spending:
+class JudgeBudget:
     """Of one job, on one controller. Implements `gcore.reward.generative.gate.Purse`. Mutable; one event loop."""
 
     def __init__(
@@ -183,15 +183,15 @@ class Spending:
         """Of that, what stands in some record."""
         self._elsewhere: dict[str, JudgeUse] = {}
         """Of that, what stands in a record that is not this life's."""
-        self._known: Stored[NodeSpent] | None = None
+        self._known: Versioned[NodeSpent] | None = None
         """The node's record as it was last written or read here."""
         self._news = asyncio.Event()
 
     def note(self, judge: str, tokens_in: int, tokens_out: int) -> None:
         """A request was answered."""
         use = JudgeUse(requests=1, tokens_in=tokens_in, tokens_out=tokens_out)
-        self._mine = added((self._mine, {judge: use}))
-        self._paid(judge, cost_of(use, self._judges[judge]))
+        self._mine = add_uses((self._mine, {judge: use}))
+        self._paid(judge, use_cost(use, self._judges[judge]))
         self._news.set()
 
     def cost(self, judge: str) -> float:
@@ -201,8 +201,8 @@ class Spending:
         if self._known is not None and mirror.revision < self._known.revision:
             own = self._known  # which will be heard of
         others = (stored.record.uses for node, stored in seen.items() if node != self._node)
-        total = added((*others, self._next(own.record if own is not None else None).uses))
-        return cost_of(total.get(judge, NOTHING), self._judges[judge])
+        total = add_uses((*others, self._next(own.record if own is not None else None).uses))
+        return use_cost(total.get(judge, NOTHING), self._judges[judge])
 
     def overdrawn(self, judge: str) -> str:
         """That all is spent which the job may spend on a judge; nothing while it is not."""
@@ -236,30 +236,30 @@ class Spending:
             kv = await self._store.get(self._keys.spent(self._node))
             there = _read(kv)
             if there is not None and there.by == self._me:  # a write whose answer never came may have been made
-                self._landed = added((there.life, self._elsewhere))
-                self._known = Stored(there, kv.mod_revision) if kv is not None else None
+                self._landed = add_uses((there.life, self._elsewhere))
+                self._known = Versioned(there, kv.mod_revision) if kv is not None else None
             else:
                 self._elsewhere = self._landed
             mine, new = self._mine, self._next(there)
-            gone = to_add_up(self._mirror().spent, self._node, self._nodes())
-            old = None if kv is None else Stored(new, kv.mod_revision)  # compared by its revision alone
+            gone = records_to_merge(self._mirror().spent, self._node, self._nodes())
+            old = None if kv is None else Versioned(new, kv.mod_revision)  # compared by its revision alone
             txn = spend(self._keys, old, new, gone)
-            report = await Ledger(self._store, self._keys).run(txn)
+            report = await TransactionExecutor(self._store, self._keys).run(txn)
         except StoreUnavailable:
             return False
         if report.outcome is not TxnOutcome.WON:
             return False
         self._landed = mine
-        before = added((new.before, *(stored.record.uses for stored in gone.values())))
-        self._known = Stored(new.model_copy(update={"before": before}), report.revision)
+        before = add_uses((new.before, *(stored.record.uses for stored in gone.values())))
+        self._known = Versioned(new.model_copy(update={"before": before}), report.revision)
         return True
 
     def _next(self, there: NodeSpent | None) -> NodeSpent:
         """The node's record with all that was asked here, after the one that is there."""
         if there is not None and there.by == self._me:
-            return there.model_copy(update={"life": taken_off(self._mine, self._elsewhere)})
+            return there.model_copy(update={"life": subtract_uses(self._mine, self._elsewhere)})
         before = {} if there is None else there.uses
-        return NodeSpent(node=self._node, by=self._me, before=before, life=taken_off(self._mine, self._landed))
+        return NodeSpent(node=self._node, by=self._me, before=before, life=subtract_uses(self._mine, self._landed))
 
 
 def _read(kv: KeyValue | None) -> NodeSpent | None:
@@ -295,7 +295,7 @@ class ExternalJudges:
         node: str,
         me: str,
         clock: Clock,
-        counts: JudgeCounts,
+        counts: JudgeMetricsObserver,
         mirror: Callable[[], JobMirror],
         nodes: Callable[[], Collection[str]],
         tell: Callable[[str, str], None],
@@ -309,19 +309,19 @@ class ExternalJudges:
         self._mirror = mirror
         self._tell = tell
         self._environ = environ
-        self.spending = Spending(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
-        self._asks: dict[str, ExternalAsk] = {}
+        self.spending = JudgeBudget(self._judges, store, keys, node, me, clock, mirror, nodes, counts.paid)
+        self._asks: dict[str, ExternalJudgeClient] = {}
         self._told: set[str] = set()
         """Judges of which it was told here that all is spent."""
 
-    def asker(self, number: int, judge: JudgeSpec) -> ExternalAsk:
+    def asker(self, number: int, judge: JudgeSpec) -> ExternalJudgeClient:
         """What puts questions to judge `number`: one, however often a preparation is tried. Raises DataError without its key."""
         assert judge.external is not None
         if (known := self._asks.get(judge.name)) is not None:
             return known
-        key = key_of(judge, self._environ, f"judges.{number}")
-        gate = Gate(judge.name, judge.external, self.spending, self._counts, self._clock, self._peers)
-        ask = ExternalAsk(judge, key, gate, self.spending, self._counts, self._clock)
+        key = judge_key(judge, self._environ, f"judges.{number}")
+        gate = RateLimiter(judge.name, judge.external, self.spending, self._counts, self._clock, self._peers)
+        ask = ExternalJudgeClient(judge, key, gate, self.spending, self._counts, self._clock)
         self._asks[judge.name] = ask
         return ask
 
@@ -362,7 +362,11 @@ class ExternalJudges:
 
 
 def open_judges(
-    spec: JobSpec, engines: JudgeEngines, counts: JudgeCounts, clock: Clock, external: ExternalJudges | None = None
+    spec: JobSpec,
+    engines: JudgePools,
+    counts: JudgeMetricsObserver,
+    clock: Clock,
+    external: ExternalJudges | None = None,
 ) -> Mapping[str, Judge]:
     """By name. `spec` names the models' folders on this node. `external`: asks those judges that others serve, if there are any.
 
@@ -380,15 +384,15 @@ def open_judges(
     }
 
 
-def renderer_of(number: int, judge: JudgeSpec) -> PromptRenderer:
+def judge_renderer(number: int, judge: JudgeSpec) -> PromptRenderer:
     """How questions become tokens, for judge `number`, which the cluster serves. Blocks. Raises DataError."""
     assert judge.model is not None
-    with named(number, judge):
+    with blame_judge(number, judge):
         return PromptRenderer.load(Path(judge.model.path), chat=judge.chat, system=judge.system)
 
 
 @contextmanager
-def named(number: int, judge: JudgeSpec) -> Iterator[None]:
+def blame_judge(number: int, judge: JudgeSpec) -> Iterator[None]:
     """What is wrong with its model is told of judge `number`, by the keys of its own section: whoever finds it speaks of the policy's."""
     try:
         yield
@@ -405,28 +409,28 @@ def _own(number: int, text: str) -> str:
 
 
 def _opened(
-    number: int, judge: JudgeSpec, engines: JudgeEngines, counts: JudgeCounts, external: ExternalJudges | None
-) -> Ask | Value:
+    number: int, judge: JudgeSpec, engines: JudgePools, counts: JudgeMetricsObserver, external: ExternalJudges | None
+) -> ChatCall | ScoreCall:
     if judge.kind == "classifier":
         assert judge.model is not None
-        renderer = renderer_of(number, judge)
+        renderer = judge_renderer(number, judge)
         valuer = engines.valuer(judge, renderer, judge.model.max_length or renderer.max_length)
-        return OpenValue(valuer, judge.name, counts)
-    return Open(_asker(number, judge, engines, external), judge.name, counts)
+        return CountingScoreCall(valuer, judge.name, counts)
+    return CountingChatCall(_asker(number, judge, engines, external), judge.name, counts)
 
 
-def _asker(number: int, judge: JudgeSpec, engines: JudgeEngines, external: ExternalJudges | None) -> Ask:
+def _asker(number: int, judge: JudgeSpec, engines: JudgePools, external: ExternalJudges | None) -> ChatCall:
     if judge.model is None:
         assert external is not None
         return external.asker(number, judge)
-    renderer = renderer_of(number, judge)
+    renderer = judge_renderer(number, judge)
     return engines.asker(judge, renderer, judge.model.max_length or renderer.max_length)
 
 
-class Open:
+class CountingChatCall:
     """Counts the questions that are open. Implements `Ask`."""
 
-    def __init__(self, ask: Ask, judge: str, counts: JudgeCounts) -> None:
+    def __init__(self, ask: ChatCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._ask = ask
         self._judge = judge
         self._counts = counts
@@ -440,15 +444,15 @@ class Open:
             self._counts.ended(self._judge)
 
 
-class OpenValue:
+class CountingScoreCall:
     """The same of a classifier. Implements `Value`."""
 
-    def __init__(self, value: Value, judge: str, counts: JudgeCounts) -> None:
+    def __init__(self, value: ScoreCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._value = value
         self._judge = judge
         self._counts = counts
 
-    async def __call__(self, question: str) -> Valued:
+    async def __call__(self, question: str) -> ClassifierAnswer:
         """As what it counts."""
         self._counts.begun(self._judge)
         try:

@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from controllers.changes import Changes
-from controllers.inference.requests import Generating, Line, Pool
-from controllers.inference.rules import EnginePatience, Pulse, Verdict
+from controllers.changes import ChangeSignal
+from controllers.inference.requests import EngineConnection, Pool, Requests
+from controllers.inference.rules import EngineHealth, HealthLimits, HealthState
 from controllers.rules.view import EngineView
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.observability.metrics import Metrics
@@ -54,17 +54,17 @@ SHUT_S = 2.0
 """So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
 
 
-class EngineBook:
+class EnginePool:
     """Engines by instance id. `aim` says which are mine; `views` is what `decide` sees."""
 
     def __init__(
         self,
-        changes: Changes,
+        changes: ChangeSignal,
         timeout_s: float,
         connect: EngineReach = plain_reach,
         *,
         clock: Clock | None = None,
-        patience: EnginePatience | None = None,
+        patience: HealthLimits | None = None,
         metrics: Metrics | None = None,
         told_every: int | None = None,
         pool: Pool = "rollout",
@@ -75,11 +75,11 @@ class EngineBook:
         self._timeout_s = timeout_s
         self._connect = connect
         self._clock = clock or SystemClock()
-        self._patience = patience or EnginePatience(request_s=timeout_s)
+        self._patience = patience or HealthLimits(request_s=timeout_s)
         self._metrics = metrics or Metrics()
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, EngineConnection] = {}
         self._probes: set[asyncio.Task[None]] = set()
-        generating = Generating(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
+        generating = Requests(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
         self._rebalance = generating.rebalance
         self.rows = rows
         self.generate = generating.generate
@@ -127,7 +127,7 @@ class EngineBook:
                 client = self._connect(f"http://{worker.address}", timeout_s=self._timeout_s, instance=instance)
                 now = self._clock.monotonic()
                 view = EngineView(instance, worker.address, None)
-                self._lines[instance] = Line(client, view, pulse=Pulse(now))
+                self._lines[instance] = EngineConnection(client, view, pulse=EngineHealth(now))
                 self._changes.notify()
         self.shut(self._shut)
 
@@ -162,7 +162,7 @@ class EngineBook:
         line.woken = True
 
     @contextmanager
-    def _told(self, line: Line) -> Iterator[None]:
+    def _told(self, line: EngineConnection) -> Iterator[None]:
         """What goes wrong within stands in the line's view."""
         try:
             yield
@@ -176,7 +176,7 @@ class EngineBook:
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         """What these of mine run, and what waits there. One that does not say so is taken to run what it was asked from here."""
 
-        async def load(line: Line) -> tuple[int, int]:
+        async def load(line: EngineConnection) -> tuple[int, int]:
             running: int | None = None
             waiting: int | None = None
             with contextlib.suppress(EngineError, TimeoutError):
@@ -189,7 +189,7 @@ class EngineBook:
         found = dict(zip(awake, await asyncio.gather(*map(load, awake.values())), strict=True))
         return {name: found.get(name, (0, 0)) for name in asked}
 
-    def _known(self, instance: str) -> Line:
+    def _known(self, instance: str) -> EngineConnection:
         line = self._lines.get(instance)
         if line is None:
             # It may have ended, or become a peer's, between the decision and the deed.
@@ -255,12 +255,12 @@ class EngineBook:
             verdict = line.pulse.verdict(self._patience, now)
             view = replace(
                 line.view,
-                version=line.view.version if verdict is Verdict.WELL else None,
-                silent=verdict is not Verdict.WELL,
-                hung=verdict is Verdict.HUNG,
+                version=line.view.version if verdict is HealthState.WELL else None,
+                silent=verdict is not HealthState.WELL,
+                hung=verdict is HealthState.HUNG,
                 why=line.pulse.why(self._patience, now),
             )
-            if verdict is not Verdict.WELL or (line.shut is not None and now >= line.shut + SHUT_S):
+            if verdict is not HealthState.WELL or (line.shut is not None and now >= line.shut + SHUT_S):
                 line.leave()
             if view != line.view:
                 line.view = view
@@ -275,7 +275,7 @@ class EngineBook:
         if self.rows is not None:
             self._rebalance(self.rows)
 
-    async def _probe(self, line: Line) -> None:
+    async def _probe(self, line: EngineConnection) -> None:
         try:
             async with asyncio.timeout(self._patience.probe_s):
                 await line.client.scheduler_state()

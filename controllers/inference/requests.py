@@ -14,24 +14,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from controllers.changes import Changes
-from controllers.inference.continuation import FEWEST, Decode, Responses, told_every
+from controllers.changes import ChangeSignal
+from controllers.inference.continuation import FEWEST, Decode, PartialResponses, progress_interval
 from controllers.inference.rules import (
-    EnginePatience,
-    Expect,
-    Following,
-    Load,
-    Owing,
-    Pulse,
-    Queue,
-    Seat,
-    route,
-    taken_back,
+    Affinity,
+    EngineHealth,
+    EngineQueue,
+    HealthLimits,
+    LengthExpectation,
+    OutstandingWork,
+    RouteCandidate,
+    VersionFollower,
+    choose_engine,
+    requests_to_move,
 )
 from controllers.rules.view import EngineView
 from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.observability.metrics import Metrics
-from gcore.rollout.client import EngineClient, Growing, SamplingParams
+from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.system.clock import Clock, retry_delay
 from gcore.types import Sample, Version
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 Pool = Literal["rollout", "reward"]
 
 
-async def counted(
+async def count_request(
     request: Awaitable[T], metrics: Metrics, clock: Clock, pool: Pool, samples_of: Callable[[T], Sequence[Sample]]
 ) -> T:
     """What `request` brings. Raises what it raises. `samples_of`: the responses in it; a classifier's scores are none.
@@ -82,12 +82,12 @@ async def counted(
 
 
 @dataclass
-class Asked:
+class InFlightRequest:
     """A request for `count` responses that the engine has. `owing`: what it owes of it; `ended`: the places of those that it has told the
     end of; `taken_back`: when it was told to give it back, so that another can go on with it."""
 
     count: int
-    owing: Owing
+    owing: OutstandingWork
     ended: set[int] = field(default_factory=set)
     taken_back: float | None = None
 
@@ -98,7 +98,7 @@ class Asked:
 
 
 @dataclass
-class Line:
+class EngineConnection:
     """What is known of one."""
 
     client: EngineClient
@@ -109,10 +109,10 @@ class Line:
     """The same as what it is taken for: responses, or tokens that are expected."""
     coming: Version | None = None
     """What it is being brought to."""
-    pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
+    pulse: EngineHealth = field(default_factory=lambda: EngineHealth(0.0))
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     """For responses or scores, under way."""
-    asked: dict[str, Asked] = field(default_factory=dict)
+    asked: dict[str, InFlightRequest] = field(default_factory=dict)
     """Those for responses, by name, the oldest first."""
     probe: asyncio.Task[None] | None = None
     """The last question how it is."""
@@ -158,19 +158,19 @@ GIVES_BACK_S = 5.0
 """An engine that was told to give a request back, and has not, is taken to go on with it."""
 
 
-class GivenBack(EngineUnreachable):
+class RequestReturned(EngineUnreachable):
     """The engine has given back what it had, for it is put to sleep, or another is to go on."""
 
 
-class Generating:
+class Requests:
     """Over lines that others keep, by instance id."""
 
     def __init__(
         self,
-        lines: Mapping[str, Line],
-        changes: Changes,
+        lines: Mapping[str, EngineConnection],
+        changes: ChangeSignal,
         clock: Clock,
-        patience: EnginePatience,
+        patience: HealthLimits,
         metrics: Metrics,
         told_every: int | None,
         pool: Pool = "rollout",
@@ -204,11 +204,11 @@ class Generating:
         params: SamplingParams,
         seeds: Sequence[int],
         rid: str,
-        follow: Following | None = None,
+        follow: VersionFollower | None = None,
         decode: Decode | None = None,
         ended: Callable[[int, Sample], None] | None = None,
-        expect: Expect | None = None,
-        seat: Seat | None = None,
+        expect: LengthExpectation | None = None,
+        seat: Affinity | None = None,
     ) -> tuple[Sample, ...]:
         """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
 
@@ -220,24 +220,24 @@ class Generating:
         With an `expect` that weighs, engines are weighed by the tokens that they are expected to make, in place of samples. `seat`: the engine of
         the turn before goes first, and whichever it is then is written there.
         """
-        every = told_every(params, self._told_every) if decode is not None else 0
+        every = progress_interval(params, self._told_every) if decode is not None else 0
         if ended is not None and params.max_new_tokens > FEWEST:
             every = every or params.max_new_tokens
         if decode is None or not every:
             while True:
                 try:
                     return await self._generate(version, prompts, params, seeds, rid, follow, None, expect, seat)
-                except GivenBack as error:
+                except RequestReturned as error:
                     log.info("%s", error)
-        responses = Responses(prompts, params, seeds, decode)
+        responses = PartialResponses(prompts, params, seeds, decode)
         fruitless = 0
         while True:
             ask = responses.ask()
-            growing = Growing(every, partial(_grown, responses, ended))
+            growing = ProgressCallback(every, partial(_grown, responses, ended))
             try:
                 asked = ask.prompts, ask.params, ask.seeds
                 made = await self._generate(version, *asked, rid, follow, growing, expect, seat)
-            except GivenBack as error:
+            except RequestReturned as error:
                 log.info("%s; %d tokens are kept", error, responses.keep())
                 if responses.is_whole:
                     return self._outlived(responses, ())
@@ -254,7 +254,7 @@ class Generating:
             else:
                 return self._outlived(responses, made)
 
-    def _outlived(self, responses: Responses, made: Sequence[Sample]) -> tuple[Sample, ...]:
+    def _outlived(self, responses: PartialResponses, made: Sequence[Sample]) -> tuple[Sample, ...]:
         """All of them. What was kept counts now that somebody gets it, and once."""
         self._metrics.kept_tokens.inc(responses.kept)
         return responses.whole(made)
@@ -266,15 +266,15 @@ class Generating:
         params: SamplingParams | Sequence[SamplingParams],
         seeds: Sequence[int],
         rid: str,
-        follow: Following | None,
-        growing: Growing | None,
-        expect: Expect | None,
-        seat: Seat | None,
+        follow: VersionFollower | None,
+        growing: ProgressCallback | None,
+        expect: LengthExpectation | None,
+        seat: Affinity | None,
     ) -> tuple[Sample, ...]:
         """By one engine. Raises EngineError."""
-        owing = Owing(len(seeds), expect, self._usual)
+        owing = OutstandingWork(len(seeds), expect, self._usual)
         self._usual = owing.each
-        seat = Seat() if seat is None else seat
+        seat = Affinity() if seat is None else seat
         wanted = follow.wanted if follow is not None else lambda: version
         instance, line = await self._seat(wanted, len(seeds), owing.tokens, seat.instance)
         seat.instance = instance
@@ -284,10 +284,12 @@ class Generating:
             follow.began(version)
         # No two requests are called the same: an abort of one that was given up must not end the one that repeats it.
         rid = f"{rid}/{next(self._requests)}"
-        asked = line.asked[rid] = Asked(len(seeds), owing)
+        asked = line.asked[rid] = InFlightRequest(len(seeds), owing)
         heard = growing
         if growing is not None:
-            heard = Growing(growing.every, self._heard(line, asked, owing, growing, version, newer=follow is not None))
+            heard = ProgressCallback(
+                growing.every, self._heard(line, asked, owing, growing, version, newer=follow is not None)
+            )
         request = line.client.generate_each(prompts, params, seeds=seeds, rid=rid, growing=heard)
         samples = await self._brought(instance, line, rid, len(seeds), owing, request, lambda samples: samples)
         wanted_back = line.shut is not None or asked.taken_back is not None
@@ -296,7 +298,7 @@ class Generating:
                 for place, sample in enumerate(samples):
                     growing.tell(place, sample)
             why = "is put to sleep" if line.shut is not None else "had it waiting"
-            raise GivenBack(f"{instance} {why}", fix="The request goes on elsewhere")
+            raise RequestReturned(f"{instance} {why}", fix="The request goes on elsewhere")
         if others := _others(samples, version, newer=follow is not None):
             # A peer that also believed it to be its own has published to it.
             self._distrust(instance)
@@ -309,7 +311,7 @@ class Generating:
 
         Raises EngineError. An engine that does not answer is distrusted, and the request is for the caller to repeat.
         """
-        owing = Owing(len(questions), None, self._usual)
+        owing = OutstandingWork(len(questions), None, self._usual)
         instance, line = await self._seat(lambda: version, len(questions), owing.tokens, None)
         rid = f"{rid}/{next(self._requests)}"
         request = line.client.classify(questions, rid=rid)
@@ -318,10 +320,10 @@ class Generating:
     async def _brought(
         self,
         instance: str,
-        line: Line,
+        line: EngineConnection,
         rid: str,
         count: int,
-        owing: Owing,
+        owing: OutstandingWork,
         request: Coroutine[Any, Any, T],
         samples_of: Callable[[T], Sequence[Sample]],
     ) -> T:
@@ -329,7 +331,7 @@ class Generating:
         finished = False
         try:
             asked = self._asked(instance, line, request)
-            brought = await counted(asked, self._metrics, self._clock, self._pool, samples_of)
+            brought = await count_request(asked, self._metrics, self._clock, self._pool, samples_of)
             finished = True
             return brought
         except EngineUnreachable:
@@ -344,7 +346,14 @@ class Generating:
                 self._abandon(line, rid, count)
 
     def _heard(
-        self, line: Line, asked: Asked, owing: Owing, growing: Growing, version: Version, *, newer: bool
+        self,
+        line: EngineConnection,
+        asked: InFlightRequest,
+        owing: OutstandingWork,
+        growing: ProgressCallback,
+        version: Version,
+        *,
+        newer: bool,
     ) -> Callable[[int, Sample], None]:
         """Tells `growing` of samples that `version` makes. Whoever tells lives, whatever it tells."""
 
@@ -358,7 +367,7 @@ class Generating:
 
         return tell
 
-    async def _asked(self, instance: str, line: Line, request: Coroutine[Any, Any, T]) -> T:
+    async def _asked(self, instance: str, line: EngineConnection, request: Coroutine[Any, Any, T]) -> T:
         """What `request` brings. Raises EngineUnreachable when the engine is left meanwhile."""
         task = asyncio.create_task(request, name=f"ask {instance}")
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # heard, if nobody waits any more
@@ -381,9 +390,11 @@ class Generating:
         line.pulse = line.pulse.responds(self._clock.monotonic())
         return brought
 
-    async def _seat(self, wanted: Callable[[], Version], size: int, owed: float, last: str | None) -> tuple[str, Line]:
+    async def _seat(
+        self, wanted: Callable[[], Version], size: int, owed: float, last: str | None
+    ) -> tuple[str, EngineConnection]:
         """An engine that serves what is wanted; a request of `size` is counted there, for the caller to take away."""
-        held: tuple[str, Line] | None = None
+        held: tuple[str, EngineConnection] | None = None
         self._unseated += size
         try:
             while True:
@@ -394,7 +405,7 @@ class Generating:
                 elif held is not None and held[1].shut is not None:
                     held[1].take(-size, -owed)
                     held = None
-                instance = route(self._loads(version), owed, held[0] if held is not None else None, last)
+                instance = choose_engine(self._loads(version), owed, held[0] if held is not None else None, last)
                 if instance is not None and (held is None or instance != held[0]):
                     if held is not None:
                         held[1].take(-size, -owed)
@@ -424,19 +435,19 @@ class Generating:
             return
         for version in {line.view.version for line in serving.values()}:
             queues = [_queue(name, line) for name, line in serving.items() if line.view.version == version]
-            for name, rid in taken_back(queues, rows):
+            for name, rid in requests_to_move(queues, rows):
                 request = serving[name].asked[rid]
                 request.taken_back = now
                 self._abandon(serving[name], rid, request.count)
 
-    def _loads(self, version: Version) -> list[Load]:
+    def _loads(self, version: Version) -> list[RouteCandidate]:
         return [
-            Load(instance, line.owed, line.view.version == version)
+            RouteCandidate(instance, line.owed, line.view.version == version)
             for instance, line in self._lines.items()
             if version in (line.view.version, line.coming) and line.shut is None
         ]
 
-    def _abandon(self, line: Line, rid: str, count: int) -> None:
+    def _abandon(self, line: EngineConnection, rid: str, count: int) -> None:
         """The caller gave up: let the engine give up too. In the background, and as far as it goes."""
 
         async def abort() -> None:
@@ -455,12 +466,14 @@ class Generating:
             self._changes.notify()
 
 
-def _queue(instance: str, line: Line) -> Queue:
+def _queue(instance: str, line: EngineConnection) -> EngineQueue:
     there = tuple((rid, one.left) for rid, one in line.asked.items() if one.taken_back is None and one.left)
-    return Queue(instance, line.busy, there)
+    return EngineQueue(instance, line.busy, there)
 
 
-def _grown(responses: Responses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample) -> None:
+def _grown(
+    responses: PartialResponses, ended: Callable[[int, Sample], None] | None, place: int, sample: Sample
+) -> None:
     """An engine tells of the response in that place of what it was asked; after its end, nothing more."""
     if responses.has_ended(place):
         return

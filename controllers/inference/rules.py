@@ -28,7 +28,7 @@ from gcore.types import Sample, Version
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class LengthExpectation:
     """What is expected of responses to a prompt. `left`: tokens still to come, of the lengths of those that are finished, and the tokens
     that the others have; `weighs`: whether engines are weighed by it, or it is only told to who asks."""
 
@@ -36,10 +36,10 @@ class Expect:
     weighs: bool = True
 
 
-class Owing:
+class OutstandingWork:
     """Of one request of `count` responses. Mutable."""
 
-    def __init__(self, count: int, expect: Expect | None, usual: float) -> None:
+    def __init__(self, count: int, expect: LengthExpectation | None, usual: float) -> None:
         self._expect = expect
         self._weighs = expect is not None and expect.weighs
         self._growing = dict.fromkeys(range(count), 0)
@@ -83,7 +83,7 @@ WHOLE_TIME = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePatience:
+class HealthLimits:
     """In seconds."""
 
     silent_s: float = 30.0
@@ -97,7 +97,7 @@ class EnginePatience:
         return self.silent_s / PROBES
 
 
-class Verdict(Enum):
+class HealthState(Enum):
     """How an engine is."""
 
     WELL = "well"
@@ -106,7 +106,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class EngineHealth:
     """What was heard of one engine; monotonic seconds.
 
     `sign`: its last answer, or when it was given work after it had none. `silent`: from that verdict on until it answers.
@@ -118,19 +118,19 @@ class Pulse:
     ran_out: float | None = None
     stuck: bool = False
 
-    def begins(self, now: float) -> Pulse:
+    def begins(self, now: float) -> EngineHealth:
         """It is given work, after it had none. That is no sign of one that is silent."""
         return self if self.silent else replace(self, sign=now)
 
-    def answers(self, now: float) -> Pulse:
+    def answers(self, now: float) -> EngineHealth:
         """It has answered something that is no response."""
         return replace(self, sign=now, silent=False)
 
-    def responds(self, now: float) -> Pulse:
+    def responds(self, now: float) -> EngineHealth:
         """It has made responses."""
-        return Pulse(now)
+        return EngineHealth(now)
 
-    def fails(self, patience: EnginePatience, begun: float, now: float) -> Pulse:
+    def fails(self, patience: HealthLimits, begun: float, now: float) -> EngineHealth:
         """A request for responses that was begun at `begun` came to nothing."""
         if now - begun < WHOLE_TIME * patience.request_s:
             return self
@@ -138,31 +138,31 @@ class Pulse:
             return replace(self, ran_out=now)
         return replace(self, stuck=self.stuck or begun >= self.ran_out)
 
-    def in_vain(self, asked: float) -> Pulse:
+    def in_vain(self, asked: float) -> EngineHealth:
         """What it was asked at `asked`, apart from responses, was not answered: until it answers, it owes something."""
         return self if self.silent else replace(self, sign=max(self.sign, asked), silent=True)
 
-    def look(self, patience: EnginePatience, now: float, *, busy: bool) -> Pulse:
+    def look(self, patience: HealthLimits, now: float, *, busy: bool) -> EngineHealth:
         """Itself, silent if that is found now. `busy`: whether it has requests for responses."""
         return replace(self, silent=True) if busy and now - self.sign >= patience.silent_s else self
 
-    def wants_probe(self, patience: EnginePatience, now: float, probed: float, *, busy: bool) -> bool:
+    def wants_probe(self, patience: HealthLimits, now: float, probed: float, *, busy: bool) -> bool:
         """Whether it is time to ask how it is, if nobody is asking. `probed`: when it was last asked."""
         if self.silent:
             return now - probed >= min(SILENT_PROBE_S, patience.probe_s)
         return busy and now - max(self.sign, probed) >= patience.probe_s
 
-    def verdict(self, patience: EnginePatience, now: float) -> Verdict:
+    def verdict(self, patience: HealthLimits, now: float) -> HealthState:
         """How it is at `now`."""
         if self.stuck or (self.silent and now - self.sign >= patience.watchdog_s):
-            return Verdict.HUNG
-        return Verdict.SILENT if self.silent else Verdict.WELL
+            return HealthState.HUNG
+        return HealthState.SILENT if self.silent else HealthState.WELL
 
-    def why(self, patience: EnginePatience, now: float) -> str:
+    def why(self, patience: HealthLimits, now: float) -> str:
         """What is wrong with it, for people; nothing yet of one that may just have died, which others will tell."""
         if self.stuck:
             return f"answers, but no request within {patience.request_s:g} s, twice in a row; it is ended, and another started"
-        if self.verdict(patience, now) is Verdict.HUNG:
+        if self.verdict(patience, now) is HealthState.HUNG:
             return f"has answered nothing for {patience.watchdog_s:g} s; it is ended, and another started"
         if self.silent and now - self.sign >= patience.silent_s:
             return f"has answered nothing for {patience.silent_s:g} s; its requests go to others, and it is asked on"
@@ -186,7 +186,7 @@ FILLED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class EngineQueue:
     """An engine. `busy`: responses that it owes; `requests`: those that may be taken back, by name and responses, the oldest first."""
 
     instance: str
@@ -194,7 +194,7 @@ class Queue:
     requests: tuple[tuple[str, int], ...]
 
 
-def taken_back(queues: Sequence[Queue], rows: int) -> list[tuple[str, str]]:
+def requests_to_move(queues: Sequence[EngineQueue], rows: int) -> list[tuple[str, str]]:
     """Of engines that serve the same: from which one which request, in this order. `rows`: responses that one runs at once."""
     busy = {queue.instance: queue.busy for queue in queues}
     left = {queue.instance: list(queue.requests) for queue in queues}
@@ -237,7 +237,7 @@ def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: 
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class VersionFollower:
     """How a request lives through changes of weights: it begins with the version `wanted` now, of which `began` is told."""
 
     wanted: Callable[[], Version]
@@ -245,7 +245,7 @@ class Following:
 
 
 @dataclass(slots=True)
-class Seat:
+class Affinity:
     """Where a response of several turns is made: its next turn goes to the engine that made the last one, which has all that is
     before it in its cache, for as long as that serves."""
 
@@ -253,7 +253,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RouteCandidate:
     """An engine as a request of `version` sees it. `owed`: what it has to answer, with what waits for it."""
 
     instance: str
@@ -262,7 +262,9 @@ class Load:
     """Whether it serves the version; if not, it is on its way there."""
 
 
-def route(loads: Sequence[Load], size: float, held: str | None = None, last: str | None = None) -> str | None:
+def choose_engine(
+    loads: Sequence[RouteCandidate], size: float, held: str | None = None, last: str | None = None
+) -> str | None:
     """Where a request goes that is as much as `size`; None while there is nobody.
 
     `held`: where it waits already, counted there. `last`: the engine of the turn before, however busy it is.
@@ -279,5 +281,5 @@ def route(loads: Sequence[Load], size: float, held: str | None = None, last: str
     return min(loads, key=_busy).instance if loads else None
 
 
-def _busy(load: Load) -> tuple[float, bool, str]:
+def _busy(load: RouteCandidate) -> tuple[float, bool, str]:
     return (load.owed, not load.serving, load.instance)

@@ -15,48 +15,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controllers.flow.group_buffer import Holdings
-from controllers.inference.pool import EngineBook
-from controllers.rules.actions import Applied, ForgetEvaluations, Prune, Retain, Sweep
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.inference.pool import EnginePool
+from controllers.rules.actions import ActionResult, ForgetEvaluations, Prune, Retain, Sweep
 from controllers.rules.view import JobView
-from controllers.rules.world import models_of, placeable
-from controllers.workers.ranks import RankLinks
-from gcore.engines.emulated.launch import remark
+from controllers.rules.world import model_configs, placeable_nodes
+from controllers.workers.ranks import RankConnections
+from gcore.engines.emulated.launch import emulation_remark
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger import retention as sweeping
 from gcore.ledger.records.chain import Checkpoint
 from gcore.ledger.records.job import JobPhase, JobStatus, Moves, Plan, SplitPart, Trouble
-from gcore.ledger.retention import orphaned
-from gcore.ledger.transactions import Ledger, OpenSlots, Transaction, TxnOutcome, keeping_to
+from gcore.ledger.retention import orphaned_checkpoints
+from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecutor, TxnOutcome, keeping_to
 from gcore.models.layout import FIRST, checkpoint_folder, versions_in
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from gcore.system.fault_injection import At, point
+from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.types import Version
-from placement.initial import begun
-from placement.moves import Deciding, beginning_move, split_from
-from placement.placer import Moving, first_plan, placed, too_few
-from placement.slots import Wanted
+from placement.initial import make_initial_plan
+from placement.moves import DecisionContext, initial_move, split_from
+from placement.placer import MovablePlacementRequest, first_plan, place_split, too_few_slots
+from placement.slots import PlacementRequest
 
 if TYPE_CHECKING:
-    from controllers.inference.judge_engines import JudgeEngines
-    from controllers.storage.run_folder import OwnFolder
+    from controllers.inference.judge_engines import JudgePools
+    from controllers.storage.run_folder import LocalRunFolder
 
 # -------------------- hands
 # What actions are carried out with, and the small things that several of them need. Decides nothing, writes nothing.
 
 
 @dataclass(frozen=True)
-class Hands:
+class Effects:
     """What actions are carried out with."""
 
     store: Store
-    ledger: Ledger
+    ledger: TransactionExecutor
     lease: int
     address: str
-    ranks: RankLinks
-    engines: EngineBook
-    holdings: Holdings
+    ranks: RankConnections
+    engines: EnginePool
+    holdings: GroupBuffer
     clock: Clock
     stats: Callable[[JobView], dict[str, float]]
     """Numbers for the log entry of the step that is committed."""
@@ -65,43 +65,43 @@ class Hands:
     """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
     away: Callable[[], str] = str
     """Why this node does not see the run's folder any more, or nothing. Blocks."""
-    own: OwnFolder | None = None
+    own: LocalRunFolder | None = None
     """This node's own folder of the run, where nodes share none."""
     memory_dir: Path | None = None
     """Where copies of the job's train states lie in this node's memory."""
-    judges: JudgeEngines | None = None
+    judges: JudgePools | None = None
     """The engines of the job's judges."""
 
 
-def place(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
+def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
     """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
     if view.spec.placement.is_live:
         stored = view.mirror.plan
         wanted = None if split is None else split_from(split)
-        there, job = placeable(view), Moving.by(view.spec, models_of(view.mirror))
+        there, job = placeable_nodes(view), MovablePlacementRequest.by(view.spec, model_configs(view.mirror))
         current = None if stored is None or stored.record.stands_still else stored.record
-        plan = placed(
+        plan = place_split(
             there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin
         )
         if plan is None:
-            raise too_few(there)
+            raise too_few_slots(there)
         return plan
-    return first_plan(placeable(view), Wanted.by(view.spec), world=world, generation=generation)
+    return first_plan(placeable_nodes(view), PlacementRequest.by(view.spec), world=world, generation=generation)
 
 
-def slots(view: JobView) -> OpenSlots:
+def open_slots(view: JobView) -> OpenSlots:
     """What stands at head and at the step after it; it must be there."""
     slots = view.mirror.open_slots
     assert slots is not None
     return slots
 
 
-def writer(view: JobView) -> chain.Writer:
+def new_writer(view: JobView) -> chain.ChainWriter:
     """Me, with a name for this one transaction."""
-    return chain.Writer(view.me, uuid.uuid4().hex[:16])
+    return chain.ChainWriter(view.me, uuid.uuid4().hex[:16])
 
 
-def warning(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
+def warning_transaction(view: JobView, topic: str, sentence: str, time: float) -> Transaction:
     """Tells people what went wrong beside the run; nothing if somebody else has told something of the topic meanwhile. `time`:
     now, in seconds since the epoch."""
     mirror = view.mirror
@@ -111,19 +111,19 @@ def warning(view: JobView, topic: str, sentence: str, time: float) -> Transactio
     )
 
 
-def new_world() -> str:
+def new_world_name() -> str:
     """A name that no train world had."""
     return uuid.uuid4().hex[:12]
 
 
-TOPIC = "archive"
+ARCHIVE_TOPIC = "archive"
 
 
 FORGET_TOPIC = "checkpoints"
 """What trouble with old files is called in the store."""
 
 
-async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
+async def retain_checkpoints(action: Retain, view: JobView, hands: Effects) -> ActionResult:
     """Out of the record first, then their files."""
     mirror = view.mirror
     assert mirror.head is not None
@@ -132,7 +132,7 @@ async def retain(action: Retain, view: JobView, hands: Hands) -> Applied:
     return await _left(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, hands)
 
 
-async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
+async def prune_log(action: Prune, view: JobView, hands: Effects) -> ActionResult:
     """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
     folder, enough of them have written it down by now (`controllers.spreading`)."""
     mirror = view.mirror
@@ -140,11 +140,11 @@ async def prune(action: Prune, view: JobView, hands: Hands) -> Applied:
     assert mirror.checkpoints is not None
     entries = [mirror.log[seq].record for seq in action.seqs]
     txn = transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs)
-    keep = functools.partial(archive.append, hands.run_dir, view.me, entries)
+    keep = functools.partial(archive.append_entries, hands.run_dir, view.me, entries)
     return await _moved(keep, txn, f"prune {len(entries)} log entries", hands)
 
 
-async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
+async def sweep_keys(action: Sweep, view: JobView, hands: Effects) -> ActionResult:
     """Out of the store, then the checkpoints that a change of the world has cut off."""
     mirror = view.mirror
     assert mirror.head is not None
@@ -154,7 +154,7 @@ async def sweep(action: Sweep, view: JobView, hands: Hands) -> Applied:
     return await _left(txn, mirror.checkpoints.record.entries, sentence, view, hands)
 
 
-async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Hands) -> Applied:
+async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Effects) -> ActionResult:
     """First to the run's folder, then out of the store."""
     mirror = view.mirror
     assert mirror.head is not None
@@ -165,7 +165,7 @@ async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Ha
     return await _moved(keep, txn, f"forget {len(old)} evaluations", hands)
 
 
-async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Hands) -> Applied:
+async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hands: Effects) -> ActionResult:
     """What `keep` writes down in the run's folder leaves the store by `txn`, and only if the folder took it.
 
     A folder that is not the one, beneath a mount that is gone or in place of one that was moved, takes it too, and nobody
@@ -173,21 +173,23 @@ async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hand
     """
     if away := await asyncio.to_thread(hands.away):
         why = f"{away}; old records stay in the store, which grows"
-        hands.tell(TOPIC, why)
-        return Applied(TxnOutcome.UNKNOWN, why)
+        hands.tell(ARCHIVE_TOPIC, why)
+        return ActionResult(TxnOutcome.UNKNOWN, why)
     try:
         if hands.own is None:
             await asyncio.to_thread(keep)
     except OSError as error:
         why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"
-        hands.tell(TOPIC, why)
-        return Applied(TxnOutcome.UNKNOWN, why)
-    hands.tell(TOPIC, "")
+        hands.tell(ARCHIVE_TOPIC, why)
+        return ActionResult(TxnOutcome.UNKNOWN, why)
+    hands.tell(ARCHIVE_TOPIC, "")
     report = await hands.ledger.run(txn)
-    return Applied(report.outcome, sentence, report.revision)
+    return ActionResult(report.outcome, sentence, report.revision)
 
 
-async def _left(txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, hands: Hands) -> Applied:
+async def _left(
+    txn: Transaction, kept: Sequence[Checkpoint], sentence: str, view: JobView, hands: Effects
+) -> ActionResult:
     """Out of the store by `txn`; then the checkpoints' files that are not `kept` and no world will go back to.
 
     Not only those that were just forgotten: a deed that was cut off may have left others behind.
@@ -198,11 +200,11 @@ async def _left(txn: Transaction, kept: Sequence[Checkpoint], sentence: str, vie
         return _unread(hands, lying)
     report = await hands.ledger.run(txn)
     if report.outcome is TxnOutcome.WON:
-        await _delete(orphaned(view.head, kept, lying), hands)
-    return Applied(report.outcome, sentence, report.revision)
+        await _delete(orphaned_checkpoints(view.head, kept, lying), hands)
+    return ActionResult(report.outcome, sentence, report.revision)
 
 
-async def _lying(hands: Hands) -> frozenset[Version] | OSError:
+async def _lying(hands: Effects) -> frozenset[Version] | OSError:
     """The checkpoints that lie in the run's folder, or why that cannot be told. In a thread: the folder's mount may hang."""
     try:
         found = await asyncio.to_thread(versions_in, checkpoint_folder(hands.run_dir, FIRST).parent)
@@ -212,17 +214,17 @@ async def _lying(hands: Hands) -> frozenset[Version] | OSError:
     return found
 
 
-def _unread(hands: Hands, error: OSError) -> Applied:
+def _unread(hands: Effects, error: OSError) -> ActionResult:
     why = f"the run's folder cannot be read ({error.strerror or error}): {hands.run_dir}; old checkpoints stay until it can"
     hands.tell(FORGET_TOPIC, why)
-    return Applied(TxnOutcome.UNKNOWN, why)
+    return ActionResult(TxnOutcome.UNKNOWN, why)
 
 
-async def _delete(versions: Iterable[Version], hands: Hands) -> None:
+async def _delete(versions: Iterable[Version], hands: Effects) -> None:
     for version in versions:
-        point(At.FORGET, "before")
+        fault_point(FaultPoint.FORGET, "before")
         await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
-        point(At.FORGET, "after")
+        fault_point(FaultPoint.FORGET, "after")
 
 
 # -------------------- starting
@@ -230,28 +232,28 @@ async def _delete(versions: Iterable[Version], hands: Hands) -> None:
 #
 # What it begins with is `placement.beginning`'s to say. What is wrong with it by what is estimated is told to people, and holds nothing up.
 
-STARTING_TOPIC = "beginning"
+START_TOPIC = "beginning"
 """What a warning of what a job begins with is called in the store."""
 
 
-async def start_job(view: JobView, hands: Hands) -> Applied:
+async def start_job(view: JobView, hands: Effects) -> ActionResult:
     """Begin it. Raises SpecError while there are too few slots."""
     mirror, spec = view.mirror, view.spec
     assert mirror.status is not None
-    advance = chain.base(len(view.rules.shape.lengths), new_world(), writer(view))
-    there, models, pin, world = placeable(view), models_of(mirror), mirror.pin, advance.head.world
+    advance = chain.base_entry(len(view.rules.shape.lengths), new_world_name(), new_writer(view))
+    there, models, pin, world = placeable_nodes(view), model_configs(mirror), mirror.pin, advance.head.world
     moves, warning = None, ""
     if spec.placement.is_live:
-        found = await asyncio.to_thread(begun, there, spec, models, world=world, pin=pin)
+        found = await asyncio.to_thread(make_initial_plan, there, spec, models, world=world, pin=pin)
         warning, now = found.beginning.warning, hands.clock.wall()
-        at = Deciding(step=0, seq=0, by=view.node, time=now)
-        moves = Moves().plus(beginning_move(found.plan, found.beginning.reason, found.beginning.expected_s, at))
+        at = DecisionContext(step=0, seq=0, by=view.node, time=now)
+        moves = Moves().plus(initial_move(found.plan, found.beginning.reason, found.beginning.expected_s, at))
     else:
-        found = begun(there, spec, models, world=world)
-    reason = "training" + remark(one.slot for one in found.plan.engines)
+        found = make_initial_plan(there, spec, models, world=world)
+    reason = "training" + emulation_remark(one.slot for one in found.plan.engines)
     running = JobStatus(phase=JobPhase.RUNNING, reason=reason, changed=hands.clock.wall())
     txn = transactions.start(mirror.keys, mirror.status, advance, found.plan, running, moves)
     report = await hands.ledger.run(keeping_to(view.share, txn))
     if warning and report.outcome is not TxnOutcome.STALE:
-        hands.tell(STARTING_TOPIC, warning)
-    return Applied(report.outcome, f"{txn.kind}", report.revision)
+        hands.tell(START_TOPIC, warning)
+    return ActionResult(report.outcome, f"{txn.kind}", report.revision)

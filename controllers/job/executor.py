@@ -11,15 +11,15 @@ from collections.abc import Awaitable
 
 import grpc
 
-from controllers.inference.judge_engines import JudgeEngines
+from controllers.inference.judge_engines import JudgePools
 from controllers.job import effects as tidying
-from controllers.job.effects import Hands, slots, start_job, warning, writer
-from controllers.job.rollback import account, roll_back
+from controllers.job.effects import Effects, new_writer, open_slots, start_job, warning_transaction
+from controllers.job.rollback import account_outcomes, roll_back
 from controllers.rules.actions import (
     Account,
     Accumulate,
     Action,
-    Applied,
+    ActionResult,
     Apply,
     Archive,
     Assign,
@@ -62,18 +62,18 @@ from controllers.rules.actions import (
 )
 from controllers.rules.view import JobView
 from controllers.storage import replication as own_folder
-from controllers.workers.ranks import NotConnected
+from controllers.workers.ranks import RankNotConnected
 from gcore.errors import EngineError
 from gcore.ledger import transactions
 from gcore.ledger.records.chain import HeldState, Member, NodeCopies, WorldState
 from gcore.ledger.records.job import JobStatus, Leader
 from gcore.ledger.transactions import Transaction, TxnOutcome, keeping_to
 from gcore.models.layout import weights_folder
-from gcore.models.replicas import lying
-from gcore.system.fault_injection import At, Moving, point
+from gcore.models.replicas import list_copies
+from gcore.system.fault_injection import FaultPoint, MoveFaultPoint, fault_point
 
 
-async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
+async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionResult:
     """Carry `action` out, once. Raises GcoreError only for what cannot be tried again."""
     match action:
         case Feed():
@@ -90,32 +90,32 @@ async def apply(action: Action, view: JobView, hands: Hands) -> Applied:
             return await _wake(action, hands)
         case GiveUp():
             hands.holdings.in_flight.give_up(action.ref, stale=action.stale)
-            return Applied(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
+            return ActionResult(TxnOutcome.WON, f"prompt {action.ref} is given up: {action.reason}")
         case StartJob():
             return await start_job(view, hands)
         case Account():
-            return await account(action, view, hands)
+            return await account_outcomes(action, view, hands)
         case Rollback():
             return await roll_back(action, view, hands)
         case TakeStock():
             return await _take_stock(action, view, hands)
         case Retain():
-            return await tidying.retain(action, view, hands)
+            return await tidying.retain_checkpoints(action, view, hands)
         case Prune():
-            return await tidying.prune(action, view, hands)
+            return await tidying.prune_log(action, view, hands)
         case Sweep():
-            return await tidying.sweep(action, view, hands)
+            return await tidying.sweep_keys(action, view, hands)
         case ForgetEvaluations():
             return await tidying.forget_evaluations(action, view, hands)
         case SayFolder() | FetchWeights() | FetchCheckpoint() | BringStart() | Gather() | Archive() | Discard():
-            return await own_folder.carry_out(action, view, hands)
+            return await own_folder.carry_out_folder_action(action, view, hands)
         case _:
             txn = _transaction(action, view, hands)
             report = await hands.ledger.run(txn)
-            return Applied(report.outcome, f"{txn.kind} {_name(action)}", report.revision)
+            return ActionResult(report.outcome, f"{txn.kind} {_name(action)}", report.revision)
 
 
-def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
+def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
     """The transaction of an action that is nothing but one."""
     mirror, keys = view.mirror, view.mirror.keys
     match action:
@@ -136,7 +136,7 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
             return transactions.seal(
                 keys,
-                slots(view),
+                open_slots(view),
                 action.chosen,
                 mirror.plan.record,
                 mini_batches,
@@ -161,14 +161,14 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
         case Place() | TellMoves():
             return _moves(action, view)
         case Reseal():
-            return transactions.reseal(keys, slots(view), action.step, view.me)
+            return transactions.reseal(keys, open_slots(view), action.step, view.me)
         case Ready():
-            return transactions.ready(keys, slots(view), action.step)
+            return transactions.ready(keys, open_slots(view), action.step)
         case Commit():
             assert view.seal is not None
             keep = view.spec.checkpoints_after(action.step, last=view.seal.last, asked=view.seal.checkpoint)
             return transactions.commit(
-                keys, slots(view), view.rules.shape, writer(view), keep_cursors=keep, stats=hands.stats(view)
+                keys, open_slots(view), view.rules.shape, new_writer(view), keep_cursors=keep, stats=hands.stats(view)
             )
         case Register():
             assert mirror.head is not None
@@ -176,11 +176,11 @@ def _transaction(action: Action, view: JobView, hands: Hands) -> Transaction:
             entry = mirror.log[action.checkpoint.seq]
             return transactions.register(keys, mirror.head, mirror.checkpoints, entry, action.checkpoint)
         case Warn():
-            return warning(view, action.topic, action.sentence, hands.clock.wall())
+            return warning_transaction(view, action.topic, action.sentence, hands.clock.wall())
         case SetPhase():
             assert mirror.status is not None
             status = JobStatus(phase=action.phase, reason=action.reason, changed=hands.clock.wall())
-            return transactions.set_status(keys, mirror.status, status, slots(view) if action.at_head else None)
+            return transactions.set_status(keys, mirror.status, status, open_slots(view) if action.at_head else None)
         case _:
             raise TypeError(f"{action} is not one transaction")
 
@@ -202,7 +202,7 @@ def _moves(action: Place | TellMoves, view: JobView) -> Transaction:
     return keeping_to(view.share, txn)
 
 
-async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
+async def _feed(action: Feed, view: JobView, hands: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
     missing = sorted(view.missing(seal, action.rank).items())
@@ -211,14 +211,14 @@ async def _feed(action: Feed, view: JobView, hands: Hands) -> Applied:
     sentence = f"feed {len(parts)} groups of {action.token} to rank {action.rank}"
 
     async def feed() -> None:
-        point(At.FEED, "before")
+        fault_point(FaultPoint.FEED, "before")
         await hands.ranks.feed(action.rank, seal, parts, len(view.layout(seal).of_rank(action.rank)), view.me)
-        point(At.FEED, "after")
+        fault_point(FaultPoint.FEED, "after")
 
     return await _told(feed(), sentence)
 
 
-async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> Applied:
+async def _apply(action: Apply | Accumulate, view: JobView, hands: Effects) -> ActionResult:
     seal = view.seal
     assert seal is not None
     whole = isinstance(action, Apply)
@@ -227,69 +227,69 @@ async def _apply(action: Apply | Accumulate, view: JobView, hands: Hands) -> App
     stored = seal.encode(known.speaks if known is not None else None)
 
     async def train() -> None:
-        point(At.APPLY, "before")
+        fault_point(FaultPoint.APPLY, "before")
         await hands.ranks.apply(action.rank, seal, stored, whole=whole)
-        point(At.APPLY, "after")
+        fault_point(FaultPoint.APPLY, "after")
 
     return await _told(train(), sentence)
 
 
-async def _have_rested(action: ReleaseRank | RestoreRank, hands: Hands) -> Applied:
+async def _have_rested(action: ReleaseRank | RestoreRank, hands: Effects) -> ActionResult:
     goes = isinstance(action, ReleaseRank)
     sentence = f"rank {action.rank} {'gives its memory back' if goes else 'takes its memory again'}"
     step = action.step if isinstance(action, ReleaseRank) else None
     return await _told(hands.ranks.rest(action.rank, step), sentence)
 
 
-async def _publish(action: Publish, hands: Hands) -> Applied:
+async def _publish(action: Publish, hands: Effects) -> ActionResult:
     async def publish() -> None:
-        point(At.PUBLISH, "before")
+        fault_point(FaultPoint.PUBLISH, "before")
         await hands.engines.publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
-        point(At.PUBLISH, "after")
+        fault_point(FaultPoint.PUBLISH, "after")
 
     return await _told(publish(), f"publish {action.version} to {action.instance}")
 
 
-async def _sleep(action: Sleep, hands: Hands) -> Applied:
+async def _sleep(action: Sleep, hands: Effects) -> ActionResult:
     async def sleep() -> None:
-        point(Moving.SLEEP, "before")
+        fault_point(MoveFaultPoint.SLEEP, "before")
         await (_of_judges(hands) if action.judge else hands.engines).sleep(action.instance)
-        point(Moving.SLEEP, "after")
+        fault_point(MoveFaultPoint.SLEEP, "after")
 
     return await _told(sleep(), f"put to sleep {action.instance}")
 
 
-async def _wake(action: Wake, hands: Hands) -> Applied:
+async def _wake(action: Wake, hands: Effects) -> ActionResult:
     async def wake() -> None:
-        point(Moving.WAKE, "before")
+        fault_point(MoveFaultPoint.WAKE, "before")
         if action.judge:
             await _of_judges(hands).wake(action.instance)
         else:
             await hands.engines.wake(action.instance, None)
-        point(Moving.WAKE, "after")
+        fault_point(MoveFaultPoint.WAKE, "after")
 
     return await _told(wake(), f"wake {action.instance}")
 
 
-async def _told(call: Awaitable[None], sentence: str) -> Applied:
+async def _told(call: Awaitable[None], sentence: str) -> ActionResult:
     """One call to a rank or an engine. Where it fails nobody knows how far it came."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
-    except (NotConnected, EngineError) as error:
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
-    return Applied(TxnOutcome.WON, sentence)
+        return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {error.details()}")
+    except (RankNotConnected, EngineError) as error:
+        return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
+    return ActionResult(TxnOutcome.WON, sentence)
 
 
-def _of_judges(hands: Hands) -> JudgeEngines:
+def _of_judges(hands: Effects) -> JudgePools:
     assert hands.judges is not None
     return hands.judges
 
 
-async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied:
+async def _take_stock(action: TakeStock, view: JobView, hands: Effects) -> ActionResult:
     keys = view.mirror.keys
-    found = () if hands.memory_dir is None else await asyncio.to_thread(lying, hands.memory_dir, keys.uid)
+    found = () if hands.memory_dir is None else await asyncio.to_thread(list_copies, hands.memory_dir, keys.uid)
     shards: dict[WorldState, list[int]] = {}
     for header in found:
         shards.setdefault(header.of, []).append(header.shard)
@@ -301,7 +301,7 @@ async def _take_stock(action: TakeStock, view: JobView, hands: Hands) -> Applied
         )
     )
     there = ", ".join(map(str, shards)) or "none"
-    return Applied(report.outcome, f"take stock of copies of train states: {there}", report.revision)
+    return ActionResult(report.outcome, f"take stock of copies of train states: {there}", report.revision)
 
 
 def _name(action: Action) -> str:

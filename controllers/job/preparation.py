@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from controllers.changes import Changes
-from controllers.flow.job_data import Material, material_of
+from controllers.changes import ChangeSignal
+from controllers.flow.job_data import JobData, make_job_data
 from controllers.identity import Identity
-from controllers.storage.run_folder import StorageProof, is_apart
+from controllers.storage.run_folder import StorageProof, has_own_folder
 from gcore.config.reward import JudgeModel
 from gcore.config.spec import JobSpec, ModelSpec
 from gcore.data.dataset import DataChanged
@@ -35,7 +35,7 @@ from gcore.ledger.records.job import JobRecord, ModelFetch
 from gcore.models.hubs import ModelError, hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.reward.judges.judge import Judge
-from gcore.reward.pool import Scorer
+from gcore.reward.pool import FunctionScorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
 from gcore.worker.control import TETHER
@@ -119,7 +119,7 @@ async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Pr
     )
 
 
-class FetchReport:
+class FetchProgress:
     """Writes progress to the store, a few times, however often it is told. `run` beside the transfer."""
 
     def __init__(self, store: Store, key: str, node: str, path: str, lease: int) -> None:
@@ -175,14 +175,14 @@ class Preparation:
     keys: JobKeys
     identity: Identity
     cache_dir: Path
-    changes: Changes
+    changes: ChangeSignal
     mirror: Callable[[], JobMirror]
-    scorer: Scorer
+    scorer: FunctionScorer
     lacks: Callable[[str], None] = lambda reason: None
     """Told why the node cannot work on the job yet; nothing when it can."""
     judges: Callable[[JobSpec], Mapping[str, Judge]] = lambda spec: {}
 
-    async def material(self, spec: JobSpec, job: JobRecord) -> Material | None:
+    async def material(self, spec: JobSpec, job: JobRecord) -> JobData | None:
         """What the job is made of, its spec naming the model's folder on this node; None if the job ended before.
 
         Raises GcoreError.
@@ -205,12 +205,12 @@ class Preparation:
                 return material
         return None
 
-    async def _prepared(self, spec: JobSpec, job: JobRecord) -> Material | None:
+    async def _prepared(self, spec: JobSpec, job: JobRecord) -> JobData | None:
         """The material, with the rewards loaded meanwhile; None if the job ended before. Raises GcoreError."""
         warming = asyncio.create_task(self.scorer.warm(), name=f"rewards {job.uid}")
         try:
             await StorageProof(
-                self.store, self.keys, self.identity, Path(job.run_dir), self._pause, is_apart(job)
+                self.store, self.keys, self.identity, Path(job.run_dir), self._pause, has_own_folder(job)
             ).run()
             here = await self._with_models(spec, job)
             material = None if here is None else await asyncio.to_thread(self._open, here, job)
@@ -239,7 +239,7 @@ class Preparation:
     async def _fetched(self, model: M, revision: str) -> M | None:
         """The model's section, naming its folder on this node; None if the job ended before. Raises ModelError."""
         node = self.identity.node
-        report = FetchReport(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
+        report = FetchProgress(self.store, self.keys.fetch(node), node, model.path, lease=self.identity.lease)
         reporting = asyncio.create_task(report.run(), name=f"model {model.path}")
         fetching = asyncio.create_task(fetch_model(model, revision, report.note), name=f"fetch {model.path}")
         ended = asyncio.create_task(self.changes.until(self._ended))
@@ -253,10 +253,10 @@ class Preparation:
                 task.cancel()
             await asyncio.wait({fetching})
 
-    def _open(self, spec: JobSpec, job: JobRecord) -> Material:
+    def _open(self, spec: JobSpec, job: JobRecord) -> JobData:
         check_unchanged(job, identify_data(spec, self.cache_dir))
         prompts = open_prompts(spec, self.cache_dir, Path(spec.model.path))
-        return material_of(spec, job.uid, prompts, self.scorer, self.judges(spec))
+        return make_job_data(spec, job.uid, prompts, self.scorer, self.judges(spec))
 
     def _is_counted_on(self) -> bool:
         """Whether the job waits for this node: before it has a plan for all, then if the plan names it."""

@@ -11,16 +11,16 @@ import logging
 import signal
 from typing import Protocol
 
-from controllers.changes import LOOK_AGAIN_S, Changes, rest_s
+from controllers.changes import LOOK_AGAIN_S, ChangeSignal, rest_s
 from controllers.cluster.mirror import ClusterMirror
-from controllers.flow.group_buffer import Holdings
-from controllers.inference.judge_engines import JudgeEngines
-from controllers.inference.pool import EngineBook
-from controllers.job.effects import Hands
-from controllers.job.executor import apply
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.inference.judge_engines import JudgePools
+from controllers.inference.pool import EnginePool
+from controllers.job.effects import Effects
+from controllers.job.executor import apply_action
 from controllers.rules.actions import (
     Accumulate,
-    Applied,
+    ActionResult,
     Apply,
     Archive,
     BringStart,
@@ -44,14 +44,14 @@ from controllers.rules.actions import (
     Wake,
 )
 from controllers.rules.decide import decide
-from controllers.rules.memory import put_to_sleep, responsible_for
-from controllers.rules.step import stands_by
-from controllers.rules.view import JobView, Remembered, Waits
-from controllers.rules.workers import StartEngine, StopWorker, staffing
-from controllers.telemetry.gauges import count_checkpoints, count_moves, show_flights
-from controllers.telemetry.notices import Telling, TroubleBook
-from controllers.workers.launcher import Staff
-from controllers.workers.ranks import RankLinks
+from controllers.rules.memory import owned_engines, sleeping_engines
+from controllers.rules.step import waits_for_others
+from controllers.rules.view import JobView, Memo, Timers
+from controllers.rules.workers import StartEngine, StopWorker, schedule_workers
+from controllers.telemetry.gauges import count_checkpoints, count_moves, show_in_flight
+from controllers.telemetry.notices import WaitReporter, WarningLog
+from controllers.workers.launcher import WorkerLauncher
+from controllers.workers.ranks import RankConnections
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
@@ -89,14 +89,14 @@ HEARD_WITHIN_S = 5.0
 """A deed that was done and is not heard of for so long is decided on again."""
 
 
-class Doer(Protocol):
+class ActionOwner(Protocol):
     """The job whose deeds these are."""
 
     uid: str
-    changes: Changes
+    changes: ChangeSignal
     mirror: JobMirror
 
-    def hands(self) -> Hands:
+    def hands(self) -> Effects:
         """What actions are carried out with."""
         ...
 
@@ -109,10 +109,10 @@ class Doer(Protocol):
         ...
 
 
-class Deeds:
+class ActionsInFlight:
     """Intents by their condition: those in the background, and those that are held off until they are heard of."""
 
-    def __init__(self, job: Doer, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, job: ActionOwner, metrics: Metrics, clock: Clock) -> None:
         self._job = job
         self._metrics = metrics
         self._clock = clock
@@ -162,9 +162,9 @@ class Deeds:
 
     async def _now(self, intent: Intent, view: JobView) -> None:
         try:
-            done = await apply(intent.action, view, self._job.hands())
+            done = await apply_action(intent.action, view, self._job.hands())
         except StoreUnavailable as error:
-            done = Applied(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
+            done = ActionResult(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
         except GcoreError as error:
             await self._job.fail(str(error))
             return
@@ -207,15 +207,15 @@ SHOW_S = 1.0
 """What is in flight is shown to people so often."""
 
 
-class Job(Protocol):
+class ReconciledJob(Protocol):
     """What is driven."""
 
     uid: str
-    changes: Changes
+    changes: ChangeSignal
     mirror: JobMirror
-    holdings: Holdings
-    waits: Waits
-    troubles: TroubleBook
+    holdings: GroupBuffer
+    waits: Timers
+    troubles: WarningLog
 
     @property
     def me(self) -> str:
@@ -239,18 +239,18 @@ class Job(Protocol):
         ...
 
 
-class Driver:
+class Reconciler:
     """Of one job, on one controller."""
 
     def __init__(
         self,
-        job: Job,
+        job: ReconciledJob,
         cluster: ClusterMirror,
-        staff: Staff,
-        engines: EngineBook,
-        judges: JudgeEngines,
-        ranks: RankLinks,
-        deeds: Deeds,
+        staff: WorkerLauncher,
+        engines: EnginePool,
+        judges: JudgePools,
+        ranks: RankConnections,
+        deeds: ActionsInFlight,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -263,7 +263,7 @@ class Driver:
         self._deeds = deeds
         self._metrics = metrics
         self._clock = clock
-        self._remembered = Remembered()
+        self._remembered = Memo()
         self._joined: set[str] = set()
         """Nodes that have been members."""
         self._absent: dict[str, float] = {}
@@ -275,7 +275,7 @@ class Driver:
         """By instance: the state in which a worker was asked last."""
         self._failed: set[str] = set()
         """Engines that have failed and were told."""
-        self._telling = Telling(job, metrics, clock)
+        self._telling = WaitReporter(job, metrics, clock)
         self._shown = -SHOW_S
         self._aimed_at: tuple[object, ...] | None = None
 
@@ -290,7 +290,7 @@ class Driver:
             self._judges.look_after(len(self._job.mirror.members))
             self._job.note_scoring()
             view = self._job.look()
-            asleep = put_to_sleep(view)
+            asleep = sleeping_engines(view)
             self._engines.shut(asleep)
             self._judges.shut(asleep)
             self._job.note_engines()
@@ -298,7 +298,7 @@ class Driver:
             self._staff_up(view, now)
             if now >= self._shown + SHOW_S:
                 self._shown = now
-                show_flights(self._metrics, view.mirror, self._job.holdings, now)
+                show_in_flight(self._metrics, view.mirror, self._job.holdings, now)
             intents = decide(view)
             self._telling.look(view, (i.condition for i in intents), now)
             delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
@@ -308,12 +308,12 @@ class Driver:
                     acted = True
                     await self._deeds.carry_out(intent, view)
                 else:
-                    ripe_at = self._job.waits.since[intent.condition] + Waits.wait(intent.turn, intent.after)
+                    ripe_at = self._job.waits.since[intent.condition] + Timers.wait(intent.turn, intent.after)
                     delays.append(max(ripe_at - now, 0.01))
             self._deeds.forget_what_is_over(now)
             if not acted:
                 took = self._clock.monotonic() - began
-                rest = min(rest_s(took, off_duty=stands_by(view)), *delays)
+                rest = min(rest_s(took, off_duty=waits_for_others(view)), *delays)
                 changed = self._job.changes.count
                 if rest > 0:
                     await self._clock.sleep(rest)
@@ -337,7 +337,7 @@ class Driver:
         self._staffed = (now, seen)
         self._tell_failures(view)
         emulated: list[StartEngine] = []
-        for action in staffing(view, self._staff.launches(view.workers), now):
+        for action in schedule_workers(view, self._staff.launches(view.workers), now):
             if isinstance(action, StopWorker):
                 # Once: asked twice, a worker does not drain. What hangs is asked twice.
                 worker = view.workers[action.instance]
@@ -381,7 +381,7 @@ class Driver:
         mine = self._remembered.get(
             "mine",
             (workers, members, joining),
-            lambda: responsible_for(self._job.uid, workers, staying, self._job.me, joining),
+            lambda: owned_engines(self._job.uid, workers, staying, self._job.me, joining),
         )
         await self._engines.aim(mine if mirror.members else {})
         await self._judges.aim(workers)

@@ -11,22 +11,22 @@ import asyncio
 import logging
 from pathlib import Path
 
-from controllers.job.effects import Hands, new_world, place, slots, warning, writer
-from controllers.rules.actions import Account, Applied, Rollback
+from controllers.job.effects import Effects, new_world_name, new_writer, open_slots, plan_world, warning_transaction
+from controllers.rules.actions import Account, ActionResult, Rollback
 from controllers.rules.view import JobView, SavedCheckpoint
-from controllers.rules.world import lost_world, state_at_hand
-from controllers.storage.replication import bring
+from controllers.rules.world import state_at_hand, world_loss
+from controllers.storage.replication import ensure_checkpoint
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions
-from gcore.ledger.archive import left_in
-from gcore.ledger.chain import digest_of
+from gcore.ledger.archive import highest_in_folder
+from gcore.ledger.chain import entry_digest
 from gcore.ledger.records.chain import Checkpoint, LogEntry
 from gcore.ledger.records.job import Plan
-from gcore.ledger.selection import resumable
+from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.statistics import NOTHING
-from gcore.ledger.transactions import Stored, Transaction, TxnOutcome, keeping_to
+from gcore.ledger.transactions import Transaction, TxnOutcome, Versioned, keeping_to
 from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
-from gcore.schema import spoken
+from gcore.schema import written_version
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ LEFT_OUT_CAME = 2
 """The schema version in which an entry can say that numbers were left out before it."""
 
 
-async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
+async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionResult:
     """Load and verify first, then one transaction: weights and cursors always come from the same record."""
     mirror = view.mirror
     assert mirror.checkpoints is not None
     assert mirror.plan is not None
-    head = slots(view).head.record
-    world = new_world()
+    head = open_slots(view).head.record
+    world = new_world_name()
     try:
         generation = mirror.plan.record.generation + 1
         if action.stands_still:
@@ -57,42 +57,44 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
                 generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True
             )
         else:
-            plan = place(view, world, generation=generation, split=action.split)
+            plan = plan_world(view, world, generation=generation, split=action.split)
     except SpecError as error:
         # Nodes that are away may come back: a job that fitted once does not fail for want of them.
-        return Applied(TxnOutcome.STALE, f"rollback: {error}")
+        return ActionResult(TxnOutcome.STALE, f"rollback: {error}")
     reason = action.reason
-    seen = await all_seen(view, hands.run_dir)
+    seen = await highest_numbers(view, hands.run_dir)
     if seen.entry > head.seq:
         reason += f"; the store stands at entry {head.seq} of the log, and the run's folder has entries up to {seen.entry}: it was put back"
     # Copies in memory go with whoever stands still.
     state = None if action.stands_still else state_at_hand(view, frozenset(rank.node for rank in plan.ranks))
     if state is not None:
-        advance = chain.re_formed(head, state, world, writer(view), reason, seen=seen)
+        advance = chain.reform_entry(head, state, world, new_writer(view), reason, seen=seen)
         txn = _transaction(action, view, advance, plan)
         report = await hands.ledger.run(txn)
         sentence = (
             f"{len(plan.ranks)} ranks go on from copies of step {head.step}, lineage {advance.head.lineage}: {reason}"
         )
-        return Applied(report.outcome, sentence, report.revision)
+        return ActionResult(report.outcome, sentence, report.revision)
     skipped: list[str] = []
-    for target in resumable(head, mirror.checkpoints.record.entries):
+    for target in resumable_checkpoints(head, mirror.checkpoints.record.entries):
         if action.between_steps and target.step != head.step:
             # Head's own checkpoint is damaged, or copies went since it was decided: no training is given up for a larger world.
-            return Applied(TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}")
+            return ActionResult(
+                TxnOutcome.STALE, f"rollback: head's state is not at hand, and no rank is lost: {reason}"
+            )
         entry = await _entry_of(target, view, hands)
         cursors = entry.cursors if entry is not None else None
         if hands.own is not None and target.file:
-            brought = await bring(SavedCheckpoint.of(target), view, hands, hands.own, read_all=True)
+            brought = await ensure_checkpoint(SavedCheckpoint.of(target), view, hands, hands.own, read_all=True)
             problem = brought.problem
             if problem and not brought.is_final:
-                return Applied(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
+                return ActionResult(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
         else:
-            problem = await asyncio.to_thread(damage, hands.run_dir, target)
+            problem = await asyncio.to_thread(find_damage, hands.run_dir, target)
         if problem and hands.own is None and (away := await asyncio.to_thread(hands.away)):
             # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
             hands.tell(AWAY, away)
-            return Applied(TxnOutcome.UNKNOWN, f"rollback: {away}")
+            return ActionResult(TxnOutcome.UNKNOWN, f"rollback: {away}")
         hands.tell(AWAY, "")
         if cursors is None:
             problem = f"its log entry {target.seq} is not there"
@@ -102,29 +104,29 @@ async def roll_back(action: Rollback, view: JobView, hands: Hands) -> Applied:
             continue
         reason = "; ".join([reason, *skipped])
         await _tell(skipped, target, view, hands)
-        tally, parent = entry.tally or NOTHING, digest_of(entry)
-        advance = chain.rolled_back(
-            head, target, cursors, world, writer(view), reason, tally=tally, parent_digest=parent, seen=seen
+        tally, parent = entry.tally or NOTHING, entry_digest(entry)
+        advance = chain.rollback_entry(
+            head, target, cursors, world, new_writer(view), reason, tally=tally, parent_digest=parent, seen=seen
         )
         txn = _transaction(action, view, advance, plan)
         report = await hands.ledger.run(txn)
         sentence = f"rollback from step {head.step} to {target.step}, lineage {advance.head.lineage}: {reason}"
-        return Applied(report.outcome, sentence, report.revision)
+        return ActionResult(report.outcome, sentence, report.revision)
     raise GcoreError("no whole checkpoint is left on the chain, not even the first model", where=str(hands.run_dir))
 
 
-async def all_seen(view: JobView, run_dir: Path) -> chain.Seen:
+async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
     """The highest numbers of which anything is left anywhere, as far as this node sees. While a node of version 1 is there, whose
     records have no word for it, no number of the log is left out."""
     lineage, left = await asyncio.gather(
-        asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(left_in, run_dir)
+        asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
     )
     told = (stored.record.entry for stored in view.mirror.folders.values())
-    entry = max((left.entry, *told)) if spoken() >= LEFT_OUT_CAME else 0
-    return chain.Seen(lineage=max(lineage, left.lineage, lineages_seen(view)), entry=entry)
+    entry = max((left.entry, *told)) if written_version() >= LEFT_OUT_CAME else 0
+    return chain.HighWater(lineage=max(lineage, left.lineage, highest_reported_lineage(view)), entry=entry)
 
 
-def lineages_seen(view: JobView) -> int:
+def highest_reported_lineage(view: JobView) -> int:
     """The highest lineage of which engines, ranks and nodes tell. Higher than head's only where the store was put back."""
     served = [engine.version.lineage for engine in view.engines.values() if engine.version is not None]
     fed = [token.lineage for rank in view.ranks.values() for token in (rank.holding, rank.applied) if token is not None]
@@ -138,7 +140,7 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
     assert mirror.plan is not None
     txn = transactions.rollback(
         mirror.keys,
-        slots(view),
+        open_slots(view),
         mirror.checkpoints,
         advance,
         mirror.plan,
@@ -148,7 +150,7 @@ def _transaction(action: Rollback, view: JobView, advance: chain.Advance, plan: 
     return keeping_to(view.share, txn)
 
 
-def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
+def find_damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     """What is wrong with a checkpoint's files, or nothing. The base has none: it is the job's model."""
     if not checkpoint.file:
         return ""
@@ -162,7 +164,7 @@ def damage(run_dir: Path, checkpoint: Checkpoint) -> str:
     return ""
 
 
-async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Hands) -> None:
+async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Effects) -> None:
     """What is damaged is told by an event of its own: nobody reads why a world began anew if all goes well after it.
 
     One that is not written is not written again: whoever lost the compare finds it told.
@@ -171,12 +173,12 @@ async def _tell(skipped: list[str], target: Checkpoint, view: JobView, hands: Ha
     sentence = f"{'; '.join(skipped)}; {instead}"
     known = view.mirror.troubles.get(DAMAGED)
     if skipped and (known is None or known.record.sentence != sentence):
-        await hands.ledger.run(warning(view, DAMAGED, sentence, hands.clock.wall()))
+        await hands.ledger.run(warning_transaction(view, DAMAGED, sentence, hands.clock.wall()))
 
 
-async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry | None:
+async def _entry_of(target: Checkpoint, view: JobView, hands: Effects) -> LogEntry | None:
     """The target's log entry, whose cursors and tally are gone back to."""
-    known: Stored[LogEntry] | None = view.mirror.log.get(target.seq)
+    known: Versioned[LogEntry] | None = view.mirror.log.get(target.seq)
     if known is not None:
         return known.record
     kv = await hands.store.get(view.mirror.keys.log(target.seq))
@@ -191,12 +193,12 @@ async def _entry_of(target: Checkpoint, view: JobView, hands: Hands) -> LogEntry
 # waits for the rollback. A world that is well has trained what head says, and there is nothing to look for.
 
 
-async def account(action: Account, view: JobView, hands: Hands) -> Applied:
+async def account_outcomes(action: Account, view: JobView, hands: Effects) -> ActionResult:
     """One entry for `action.outcomes`, unless the run's folder knows of a later one than head."""
-    head = slots(view).head.record
-    if lost_world(view) is not None and (seen := await all_seen(view, hands.run_dir)).entry > head.seq:
+    head = open_slots(view).head.record
+    if world_loss(view) is not None and (seen := await highest_numbers(view, hands.run_dir)).entry > head.seq:
         sentence = f"account: the run's folder has entries up to {seen.entry}, head is entry {head.seq}: a rollback comes first"
-        return Applied(TxnOutcome.STALE, sentence)
-    advance = chain.accounted(head, action.outcomes, view.rules.shape, writer(view))
-    report = await hands.ledger.run(transactions.account(view.mirror.keys, slots(view), advance))
-    return Applied(report.outcome, f"account for {len(action.outcomes)} prompts", report.revision)
+        return ActionResult(TxnOutcome.STALE, sentence)
+    advance = chain.account_entry(head, action.outcomes, view.rules.shape, new_writer(view))
+    report = await hands.ledger.run(transactions.account(view.mirror.keys, open_slots(view), advance))
+    return ActionResult(report.outcome, f"account for {len(action.outcomes)} prompts", report.revision)

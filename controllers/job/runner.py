@@ -1,7 +1,7 @@
 """One job on one controller, for one incarnation: watch → view → decide → apply, and the flow beside it.
 
 How it stands is `controllers.standing`'s. The mirror is fed by a watch; a driver (`controllers.driving`) decides at every change and carries out what is ripe; the flow
-(`controllers.producing`) produces. They meet in `Changes` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
+(`controllers.producing`) produces. They meet in `ChangeSignal` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from controllers.accounting.attribution import Idle
-from controllers.accounting.usage import UsageBook
-from controllers.changes import LOOK_AGAIN_S, Changes
+from controllers.accounting.attribution import IdleEngines
+from controllers.accounting.usage import UsageWriter
+from controllers.changes import LOOK_AGAIN_S, ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.cluster.shares import change_claim
-from controllers.flow.episodes import Responding, Worlds, new_responding, new_worlds
-from controllers.flow.evaluation import StoredEvaluations
-from controllers.flow.group_buffer import Holdings
-from controllers.flow.job_data import EpochOrders, rewards_of
+from controllers.flow.episodes import EpisodePool, EpisodeRunner, new_episode_pool, new_episode_runner
+from controllers.flow.evaluation import LedgerEvaluations
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.job_data import CurriculumOrders, rewards_of
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import Collectives
 from controllers.identity import Identity
-from controllers.inference.judge_engines import JudgeEngines
-from controllers.inference.judges import ExternalJudges, JudgeCounts, open_judges
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import EnginePatience
+from controllers.inference.judge_engines import JudgePools
+from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import HealthLimits
 from controllers.job import supervision as quitting
-from controllers.job.effects import Hands
-from controllers.job.executor import apply
+from controllers.job.effects import Effects
+from controllers.job.executor import apply_action
 from controllers.job.preparation import Preparation
-from controllers.job.reconciler import Deeds, Driver
-from controllers.job.supervision import NotHere
+from controllers.job.reconciler import ActionsInFlight, Reconciler
+from controllers.job.supervision import NodeNotReady
 from controllers.planning.lender import own_loads
 from controllers.planning.planner import Planner
 from controllers.rules.actions import SetPhase
 from controllers.rules.decide import has_handed_over
-from controllers.rules.view import EngineView, JobView, Remembered, Waits
+from controllers.rules.view import EngineView, JobView, Memo, Timers
 from controllers.storage import garbage as quota
-from controllers.storage.garbage import RunQuota
+from controllers.storage.garbage import DiskQuota
 from controllers.storage.run_folder import (
     NOTHING_STAGED,
-    OwnFolder,
-    OwnFolders,
-    StagedWeights,
-    away,
-    is_apart,
-    seen_here,
+    LocalRunFolder,
+    LocalRunFolders,
+    StagedWeightsMonitor,
+    folder_loss,
+    has_own_folder,
+    localize_mirror,
 )
-from controllers.telemetry.events import by_revision
-from controllers.telemetry.notices import FaultBook, TroubleBook, telling
-from controllers.telemetry.run_recorder import Chronicle, Reading, beside
-from controllers.workers.launcher import JobGroups, Staff
-from controllers.workers.ranks import RankLinks
+from controllers.telemetry.events import split_by_revision
+from controllers.telemetry.notices import PluginErrorLog, WarningLog, report_waits
+from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder, start_background_task
+from controllers.workers.launcher import JobGroups, WorkerLauncher
+from controllers.workers.ranks import RankConnections
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
 from gcore.config.load import stored_spec
@@ -72,21 +72,21 @@ from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import SHARES_CAME, Claim
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import StreamRules, rules_of
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.observability.metrics import Metrics
 from gcore.observability.tracing import StepTraces
-from gcore.plugins import RAISED, trace_of
-from gcore.reward.pool import RewardPool, Scorer
-from gcore.rollout.client import reach_by
-from gcore.schema import spoken
+from gcore.plugins import RAISED, plugin_trace
+from gcore.reward.pool import FunctionScorer, RewardPool
+from gcore.rollout.client import engine_reach
+from gcore.schema import written_version
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
 from gcore.system import daemon as logs
 from gcore.system.clock import Clock
-from gcore.system.concurrency import end_all
+from gcore.system.concurrency import cancel_all
 from gcore.types import Version
-from gcore.worker.sandbox.pool import Scoring
-from placement.moves import Accounted, Proposal
+from gcore.worker.sandbox.pool import PoolStatus
+from placement.moves import MoveProposal, MoveReport
 
 # -------------------- standing
 # How a job stands on one controller for one incarnation: its records as they were heard, what is held of it, one view of
@@ -97,37 +97,37 @@ from placement.moves import Accounted, Proposal
 # started, watched or decided.
 
 
-class JobStanding(ABC):
+class JobRunner(ABC):
     """Mutable; one event loop. Whoever inherits it sets what is declared and not made here, before the first look."""
 
     _spec: JobSpec
-    _staff: Staff
-    _ranks: RankLinks
-    _engines: EngineBook
-    _deeds: Deeds
+    _staff: WorkerLauncher
+    _ranks: RankConnections
+    _engines: EnginePool
+    _deeds: ActionsInFlight
 
-    def __init__(self, uid: str, identity: Identity, cluster: ClusterMirror, changes: Changes) -> None:
+    def __init__(self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal) -> None:
         self.uid = uid
         self.keys = JobKeys(uid)
         self.node = identity.node
         self.changes = changes
         self.mirror = JobMirror(self.keys)
-        self.holdings = Holdings()
+        self.holdings = GroupBuffer()
         self._identity = identity
         self._cluster = cluster
         self._rules: StreamRules | None = None
         self._view: tuple[int, JobView] | None = None
-        self._remembered = Remembered()
+        self._remembered = Memo()
         self._leaving = False
         self.is_working = False
         """Whether there is a view to look at."""
         self._lacks = ""
-        self._scoring: Scoring | None = None
-        self._judging: Scoring | None = None
-        self._crewing: Scoring | None = None
+        self._scoring: PoolStatus | None = None
+        self._judging: PoolStatus | None = None
+        self._crewing: PoolStatus | None = None
 
     @abstractmethod
-    def hands(self) -> Hands:
+    def hands(self) -> Effects:
         """What this job's actions are carried out with."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class JobStanding(ABC):
         """The engines of the job's judges."""
         return {}
 
-    def _proposed(self) -> tuple[Proposal | None, Accounted | None]:
+    def _proposed(self) -> tuple[MoveProposal | None, MoveReport | None]:
         """What this controller wants to change of the placement, and what it has to tell of earlier changes."""
         return None, None
 
@@ -174,7 +174,7 @@ class JobStanding(ABC):
     async def fail(self, reason: str) -> None:
         """End the job as failed, however long the store is away."""
         while not self._ended():
-            done = await apply(SetPhase(JobPhase.FAILED, reason), self.look(), self.hands())
+            done = await apply_action(SetPhase(JobPhase.FAILED, reason), self.look(), self.hands())
             if done.outcome is not TxnOutcome.WON:
                 await self.changes.wait(LOOK_AGAIN_S)
             else:
@@ -215,11 +215,11 @@ class JobStanding(ABC):
             mirror=self.mirror,
             me=self.me,
             node=self.node,
-            nodes=self._cluster.able(spoken()),
-            share=self._cluster.share_of(self.uid) if spoken() >= SHARES_CAME else None,
+            nodes=self._cluster.able(written_version()),
+            share=self._cluster.share_of(self.uid) if written_version() >= SHARES_CAME else None,
             claim=self._cluster.claims.get(self.uid, Claim()),
             queued=self._cluster.queue.get(self.uid),
-            unable=self._cluster.unable(spoken()),
+            unable=self._cluster.unable(written_version()),
             workers=self._cluster.workers,
             ranks=self._ranks.views,
             engines=self._engines.views,
@@ -258,11 +258,11 @@ LONGEST_REASON = 2000
 """Characters. Foreign code may say whatever it likes, and the store takes 1.5 MiB."""
 
 
-class Job(Protocol):
+class FlowJob(Protocol):
     """What is needed of the job whose flow it is."""
 
     uid: str
-    changes: Changes
+    changes: ChangeSignal
 
     def has_more(self) -> bool:
         """Whether there are steps to make."""
@@ -273,23 +273,23 @@ class Job(Protocol):
         ...
 
 
-class Producing:
+class FlowRunner:
     """Of one job, on one controller."""
 
-    def __init__(self, job: Job, faults: FaultBook, clock: Clock) -> None:
+    def __init__(self, job: FlowJob, faults: PluginErrorLog, clock: Clock) -> None:
         self._job = job
         self._faults = faults
         self._clock = clock
 
     async def run(self, flow: Flow, peer: Peer) -> None:
-        """Until cancelled: the flow to its end, and again when there is more to do. Raises NotHere."""
+        """Until cancelled: the flow to its end, and again when there is more to do. Raises NodeNotReady."""
         me = asyncio.current_task()
         assert me is not None
         while True:
             try:
                 await flow(peer)
             except DataChanged as error:  # all that is trained would be lost for a file that can be put back
-                raise NotHere(error.what, where=error.where, fix=error.fix) from error
+                raise NodeNotReady(error.what, where=error.where, fix=error.fix) from error
             except GcoreError as error:
                 await self.fail_with(error)
             except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
@@ -310,13 +310,13 @@ class Producing:
         reason = reason or str(error)
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[: LONGEST_REASON - 1]}…"
-        if trace := trace_of(error):
+        if trace := plugin_trace(error):
             self._faults.note(reason, trace)
             await self._faults.finish()
         await self._job.fail(reason)
 
 
-class JobRunner(JobStanding):
+class JobSession(JobRunner):
     """Runs one job until it has ended, or the incarnation has."""
 
     def __init__(
@@ -325,11 +325,11 @@ class JobRunner(JobStanding):
         identity: Identity,
         store: Store,
         cluster: ClusterMirror,
-        changes: Changes,
+        changes: ChangeSignal,
         metrics: Metrics,
         clock: Clock,
         config: NodeConfig,
-        folders: OwnFolders | None = None,
+        folders: LocalRunFolders | None = None,
         connector: Connector = PLAIN,
         groups: JobGroups | None = None,
         traces: StepTraces | None = None,
@@ -338,47 +338,49 @@ class JobRunner(JobStanding):
         are told as spans; None: nowhere."""
         super().__init__(uid, identity, cluster, changes)
         self._run_root = Path(config.run_root)
-        self._folders = folders or OwnFolders(connector)
+        self._folders = folders or LocalRunFolders(connector)
         self._connector = connector
-        self._reach = reach_by(connector)
+        self._reach = engine_reach(connector)
         self._store = store
         self._metrics = metrics
         self._clock = clock
         self._cache_dir = Path(config.home) / "cache"
-        self._staff = Staff(config, clock, connector, groups)
+        self._staff = WorkerLauncher(config, clock, connector, groups)
         self._groups = groups
         self._disk_gib = config.limits.disk_gib
-        self.chronicle = Chronicle(store, self.keys, identity, metrics, clock, self._reach, traces)
-        self._faults = FaultBook(store, self.keys, identity.node)
-        self.troubles = TroubleBook(store, self.keys, identity.node, clock)
+        self.chronicle = JobTelemetry(store, self.keys, identity, metrics, clock, self._reach, traces)
+        self._faults = PluginErrorLog(store, self.keys, identity.node)
+        self.troubles = WarningLog(store, self.keys, identity.node, clock)
         self._rewards: RewardPool | None = None
-        self._worlds: Worlds | None = None
-        self._judge_engines: JudgeEngines | None = None
+        self._worlds: EpisodePool | None = None
+        self._judge_engines: JudgePools | None = None
         self._external_judges: ExternalJudges | None = None
-        self._judge_counts = JudgeCounts(metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said))
-        self._staged_weights: StagedWeights | None = None
+        self._judge_counts = JudgeMetricsObserver(
+            metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said)
+        )
+        self._staged_weights: StagedWeightsMonitor | None = None
         self.closed = False
         """Whether nothing more will be heard here."""
         self._held_back: Callable[[], bool] = lambda: False
-        self.waits = Waits({})
-        self._ranks = RankLinks(clock, changes.notify, connector)
-        self._deeds = Deeds(self, metrics, clock)
+        self.waits = Timers({})
+        self._ranks = RankConnections(clock, changes.notify, connector)
+        self._deeds = ActionsInFlight(self, metrics, clock)
         home = Path(config.home)
-        self._reading = Reading(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
-        self._orders: EpochOrders | None = None
+        self._reading = RunRecorder(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
+        self._orders: CurriculumOrders | None = None
         self._planner: Planner | None = None
 
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here."""
-        await quitting.withdraw(self._store, self.keys, self._identity, self._clock)
+        await quitting.withdraw_member(self._store, self.keys, self._identity, self._clock)
 
     async def end_left(self, reason: str) -> None:
         """End the job as failed, if nobody works on it any more."""
-        await quitting.end_left(self._store, self.keys, self._clock, reason)
+        await quitting.fail_abandoned_job(self._store, self.keys, self._clock, reason)
 
     async def run(self) -> None:
         """Until the job has ended."""
-        logs.about(lambda: self.chronicle.about)
+        logs.set_log_context(lambda: self.chronicle.about)
         watching = asyncio.create_task(self._watch(), name=f"watch {self.uid}")
         try:
             while self.mirror.job is None or self.mirror.status is None:
@@ -415,9 +417,9 @@ class JobRunner(JobStanding):
 
     def _note(self, batch: WatchBatch) -> None:
         before, wall = self.mirror, self._clock.wall()
-        for one in by_revision(batch):
+        for one in split_by_revision(batch):
             so_far = self.mirror
-            self.mirror = seen_here(so_far.fold(one), self._run_root)
+            self.mirror = localize_mirror(so_far.fold(one), self._run_root)
             self.chronicle.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
@@ -432,8 +434,8 @@ class JobRunner(JobStanding):
         assert self.mirror.job is not None
         spec = stored_spec(self.mirror.job.record.spec)
         rollout = spec.rollout
-        patience = EnginePatience(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
-        self._engines = EngineBook(
+        patience = HealthLimits(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
+        self._engines = EnginePool(
             self.changes,
             rollout.timeout_s,
             self._reach,
@@ -443,16 +445,14 @@ class JobRunner(JobStanding):
             told_every=rollout.told_every,
             rows=rollout.batch_slots,
         )
-        self._judge_engines = JudgeEngines(
-            spec, self.uid, self.me, self.changes, self._clock, self._metrics, self._reach
-        )
+        self._judge_engines = JudgePools(spec, self.uid, self.me, self.changes, self._clock, self._metrics, self._reach)
         self._external_judges = self._new_external(spec)
         self._spec = spec
         self._rules = self._rules_or_none()
         self.is_working = True
         head = self.mirror.head.record.version if self.mirror.head is not None else None
         job = self.mirror.job.record
-        usage = UsageBook(self._store, job, self.node, self._clock)
+        usage = UsageWriter(self._store, job, self.node, self._clock)
         await self.chronicle.booking.begin(spec, Path(job.run_dir), head, usage)
         group = await asyncio.to_thread(self._group)
         rewards = RewardPool(
@@ -464,7 +464,7 @@ class JobRunner(JobStanding):
             group=group,
         )
         self._rewards = rewards
-        worlds = self._worlds = new_worlds(spec, self._clock, self._faults.note, group)
+        worlds = self._worlds = new_episode_pool(spec, self._clock, self._faults.note, group)
         try:
             await self._work_on(spec, rewards, worlds)
         finally:
@@ -473,11 +473,11 @@ class JobRunner(JobStanding):
             if worlds is not None:
                 await worlds.close()
 
-    async def _work_on(self, spec: JobSpec, rewards: RewardPool, worlds: Worlds | None) -> None:
+    async def _work_on(self, spec: JobSpec, rewards: RewardPool, worlds: EpisodePool | None) -> None:
         assert self.mirror.job is not None
-        producing = Producing(self, self._faults, self._clock)
+        producing = FlowRunner(self, self._faults, self._clock)
         try:
-            async with telling(self, self._metrics, self._clock):
+            async with report_waits(self, self._metrics, self._clock):
                 material = await self._preparation(rewards).material(spec, self.mirror.job.record)
             if material is None:
                 return
@@ -491,7 +491,7 @@ class JobRunner(JobStanding):
             flow = find_flow(spec.flow.name)
             filters = find_filters(material.spec.flow.filters)
             conversing = self._new_responding(material.spec, worlds)
-            orders = self._orders = EpochOrders(spec, material.stream, self.changes.notify)
+            orders = self._orders = CurriculumOrders(spec, material.stream, self.changes.notify)
         except GcoreError as error:
             await producing.fail_with(error)
             return
@@ -503,7 +503,7 @@ class JobRunner(JobStanding):
             self.changes,
             self._engines,
             self.holdings,
-            StoredEvaluations(Ledger(self._store, self.keys), lambda: self.mirror),
+            LedgerEvaluations(TransactionExecutor(self._store, self.keys), lambda: self.mirror),
             self._clock,
             self.chronicle.stopwatch,
             orders,
@@ -515,7 +515,7 @@ class JobRunner(JobStanding):
         external = self._external_judges
         assert self._judge_engines is not None
         assert external is not None
-        driver = Driver(
+        driver = Reconciler(
             self,
             self._cluster,
             self._staff,
@@ -529,7 +529,7 @@ class JobRunner(JobStanding):
         run_dir = Path(self.mirror.job.record.run_dir)
         staged = self._staged_weights = self._new_staged(run_dir)
         planner = self._planner = Planner(self, material.spec, self._clock, run_dir, self._connector)
-        books = beside(self.chronicle.booking.run(), f"books {self.uid}")
+        books = start_background_task(self.chronicle.booking.run(), f"books {self.uid}")
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
@@ -549,7 +549,7 @@ class JobRunner(JobStanding):
                     task.cancel()
         finally:
             # Before this process may be ended too.
-            await end_all([books])
+            await cancel_all([books])
             await self.chronicle.booking.finish()
             # First of all what is being published: it lets its engine go on.
             await self._deeds.stop()
@@ -558,7 +558,7 @@ class JobRunner(JobStanding):
             await self._judge_engines.close()
             await orders.close()
 
-    def _preparation(self, scorer: Scorer) -> Preparation:
+    def _preparation(self, scorer: FunctionScorer) -> Preparation:
         def lacks(reason: str) -> None:
             # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
             models = [f"wait model {node}" for node in (self.node, *self._cluster.nodes)]
@@ -596,7 +596,7 @@ class JobRunner(JobStanding):
         if self.mirror.head is not None:
             view = self.look()
             self.chronicle.booking.look(view, held_back=self._held_back())
-            idle = Idle.of(view, self._engines.busy, self.chronicle.booking.stage)
+            idle = IdleEngines.of(view, self._engines.busy, self.chronicle.booking.stage)
             self.chronicle.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def _judge_views(self) -> Mapping[str, EngineView]:
@@ -605,17 +605,17 @@ class JobRunner(JobStanding):
     def _staged(self) -> frozenset[Version]:
         return NOTHING_STAGED if self._staged_weights is None else self._staged_weights.versions
 
-    def _new_staged(self, run_dir: Path) -> StagedWeights:
+    def _new_staged(self, run_dir: Path) -> StagedWeightsMonitor:
         def wanted() -> Version | None:
             return None if self.mirror.head is None else self.mirror.head.record.version
 
-        return StagedWeights(
+        return StagedWeightsMonitor(
             run_dir, self.node, wanted, self.changes, self.troubles.hold, self.changes.notify, self._clock
         )
 
-    def _new_responding(self, spec: JobSpec, worlds: Worlds | None) -> Responding | None:
+    def _new_responding(self, spec: JobSpec, worlds: EpisodePool | None) -> EpisodeRunner | None:
         """Of a job with an environment, or an agent. Raises PluginFault."""
-        return new_responding(spec, self._engines, worlds, self._clock, self._faults.note)
+        return new_episode_runner(spec, self._engines, worlds, self._clock, self._faults.note)
 
     def _new_external(self, spec: JobSpec) -> ExternalJudges:
         return ExternalJudges(
@@ -632,7 +632,7 @@ class JobRunner(JobStanding):
             os.environ,
         )
 
-    def _proposed(self) -> tuple[Proposal | None, Accounted | None]:
+    def _proposed(self) -> tuple[MoveProposal | None, MoveReport | None]:
         return (None, None) if self._planner is None else (self._planner.proposal, self._planner.account)
 
     async def loads(self) -> LoadsReply:
@@ -642,13 +642,13 @@ class JobRunner(JobStanding):
     def _is_arranging(self) -> bool:
         return self._orders is not None and self._orders.arranging
 
-    def hands(self) -> Hands:
+    def hands(self) -> Effects:
         """What this job's actions are carried out with."""
         assert self.mirror.job is not None
         run_dir = Path(self.mirror.job.record.run_dir)
-        return Hands(
+        return Effects(
             store=self._store,
-            ledger=Ledger(self._store, self.keys),
+            ledger=TransactionExecutor(self._store, self.keys),
             lease=self._identity.lease,
             address=self._identity.address,
             ranks=self._ranks,
@@ -658,18 +658,18 @@ class JobRunner(JobStanding):
             stats=self.chronicle.stats,
             tell=self.troubles.hold,
             run_dir=run_dir,
-            away=partial(away, run_dir, self.node),
+            away=partial(folder_loss, run_dir, self.node),
             own=self._own_folder(),
             memory_dir=self._staff.memory_dir(self.uid),
             judges=self._judge_engines,
         )
 
-    def _quota(self, run_dir: Path, disk_gib: float) -> RunQuota:
-        def show(found: quota.Standing) -> None:
-            self._reading.samples.has_room = found.level is quota.Level.FREE
+    def _quota(self, run_dir: Path, disk_gib: float) -> DiskQuota:
+        def show(found: quota.DiskUsage) -> None:
+            self._reading.samples.has_room = found.level is quota.QuotaLevel.FREE
             self.troubles.note(f"{quota.TOPIC}-{self.node}", found.sentence)
 
-        return RunQuota(run_dir, disk_gib, lambda: len(self.mirror.members), show, self._pause, self._clock)
+        return DiskQuota(run_dir, disk_gib, lambda: len(self.mirror.members), show, self._pause, self._clock)
 
     async def _pause(self) -> None:
         await change_claim(self._store, self.uid, lambda claim: claim.model_copy(update={"paused": True}))
@@ -677,10 +677,10 @@ class JobRunner(JobStanding):
     def _group(self) -> str:
         return "" if self._groups is None else self._groups.group_of(self.uid)
 
-    def _own_folder(self) -> OwnFolder | None:
+    def _own_folder(self) -> LocalRunFolder | None:
         assert self.mirror.job is not None
         job = self.mirror.job.record
-        return self._folders.of(job.uid, Path(job.run_dir)) if is_apart(job) else None
+        return self._folders.of(job.uid, Path(job.run_dir)) if has_own_folder(job) else None
 
     def _brought(self) -> frozenset[str]:
         own = self._own_folder()

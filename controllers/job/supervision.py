@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from controllers.changes import LOOK_AGAIN_S, Changes
+from controllers.changes import LOOK_AGAIN_S, ChangeSignal
 from controllers.identity import Identity
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
 from gcore.ledger import transactions
 from gcore.ledger.records.job import JobPhase, JobStatus
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
@@ -49,17 +49,17 @@ CALM_S = 600.0
 """Who has worked on a job for so long begins to count anew."""
 
 
-class NotHere(GcoreError):
+class NodeNotReady(GcoreError):
     """This node lacks what the job needs, which can be put right, and the job must not end for it."""
 
 
-class Runner(Protocol):
+class RunnableJob(Protocol):
     """One try at a job: `controllers.job`'s."""
 
     uid: str
 
     async def run(self) -> None:
-        """Until the job has ended. Raises UnreadableRecord, UsageError, NotHere."""
+        """Until the job has ended. Raises UnreadableRecord, UsageError, NodeNotReady."""
         ...
 
     async def withdraw(self) -> None:
@@ -71,7 +71,9 @@ class Runner(Protocol):
         ...
 
 
-async def work_on(new_runner: Callable[[], Runner], is_active: Callable[[], bool], changes: Changes) -> None:
+async def work_on_job(
+    new_runner: Callable[[], RunnableJob], is_active: Callable[[], bool], changes: ChangeSignal
+) -> None:
     """Until the job has ended. While it cannot be worked on here it is left to others; the daemon goes on with the rest."""
     said: set[str] = set()
     defects, loop = 0, asyncio.get_running_loop()
@@ -99,7 +101,7 @@ async def work_on(new_runner: Callable[[], Runner], is_active: Callable[[], bool
                 return
 
 
-async def _tried(runner: Runner) -> tuple[set[str], ExceptionGroup[Exception] | None]:
+async def _tried(runner: RunnableJob) -> tuple[set[str], ExceptionGroup[Exception] | None]:
     """What was wrong, and the defect that was met; nothing if the job has ended. Raises LeaseLost."""
     wrong: set[str] = set()
     defect: ExceptionGroup[Exception] | None = None
@@ -107,7 +109,7 @@ async def _tried(runner: Runner) -> tuple[set[str], ExceptionGroup[Exception] | 
         await runner.run()
     except* LeaseLost:
         raise  # it is the life's, not the job's
-    except* (UnreadableRecord, UsageError, NotHere) as errors:
+    except* (UnreadableRecord, UsageError, NodeNotReady) as errors:
         wrong = {f"job {runner.uid} is not worked on here: {error}" for error in _leaves(errors)}
     except* Exception as errors:  # noqa: BLE001  the edge of the job: the others of this daemon go on
         defect = errors
@@ -140,20 +142,20 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 # Goes by the store alone, for nothing is heard of the job here by then. When that is so is `controllers.retaking`'s to say.
 
 
-async def withdraw(store: Store, keys: JobKeys, identity: Identity, clock: Clock) -> None:
+async def withdraw_member(store: Store, keys: JobKeys, identity: Identity, clock: Clock) -> None:
     """Be no member of a job, so that the others do not count on this controller; however long the store is away."""
-    ledger, leaves = Ledger(store, keys), transactions.withdraw(keys, identity.incarnation, identity.node)
+    ledger, leaves = TransactionExecutor(store, keys), transactions.withdraw(keys, identity.incarnation, identity.node)
     while (await ledger.run(leaves)).outcome is TxnOutcome.UNKNOWN:
         await clock.sleep(LOOK_AGAIN_S)
 
 
-async def end_left(store: Store, keys: JobKeys, clock: Clock, reason: str) -> None:
+async def fail_abandoned_job(store: Store, keys: JobKeys, clock: Clock, reason: str) -> None:
     """End a job as failed, if nobody works on it any more and the store is there."""
     with contextlib.suppress(StoreUnavailable, UnreadableRecord):
         kv = await store.get(keys.state)
         if kv is None or (await store.list(keys.member_prefix)).kvs:
             return
-        old = Stored(JobStatus.decode(kv.value, kv.key), kv.mod_revision)
+        old = Versioned(JobStatus.decode(kv.value, kv.key), kv.mod_revision)
         if not old.record.phase.ended:
             new = JobStatus(phase=JobPhase.FAILED, reason=reason, changed=clock.wall())
-            await Ledger(store, keys).run(transactions.set_status(keys, old, new, None))
+            await TransactionExecutor(store, keys).run(transactions.set_status(keys, old, new, None))

@@ -6,7 +6,7 @@ there is, through the moves since; where a plan changed otherwise (nodes came or
 they are not shown: a step that is taken for one of another split teaches worse than none.
 
 Whoever plans counts slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine, which runs what all of
-them run (`of_slots`), and has room for as many requests as all of them have (`rows_of`).
+them run (`measured_by_slot`), and has room for as many requests as all of them have (`rows_of`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry
-from gcore.ledger.records.job import NEWEST_MOVES, Move, MoveKind, Moves, Plan, Stay
-from gcore.ledger.records.slot_accounting import EngineSums, StepBook, by_version, engines_of
-from gcore.ledger.transactions import Stored
-from gcore.schema import Part
-from gcore.system.files import object_in
+from gcore.ledger.records.job import NEWEST_MOVES, HoldPeriod, Move, MoveKind, Moves, Plan
+from gcore.ledger.records.slot_accounting import EngineSums, StepAccount, group_by_version, sum_engines
+from gcore.ledger.transactions import Versioned
+from gcore.schema import RecordPart
+from gcore.system.files import parse_object
 from gcore.types import Version
-from placement.lending import Rows
-from placement.measurements import Measured, lengths_of, measured
-from placement.moves import BETWEEN, Committed, base_split, split_from
-from placement.slots import Snapshot, Split, spanned
+from placement.lending import EngineRows
+from placement.measurements import MeasuredStep, measure_step, trained_lengths
+from placement.moves import BETWEEN, CommittedStep, base_split, split_from
+from placement.slots import Snapshot, Split, plan_sizes
 
 MOST_STEPS = 64
 
 
-def question_s(books: Iterable[StepBook]) -> float | None:
+def question_s(books: Iterable[StepAccount]) -> float | None:
     """Seconds that a question ran in a judge's engine, on average. None: nobody was asked, or booked it."""
-    reward = engines_of(books).get("reward")
+    reward = sum_engines(books).get("reward")
     return reward.running_s / reward.requests if reward is not None and reward.requests and reward.running_s else None
 
 
@@ -54,7 +54,7 @@ class _Seen:
     split: Split | None
     slots: int = 0
     booked: int = -1
-    measured: Measured | None = None
+    measured: MeasuredStep | None = None
     question_s: float | None = None
     """What a question took of a judge's engine."""
 
@@ -70,7 +70,7 @@ class StepHistory:
         """Oldest first."""
         self._slots = 0
         """That were there when the newest step was committed, and so when the next one began."""
-        self._log: Mapping[int, Stored[LogEntry]] = {}
+        self._log: Mapping[int, Versioned[LogEntry]] = {}
         """From which what was not seen was taken."""
 
     @classmethod
@@ -89,30 +89,30 @@ class StepHistory:
         if entry is None or (entry.lineage, entry.step) != (head.lineage, head.step + 1):
             return  # what was missed is taken from the log
         slot = before.seals.get(entry.step)
-        lengths = lengths_of(slot.record) if slot is not None else None
+        lengths = trained_lengths(slot.record) if slot is not None else None
         snapshot = there()
         began, self._slots = self._slots, snapshot.slots
         self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
-    def steps(self, mirror: JobMirror) -> tuple[Measured, ...]:
+    def steps(self, mirror: JobMirror) -> tuple[MeasuredStep, ...]:
         """The steps on head's chain, oldest first, with what the books say by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
         if mirror.log is not self._log:
             self._log = mirror.log
             self._take_missed(mirror.plan.record, mirror.moves)
-        books = by_version({node: stored.record for node, stored in mirror.books.items()})
-        newest: dict[int, Measured] = {}
-        sizes = spanned(mirror.plan.record)
+        books = group_by_version({node: stored.record for node, stored in mirror.books.items()})
+        newest: dict[int, MeasuredStep] = {}
+        sizes = plan_sizes(mirror.plan.record)
         for version, seen in self._seen.items():
             if seen.split is None:
                 newest.pop(version.step, None)
                 continue
             there = books.get(version, {})
             if seen.measured is None or len(there) > seen.booked:
-                told = map(in_questions, there.values()) if self._scores else there.values()
-                found = measured(told, seen.entry, seen.lengths, seen.split, sizes, least=seen.slots)
-                seen.measured = of_slots(found, self._judges)
+                told = map(count_questions, there.values()) if self._scores else there.values()
+                found = measure_step(told, seen.entry, seen.lengths, seen.split, sizes, least=seen.slots)
+                seen.measured = measured_by_slot(found, self._judges)
                 seen.question_s = question_s(there.values())
                 seen.booked = len(there)
             if version.step <= mirror.head.record.step:
@@ -124,11 +124,11 @@ class StepHistory:
         told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
         return next((seconds for seconds in told if seconds is not None), None)
 
-    def committed(self, mirror: JobMirror) -> tuple[Committed, ...]:
+    def committed(self, mirror: JobMirror) -> tuple[CommittedStep, ...]:
         """All steps that are known, those that were cut off too, oldest first; without those of which nobody knows what they took."""
         self.steps(mirror)  # with what the books say by now
         return tuple(
-            Committed(
+            CommittedStep(
                 step=version.step,
                 seq=seen.entry.seq,
                 seconds=seen.entry.stats["seconds"],
@@ -149,7 +149,7 @@ class StepHistory:
         trained = [stored.record for _, stored in sorted(self._log.items()) if stored.record.kind == "train"]
         missed = [entry for entry in trained[-MOST_STEPS:] if _version(entry) not in self._seen]
         if missed:
-            splits = splits_of(trained, plan, moves)
+            splits = committed_splits(trained, plan, moves)
             self._add({_version(entry): _Seen(_kept(entry), None, splits.get(entry.seq)) for entry in missed})
 
     def _add(self, more: dict[Version, _Seen]) -> None:
@@ -157,12 +157,12 @@ class StepHistory:
         self._seen = dict(together[-MOST_STEPS:])
 
 
-def rows_of(spec: JobSpec) -> Rows:
+def engine_rows(spec: JobSpec) -> EngineRows:
     """Requests that the engines of a slot run at once, at most, by pool."""
-    return Rows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
+    return EngineRows(spec.rollout.batch_slots, sum(judge.serving.batch_slots for judge in spec.served_judges) or 1)
 
 
-def of_slots(step: Measured, judges: int) -> Measured:
+def measured_by_slot(step: MeasuredStep, judges: int) -> MeasuredStep:
     """What a slot's engines of so many judges do together, in place of what each does. All of them are taken to be asked equally often."""
     if judges == 1:
         return step
@@ -170,7 +170,7 @@ def of_slots(step: Measured, judges: int) -> Measured:
     return replace(step, speed=speed)
 
 
-def in_questions(book: StepBook) -> StepBook:
+def count_questions(book: StepAccount) -> StepAccount:
     """Pools are measured by tokens, and a classifier writes none: each question that it is asked counts as one."""
 
     def counted(sums: EngineSums) -> EngineSums:
@@ -190,7 +190,7 @@ def _version(entry: LogEntry) -> Version:
     return Version(entry.lineage, entry.step)
 
 
-def splits_of(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> dict[int, Split]:
+def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> dict[int, Split]:
     """The splits of committed steps, by their entries' numbers: from the newest back to the first of which nobody can say. `trained`:
     oldest first; `plan`, `moves`: as they are now."""
     split, world = base_split(plan), plan.world
@@ -226,7 +226,7 @@ TAIL = 1 << 20
 """Bytes at the end of the file in which who begins to write it looks for the newest moves. What stands further up is written once more."""
 
 
-One = TypeVar("One", bound=Part)
+One = TypeVar("One", bound=RecordPart)
 
 
 class MovesFile:
@@ -268,7 +268,7 @@ class MovesFile:
             log.warning("%s takes no move: %s", self._file, error)
 
 
-def _tree(move: Move | Stay, file: Path) -> dict[str, Any] | None:
+def _tree(move: Move | HoldPeriod, file: Path) -> dict[str, Any] | None:
     """As it is written; None for one whose words are no text, as half of a character that a policy made up."""
     try:
         tree: dict[str, Any] = json.loads(move.model_dump_json(exclude_defaults=True))
@@ -278,7 +278,7 @@ def _tree(move: Move | Stay, file: Path) -> dict[str, Any] | None:
     return tree
 
 
-def read(file: Path) -> dict[int, dict[str, Any]]:
+def read_lines_by_number(file: Path) -> dict[int, dict[str, Any]]:
     """The moves that stand in a file, by number; a line that was cut off is passed over. Raises OSError, but for a file that is not there."""
     return _by_number(_lines(file))
 
@@ -313,7 +313,7 @@ def _is_torn(file: Path) -> bool:
 def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for line in lines:
-        tree = object_in(line)
+        tree = parse_object(line)
         if tree is not None and isinstance(tree.get("number"), int) and isinstance(tree.get("move"), dict):
             found[tree["number"]] = tree["move"]
     return dict(sorted(found.items()))
@@ -322,21 +322,21 @@ def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
 def _by_beginning(lines: Iterable[str]) -> dict[float, dict[str, Any]]:
     found: dict[float, dict[str, Any]] = {}
     for line in lines:
-        stay = (object_in(line) or {}).get("stay")
+        stay = (parse_object(line) or {}).get("stay")
         if isinstance(stay, dict):
             with contextlib.suppress(ValueError, TypeError):
                 found[float(stay.get("began", 0.0))] = stay
     return dict(sorted(found.items()))
 
 
-def moves_in(file: Path) -> list[Move]:
+def read_moves(file: Path) -> list[Move]:
     """The same as records, oldest first; what cannot be read is passed over. Raises OSError."""
-    return list(_records(read(file).values(), Move))
+    return list(_records(read_lines_by_number(file).values(), Move))
 
 
-def stays_in(file: Path) -> list[Stay]:
+def read_stays(file: Path) -> list[HoldPeriod]:
     """The stretches without moves that stand there, oldest first. Raises OSError."""
-    return list(_records(_by_beginning(_lines(file)).values(), Stay))
+    return list(_records(_by_beginning(_lines(file)).values(), HoldPeriod))
 
 
 def _records(trees: Iterable[dict[str, Any]], kind: type[One]) -> Iterator[One]:

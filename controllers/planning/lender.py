@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from controllers.inference.judge_engines import JudgeEngines
-from controllers.inference.pool import EngineBook
+from controllers.inference.judge_engines import JudgePools
+from controllers.inference.pool import EnginePool
 from controllers.planning.history import StepHistory
-from controllers.rules.memory import mine, put_to_sleep, takes_turns
+from controllers.rules.memory import managed_engines, sleeping_engines, takes_turns
 from controllers.rules.view import JobView
-from controllers.rules.world import awaits_world, placeable
+from controllers.rules.world import awaits_world, placeable_nodes
 from gcore.api.rpc import VersionedStub
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import placement_pb2 as pb
@@ -30,24 +30,34 @@ from gcore.config.spec import JobSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import NEWEST_MOVES, MoveKind, Moves, NodeRecord, Plan
 from gcore.system.clock import Clock
-from placement.assign import assigned
-from placement.lending import EngineLoad, Loads, Rows, Speeds, is_settled, lending, present, speeds_of, wanted
-from placement.measurements import Measured
+from placement.assign import assign_split
+from placement.lending import (
+    EngineLoad,
+    EngineRows,
+    JobLoads,
+    PoolSpeeds,
+    decide_lending,
+    follows_plan,
+    make_lending_move,
+    pool_speeds,
+    present_plan,
+)
+from placement.measurements import MeasuredStep
 from placement.moves import (
     BATCH_IS_WHOLE,
     CHANGING,
-    Deciding,
-    Proposal,
+    DecisionContext,
+    MoveProposal,
     base_split,
-    between_steps,
-    changing_took_s,
-    costs,
+    engine_change_s,
+    propose_move,
+    switch_costs,
 )
-from placement.placer import Moving
+from placement.placer import MovablePlacementRequest
 from placement.policies.base import Decision, SwitchCosts
 
 if TYPE_CHECKING:
-    from placement.laws import Paces
+    from placement.laws import PaceTracker
 
 # -------------------- polling
 # What a job's engines have to do now: told by each controller of those it sees to, asked for by the one that plans, about once a
@@ -65,9 +75,9 @@ WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
 """Before any engine has woken here, it is taken for so many times what it took to put one to sleep, and so much more."""
 
 
-async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | None) -> pb.LoadsReply:
+async def own_loads(view: JobView, engines: EnginePool, judges: JudgePools | None) -> pb.LoadsReply:
     """What this controller's engines have to do."""
-    known, asleep = mine(view), put_to_sleep(view)
+    known, asleep = managed_engines(view), sleeping_engines(view)
     loads = await engines.loads(known)
     if judges is not None:
         loads |= await judges.loads(known)
@@ -98,7 +108,7 @@ async def own_loads(view: JobView, engines: EngineBook, judges: JudgeEngines | N
     return reply
 
 
-class Polling:
+class LoadPoller:
     """Asks all controllers of a cluster. Close it."""
 
     def __init__(self, uid: str, clock: Clock, connector: Connector = PLAIN) -> None:
@@ -113,7 +123,7 @@ class Polling:
         """What it takes that an engine is put to sleep and another woken, on the node where it takes longest; None: no node that is there
         knows."""
 
-    async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
+    async def loads(self, nodes: Mapping[str, NodeRecord]) -> JobLoads:
         """Of all engines, as far as their controllers answer."""
         addresses = {record.for_peers for record in nodes.values() if record.for_peers}
         if self._generation != self._connector.generation:  # what is open goes on with a certificate that ends
@@ -135,7 +145,7 @@ class Polling:
         self.change_s = max((reply.change_s for reply in replies if reply.change_s > 0), default=None)
         engines = {load.key: load for reply in replies for load in map(_load, reply.engines)}
         tokens, foreseen = sum(reply.left_tokens for reply in replies), sum(reply.foreseen for reply in replies)
-        return Loads(tuple(engines.values()), unseated, tokens, foreseen)
+        return JobLoads(tuple(engines.values()), unseated, tokens, foreseen)
 
     async def _ask(self, address: str) -> pb.LoadsReply | None:
         channel = self._channels.get(address) or self._channels.setdefault(address, self._connector.channel(address))
@@ -168,22 +178,22 @@ def _load(told: pb.EngineLoad) -> EngineLoad:
 WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
 
 
-def is_a_guess(moves: Moves, took: Mapping[int, float]) -> bool:
+def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
     """Whether it was never measured what it takes that engines change over. `took`: what was measured by now, by the plan's generation,
     whether or not the record of moves has it yet."""
-    if changing_took_s(moves) is not None:
+    if engine_change_s(moves) is not None:
         return False
     return not any(move.kind in CHANGING and move.state == "done" and move.generation in took for move in moves.moves)
 
 
 @dataclass
-class Forgone:
+class ForgoneGain:
     """Of one job, on the controller that plans."""
 
     _gains: dict[int, float] = field(default_factory=dict)
     """By step."""
 
-    def weighed(self, free: Proposal | None, step: int, guess_s: float) -> Proposal | None:
+    def weighed(self, free: MoveProposal | None, step: int, guess_s: float) -> MoveProposal | None:
         """The loan that is made all the same. `free`: what would be lent within `step` if a change cost nothing; `guess_s`: what it is
         taken to cost."""
         gain = 0.0 if free is None else free.move.gain_s or 0.0
@@ -191,7 +201,7 @@ class Forgone:
         if free is None or sum(self._gains.values()) < guess_s:
             return None
         update = {"cost_s": round(guess_s, 3), "reason": f"{free.move.reason}; {WORTH_KNOWING}"}
-        return Proposal(free.move.model_copy(update=update), free.plan)
+        return MoveProposal(free.move.model_copy(update=update), free.plan)
 
 
 log = logging.getLogger(__name__)
@@ -208,8 +218,8 @@ class Lender:
         self,
         spec: JobSpec,
         uid: str,
-        moving: Moving,
-        rows: Rows,
+        moving: MovablePlacementRequest,
+        rows: EngineRows,
         clock: Clock,
         history: StepHistory,
         connector: Connector = PLAIN,
@@ -219,9 +229,9 @@ class Lender:
         self._rows = rows
         self._clock = clock
         self._history = history
-        self._polling = Polling(uid, clock, connector)
-        self._paces: Paces | None = None
-        self._forgone = Forgone()
+        self._polling = LoadPoller(uid, clock, connector)
+        self._paces: PaceTracker | None = None
+        self._forgone = ForgoneGain()
         self._settled = 0
         """The generation that everything was seen to be as."""
         self._since: tuple[int, float] = (0, 0.0)
@@ -245,7 +255,7 @@ class Lender:
         """Whether the newest plan is taking effect."""
         return self._since[0] != self._settled
 
-    async def proposal(self, view: JobView, at: Deciding) -> Proposal | None:
+    async def proposal(self, view: JobView, at: DecisionContext) -> MoveProposal | None:
         """What is to be lent, or to go back, now."""
         stored = view.mirror.plan
         assert stored is not None
@@ -266,12 +276,12 @@ class Lender:
         if speeds is None:
             return None
         if log.isEnabledFor(logging.DEBUG):
-            found = wanted(present(plan, loads), loads, speeds, cost, self._rows)
+            found = decide_lending(present_plan(plan, loads), loads, speeds, cost, self._rows)
             log.debug("to lend: %s, a change takes %.2f s", found, cost)
         members = frozenset(stored.record.node for stored in view.mirror.members.values())
-        proposal = lending(plan, loads, speeds, cost, members, self._rows, at)
-        if proposal is None and is_a_guess(view.mirror.moves, self.took):
-            free = lending(plan, loads, speeds, 0.0, members, self._rows, at)
+        proposal = make_lending_move(plan, loads, speeds, cost, members, self._rows, at)
+        if proposal is None and is_unmeasured(view.mirror.moves, self.took):
+            free = make_lending_move(plan, loads, speeds, 0.0, members, self._rows, at)
             proposal = self._forgone.weighed(free, view.head.step, cost)
         moved = view.mirror.moves.newest
         # Nothing changes by it, so it would be told again each second: once in a step is enough.
@@ -280,12 +290,12 @@ class Lender:
 
     def costs(self, view: JobView) -> SwitchCosts:
         """What changes cost, by what was measured of them."""
-        known = costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
+        known = switch_costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
         slots = [slot for node in view.nodes.values() for slot in node.slots]
         turns = any(takes_turns(self._spec, slot) for slot in slots)
         return replace(known, turn_s=known.move_s if turns else 0.0)
 
-    def _look_whether_settled(self, view: JobView, plan: Plan, loads: Loads) -> None:
+    def _look_whether_settled(self, view: JobView, plan: Plan, loads: JobLoads) -> None:
         generation, since = self._since
         if generation != plan.generation or not self.is_settling:
             return
@@ -295,7 +305,7 @@ class Lender:
         # Where a node came back with fewer slots, what the plan has on the others never comes up.
         engines = tuple(place for place in plan.engines if not view.has_lost(place.node, place.slots))
         known = plan.model_copy(update={"engines": engines})
-        is_there = is_settled(known, loads, view.nodes) and (not of_world or _world_serves(view, plan))
+        is_there = follows_plan(known, loads, view.nodes) and (not of_world or _world_serves(view, plan))
         if not is_there and took < most:
             return
         self._settled = generation
@@ -303,24 +313,24 @@ class Lender:
             self.took[generation] = min(took, most)
             self.took = {one: took for one, took in self.took.items() if one > generation - NEWEST_MOVES}
 
-    def _speeds(self, history: tuple[Measured, ...]) -> Speeds | None:
+    def _speeds(self, history: tuple[MeasuredStep, ...]) -> PoolSpeeds | None:
         """How fast engines are now. None: nobody knows yet. In a thread."""
         if self._paces is None:
-            from placement.laws import Paces  # numpy: a daemon that no job lends in is started without it
+            from placement.laws import PaceTracker  # numpy: a daemon that no job lends in is started without it
 
-            self._paces = Paces()
+            self._paces = PaceTracker()
         self._paces.see(history)
-        return speeds_of(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
+        return pool_speeds(history, self._rows, self._paces.since("rollout"), self._paces.since("reward"))
 
-    def _given_back(self, view: JobView, plan: Plan, at: Deciding) -> Proposal | None:
+    def _given_back(self, view: JobView, plan: Plan, at: DecisionContext) -> MoveProposal | None:
         """What was lent goes back while ranks train, so that the next step does not wait for it."""
         if plan.lent_from is None:
             return None
-        there = placeable(view)
+        there = placeable_nodes(view)
         base = base_split(plan, there)
         back = Decision(base, f"{base}: {BATCH_IS_WHOLE}")
         generation, job = plan.generation + 1, self._moving
-        after = assigned(
+        after = assign_split(
             base,
             plan,
             there,
@@ -330,7 +340,7 @@ class Lender:
             reason=back.reason,
             sizes=job.sizes,
         )
-        return None if after is None else between_steps(back, plan, after, base, at, BATCH_IS_WHOLE)
+        return None if after is None else propose_move(back, plan, after, base, at, BATCH_IS_WHOLE)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -18,39 +18,39 @@ from math import isfinite
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from controllers.changes import Changes
-from controllers.planning.history import MovesFile, StepHistory, rows_of
+from controllers.changes import ChangeSignal
+from controllers.planning.history import MovesFile, StepHistory, engine_rows
 from controllers.planning.lender import Lender
-from controllers.rules.placement import is_due, leads
+from controllers.rules.placement import is_leader, is_proposal_due
 from controllers.rules.view import JobView
-from controllers.rules.world import is_at_hand, may_use_copies, models_of, placeable, snapshot
-from controllers.telemetry.notices import TroubleBook
+from controllers.rules.world import is_state_at_hand, may_use_copies, model_configs, placeable_nodes, placement_snapshot
+from controllers.telemetry.notices import WarningLog
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.spec import JobSpec
 from gcore.errors import GcoreError
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import MOST_REASON, MoveKind, Moves, Plan, Stay
-from gcore.plugins import RAISED, sentence_of
+from gcore.ledger.records.job import MOST_REASON, HoldPeriod, MoveKind, Moves, Plan
+from gcore.plugins import RAISED, error_sentence
 from gcore.system.clock import Clock
 from gcore.types import Version
-from placement.assign import assigned
-from placement.lending import Rows
+from placement.assign import assign_split
+from placement.lending import EngineRows
 from placement.moves import (
-    Accounted,
-    Deciding,
-    Proposal,
+    DecisionContext,
+    MoveProposal,
+    MoveReport,
+    add_outcomes,
+    add_stay,
+    add_taken,
+    add_unrequested,
     base_split,
-    between_steps,
-    is_told,
-    stayed,
-    with_outcomes,
-    with_stay,
-    with_taken,
-    with_unasked,
+    extend_stay,
+    is_repeated,
+    propose_move,
 )
-from placement.placer import Moving, bounds_of, first_split, obeying
-from placement.policies.base import Decision, Policy, Situation, Start, SwitchCosts, find_policy
-from placement.slots import Bounds, Snapshot, Split, counted
+from placement.placer import MovablePlacementRequest, apply_pin, find_bounds, first_split
+from placement.policies.base import Decision, Policy, PolicyStart, Situation, SwitchCosts, find_policy
+from placement.slots import Snapshot, Split, SplitBounds, count_noun
 
 # -------------------- consulting
 # Making a placement policy and asking it, which may be anybody's code: in a thread of its own, for so long at most, and nothing rests on
@@ -77,7 +77,7 @@ class PolicyFailed(GcoreError):
     """A policy gave no decision."""
 
 
-class Consulting:
+class PolicyRunner:
     """One policy at a time. Belongs to one event loop."""
 
     def __init__(self, limit_s: float = ANSWER_S) -> None:
@@ -86,11 +86,11 @@ class Consulting:
 
     async def made(self, make: Callable[[], object]) -> Policy:
         """The policy, from what finds and makes it. Raises PolicyFailed."""
-        return await self._in_thread(lambda: planning(make()))
+        return await self._in_thread(lambda: check_policy(make()))
 
     async def asked(self, policy: Policy, situation: Situation) -> Decision:
         """What it decides. Raises PolicyFailed."""
-        return await self._in_thread(lambda: checked(policy.plan(situation)))
+        return await self._in_thread(lambda: check_decision(policy.plan(situation)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         if self._thread is not None and self._thread.is_alive():
@@ -103,7 +103,7 @@ class Consulting:
             try:
                 settle = partial(_give, answer, call())
             except BaseException as error:  # noqa: BLE001 - the edge to foreign code: a policy may raise anything
-                failed = PolicyFailed(error.what if isinstance(error, PolicyFailed) else sentence_of(error))
+                failed = PolicyFailed(error.what if isinstance(error, PolicyFailed) else error_sentence(error))
                 failed.__cause__ = error
                 settle = partial(_fail, answer, failed)
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
@@ -130,14 +130,14 @@ def _fail(answer: asyncio.Future[T], failed: PolicyFailed) -> None:
         answer.set_exception(failed)
 
 
-def planning(made: object) -> Policy:
+def check_policy(made: object) -> Policy:
     """What was made, if it plans. Raises PolicyFailed."""
     if not callable(getattr(made, "plan", None)):
         raise PolicyFailed(f"what makes it gave {type(made).__name__!r}, which has no method plan")
     return cast(Policy, made)
 
 
-def checked(given: object) -> Decision:
+def check_decision(given: object) -> Decision:
     """What a policy gave, if it is a decision. Raises PolicyFailed."""
     if not isinstance(given, Decision) or not isinstance(given.split, Split):
         raise PolicyFailed(f"it gave {type(given).__name__!r}, and a Decision with a Split is wanted")
@@ -177,65 +177,67 @@ class _CannotBe(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SplitProposal:
     """What came of it. `proposal` None: nothing is to move. `kept`: why the policy keeps the split there is; None: it does not. `expected_s`:
     what it expects of a step on that one. `trouble`: what stands in the way, for people; empty: nothing does; None: that was not looked at."""
 
-    proposal: Proposal | None = None
+    proposal: MoveProposal | None = None
     kept: str | None = None
     expected_s: float | None = None
     trouble: str | None = None
 
 
-class NextSplit:
+class SplitDecider:
     """Of one job, on one controller, for one incarnation. `moving`: what the job says of its placement; `rows`: requests that engines run."""
 
-    def __init__(self, spec: JobSpec, moving: Moving, rows: Rows, history: StepHistory) -> None:
+    def __init__(self, spec: JobSpec, moving: MovablePlacementRequest, rows: EngineRows, history: StepHistory) -> None:
         self._spec = spec
         self._moving = moving
         self._rows = rows
         self._history = history
-        self._consulting = Consulting()
+        self._consulting = PolicyRunner()
         self._policy: Policy | None = None
 
     def forget(self) -> None:
         """Somebody else plans: who plans here next asks a new policy."""
         self._policy = None
 
-    async def wished(self, view: JobView, costs: SwitchCosts, at: Deciding) -> Wish:
+    async def wished(self, view: JobView, costs: SwitchCosts, at: DecisionContext) -> SplitProposal:
         """What the policy wants for the next steps. `costs`: of changes."""
         stored = view.mirror.plan
         assert stored is not None
         plan, pin = stored.record, view.mirror.pin
         if pin.frozen:
-            return Wish()  # what is lent goes back all the same (`controllers.lender`)
-        there = placeable(view)
+            return SplitProposal()  # what is lent goes back all the same (`controllers.lender`)
+        there = placeable_nodes(view)
         if not {place.node for place in plan.ranks} <= {one.node for one in there.nodes}:
-            return Wish()  # who holds a rank is away: it comes back with it, or the world is lost and placed anew
+            return (
+                SplitProposal()
+            )  # who holds a rank is away: it comes back with it, or the world is lost and placed anew
         base = base_split(plan, there)
         try:
             decision = await self._decision(view, plan, there, base, costs)
             proposal = await asyncio.to_thread(self._proposal, decision, plan, there, base, at)
         except _CannotBe as error:
-            return Wish(trouble=str(error))
-        if proposal is not None and is_told(view.mirror.moves, proposal.move):
+            return SplitProposal(trouble=str(error))
+        if proposal is not None and is_repeated(view.mirror.moves, proposal.move):
             proposal = None
         if decision.split == base:
-            return Wish(proposal, decision.reason, decision.expected_s, "")
-        return Wish(proposal, trouble="")
+            return SplitProposal(proposal, decision.reason, decision.expected_s, "")
+        return SplitProposal(proposal, trouble="")
 
     async def _decision(self, view: JobView, plan: Plan, there: Snapshot, base: Split, costs: SwitchCosts) -> Decision:
         """What is possible of what the policy decides. Raises _CannotBe."""
         pin, policy = view.mirror.pin, self._spec.placement.policy
-        limits = bounds_of(there, self._moving, pin, len(plan.ranks))
-        if not (is_at_hand(view) or may_use_copies(view)):
+        limits = find_bounds(there, self._moving, pin, len(plan.ranks))
+        if not (is_state_at_hand(view) or may_use_copies(view)):
             limits = replace(limits, train_sizes=(len(plan.ranks),))  # another world could not go on from here
-        slots = counted(limits.slots, "slot")
+        slots = count_noun(limits.slots, "slot")
         first = first_split(limits, self._moving)
         if first is None:
             raise _CannotBe(f"the pools do not fit on {slots} with {pin}; nothing is moved")
         asked = await self._asked(view, limits, base, first, costs)
-        decision = await asyncio.to_thread(obeying, asked, limits, pin)  # it may look through all splits there are
+        decision = await asyncio.to_thread(apply_pin, asked, limits, pin)  # it may look through all splits there are
         if decision is None:
             raise _CannotBe(f"{pin}, and that cannot be had on {slots}; nothing is moved")
         if decision.split != base and not limits.allows(decision.split):
@@ -244,7 +246,9 @@ class NextSplit:
             )
         return decision
 
-    async def _asked(self, view: JobView, limits: Bounds, base: Split, first: Split, costs: SwitchCosts) -> Decision:
+    async def _asked(
+        self, view: JobView, limits: SplitBounds, base: Split, first: Split, costs: SwitchCosts
+    ) -> Decision:
         """What the policy decides. Raises _CannotBe."""
         name, steps = self._spec.placement.policy, self._spec.flow.steps
         situation = Situation(
@@ -258,25 +262,27 @@ class NextSplit:
         )
         try:
             if self._policy is None:
-                start = Start(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
+                start = PolicyStart(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
                 self._policy = await self._consulting.made(lambda: find_policy(name)(start))
             return await self._consulting.asked(self._policy, situation)
         except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
             log.exception("placement policy %s", name)
             self._policy = None
-            why = error.what if isinstance(error, PolicyFailed) else sentence_of(error)
+            why = error.what if isinstance(error, PolicyFailed) else error_sentence(error)
             raise _CannotBe(f"placement policy {name!r} failed, and nothing is moved: {why}") from error
 
-    def _proposal(self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: Deciding) -> Proposal | None:
+    def _proposal(
+        self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: DecisionContext
+    ) -> MoveProposal | None:
         """What it makes of the plan. In a thread: a thousand slots take a moment. Raises _CannotBe."""
-        return between_steps(decision, plan, self._placed(decision, plan, there), base, at)
+        return propose_move(decision, plan, self._placed(decision, plan, there), base, at)
 
     def _placed(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
         """The plan of its split; None: of one with another train world, which a rollback places. Raises _CannotBe."""
         split = decision.split
         if split.train != len(plan.ranks):
             return None
-        after = assigned(
+        after = assign_split(
             split,
             plan,
             there,
@@ -310,23 +316,23 @@ Took = Callable[[int, int], float | None]
 """Seconds of that step, committed after that sequence number of head's; None: it is not known."""
 
 
-class Staying:
+class HoldLog:
     """Of one job, on the controller that plans."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._newest: Stay | None = None
-        self._stored: Stay | None = None
+        self._newest: HoldPeriod | None = None
+        self._stored: HoldPeriod | None = None
         """The newest stretch as the store had it at the last look."""
         self._since = 0.0
         """Since when the store has it so."""
 
-    def note(self, moves: Moves, at: Deciding, reason: str, expected_s: float | None, took: Took) -> None:
+    def note(self, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None, took: Took) -> None:
         """A decision moved nothing. `expected_s`: what it expects of the next step."""
         known = self._newest or (moves.stays[-1] if moves.stays else None)
         if known is not None:
             known = _with_taken(known, took)
-        self._newest = stayed(known, moves, at, reason, expected_s)
+        self._newest = extend_stay(known, moves, at, reason, expected_s)
 
     def forget(self) -> None:
         """Somebody else plans."""
@@ -345,28 +351,28 @@ class Staying:
         if stay is None or stay == stored:
             return moves
         is_time = at_once or stored is None or now >= self._since + TELL_S
-        return with_stay(moves, stay) if is_time else moves
+        return add_stay(moves, stay) if is_time else moves
 
 
-def _with_taken(stay: Stay, took: Took) -> Stay:
-    return with_taken(stay, took(stay.step + 1, stay.seq))
+def _with_taken(stay: HoldPeriod, took: Took) -> HoldPeriod:
+    return add_taken(stay, took(stay.step + 1, stay.seq))
 
 
 POLL_S, SOON_S = 1.0, 0.25
 """How often it is looked whether slots are lent; and while a move takes effect, to know how long that takes."""
 
 
-BOOKS_S = 0.5
+ACCOUNTS_WAIT_S = 0.5
 """So long are the books of the newest step waited for, before the policy is asked."""
 
 
-class Planned(Protocol):
+class PlannedJob(Protocol):
     """The job that is planned."""
 
     uid: str
     node: str
-    changes: Changes
-    troubles: TroubleBook
+    changes: ChangeSignal
+    troubles: WarningLog
 
     @property
     def me(self) -> str:
@@ -390,17 +396,19 @@ class Planned(Protocol):
 class Planner:
     """Of one job, on one controller, for one incarnation."""
 
-    def __init__(self, job: Planned, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
+    def __init__(
+        self, job: PlannedJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN
+    ) -> None:
         self._job = job
         self._spec = spec
         self._clock = clock
         self._file = MovesFile(run_dir)
-        self._moving = Moving.by(spec, models_of(job.mirror))
-        self._rows = rows_of(spec)
+        self._moving = MovablePlacementRequest.by(spec, model_configs(job.mirror))
+        self._rows = engine_rows(spec)
         self._history = StepHistory.of(spec.served_judges)
-        self._next = NextSplit(spec, self._moving, self._rows, self._history)
+        self._next = SplitDecider(spec, self._moving, self._rows, self._history)
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history, connector)
-        self._staying = Staying(clock)
+        self._staying = HoldLog(clock)
         self._decided: Version | None = None
         self._stood: tuple[object, ...] = ()
         """How step and leadership stood when they were looked at last."""
@@ -408,12 +416,12 @@ class Planner:
         self._before: Plan | None = None
         """The plan before the newest."""
         self._kept: Moves | None = None
-        self.proposal: Proposal | None = None
-        self.account: Accounted | None = None
+        self.proposal: MoveProposal | None = None
+        self.account: MoveReport | None = None
 
     def note(self, before: JobMirror, after: JobMirror) -> None:
         """A change of the job's records."""
-        self._history.note(before, after, lambda: snapshot(self._job.look()))
+        self._history.note(before, after, lambda: placement_snapshot(self._job.look()))
         self._lender.note(before, after, self._job.me)
         if before.plan is not None and after.plan is not None and before.plan is not after.plan:
             self._before = before.plan.record
@@ -453,23 +461,23 @@ class Planner:
         if mirror.head is None or mirror.plan is None:
             return
         view = self._job.look()
-        if not leads(view) or view.is_over:
+        if not is_leader(view) or view.is_over:
             self._propose(None, None)
-            if not leads(view):
+            if not is_leader(view):
                 self._next.forget()
                 self._staying.forget()
             return
-        step = trained(view.mirror)
+        step = newest_trained(view.mirror)
         if self._decided is None and step is not None and has_moved(view.mirror, step):
             self._decided = step  # who planned before has decided on it
         if step is not None and self._decided != step:
             await self._booked(view)
             view = self._job.look()
-            if not leads(view) or trained(view.mirror) != step:
+            if not is_leader(view) or newest_trained(view.mirror) != step:
                 return
             proposal = await self._between(view)
             self._decided = step
-        elif self.proposal is not None and not self.proposal.move.within and is_due(self.proposal, view):
+        elif self.proposal is not None and not self.proposal.move.within and is_proposal_due(self.proposal, view):
             proposal = self.proposal  # the store has not taken it yet; a loan in its place would be the end of it
         else:
             stored = view.mirror.plan
@@ -481,7 +489,7 @@ class Planner:
         if self._lender.is_settling or (proposal is not None and proposal.plan is not None):
             self._wait_s = SOON_S
 
-    def _propose(self, proposal: Proposal | None, account: Accounted | None) -> None:
+    def _propose(self, proposal: MoveProposal | None, account: MoveReport | None) -> None:
         if (proposal, account) != (self.proposal, self.account):
             self.proposal, self.account = proposal, account
             self._job.look_anew()
@@ -489,7 +497,7 @@ class Planner:
 
     async def _booked(self, view: JobView) -> None:
         """Until the books of the newest step are there, or for a moment."""
-        until = self._clock.monotonic() + BOOKS_S
+        until = self._clock.monotonic() + ACCOUNTS_WAIT_S
         members = {stored.record.node for stored in view.mirror.members.values()}
         while (left := until - self._clock.monotonic()) > 0:
             books = self._job.mirror.books
@@ -497,7 +505,7 @@ class Planner:
                 return
             await self._job.changes.wait(left)
 
-    async def _between(self, view: JobView) -> Proposal | None:
+    async def _between(self, view: JobView) -> MoveProposal | None:
         """What the policy wants for the next steps; what else it says is told."""
         at = self._deciding(view)
         wish = await self._next.wished(view, self._lender.costs(view), at)
@@ -507,26 +515,26 @@ class Planner:
             self._job.troubles.hold(f"placement-{self._job.node}", wish.trouble)
         return wish.proposal
 
-    def _deciding(self, view: JobView) -> Deciding:
+    def _deciding(self, view: JobView) -> DecisionContext:
         dry = self._spec.placement.dry_run
-        return Deciding(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
+        return DecisionContext(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
 
-    def _accounted(self, view: JobView) -> Accounted | None:
+    def _accounted(self, view: JobView) -> MoveReport | None:
         """The moves with what is known by now of what came of them; None: nothing new."""
         assert view.mirror.plan is not None
         known = view.mirror.moves
         steps, plan = self._history.committed(view.mirror), view.mirror.plan.record
-        told = with_unasked(known, self._before, plan, self._deciding(view), formed_because(view))
-        found = with_outcomes(told, steps, self._lender.took, view.head.seq, plan)
+        told = add_unrequested(known, self._before, plan, self._deciding(view), world_reason(view))
+        found = add_outcomes(told, steps, self._lender.took, view.head.seq, plan)
         found = self._staying.told(found, self._history.took, at_once=found != known)
-        return None if found == known else Accounted(found, view.mirror.moves_revision)
+        return None if found == known else MoveReport(found, view.mirror.moves_revision)
 
     def _at_the_end(self, mirror: JobMirror) -> Moves:
         """The moves, with what came of those in the last step; the store is told of it no more."""
         moves = mirror.moves
         if mirror.head is not None and mirror.plan is not None:
             steps, seq = self._history.committed(mirror), mirror.head.record.seq
-            moves = with_outcomes(moves, steps, self._lender.took, seq, mirror.plan.record)
+            moves = add_outcomes(moves, steps, self._lender.took, seq, mirror.plan.record)
         return self._staying.told(moves, self._history.took, at_once=True)
 
     async def _keep(self, view: JobView) -> None:
@@ -543,7 +551,7 @@ def has_moved(mirror: JobMirror, step: Version) -> bool:
     return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
 
 
-def formed_because(view: JobView) -> str:
+def world_reason(view: JobView) -> str:
     """Why the train world that there is was placed, and what it cost; empty: it is the first, or the log has it no more."""
     assert view.mirror.plan is not None
     world, log = view.mirror.plan.record.world, view.log
@@ -552,10 +560,10 @@ def formed_because(view: JobView) -> str:
         return ""
     earlier = max((one for one in log if one < seq), default=seq)
     again = log[earlier].step - log[seq].step
-    return log[seq].reason + (f"; {counted(again, 'step')} had to be made again" if again > 0 else "")
+    return log[seq].reason + (f"; {count_noun(again, 'step')} had to be made again" if again > 0 else "")
 
 
-def trained(mirror: JobMirror) -> Version | None:
+def newest_trained(mirror: JobMirror) -> Version | None:
     """The newest step that was trained, of those that the log has. A rollback to it changes nothing about it."""
     assert mirror.head is not None
     entries = [stored.record for stored in mirror.log.values() if stored.record.kind == "train"]

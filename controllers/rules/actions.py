@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from controllers.rules.view import SavedCheckpoint
 from gcore.ledger.records.chain import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
-from gcore.ledger.records.cluster import Slot
+from gcore.ledger.records.cluster import SlotKey
 from gcore.ledger.records.job import JobPhase, Plan, SplitPart
-from gcore.ledger.retention import Swept
-from gcore.ledger.selection import PartNow, SealNow
+from gcore.ledger.retention import SweptKeys
+from gcore.ledger.selection import SealPart, SealStep
 from gcore.ledger.transactions import TxnOutcome
 from gcore.types import PromptRef, Token, Version
-from placement.moves import Accounted, Proposal
+from placement.moves import MoveProposal, MoveReport
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class ActionResult:
     """What became of an action: a code that is counted, a sentence that is logged."""
 
     outcome: TxnOutcome
@@ -58,7 +58,7 @@ class MakeSeal:
     """Close the batch of `step`, or seal one more part of it."""
 
     step: int
-    chosen: SealNow | PartNow
+    chosen: SealStep | SealPart
     checkpoint: bool = False
     """Whether the step is to have a checkpoint, whatever the spec says."""
 
@@ -164,7 +164,7 @@ class Prune:
 class Sweep:
     """Take away what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
 
-    swept: Swept
+    swept: SweptKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ class Replan:
 class GiveBack:
     """Say of slots that the job uses them no more."""
 
-    slots: frozenset[Slot]
+    slots: frozenset[SlotKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +286,14 @@ class Lead:
 class Place:
     """Change the plan as a policy decided, or write down which train world it wants, or what it would do."""
 
-    proposal: Proposal
+    proposal: MoveProposal
 
 
 @dataclass(frozen=True, slots=True)
 class TellMoves:
     """Write down what came of moves, if the record is still the one that this was made from."""
 
-    account: Accounted
+    account: MoveReport
 
 
 @dataclass(frozen=True, slots=True)

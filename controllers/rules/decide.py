@@ -10,21 +10,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from controllers.rules.actions import Assign, Intent, Join, Leave, SetPhase, StartJob
-from controllers.rules.memory import resting, turning
-from controllers.rules.placement import ending, giving_back, is_suspended, leading, placing, resuming, yielding
-from controllers.rules.replication import bringing, discarding, saying, spreading
-from controllers.rules.retention import beginning, checkpointing, forgetting, pruning, sweeping, warning_of_disks
-from controllers.rules.step import accumulating, exchanging, expiring, offering, publishing, sealing, training
-from controllers.rules.view import JobView, turn
+from controllers.rules.memory import apply_sleep_plan, take_turns
+from controllers.rules.placement import (
+    end_suspended_job,
+    give_up_slots,
+    is_suspended,
+    release_slots,
+    resume,
+    take_lead,
+    write_moves,
+)
+from controllers.rules.replication import copy_checkpoints, delete_orphans, fetch_inputs, report_folder
+from controllers.rules.retention import (
+    archive_evaluations,
+    begin_epochs,
+    prune_log,
+    register_and_forget_checkpoints,
+    sweep_old_worlds,
+    warn_of_disks,
+)
+from controllers.rules.step import (
+    exchange_batch,
+    give_up_stale_prompts,
+    offer_groups,
+    publish_weights,
+    seal_batch,
+    train_parts,
+    train_step,
+)
+from controllers.rules.view import JobView, turn_of
 from controllers.rules.world import (
-    despairing,
-    finishing,
-    growing,
-    moving_judges,
-    recovering,
-    replanning,
-    short_of_slots,
-    taking_stock,
+    add_engines,
+    fail_barren_job,
+    finish_job,
+    lacking_slots,
+    recover_world,
+    relocate_judges,
+    report_copies,
+    resize_world,
 )
 from gcore.ledger.records.chain import Assignment, SealState
 from gcore.ledger.records.job import JobPhase
@@ -37,7 +60,7 @@ from gcore.types import PromptRef
 # keeps a prompt from being trained twice is the seal's check.
 
 
-def assign_shards(members: Sequence[str], shards: int, old: Assignment | None) -> Assignment:
+def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None) -> Assignment:
     """Give every shard an owner. Without members: nobody's.
 
     At first shards are dealt out in turn, so that every stretch of the stream is spread over all peers. Then only what
@@ -86,12 +109,14 @@ def decide(view: JobView) -> tuple[Intent, ...]:
         return ()
     if status.record.phase is JobPhase.PENDING:
         if view.claim.ends:
-            return (Intent(SetPhase(JobPhase.CANCELLED, view.claim.ends), "end", turn(view.nodes, view.node, "end")),)
+            return (
+                Intent(SetPhase(JobPhase.CANCELLED, view.claim.ends), "end", turn_of(view.nodes, view.node, "end")),
+            )
         if "start" in view.under_way:  # or it would be tried again and again until what it did is heard
             return ()
-        if short_of_slots(view):  # the cluster may still fill up
-            return tuple(giving_back(view))
-        return (Intent(StartJob(), "start", turn(view.nodes, view.node, "start")),)
+        if lacking_slots(view):  # the cluster may still fill up
+            return tuple(release_slots(view))
+        return (Intent(StartJob(), "start", turn_of(view.nodes, view.node, "start")),)
     if view.mirror.head is None or view.mirror.plan is None or view.mirror.checkpoints is None:
         return ()
     if view.mirror.head.record.deleted:
@@ -99,52 +124,52 @@ def decide(view: JobView) -> tuple[Intent, ...]:
     if view.me not in view.mirror.members:
         return () if view.leaving or "join" in view.under_way else (Intent(Join(), "join"),)
     # What a job does that has no workers, and what one does that has.
-    standing_still = (departing, pruning, sweeping, forgetting, giving_back, resuming, ending)
+    standing_still = (leave, prune_log, sweep_old_worlds, archive_evaluations, release_slots, resume, end_suspended_job)
     working = (
-        departing,
-        assigning,
-        offering,
-        sealing,
-        exchanging,
-        accumulating,
-        training,
-        checkpointing,
-        warning_of_disks,
-        pruning,
-        sweeping,
-        forgetting,
-        beginning,
-        despairing,
-        taking_stock,
-        recovering,
-        replanning,
-        moving_judges,
-        growing,
-        leading,
-        placing,
-        saying,
-        bringing,
-        spreading,
-        discarding,
-        turning,
-        resting,
-        publishing,
-        expiring,
-        yielding,
-        giving_back,
-        finishing,
+        leave,
+        assign_shards,
+        offer_groups,
+        seal_batch,
+        exchange_batch,
+        train_parts,
+        train_step,
+        register_and_forget_checkpoints,
+        warn_of_disks,
+        prune_log,
+        sweep_old_worlds,
+        archive_evaluations,
+        begin_epochs,
+        fail_barren_job,
+        report_copies,
+        recover_world,
+        add_engines,
+        relocate_judges,
+        resize_world,
+        take_lead,
+        write_moves,
+        report_folder,
+        fetch_inputs,
+        copy_checkpoints,
+        delete_orphans,
+        take_turns,
+        apply_sleep_plan,
+        publish_weights,
+        give_up_stale_prompts,
+        give_up_slots,
+        release_slots,
+        finish_job,
     )
     rules = standing_still if is_suspended(view) else working
     return tuple(intent for rule in rules for intent in rule(view) if intent.condition not in view.under_way)
 
 
-def departing(view: JobView) -> Iterator[Intent]:
+def leave(view: JobView) -> Iterator[Intent]:
     """Who is asked to end says so first, so that its shards are others' at once and not when its lease is over."""
     if view.leaving and not view.mirror.members[view.me].record.leaving:
         yield Intent(Leave(), "leave")
 
 
-def assigning(view: JobView) -> Iterator[Intent]:
+def assign_shards(view: JobView) -> Iterator[Intent]:
     """Every shard is some member's, and that member has engines to come: else its prompts would never be answered.
 
     A node that joined, or came back, after the plan was made has none. Who is leaving takes none, if there are others.
@@ -168,7 +193,7 @@ def _assignment(view: JobView) -> Assignment | None:
     members = equipped or sorted(staying)
     if old is not None and sorted(old.record.members) == members and None not in old.record.owners:
         return None
-    return assign_shards(members, len(view.rules.shape.lengths), old.record if old else None)
+    return shard_assignment(members, len(view.rules.shape.lengths), old.record if old else None)
 
 
 # -------------------- leaving
@@ -193,10 +218,10 @@ def has_handed_over(view: JobView) -> bool:
         return False
     if view.mirror.assign is None or view.me in view.mirror.assign.record.members:
         return False
-    return not undelivered(view)
+    return not undelivered_refs(view)
 
 
-def undelivered(view: JobView) -> frozenset[PromptRef]:
+def undelivered_refs(view: JobView) -> frozenset[PromptRef]:
     """The refs of what this controller has finished and nobody else has: what would be lost with it."""
     if view.mirror.head is None:
         return frozenset()

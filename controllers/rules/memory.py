@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal
 
 from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, Sleep, Wake
-from controllers.rules.view import EngineView, JobView, RankView, turn
+from controllers.rules.view import EngineView, JobView, RankView, turn_of
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.chain import Member, SealState
 from gcore.ledger.records.job import SLEEP_CAME, EnginePlace, Plan, RankPlace
-from gcore.schema import spoken
+from gcore.schema import written_version
 from gcore.system.slots import is_cuda
 from gcore.train.rank.launch import PARTS
 from gcore.worker.records import WorkerRecord
@@ -45,10 +45,10 @@ def takes_turns(spec: JobSpec, slot: str) -> bool:
     return is_cuda(slot) and not apart
 
 
-def shared(view: JobView) -> Mapping[int, RankPlace]:
+def ranks_taking_turns(view: JobView) -> Mapping[int, RankPlace]:
     """The ranks of head's world that take turns, by rank."""
     plan = view.mirror.plan
-    if plan is None or spoken() < SLEEP_CAME:  # an older node would ask an engine that sleeps, and wait for it
+    if plan is None or written_version() < SLEEP_CAME:  # an older node would ask an engine that sleeps, and wait for it
         return {}
     return view.remembered.get(
         "turns",
@@ -57,9 +57,9 @@ def shared(view: JobView) -> Mapping[int, RankPlace]:
     )
 
 
-def asleep_for_ranks(view: JobView) -> frozenset[str]:
+def engines_asleep_for_ranks(view: JobView) -> frozenset[str]:
     """The engines of the job that sleep because it is a rank's turn."""
-    places = shared(view)
+    places = ranks_taking_turns(view)
     if not places or view.mirror.head is None:
         return frozenset()
     mirror = view.mirror
@@ -84,9 +84,9 @@ def _its_turn(view: JobView, rank: int) -> bool | None:
     return None if known is None else not (known.released >= PARTS or known.unrested)
 
 
-def turning(view: JobView) -> Iterator[Intent]:
+def take_turns(view: JobView) -> Iterator[Intent]:
     """Ranks give their memory back behind a commit, and take it again before they train."""
-    for rank, place in shared(view).items():
+    for rank, place in ranks_taking_turns(view).items():
         known = view.ranks.get(rank)
         if known is None or not _serves(view, rank):
             continue
@@ -100,10 +100,10 @@ def turning(view: JobView) -> Iterator[Intent]:
             yield Intent(ReleaseRank(rank, view.head.step), topic, after=_patience(view, place))
 
 
-def held_back_s(view: JobView, rank: int) -> float:
+def train_delay_s(view: JobView, rank: int) -> float:
     """Seconds that a rank of a READY batch is given before it is told to train: to take its memory, and for the engines beside it to give
     theirs back. A rank that has just loaded has its memory before anybody slept. Who does not see its engines leaves it to who does."""
-    known, place = view.ranks.get(rank), shared(view).get(rank)
+    known, place = view.ranks.get(rank), ranks_taking_turns(view).get(rank)
     if known is None or place is None:
         return 0.0
     if known.released:
@@ -113,13 +113,13 @@ def held_back_s(view: JobView, rank: int) -> float:
     return 0.0 if _all_sleep(view, place) else PATIENCE_S
 
 
-def in_the_way(view: JobView) -> tuple[str, ...]:
+def blocking_nodes(view: JobView) -> tuple[str, ...]:
     """The nodes whose engines have not made room for the ranks of a READY batch, as far as this controller sees it, or whose ranks have
     not taken it."""
     if not _is_ready(view):
         return ()
     resting = {rank for rank, known in view.ranks.items() if known.released}
-    return tuple(sorted({place.node for rank, place in shared(view).items() if rank in resting}))
+    return tuple(sorted({place.node for rank, place in ranks_taking_turns(view).items() if rank in resting}))
 
 
 def _is_ready(view: JobView) -> bool:
@@ -182,7 +182,7 @@ def _patience(view: JobView, place: RankPlace) -> float:
 # Two that both believe it for a moment do no harm (`controllers.engines`).
 
 
-def responsible_for(
+def owned_engines(
     job_uid: str,
     workers: Mapping[str, WorkerRecord],
     members: Mapping[str, Member],
@@ -206,7 +206,7 @@ def responsible_for(
             continue
         begin = begins.get((worker.node, worker.slot), worker.slot)
         if owner == me or (
-            owner is None and me in members and turn(members, me, f"engines of {worker.node} {begin}") == 0
+            owner is None and me in members and turn_of(members, me, f"engines of {worker.node} {begin}") == 0
         ):
             mine[instance] = worker
     return mine
@@ -233,7 +233,7 @@ AGAIN_S = 0.5
 """An engine that could not be put to sleep, or woken, is tried again after so long."""
 
 
-def places_of(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[str, EnginePlace]:
+def engine_places(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> dict[str, EnginePlace]:
     """The place that the plan has for each engine of the job, by instance."""
     places = {(place.node, place.slots, place.judge): place for place in plan.engines} if plan is not None else {}
     engines = {i: w for i, w in workers.items() if w.job_uid == job_uid and w.role != "train"}
@@ -241,26 +241,28 @@ def places_of(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: s
     return {instance: place for instance, place in found.items() if place is not None}
 
 
-def sleepers(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> frozenset[str]:
+def planned_sleepers(plan: Plan | None, workers: Mapping[str, WorkerRecord], job_uid: str) -> frozenset[str]:
     """The engines of the job that the plan puts to sleep."""
     if plan is None or not any(place.asleep for place in plan.engines):
         return frozenset()
-    return frozenset(name for name, place in places_of(plan, workers, job_uid).items() if place.asleep)
+    return frozenset(name for name, place in engine_places(plan, workers, job_uid).items() if place.asleep)
 
 
-def put_to_sleep(view: JobView) -> frozenset[str]:
+def sleeping_engines(view: JobView) -> frozenset[str]:
     """The same, of a view, with those whose slot is a train rank's now."""
     plan, uid = view.mirror.plan, view.mirror.keys.uid
     planned = view.remembered.get(
-        "sleepers", (plan, view.workers), lambda: sleepers(plan.record if plan is not None else None, view.workers, uid)
+        "sleepers",
+        (plan, view.workers),
+        lambda: planned_sleepers(plan.record if plan is not None else None, view.workers, uid),
     )
-    return planned | asleep_for_ranks(view)
+    return planned | engines_asleep_for_ranks(view)
 
 
-def resting(view: JobView) -> Iterator[Intent]:
+def apply_sleep_plan(view: JobView) -> Iterator[Intent]:
     """Engines sleep and wake as the plan says."""
-    asleep = put_to_sleep(view)
-    engines = mine(view)
+    asleep = sleeping_engines(view)
+    engines = managed_engines(view)
     if not asleep and not any(engine.asleep for engine in engines.values()):
         return
     moving = {name.split()[1] for name in view.under_way if name.startswith(("publish ", "sleep ", "wake "))}
@@ -275,14 +277,14 @@ def resting(view: JobView) -> Iterator[Intent]:
             yield Intent(Wake(name, judge), f"wake {name}", after=AGAIN_S if engine.trouble else 0.0)
 
 
-def mine(view: JobView) -> dict[str, EngineView]:
+def managed_engines(view: JobView) -> dict[str, EngineView]:
     """The engines that this controller puts to sleep and wakes."""
     members = {name: stored.record for name, stored in view.mirror.members.items() if not stored.record.leaving}
     own = dict(view.engines)
     if view.judges:
         uid, sources = view.mirror.keys.uid, (view.workers, view.mirror.members)
         judges = view.remembered.get(
-            "my judges", sources, lambda: responsible_for(uid, view.workers, members, view.me, role="reward")
+            "my judges", sources, lambda: owned_engines(uid, view.workers, members, view.me, role="reward")
         )
         own |= {name: engine for name, engine in view.judges.items() if name in judges}
     return {name: engine for name, engine in own.items() if name in view.workers}

@@ -17,25 +17,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from controllers.rules.actions import GiveBack, Intent, Lead, Place, Replan, Rollback, SetPhase, TellMoves
-from controllers.rules.view import SETTLE_S, JobView, turn
+from controllers.rules.view import SETTLE_S, JobView, turn_of
 from controllers.rules.world import (
     GAVE_BACK,
     HAS_AGAIN,
     LEFT,
     awaits_world,
-    is_at_hand,
     is_between_steps,
-    lost_world,
-    snapshot,
+    is_state_at_hand,
+    placement_snapshot,
+    world_loss,
 )
 from gcore import schema
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.cluster import Slot
+from gcore.ledger.records.cluster import SlotKey
 from gcore.ledger.records.job import SLEEP_CAME, JobPhase, Move, MoveKind, Pin, Plan
-from gcore.ledger.selection import resumable
-from placement.moves import Accounted, Proposal
-from placement.placer import Moving, placed
-from placement.slots import Wanted, slots_lacking
+from gcore.ledger.selection import resumable_checkpoints
+from placement.moves import MoveProposal, MoveReport
+from placement.placer import MovablePlacementRequest, place_split
+from placement.slots import PlacementRequest, count_lacking_slots
 
 AGAIN_S = 0.3
 """Slots that are granted one after the other are looked at together."""
@@ -47,27 +47,27 @@ def is_suspended(view: JobView) -> bool:
     return plan is not None and plan.record.stands_still
 
 
-def slots_of_plan(plan: Plan) -> frozenset[Slot]:
+def plan_slots(plan: Plan) -> frozenset[SlotKey]:
     """All that it uses."""
     engines = {(place.node, slot) for place in plan.engines for slot in place.slots}
     return frozenset(engines | {(rank.node, rank.slot) for rank in plan.ranks})
 
 
-def surplus(view: JobView) -> frozenset[Slot]:
+def surplus_slots(view: JobView) -> frozenset[SlotKey]:
     """What the plan uses and the job is not granted. Of a job whose last step is trained nothing, while its world lives: it ends
     sooner than it would leave."""
-    if view.share is None or view.mirror.plan is None or (view.is_over and lost_world(view) is None):
+    if view.share is None or view.mirror.plan is None or (view.is_over and world_loss(view) is None):
         return frozenset()
     return view.remembered.get("surplus", (view.mirror.plan, view.share), lambda: _surplus(view))
 
 
-def _surplus(view: JobView) -> frozenset[Slot]:
+def _surplus(view: JobView) -> frozenset[SlotKey]:
     assert view.mirror.plan is not None
     assert view.share is not None
-    return slots_of_plan(view.mirror.plan.record) - view.share.granted
+    return plan_slots(view.mirror.plan.record) - view.share.granted
 
 
-def fits(view: JobView) -> bool:
+def fits_grant(view: JobView) -> bool:
     """Whether the job can run on what it is granted and is there."""
     if view.claim.ends:
         return False
@@ -75,14 +75,19 @@ def fits(view: JobView) -> bool:
 
 
 def _fits(view: JobView) -> bool:
-    there = snapshot(view)
+    there = placement_snapshot(view)
     if view.spec.placement.is_live:
         assert view.mirror.plan is not None
-        return placed(there, Moving.by(view.spec), world="any", generation=0, current=None, wanted=None) is not None
-    return there.slots > 0 and not slots_lacking(there, Wanted.by(view.spec))
+        return (
+            place_split(
+                there, MovablePlacementRequest.by(view.spec), world="any", generation=0, current=None, wanted=None
+            )
+            is not None
+        )
+    return there.slots > 0 and not count_lacking_slots(there, PlacementRequest.by(view.spec))
 
 
-def without(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
+def remove_slots(plan: Plan, slots: frozenset[SlotKey]) -> Plan | None:
     """The plan without the engines on these slots; None if a rank is on one, or a pool would have no engine left."""
     if any((rank.node, rank.slot) in slots for rank in plan.ranks):
         return None
@@ -100,19 +105,19 @@ def without(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
 def is_checkpointed(view: JobView) -> bool:
     """Whether head's step has a registered checkpoint; the model that the job began with needs none."""
     assert view.mirror.checkpoints is not None
-    saved = resumable(view.head, view.mirror.checkpoints.record.entries)
+    saved = resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)
     return bool(saved) and saved[0].step == view.head.step
 
 
 def wants_checkpoint(view: JobView) -> bool:
     """Whether the next step is to have a checkpoint, because slots cannot be given back without one of it."""
-    given = surplus(view)
+    given = surplus_slots(view)
     if not given or is_suspended(view):
         return False
-    if not fits(view):
+    if not fits_grant(view):
         return not is_checkpointed(view)
     assert view.mirror.plan is not None
-    return without(view.mirror.plan.record, given) is None and not is_at_hand(view)
+    return remove_slots(view.mirror.plan.record, given) is None and not is_state_at_hand(view)
 
 
 def awaits_checkpoint(view: JobView) -> bool:
@@ -126,30 +131,30 @@ def awaits_checkpoint(view: JobView) -> bool:
     return any(one.version == version and not one.over for one in writes)
 
 
-def yielding(view: JobView) -> Iterator[Intent]:
+def give_up_slots(view: JobView) -> Iterator[Intent]:
     """Leave what is not the job's any more, between two steps."""
-    given = surplus(view)
+    given = surplus_slots(view)
     if not given or is_suspended(view):
         return
     assert view.mirror.plan is not None
     plan, why = view.mirror.plan.record, _why(view)
-    if not fits(view) and lost_world(view) is not None:
+    if not fits_grant(view) and world_loss(view) is not None:
         # Nothing more will be trained here. It goes on as after any loss, when it has slots.
         topic = f"suspend {plan.generation} {view.head.world}"
         yield Intent(Rollback(why, slots_as_seen=True, stands_still=True), topic, view.turn(topic), after=SETTLE_S)
     if not is_between_steps(view):
         return
-    if not fits(view):
+    if not fits_grant(view):
         if is_checkpointed(view):
             topic = f"suspend {plan.generation}"
             action = Rollback(why, between_steps=True, slots_as_seen=True, stands_still=True)
             yield Intent(action, topic, view.turn(topic))
         return
     topic = f"yield {plan.generation} {view.head.seq}"
-    smaller = without(plan, given)
+    smaller = remove_slots(plan, given)
     if smaller is not None:
         yield Intent(Replan(smaller), topic, view.turn(topic))
-    elif is_at_hand(view) and lost_world(view) is None:
+    elif is_state_at_hand(view) and world_loss(view) is None:
         yield Intent(Rollback(why, between_steps=True, slots_as_seen=True), topic, view.turn(topic))
 
 
@@ -161,23 +166,23 @@ def _why(view: JobView) -> str:
     return GAVE_BACK if view.queued is None else f"{GAVE_BACK}: {view.queued.reason}"
 
 
-def resuming(view: JobView) -> Iterator[Intent]:
+def resume(view: JobView) -> Iterator[Intent]:
     """A job that stood still goes on once it has slots, from head's own checkpoint."""
-    if is_suspended(view) and fits(view):
+    if is_suspended(view) and fits_grant(view):
         assert view.mirror.plan is not None
         assert view.share is not None
         topic = f"resume {view.mirror.plan.record.generation} {view.share.revision}"
         yield Intent(Rollback(HAS_AGAIN, slots_as_seen=True), topic, view.turn(topic), after=AGAIN_S)
 
 
-def ending(view: JobView) -> Iterator[Intent]:
+def end_suspended_job(view: JobView) -> Iterator[Intent]:
     """One that was to end as soon as it stands still does."""
     if view.claim.ends and is_suspended(view):
         done = SetPhase(JobPhase.CANCELLED, view.claim.ends, at_head=True)
         yield Intent(done, "end", view.turn("end"))
 
 
-def giving_back(view: JobView) -> Iterator[Intent]:
+def release_slots(view: JobView) -> Iterator[Intent]:
     """Say of slots that they are free, when nothing of the job is on them."""
     if view.share is None:
         return
@@ -187,17 +192,17 @@ def giving_back(view: JobView) -> Iterator[Intent]:
         yield Intent(
             GiveBack(left),
             topic,
-            turn(view.mirror.members or view.nodes, view.me if view.mirror.members else view.node, topic),
+            turn_of(view.mirror.members or view.nodes, view.me if view.mirror.members else view.node, topic),
         )
 
 
-def _free(view: JobView) -> frozenset[Slot]:
+def _free(view: JobView) -> frozenset[SlotKey]:
     assert view.share is not None
     left = view.share.share.surplus
     if not left:
         return left
     if view.mirror.plan is not None:
-        left -= slots_of_plan(view.mirror.plan.record)
+        left -= plan_slots(view.mirror.plan.record)
     uid = view.mirror.keys.uid
     return left - {
         (worker.node, slot) for worker in view.workers.values() if worker.job_uid == uid for slot in worker.slots
@@ -217,10 +222,10 @@ TAKE_S = 0.2
 
 def moves_slots(view: JobView) -> bool:
     """Whether a policy moves this job's slots, and every node knows engines that sleep."""
-    return view.spec.placement.is_live and schema.spoken() >= SLEEP_CAME
+    return view.spec.placement.is_live and schema.written_version() >= SLEEP_CAME
 
 
-def leads(view: JobView) -> bool:
+def is_leader(view: JobView) -> bool:
     """Whether this controller plans."""
     leader = view.mirror.leader
     if is_suspended(view):
@@ -228,7 +233,7 @@ def leads(view: JobView) -> bool:
     return moves_slots(view) and leader is not None and leader.record.incarnation == view.me and not view.leaving
 
 
-def leading(view: JobView) -> Iterator[Intent]:
+def take_lead(view: JobView) -> Iterator[Intent]:
     """Take the leadership, if nobody has it who works on the job and stays."""
     if not moves_slots(view) or view.leaving:
         return
@@ -240,20 +245,20 @@ def leading(view: JobView) -> Iterator[Intent]:
         yield Intent(Lead(), topic, view.turn(topic), after=TAKE_S)
 
 
-def placing(view: JobView) -> Iterator[Intent]:
+def write_moves(view: JobView) -> Iterator[Intent]:
     """Write down what was decided, while it is about the plan and the step that are there; else what came of earlier moves."""
-    if not leads(view) or view.is_over:
+    if not is_leader(view) or view.is_over:
         return
     proposal = view.proposal
     if proposal is not None:
-        if is_due(proposal, view):
+        if is_proposal_due(proposal, view):
             move = proposal.move
             yield Intent(Place(proposal), f"place {move.generation} {move.state} {move.step} {move.after}")
-    elif view.account is not None and is_news(view.account, view.mirror):
+    elif view.account is not None and is_report_new(view.account, view.mirror):
         yield Intent(TellMoves(view.account), f"moves {view.account.moves.total} {view.head.seq}")
 
 
-def is_due(proposal: Proposal, view: JobView) -> bool:
+def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
     """Whether it is about the plan and the step that are there, is not written, a person lets it be, and it is in the way of no train world
     that is wanted."""
     assert view.mirror.plan is not None
@@ -264,7 +269,7 @@ def is_due(proposal: Proposal, view: JobView) -> bool:
     return is_of_now and not is_written and not is_in_the_way and _obeys(move, view.mirror.pin)
 
 
-def is_news(account: Accounted, mirror: JobMirror) -> bool:
+def is_report_new(account: MoveReport, mirror: JobMirror) -> bool:
     """Whether it says more than the record, and is about that record; else whoever plans makes another."""
     return account.since == mirror.moves_revision and account.moves != mirror.moves
 

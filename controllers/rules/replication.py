@@ -20,10 +20,10 @@ from controllers.rules.actions import (
     Intent,
     SayFolder,
 )
-from controllers.rules.view import SETTLE_S, JobView, SavedCheckpoint, order, start_checkpoint
+from controllers.rules.view import SETTLE_S, JobView, SavedCheckpoint, start_checkpoint, turn_order
 from gcore.ledger.records.chain import Checkpoint, NodeFolder
-from gcore.ledger.retention import orphaned
-from gcore.ledger.selection import is_ancestor, resumable
+from gcore.ledger.retention import orphaned_checkpoints
+from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.types import Token, Version
 
 SPREAD_PATIENCE_S = 60.0
@@ -42,54 +42,54 @@ HOLDERS_GRACE_S = 300.0
 """A world that is to start from a checkpoint which no node has that is there waits so long for one to come back."""
 
 
-def is_spread(view: JobView) -> bool:
+def keeps_copies(view: JobView) -> bool:
     """Whether nodes keep copies, since they share no folder."""
     return view.spec.storage.copies is not None
 
 
-def wanted(view: JobView) -> int:
+def copies_wanted(view: JobView) -> int:
     """On how many nodes something must lie now."""
     return min(view.spec.storage.copies or 1, max(1, len(_member_nodes(view))))
 
 
-def folders(view: JobView) -> Mapping[str, NodeFolder]:
+def node_folders(view: JobView) -> Mapping[str, NodeFolder]:
     """What lies on the nodes that work on the job, as they said in this life of theirs."""
     said = {node: stored.record for node, stored in view.mirror.folders.items()}
     return {node: folder for node, folder in said.items() if folder.by in view.mirror.members}
 
 
-def holders(view: JobView, version: Version, digest: str) -> frozenset[str]:
+def checkpoint_holders(view: JobView, version: Version, digest: str) -> frozenset[str]:
     """The nodes that have a checkpoint."""
-    return frozenset(node for node, folder in folders(view).items() if folder.has(version, digest))
+    return frozenset(node for node, folder in node_folders(view).items() if folder.has(version, digest))
 
 
 def is_safe(view: JobView, version: Version, digest: str) -> bool:
     """Whether enough nodes have a checkpoint that the store may name it."""
-    return not is_spread(view) or len(holders(view, version, digest)) >= wanted(view)
+    return not keeps_copies(view) or len(checkpoint_holders(view, version, digest)) >= copies_wanted(view)
 
 
-def is_witnessed(view: JobView, token: Token) -> bool:
+def has_receipts(view: JobView, token: Token) -> bool:
     """Whether enough nodes have the ranks' receipts of `token` that its step may be committed."""
-    return not is_spread(view) or len(_witnesses(view, token)) >= wanted(view)
+    return not keeps_copies(view) or len(_witnesses(view, token)) >= copies_wanted(view)
 
 
-def archived(view: JobView, seqs: Collection[int]) -> tuple[int, ...]:
+def archived_entries(view: JobView, seqs: Collection[int]) -> tuple[int, ...]:
     """Those of `seqs` that enough nodes have written down; all, where nodes share a folder, for who prunes writes there."""
-    if not is_spread(view):
+    if not keeps_copies(view):
         return tuple(seqs)
-    there = [frozenset(folder.log) for folder in folders(view).values()]
-    return tuple(seq for seq in seqs if sum(seq in log for log in there) >= wanted(view))
+    there = [frozenset(folder.log) for folder in node_folders(view).values()]
+    return tuple(seq for seq in seqs if sum(seq in log for log in there) >= copies_wanted(view))
 
 
 def archived_evaluations(view: JobView, versions: Collection[str]) -> tuple[str, ...]:
     """The same of evaluations."""
-    if not is_spread(view):
+    if not keeps_copies(view):
         return tuple(versions)
-    there = [folder.evaluations for folder in folders(view).values()]
-    return tuple(version for version in versions if sum(version in known for known in there) >= wanted(view))
+    there = [folder.evaluations for folder in node_folders(view).values()]
+    return tuple(version for version in versions if sum(version in known for known in there) >= copies_wanted(view))
 
 
-def archiving(view: JobView, seqs: tuple[int, ...] = (), evaluations: tuple[str, ...] = ()) -> Iterator[Intent]:
+def archive_records(view: JobView, seqs: tuple[int, ...] = (), evaluations: tuple[str, ...] = ()) -> Iterator[Intent]:
     """Write down here what is to leave the store."""
     own = _own(view)
     if own is None or (set(seqs) <= set(own.log) and set(evaluations) <= set(own.evaluations)):
@@ -99,7 +99,7 @@ def archiving(view: JobView, seqs: tuple[int, ...] = (), evaluations: tuple[str,
     yield Intent(Archive(seqs, evaluations), topic, after=after + SETTLE_S)
 
 
-def gathering(view: JobView, token: Token) -> Iterator[Intent]:
+def gather_receipts(view: JobView, token: Token) -> Iterator[Intent]:
     """Fetch the ranks' receipts of the step that all have trained."""
     there = _witnesses(view, token)
     if view.node in there or _own(view) is None:
@@ -109,27 +109,27 @@ def gathering(view: JobView, token: Token) -> Iterator[Intent]:
     yield Intent(Gather(token), f"gather {token}", after=after)
 
 
-def saying(view: JobView) -> Iterator[Intent]:
+def report_folder(view: JobView) -> Iterator[Intent]:
     """Say what lies here: at first, after a change of the world, and when a rank here has written a checkpoint."""
-    if not is_spread(view):
+    if not keeps_copies(view):
         return
     own = _own(view)
     if own is None or own.lineage != view.head.lineage:
         yield Intent(SayFolder(), f"folder {view.head.lineage}")
     elif _writer(view) == view.node:
-        fresh = [one for one in unregistered(view) if not own.has(one.version, one.digest)]
+        fresh = [one for one in unregistered_checkpoints(view) if not own.has(one.version, one.digest)]
         if fresh:
             yield Intent(SayFolder(), f"folder {fresh[0].version}")
 
 
-def spreading(view: JobView) -> Iterator[Intent]:
+def copy_checkpoints(view: JobView) -> Iterator[Intent]:
     """Fetch a checkpoint of which there are too few copies, the newest first and one at a time."""
-    if not is_spread(view) or _own(view) is None or any(c.startswith("checkpoint ") for c in view.under_way):
+    if not keeps_copies(view) or _own(view) is None or any(c.startswith("checkpoint ") for c in view.under_way):
         return
-    fresh = unregistered(view)
+    fresh = unregistered_checkpoints(view)
     for one in (*fresh, *_registered(view)):
-        have = holders(view, one.version, one.digest)
-        if have and view.node not in have and len(have) < wanted(view):
+        have = checkpoint_holders(view, one.version, one.digest)
+        if have and view.node not in have and len(have) < copies_wanted(view):
             topic = f"checkpoint {one.version}"
             # What is registered has had its copies: a node whose controller is started again is back with them at once.
             after = 0.0 if one in fresh else REPAIR_PATIENCE_S
@@ -138,9 +138,9 @@ def spreading(view: JobView) -> Iterator[Intent]:
             return
 
 
-def bringing(view: JobView) -> Iterator[Intent]:
+def fetch_inputs(view: JobView) -> Iterator[Intent]:
     """What workers of this node load must lie here: head's weights, and the checkpoint that a rank starts from."""
-    if not is_spread(view):
+    if not keeps_copies(view):
         return
     assert view.mirror.plan is not None
     head, plan = view.head, view.mirror.plan.record
@@ -158,50 +158,50 @@ def bringing(view: JobView) -> Iterator[Intent]:
 def may_start(view: JobView) -> bool:
     """Whether what head's world starts from lies where it has to: here, read to the last byte, and on the other ranks' nodes, for
     a rank that is started waits for the others only so long."""
-    checkpoint = start_checkpoint(view) if is_spread(view) else None
+    checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None:
         return True
     assert view.mirror.plan is not None
     nodes = {place.node for place in view.mirror.plan.record.ranks}
-    have = holders(view, checkpoint.version, checkpoint.digest)
+    have = checkpoint_holders(view, checkpoint.version, checkpoint.digest)
     return view.head.world in view.brought and nodes <= have
 
 
-def discarding(view: JobView) -> Iterator[Intent]:
+def delete_orphans(view: JobView) -> Iterator[Intent]:
     """Each node deletes its own copies of what no record names any more."""
-    own = _own(view) if is_spread(view) else None
+    own = _own(view) if keeps_copies(view) else None
     if own is None:
         return
     assert view.mirror.checkpoints is not None
     lying = [one.version for one in own.checkpoints]
     # What lies here was listed before head came to be what it is now, so nothing of a later world is among it.
-    gone = sorted(orphaned(view.head, view.mirror.checkpoints.record.entries, lying))
+    gone = sorted(orphaned_checkpoints(view.head, view.mirror.checkpoints.record.entries, lying))
     if gone:
         yield Intent(Discard(tuple(gone)), f"discard {gone[0]}", after=SETTLE_S)
 
 
-def start_is_gone(view: JobView) -> str:
+def why_start_lost(view: JobView) -> str:
     """Why head's world cannot be started any more, for want of what it starts from, or nothing."""
-    checkpoint = start_checkpoint(view) if is_spread(view) else None
-    if checkpoint is None or holders(view, checkpoint.version, checkpoint.digest):
+    checkpoint = start_checkpoint(view) if keeps_copies(view) else None
+    if checkpoint is None or checkpoint_holders(view, checkpoint.version, checkpoint.digest):
         return ""
     assert view.mirror.plan is not None
     waiting = [p for p in view.mirror.plan.record.ranks if view.mirror.claim(view.head.world, p.rank) is None]
     return f"no node that is there has {checkpoint.file}, which the world was to start from" if waiting else ""
 
 
-def newest_is_away(view: JobView) -> str:
+def newest_checkpoint_away(view: JobView) -> str:
     """The newest checkpoint on the chain, if no node has it that is there, or nothing."""
-    if not is_spread(view):
+    if not keeps_copies(view):
         return ""
     assert view.mirror.checkpoints is not None
-    newest = next(iter(resumable(view.head, view.mirror.checkpoints.record.entries)), None)
+    newest = next(iter(resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)), None)
     if newest is None or not newest.file:
         return ""
-    return "" if holders(view, newest.version, newest.digest) else newest.file
+    return "" if checkpoint_holders(view, newest.version, newest.digest) else newest.file
 
 
-def unregistered(view: JobView) -> tuple[SavedCheckpoint, ...]:
+def unregistered_checkpoints(view: JobView) -> tuple[SavedCheckpoint, ...]:
     """What ranks have saved and the store may still name, the newest first."""
     newest = max((c.step for c in _on_chain(view)), default=0)
     fresh = (one for v, one in view.saved.items() if v.step > newest and is_ancestor(view.head, v))
@@ -216,7 +216,7 @@ def _registered(view: JobView) -> Iterator[SavedCheckpoint]:
 
 def _on_chain(view: JobView) -> tuple[Checkpoint, ...]:
     assert view.mirror.checkpoints is not None
-    return resumable(view.head, view.mirror.checkpoints.record.entries)
+    return resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)
 
 
 def _own(view: JobView) -> NodeFolder | None:
@@ -226,7 +226,7 @@ def _own(view: JobView) -> NodeFolder | None:
 
 
 def _witnesses(view: JobView, token: Token) -> frozenset[str]:
-    return frozenset(node for node, folder in folders(view).items() if folder.receipts == str(token))
+    return frozenset(node for node, folder in node_folders(view).items() if folder.receipts == str(token))
 
 
 def _member_nodes(view: JobView) -> frozenset[str]:
@@ -235,8 +235,8 @@ def _member_nodes(view: JobView) -> frozenset[str]:
 
 def _is_my_turn(view: JobView, topic: str, have: frozenset[str]) -> bool:
     """Whether this node is among those that are to have a copy, beside those that have one."""
-    lacking = order(_member_nodes(view) - have, topic)
-    return view.node in lacking[: wanted(view) - len(have)]
+    lacking = turn_order(_member_nodes(view) - have, topic)
+    return view.node in lacking[: copies_wanted(view) - len(have)]
 
 
 def _writer(view: JobView) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from controllers.rules.actions import BeginEpoch, ForgetEvaluations, Intent, Prune, Register, Retain, Sweep, Warn
-from controllers.rules.replication import archived, archived_evaluations, archiving, is_safe
+from controllers.rules.replication import archive_records, archived_entries, archived_evaluations, is_safe
 from controllers.rules.view import SETTLE_S, JobView
 from gcore.ledger import chain
 from gcore.ledger import statistics as epochs
 from gcore.ledger.records.chain import Checkpoint, Head
-from gcore.ledger.retention import MOST_SWEPT, Retention, superfluous, superfluous_evaluations, why_kept
-from gcore.ledger.selection import is_ancestor, resumable
+from gcore.ledger.retention import MOST_SWEPT, Retention, keep_reasons, superfluous_evaluations, superfluous_keys
+from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.ledger.transactions import MOST_PRUNED
 
 CHECKPOINT_TROUBLE = "checkpoint"
@@ -28,7 +28,7 @@ KEEP_LOG, PRUNE_AT = 64, 32
 """Newest log entries that stay in the store, and how many older ones make a prune worth while."""
 
 
-def checkpointing(view: JobView) -> Iterator[Intent]:
+def register_and_forget_checkpoints(view: JobView) -> Iterator[Intent]:
     """Checkpoints on disk are registered, then old ones are forgotten."""
     head, mirror = view.head, view.mirror
     assert mirror.checkpoints is not None
@@ -36,7 +36,7 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
     # Only ever a newer one: an older one may have been forgotten already, and its files be gone.
     sources = (mirror.head, mirror.checkpoints)
     newest = view.remembered.get(
-        "newest checkpoint", sources, lambda: max((c.step for c in resumable(head, known)), default=0)
+        "newest checkpoint", sources, lambda: max((c.step for c in resumable_checkpoints(head, known)), default=0)
     )
     for version, saved in view.saved.items():
         if version.step <= newest or not is_ancestor(head, version) or not is_safe(view, version, saved.digest):
@@ -60,10 +60,10 @@ def checkpointing(view: JobView) -> Iterator[Intent]:
 def _kept(view: JobView, head: Head, known: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
     """What of `known` the policy keeps."""
     evaluations = (stored.record for stored in view.mirror.evaluations.values())
-    return tuple(why_kept(head, known, Retention.of(view.spec, head, evaluations)))
+    return tuple(keep_reasons(head, known, Retention.of(view.spec, head, evaluations)))
 
 
-def warning_of_disks(view: JobView) -> Iterator[Intent]:
+def warn_of_disks(view: JobView) -> Iterator[Intent]:
     """What the disk does not take must not go by in silence: a checkpoint, which costs no step, and what a step waits for."""
     writing = view.writing
     if writing is not None and writing.error:
@@ -80,36 +80,38 @@ def _told(view: JobView, topic: str, sentence: str, turn: str) -> Iterator[Inten
         yield Intent(Warn(topic, sentence), f"warn {sentence}", view.turn(turn))
 
 
-def pruning(view: JobView) -> Iterator[Intent]:
+def prune_log(view: JobView) -> Iterator[Intent]:
     """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
     mirror = view.mirror
     assert mirror.checkpoints is not None
     known = mirror.checkpoints.record.entries
     sources = (mirror.head, mirror.checkpoints, mirror.log)
-    old = view.remembered.get("prunable", sources, lambda: chain.prunable(view.head, known, view.log, keep=KEEP_LOG))
+    old = view.remembered.get(
+        "prunable", sources, lambda: chain.prunable_entries(view.head, known, view.log, keep=KEEP_LOG)
+    )
     if len(old) < PRUNE_AT:
         return
-    ripe = archived(view, old[:MOST_PRUNED])
+    ripe = archived_entries(view, old[:MOST_PRUNED])
     if len(ripe) >= PRUNE_AT:
         topic = f"prune {ripe[0]}"
         yield Intent(Prune(ripe), topic, view.turn(topic), after=SETTLE_S)
     else:
-        yield from archiving(view, seqs=tuple(old[:PRUNE_AT]))
+        yield from archive_records(view, seqs=tuple(old[:PRUNE_AT]))
 
 
-def beginning(view: JobView) -> Iterator[Intent]:
+def begin_epochs(view: JobView) -> Iterator[Intent]:
     """With a curriculum, a data epoch begins when its statistics are fixed, once for all peers: by whoever needs it."""
     head = view.head
     if view.spec.data.curriculum is None or view.is_over:
         return
-    epoch = epochs.needed(view.due, view.epochs)
+    epoch = epochs.needed_epoch(view.due, view.epochs)
     if epoch is None:
         return
     assert view.mirror.checkpoints is not None
     known = view.mirror.checkpoints.record.entries
-    forgotten = epochs.superfluous(view.rules.shape, head, known, view.log, view.epochs)
+    forgotten = epochs.superfluous_epochs(view.rules.shape, head, known, view.log, view.epochs)
     topic = f"epoch {epoch} {head.lineage}"
-    yield Intent(BeginEpoch(epochs.beginning(head, epoch, view.epochs), forgotten), topic, view.turn(topic))
+    yield Intent(BeginEpoch(epochs.make_epoch_record(head, epoch, view.epochs), forgotten), topic, view.turn(topic))
 
 
 # -------------------- sweeping
@@ -121,7 +123,7 @@ FORGET_AT = 8
 """How many evaluations make a trip to the run's folder worth while."""
 
 
-def sweeping(view: JobView) -> Iterator[Intent]:
+def sweep_old_worlds(view: JobView) -> Iterator[Intent]:
     """After each change of the train world: its claims and rendezvous, parts of evaluations, and checkpoints that were cut off;
     and what nodes that are gone have told."""
     mirror = view.mirror
@@ -129,14 +131,14 @@ def sweeping(view: JobView) -> Iterator[Intent]:
     swept = view.remembered.get(
         "swept",
         sources,
-        lambda: superfluous(view.head, mirror.worlds, mirror.eval_parts, mirror.troubles, view.nodes),
+        lambda: superfluous_keys(view.head, mirror.worlds, mirror.eval_parts, mirror.troubles, view.nodes),
     )
     if swept:
         topic = f"sweep {view.head.version} {view.head.world}"
         yield Intent(Sweep(swept), topic, view.turn(topic), after=SETTLE_S)
 
 
-def forgetting(view: JobView) -> Iterator[Intent]:
+def archive_evaluations(view: JobView) -> Iterator[Intent]:
     """Old evaluations move to the run's folder, several at a time."""
     known = view.mirror.checkpoints
     assert known is not None
@@ -150,4 +152,4 @@ def forgetting(view: JobView) -> Iterator[Intent]:
         topic = f"forget evaluation {ripe[0]}"
         yield Intent(ForgetEvaluations(ripe), topic, view.turn(topic), after=SETTLE_S)
     else:
-        yield from archiving(view, evaluations=old[:FORGET_AT])
+        yield from archive_records(view, evaluations=old[:FORGET_AT])

@@ -27,17 +27,25 @@ from controllers.rules.actions import (
     Reseal,
     SetPhase,
 )
-from controllers.rules.memory import held_back_s, put_to_sleep
+from controllers.rules.memory import sleeping_engines, train_delay_s
 from controllers.rules.placement import awaits_checkpoint, wants_checkpoint
-from controllers.rules.replication import gathering, is_spread, is_witnessed
+from controllers.rules.replication import gather_receipts, has_receipts, keeps_copies
 from controllers.rules.view import SETTLE_S, JobView
-from controllers.rules.world import held_for_growth
+from controllers.rules.world import growth_delay_s
 from gcore.ledger.records.chain import Head, InFlightRef, Member, Offer, Seal, SealState
 from gcore.ledger.records.job import JobPhase, Plan
-from gcore.ledger.selection import MOST_OUTCOMES, AccountNow, NotYet, SealNow, Short, is_ancestor, refuse_seal
+from gcore.ledger.selection import (
+    MOST_OUTCOMES,
+    AwaitGroups,
+    CloseStep,
+    DataExhausted,
+    SealStep,
+    is_ancestor,
+    refuse_seal,
+)
 from gcore.ledger.staleness import steps_left
-from gcore.ledger.statistics import why_short
-from gcore.ledger.transactions import Stored
+from gcore.ledger.statistics import shortage_reason
+from gcore.ledger.transactions import Versioned
 from gcore.types import PromptRef, Version
 
 EVALUATION_PATIENCE_S = 900.0
@@ -45,14 +53,14 @@ EVALUATION_PATIENCE_S = 900.0
 may never ask for it."""
 
 
-def named_in_flight(view: JobView) -> tuple[InFlightRef, ...]:
+def in_flight_refs(view: JobView) -> tuple[InFlightRef, ...]:
     """What this peer's offer says of what is in flight."""
     if not view.rules.staleness:
         return ()
     return tuple(InFlightRef(ref=ref, version=version) for ref, version in sorted(view.in_flight.items()))
 
 
-def is_misnamed(view: JobView, head: Head, stored: Offer | None) -> bool:
+def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
     """Whether the stored offer lacks what is in flight, or has what no longer is.
 
     What is not named when head moves could be passed over by a seal that it should have been waited for.
@@ -66,7 +74,7 @@ def is_misnamed(view: JobView, head: Head, stored: Offer | None) -> bool:
     return any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in ended)
 
 
-def expiring(view: JobView) -> Iterator[Intent]:
+def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
     """What has been waited for too long, and what can no longer be trained, is given up."""
     assert view.mirror.head is not None
     if not view.rules.staleness:
@@ -106,12 +114,12 @@ TAKEOVER_S = 20.0
 the one after it does, and so on."""
 
 
-def order(version: Version, members: Collection[str]) -> tuple[str, ...]:
+def evaluation_order(version: Version, members: Collection[str]) -> tuple[str, ...]:
     """The members in the order of the version's evaluation."""
-    return turns.order(members, f"eval {version}")
+    return turns.turn_order(members, f"eval {version}")
 
 
-def equipped(members: Mapping[str, Stored[Member]], plan: Plan | None) -> tuple[str, ...]:
+def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | None) -> tuple[str, ...]:
     """The members on whose nodes the plan has rollout engines; all of them if that is none."""
     nodes = plan.rollout_nodes if plan is not None else frozenset()
     return tuple(sorted(name for name, member in members.items() if member.record.node in nodes)) or tuple(
@@ -119,12 +127,12 @@ def equipped(members: Mapping[str, Stored[Member]], plan: Plan | None) -> tuple[
     )
 
 
-def place_of(me: str, number: int, members: tuple[str, ...]) -> int:
+def evaluation_turn(me: str, number: int, members: tuple[str, ...]) -> int:
     """My place in the order of part `number`: 0 answers it. Whoever is not among the `members` comes last."""
     return (members.index(me) - number) % len(members) if me in members else len(members)
 
 
-def to_take(
+def parts_to_take(
     me: str, open_parts: Collection[int], members: tuple[str, ...], quiet_s: Mapping[str, float]
 ) -> tuple[int, ...]:
     """Which of the parts that nobody has delivered are for me now, the most urgent first.
@@ -136,7 +144,7 @@ def to_take(
         ahead = (members[(number + before) % len(members)] for before in range(place))
         return all(quiet_s[name] >= place * TAKEOVER_S for name in ahead)
 
-    places = {number: place_of(me, number, members) for number in open_parts}
+    places = {number: evaluation_turn(me, number, members) for number in open_parts}
     mine = [number for number, place in places.items() if is_mine(number, place)]
     return tuple(sorted(mine, key=lambda number: (places[number], -number if places[number] else number)))
 
@@ -166,10 +174,10 @@ GROUPS_S = 3.0
 """and so long if there are none."""
 
 
-def patience_s(view: JobView, groups: int, outcomes: int) -> float:
+def offer_delay_s(view: JobView, groups: int, outcomes: int) -> float:
     """Seconds that an offer waits which would tell of so many groups and outcomes, while this peer has more to come."""
     chosen = view.chosen
-    lacking = chosen.missing if isinstance(chosen, NotYet) else 0
+    lacking = chosen.missing if isinstance(chosen, AwaitGroups) else 0
     if view.rules.part is not None:  # as much as makes a part is worth a write
         lacking = min(lacking, view.rules.part)
     if groups + outcomes >= lacking / max(1, len(view.mirror.members)):
@@ -177,7 +185,7 @@ def patience_s(view: JobView, groups: int, outcomes: int) -> float:
     return OUTCOME_S if outcomes else GROUPS_S
 
 
-def stands_by(view: JobView) -> bool:
+def waits_for_others(view: JobView) -> bool:
     """Whether a sealed batch is on its way, none of it from here any more, and others are the first to do what follows.
 
     Ranks tell every peer of each part that comes; with many peers, looking at each would keep all of them busy that feed.
@@ -197,7 +205,7 @@ EXCHANGE_LIMIT_S = 60.0
 """A sealed batch of which nothing arrives for so long is given up."""
 
 
-def offering(view: JobView) -> Iterator[Intent]:
+def offer_groups(view: JobView) -> Iterator[Intent]:
     """What this peer holds and has not offered, once its part is complete, or a little later.
 
     An offer that names what is terminal by now does no harm: whoever seals checks it. One that names what this peer has
@@ -211,7 +219,7 @@ def offering(view: JobView) -> Iterator[Intent]:
         if untold.void or not view.busy:
             after = 0.0
         else:
-            after = COALESCE_S if untold.misnamed else patience_s(view, untold.groups, untold.outcomes)
+            after = COALESCE_S if untold.misnamed else offer_delay_s(view, untold.groups, untold.outcomes)
         yield Intent(PutOffer(untold.offer), "offer", after=after)
 
 
@@ -231,7 +239,7 @@ class _Untold:
 
 def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
     head = view.head
-    ended = dict(sorted(view.outcomes.items(), key=lambda item: in_stream_order(view, item[0]))[:MOST_OUTCOMES])
+    ended = dict(sorted(view.outcomes.items(), key=lambda item: stream_position(view, item[0]))[:MOST_OUTCOMES])
     named = {g.digest: g.ref for g in stored.groups} if stored else {}
     # By their versions too: an outcome of a cut-off lineage does not stand for the one that came after it.
     named_outcomes = {(o.ref, o.versions) for o in stored.outcomes} if stored else set()
@@ -240,7 +248,7 @@ def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
     held = {group.digest for group in view.holdings.values()}
     dropped = [ref for digest, ref in named.items() if digest not in held]
     void = any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in dropped)
-    misnamed = is_misnamed(view, head, stored)
+    misnamed = is_offer_outdated(view, head, stored)
     if not (groups or outcomes or void or misnamed):
         return None
     # Groups in a seal stay in the offer: if the seal is given up, they are there for the next.
@@ -248,17 +256,17 @@ def _untold(view: JobView, stored: Offer | None) -> _Untold | None:
         incarnation=view.me,
         groups=tuple(view.holdings[ref] for ref in sorted(view.holdings)),
         outcomes=tuple(ended[ref] for ref in sorted(ended)),
-        in_flight=named_in_flight(view),
+        in_flight=in_flight_refs(view),
     )
     return _Untold(offer, groups, outcomes, void, misnamed)
 
 
-def in_stream_order(view: JobView, ref: PromptRef) -> tuple[int, int]:
+def stream_position(view: JobView, ref: PromptRef) -> tuple[int, int]:
     """Where `ref` comes in the order (position, shard)."""
     return view.rules.shape.position(ref), ref.shard
 
 
-def sealing(view: JobView) -> Iterator[Intent]:
+def seal_batch(view: JobView) -> Iterator[Intent]:
     """The batch is closed as soon as the offers hold its quota; a part of it, when enough of it is certain."""
     head = view.head
     slot = view.seal
@@ -267,7 +275,7 @@ def sealing(view: JobView) -> Iterator[Intent]:
     seals = [stored.record for stored in view.mirror.seals.values()]
     chosen = view.chosen
     topic = f"seal {head.seq} {slot.attempt if slot else 0}"
-    if isinstance(chosen, SealNow) and refuse_seal(view.rules, head, seals, chosen) is None:
+    if isinstance(chosen, SealStep) and refuse_seal(view.rules, head, seals, chosen) is None:
         owed = owes_evaluation(view)
         # Named by the evaluation's parts while it is waited for: each that comes begins the wait anew.
         waits = f"{topic} evaluated {len(view.mirror.eval_parts_of(head.version))}" if owed else topic
@@ -279,14 +287,14 @@ def sealing(view: JobView) -> Iterator[Intent]:
         )
     elif view.part is not None and refuse_seal(view.rules, head, seals, view.part) is None:
         yield Intent(MakeSeal(head.step + 1, view.part), f"part of {topic}", view.turn(topic))
-    elif isinstance(chosen, AccountNow):
+    elif isinstance(chosen, CloseStep):
         yield Intent(Account(chosen.outcomes), f"account {head.seq}", view.turn(topic))
-    elif isinstance(chosen, Short):
-        why = why_short(view.rules, head, chosen, view.log.values())
+    elif isinstance(chosen, DataExhausted):
+        why = shortage_reason(view.rules, head, chosen, view.log.values())
         yield Intent(SetPhase(JobPhase.FAILED, why, at_head=True), f"short {head.seq}", view.turn(topic))
 
 
-def exchanging(view: JobView) -> Iterator[Intent]:
+def exchange_batch(view: JobView) -> Iterator[Intent]:
     """A SEALED batch, or a part of one, goes to the ranks; what cannot be delivered is given up."""
     seal = view.seal
     if seal is None or seal.state not in (SealState.SEALED, SealState.PARTIAL):
@@ -294,10 +302,10 @@ def exchanging(view: JobView) -> Iterator[Intent]:
     missing = {rank: view.missing(seal, rank) for rank in range(seal.world_size)}
     topic = f"exchange {seal.token}"
     if not any(missing.values()):
-        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic), after=held_for_growth(view))
+        yield Intent(Ready(seal.step), f"ready {seal.token}", view.turn(topic), after=growth_delay_s(view))
         return
     undelivered = {digest for of_rank in missing.values() for digest in of_rank}
-    lost = lost_groups(view, seal, undelivered)
+    lost = why_groups_lost(view, seal, undelivered)
     if lost:
         yield Intent(Reseal(seal.step, lost), f"reseal {seal.token}", view.turn(topic), after=SETTLE_S / 2)
     else:
@@ -311,7 +319,7 @@ def exchanging(view: JobView) -> Iterator[Intent]:
             yield Intent(Feed(rank, seal.token), f"feed {rank} {seal.token}")
 
 
-def lost_groups(view: JobView, seal: Seal, undelivered: set[str]) -> str:
+def why_groups_lost(view: JobView, seal: Seal, undelivered: set[str]) -> str:
     """Why some of the undelivered groups will never come, or nothing."""
     held = {group.digest for group in view.holdings.values()}
     for group in seal.groups:
@@ -324,7 +332,7 @@ def lost_groups(view: JobView, seal: Seal, undelivered: set[str]) -> str:
     return ""
 
 
-def accumulating(view: JobView) -> Iterator[Intent]:
+def train_parts(view: JobView) -> Iterator[Intent]:
     """READY parts of a step are added to its gradients by every rank, while the rest of it is collected and exchanged."""
     seal = view.seal
     if seal is None or not seal.ready_parts or seal.state is SealState.READY:
@@ -338,7 +346,7 @@ def accumulating(view: JobView) -> Iterator[Intent]:
             yield Intent(Accumulate(rank, seal.token), topic, view.turn(f"accumulate {seal.step} {seal.ready_parts}"))
 
 
-def training(view: JobView) -> Iterator[Intent]:
+def train_step(view: JobView) -> Iterator[Intent]:
     """A READY batch is trained by every rank, then committed."""
     seal = view.seal
     if seal is None or seal.state is not SealState.READY:
@@ -346,17 +354,17 @@ def training(view: JobView) -> Iterator[Intent]:
     if any(view.contradicts(rank) for rank in view.ranks.values()):
         return  # `controllers.lost` sees to it
     behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
-    if not behind and not is_witnessed(view, seal.token):
-        yield from gathering(view, seal.token)
+    if not behind and not has_receipts(view, seal.token):
+        yield from gather_receipts(view, seal.token)
     elif not behind:
         yield Intent(Commit(seal.step), f"commit {seal.token}", view.turn(f"commit {seal.token}"))
     for rank in behind:
         if rank in view.ranks:
             topic, mine = f"apply {rank} {seal.token}", view.turn(f"exchange {seal.token}")
-            yield Intent(Apply(rank, seal.token), topic, mine, after=held_back_s(view, rank))
+            yield Intent(Apply(rank, seal.token), topic, mine, after=train_delay_s(view, rank))
 
 
-def publishing(view: JobView) -> Iterator[Intent]:
+def publish_weights(view: JobView) -> Iterator[Intent]:
     """Engines serve what was committed; only after the commit, and only those that are awake.
 
     One after the other: the end of the one before would let the engine go on while it is given the next.
@@ -364,11 +372,11 @@ def publishing(view: JobView) -> Iterator[Intent]:
     version = view.head.version
     kinds = ("publish ", "sleep ", "wake ")
     under_way = {condition.split()[1] for condition in view.under_way if condition.startswith(kinds)}
-    asleep = put_to_sleep(view)
+    asleep = sleeping_engines(view)
     for engine in view.engines.values():
         if engine.asleep or engine.instance in asleep:
             continue
-        if engine.instance in under_way or (is_spread(view) and not _is_here(view, engine.instance)):
+        if engine.instance in under_way or (keeps_copies(view) and not _is_here(view, engine.instance)):
             continue
         if engine.version != version and version in view.staged and not engine.silent:
             yield Intent(Publish(engine.instance, version), f"publish {engine.instance} {version}")

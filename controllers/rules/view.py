@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gcore.config.spec import JobSpec
 from gcore.ledger import staleness as carried
-from gcore.ledger.balance import StepLayout, balance, content_sha256, digests_of, next_part, parts_sha256
+from gcore.ledger.balance import StepLayout, balance_samples, content_sha256, next_part, part_digests, parts_sha256
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import (
     Checkpoint,
@@ -29,29 +29,29 @@ from gcore.ledger.records.chain import (
     Seal,
     SealState,
 )
-from gcore.ledger.records.cluster import Claim, KnownShare, Queued
+from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition
 from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import (
+    AwaitGroups,
+    CachedOrder,
     Choice,
-    NotYet,
-    Offered,
-    OfferedPart,
-    PartNow,
+    OffersView,
+    OfferView,
+    SealPart,
     StreamRules,
-    Walked,
-    choose,
-    due,
+    choose_seal,
+    due_refs,
     is_over,
-    resumable,
+    resumable_checkpoints,
     sealed_refs,
 )
-from gcore.ledger.statistics import standing
+from gcore.ledger.statistics import valid_epochs
 from gcore.schema import SCHEMA_VERSION
-from gcore.train.rank.launch import Start
+from gcore.train.rank.launch import WorldStart
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
-from gcore.worker.sandbox.pool import Scoring
-from placement.moves import Accounted, Proposal
+from gcore.worker.sandbox.pool import PoolStatus
+from placement.moves import MoveProposal, MoveReport
 
 # -------------------- turns
 # Who goes first, and when the others follow.
@@ -67,7 +67,7 @@ SETTLE_S = 1.0
 """A loss is looked at twice: registrations and claims reach a controller through different watches."""
 
 
-def order(members: Iterable[str], topic: str) -> tuple[str, ...]:
+def turn_order(members: Iterable[str], topic: str) -> tuple[str, ...]:
     """The members in the order of `topic`."""
     return _order(frozenset(members), topic)
 
@@ -77,21 +77,21 @@ def _order(members: frozenset[str], topic: str) -> tuple[str, ...]:
     return tuple(sorted(members, key=lambda name: hashlib.blake2b(f"{topic}|{name}".encode()).digest()))
 
 
-def turn(members: Iterable[str], me: str, topic: str) -> int:
+def turn_of(members: Iterable[str], me: str, topic: str) -> int:
     """My place in the order of `topic`: 0 goes first. A peer that is not among the members goes last."""
-    ordered = order(members, topic)
+    ordered = turn_order(members, topic)
     return ordered.index(me) if me in ordered else len(ordered) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class Timers:
     """Since when each condition has held without a break."""
 
     since: Mapping[str, float]
 
-    def note(self, conditions: Iterable[str], now: float) -> Waits:
+    def note(self, conditions: Iterable[str], now: float) -> Timers:
         """Conditions that hold now keep their beginning, or begin; the others are forgotten."""
-        return Waits({c: self.since.get(c, now) for c in conditions})
+        return Timers({c: self.since.get(c, now) for c in conditions})
 
     def ripe(self, condition: str, turn: int, now: float, *, after: float = 0.0) -> bool:
         """Whether it is my turn: the condition has held for `after` plus my place in the order."""
@@ -121,7 +121,7 @@ class _Known:
     result: Any
 
 
-class Remembered:
+class Memo:
     """Results by name."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Remembered:
 
 
 @dataclass(frozen=True)
-class CheckpointWriting:
+class CheckpointProgress:
     """A checkpoint on its way to the disk: `written` of `total` bytes; `error`: why the last try failed, empty if none did.
 
     `over`: nothing more comes of it, for the next that is due is the next try.
@@ -163,7 +163,7 @@ class RankView:
     """What was applied (`gcore.ledger.content`); empty: it does not say."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     phase: str = ""
-    writing: CheckpointWriting | None = None
+    writing: CheckpointProgress | None = None
     """How the newest write of a checkpoint stands, on the rank that writes them."""
     trouble: str = ""
     """What the run's folder does not take from it, beside checkpoints, and is tried again."""
@@ -253,49 +253,49 @@ class JobView:
     """Which slots are the job's; None: all that there are."""
     claim: Claim = field(default_factory=Claim)
     """What it claims of them."""
-    queued: Queued | None = None
+    queued: QueuePosition | None = None
     """Why it waits for slots, if it does."""
     unable: Mapping[str, int] = field(default_factory=dict)
     """Nodes that cannot read what is written now, and the newest schema version that each reads; none of them is among `nodes`."""
     lacks: str = ""
     """Why this node cannot work on the job yet."""
-    scoring: Scoring | None = None
+    scoring: PoolStatus | None = None
     """What this peer's rewards are at."""
-    judging: Scoring | None = None
+    judging: PoolStatus | None = None
     """What this peer's questions to judges are at."""
-    crewing: Scoring | None = None
+    crewing: PoolStatus | None = None
     """Who waits for a process of this peer's agents or tools."""
     hopeless: str = ""
     """Why a worker of the job cannot be started here, after several tries."""
     leaving: bool = False
     """Whether this controller was asked to end, and hands over."""
 
-    proposal: Proposal | None = None
+    proposal: MoveProposal | None = None
     """The move that this controller wants, as who plans the placement."""
-    account: Accounted | None = None
+    account: MoveReport | None = None
     """And what it has to tell of earlier ones."""
 
-    remembered: Remembered = field(default_factory=Remembered, repr=False, compare=False)
+    remembered: Memo = field(default_factory=Memo, repr=False, compare=False)
     """What earlier looks worked out from the same records."""
 
     @cached_property
-    def offered(self) -> Offered:
+    def offered(self) -> OffersView:
         """All live offers, ref by ref."""
         return self.remembered.get("offered", self._batch, self._offered)
 
-    def _offered(self) -> Offered:
+    def _offered(self) -> OffersView:
         offers = [stored.record for stored in self.mirror.offers.values()]
-        return Offered.collect(self.rules, self.head, offers, self._part)
+        return OffersView.collect(self.rules, self.head, offers, self._part)
 
-    def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OfferedPart:
+    def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OfferView:
         # When one peer writes its offer, those of all others are what they were.
         sources = (offer, rules, head)
-        return self.remembered.get(("offer", offer.incarnation), sources, lambda: OfferedPart.of(rules, head, offer))
+        return self.remembered.get(("offer", offer.incarnation), sources, lambda: OfferView.of(rules, head, offer))
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:
         """The refs that must still be produced for the next seal, by whomever; oldest first."""
-        rule = carried.due if self.rules.staleness else due
+        rule = carried.due_refs if self.rules.staleness else due_refs
         return self.remembered.get(
             "due", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
         )
@@ -303,25 +303,25 @@ class JobView:
     @cached_property
     def chosen(self) -> Choice:
         """What the next seal would take."""
-        rule = carried.choose if self.rules.staleness else choose
+        rule = carried.choose_seal if self.rules.staleness else choose_seal
         return self.remembered.get(
             "chosen", self._batch, lambda: rule(self.rules, self.head, self._seals, self.offered, order=self._order)
         )
 
     @cached_property
-    def part(self) -> PartNow | None:
+    def part(self) -> SealPart | None:
         """The part of the next step that is worth sealing while others of its batch are missing; None if there is none."""
-        if self.rules.part is None or not isinstance(self.chosen, NotYet):
+        if self.rules.part is None or not isinstance(self.chosen, AwaitGroups):
             return None
         return self.remembered.get(
             "part", self._batch, lambda: next_part(self.rules, self.head, self._seals, self.offered, order=self._order)
         )
 
     @property
-    def _order(self) -> Walked:
+    def _order(self) -> CachedOrder:
         """The refs that are neither terminal nor sealed; offers, which come more often than seals, change nothing in it."""
         sources = (self.rules, self.mirror.head, self.mirror.seals)
-        return self.remembered.get("order", sources, lambda: Walked(self.rules, self.head, self._seals))
+        return self.remembered.get("order", sources, lambda: CachedOrder(self.rules, self.head, self._seals))
 
     @cached_property
     def awaited(self) -> tuple[PromptRef, ...]:
@@ -329,7 +329,7 @@ class JobView:
         if not self.rules.staleness:
             return ()
         return self.remembered.get(
-            "awaited", self._batch, lambda: carried.awaited(self.rules, self.head, self._seals, self.offered)
+            "awaited", self._batch, lambda: carried.awaited_refs(self.rules, self.head, self._seals, self.offered)
         )
 
     @property
@@ -341,10 +341,10 @@ class JobView:
     @cached_property
     def epochs(self) -> Mapping[int, EpochRecord]:
         """The data epochs that have begun, of a job with a curriculum."""
-        return standing(self.head, [stored.record for stored in self.mirror.epochs.values()])
+        return valid_epochs(self.head, [stored.record for stored in self.mirror.epochs.values()])
 
     @property
-    def writing(self) -> CheckpointWriting | None:
+    def writing(self) -> CheckpointProgress | None:
         """How the newest write of a checkpoint stands in head's world; None if it has begun none."""
         return next((rank.writing for rank in self.ranks.values() if rank.writing is not None), None)
 
@@ -387,7 +387,7 @@ class JobView:
 
     def turn(self, topic: str) -> int:
         """My place among the members in trying what `topic` names."""
-        return turn(self.mirror.members, self.me, topic)
+        return turn_of(self.mirror.members, self.me, topic)
 
     @property
     def seal(self) -> Seal | None:
@@ -414,7 +414,7 @@ class JobView:
         seal = self.seal
         if begun := self.begun(rank):
             ready = 0 if seal is None else seal.ready_parts
-            if seal is None or begun > ready or rank.begun_content != parts_sha256(digests_of(seal, begun)):
+            if seal is None or begun > ready or rank.begun_content != parts_sha256(part_digests(seal, begun)):
                 return True
         if seal is None or seal.state is SealState.OPEN or rank.applied != seal.token or not rank.content:
             return False
@@ -426,7 +426,7 @@ class JobView:
 
     def layout(self, seal: Seal) -> StepLayout:
         """Which rank takes which sample of `seal`."""
-        return self.remembered.get("layout", (seal,), lambda: balance(seal))
+        return self.remembered.get("layout", (seal,), lambda: balance_samples(seal))
 
     def held_for(self, seal: Seal) -> frozenset[str]:
         """The digests of the groups of `seal` that this peer brings."""
@@ -460,20 +460,20 @@ class JobView:
 # What head's train world starts from. Pure.
 
 
-def world_start(view: JobView) -> Start | None:
+def world_start(view: JobView) -> WorldStart | None:
     """What head's world starts from: what its lineage's rollback named, copies or a checkpoint, or the base."""
     assert view.mirror.head is not None
     assert view.mirror.checkpoints is not None
     head = view.mirror.head.record
     entries = view.mirror.checkpoints.record.entries
     if head.lineage == 0:
-        return Start(step=0)
+        return WorldStart(step=0)
     for entry in view.mirror.log.values():
         if entry.record.kind == "rollback" and entry.record.lineage == head.lineage:
             if entry.record.state is not None:
-                return Start(step=entry.record.step, state=entry.record.state)
-            named = (c for c in resumable(head, entries) if c.seq == entry.record.parent)
-            return next((Start(step=c.step, checkpoint=c.file) for c in named), None)
+                return WorldStart(step=entry.record.step, state=entry.record.state)
+            named = (c for c in resumable_checkpoints(head, entries) if c.seq == entry.record.parent)
+            return next((WorldStart(step=c.step, checkpoint=c.file) for c in named), None)
     return None
 
 

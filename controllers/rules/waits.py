@@ -11,24 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from controllers.rules.memory import in_the_way, mine, put_to_sleep
+from controllers.rules.memory import blocking_nodes, managed_engines, sleeping_engines
 from controllers.rules.placement import is_suspended
 from controllers.rules.replication import (
     HOLDERS_GRACE_S,
-    holders,
+    checkpoint_holders,
+    copies_wanted,
+    has_receipts,
     is_safe,
-    is_witnessed,
-    newest_is_away,
-    unregistered,
-    wanted,
+    newest_checkpoint_away,
+    unregistered_checkpoints,
 )
-from controllers.rules.view import JobView, Waits, turn
-from controllers.rules.world import growth, held_for_growth, lost_world, short_of_slots
-from gcore.ledger.collectives import awaited
+from controllers.rules.view import JobView, Timers, turn_of
+from controllers.rules.world import growth_delay_s, growth_reason, lacking_slots, world_loss
+from gcore.ledger.collectives import awaited_members
 from gcore.ledger.records.chain import Head, Seal, SealState
 from gcore.ledger.records.job import JobPhase
-from gcore.ledger.selection import NotYet
-from gcore.schema import PIN, spoken
+from gcore.ledger.selection import AwaitGroups
+from gcore.schema import PIN, written_version
 from gcore.types import Version
 
 WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
@@ -114,7 +114,7 @@ def _lacks(view: JobView) -> str:
     return view.queued.reason if view.queued is not None else "what it is given is on its way"
 
 
-def waiting_for(view: JobView) -> Iterator[Wait]:
+def current_waits(view: JobView) -> Iterator[Wait]:
     """Everything the job waits for now, as this controller sees it."""
     mirror = view.mirror
     if mirror.status is None or mirror.status.record.phase.ended:
@@ -122,7 +122,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
     yield from _models(view)
     for node, newest in view.unable.items():
         what = (
-            f"{node} is of an older version: it reads records of schema version {newest} at most, and {spoken()} is written, so nothing "
+            f"{node} is of an older version: it reads records of schema version {newest} at most, and {written_version()} is written, so nothing "
             "is placed there, and it works on nothing; install there the gcore that the others have, and start it without "
             f"{PIN}"
         )
@@ -131,7 +131,7 @@ def waiting_for(view: JobView) -> Iterator[Wait]:
         yield Wait("material", f"{view.node} cannot work on the job: {view.lacks.rstrip('.')}", "wait material")
         return  # whatever else is missing here is missing because of that
     if mirror.status.record.phase is JobPhase.PENDING or mirror.head is None or mirror.plan is None:
-        short = short_of_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
+        short = lacking_slots(view) if mirror.status.record.phase is JobPhase.PENDING else ""
         if short and view.share is not None and view.nodes and not view.share.granted:
             yield _slots(view, "the job waits for slots")
             return
@@ -182,12 +182,12 @@ def _models(view: JobView) -> Iterator[Wait]:
 def _world(view: JobView, head: Head) -> Iterator[Wait]:
     """A place for a world that was lost, and the ranks of the one that begins."""
     assert view.mirror.plan is not None
-    if (away := newest_is_away(view)) and lost_world(view):
+    if (away := newest_checkpoint_away(view)) and world_loss(view):
         what = (
             f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
         )
         yield Wait("train_world", f"{what} for {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
-    if (lost := lost_world(view)) and (short := short_of_slots(view)):
+    if (lost := world_loss(view)) and (short := lacking_slots(view)):
         yield Wait("train_world", f"{lost.why}: {short}", f"wait slots {head.world}", short)
     for place in view.mirror.plan.record.ranks:
         claim = view.mirror.claim(head.world, place.rank)
@@ -204,16 +204,16 @@ def _world(view: JobView, head: Head) -> Iterator[Wait]:
 
 def _engines(view: JobView, head: Head) -> Iterator[Wait]:
     """Those of this node: their weights, unless they are to sleep, and their answers."""
-    resting = put_to_sleep(view)
+    resting = sleeping_engines(view)
     awake = [engine for name, engine in view.engines.items() if name not in resting]
     if (awake or not view.engines) and not any(engine.version == head.version for engine in awake):
-        served = sorted({weights_of(e.version) for e in view.engines.values() if e.version is not None})
+        served = sorted({weights_text(e.version) for e in view.engines.values() if e.version is not None})
         have = f"they have {', '.join(served)}" if served else "none is ready"
-        what = f"the engines of {view.node} are to load {weights_of(head.version)} ({have})"
+        what = f"the engines of {view.node} are to load {weights_text(head.version)} ({have})"
         troubles = sorted(f"{engine.instance}: {engine.trouble}" for engine in view.engines.values() if engine.trouble)
         what += f"; {troubles[0]}" if troubles else ""
         yield Wait("engines", what, f"wait engines {head.version}", have)
-    for name, engine in mine(view).items():
+    for name, engine in managed_engines(view).items():
         if engine.trouble and engine.asleep != (name in resting):
             what = f"engine {name} is to {'sleep' if name in resting else 'wake'}: {engine.trouble}"
             yield Wait("engine", what, f"wait memory {name}", engine.trouble)
@@ -246,9 +246,9 @@ def _judges(view: JobView) -> Iterator[Wait]:
 def _exchange(view: JobView, seal: Seal) -> Iterator[Wait]:
     """What the ranks have not been fed yet."""
     late = [rank for rank in range(seal.world_size) if view.missing(seal, rank)]
-    what = f"the responses of step {seal.step} are on their way to {ranks_of(late)}"
-    if not late and held_for_growth(view):
-        yield Wait("train_world", f"a larger train world is to be formed ({growth(view)})", "wait growth")
+    what = f"the responses of step {seal.step} are on their way to {ranks_text(late)}"
+    if not late and growth_delay_s(view):
+        yield Wait("train_world", f"a larger train world is to be formed ({growth_reason(view)})", "wait growth")
     lacking = sum(len(samples) for rank in late for samples in view.missing(seal, rank).values())
     yield Wait("exchange", what, f"wait exchange {seal.token}", str(lacking))
 
@@ -257,17 +257,17 @@ def _training(view: JobView, seal: Seal) -> Iterator[Wait]:
     """Ranks that have not applied their share, or whose receipts do not lie safe."""
     behind = [r for r in range(seal.world_size) if r not in view.ranks or view.ranks[r].applied != seal.token]
     phases = {view.ranks[r].phase if r in view.ranks else "not connected" for r in behind}
-    if not behind and not is_witnessed(view, seal.token):
-        what = f"the receipts of step {seal.step} are to lie on {wanted(view)} nodes before it is committed"
+    if not behind and not has_receipts(view, seal.token):
+        what = f"the receipts of step {seal.step} are to lie on {copies_wanted(view)} nodes before it is committed"
         yield Wait("train", what, f"wait receipts {seal.token}")
         return
-    what = f"{ranks_of(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
+    what = f"{ranks_text(behind)} {'trains' if len(behind) == 1 else 'train'} step {seal.step}"
     moved = " ".join(f"{r}:{view.ranks[r].phase}:{view.ranks[r].progress}" for r in behind if r in view.ranks)
     what = f"{what} ({', '.join(sorted(phases))})" if phases else what
     if CHECKPOINT in phases and (writing := _being_written(view)):
         what = f"{what}; before its own, {writing}"
     what = f"{what}; {view.hindered}" if view.hindered else what
-    if nodes := in_the_way(view):
+    if nodes := blocking_nodes(view):
         what = f"{what}; on {', '.join(nodes)} engines give memory back, and ranks take it"
     yield Wait("train", what, f"wait train {seal.token}", moved)
 
@@ -276,11 +276,13 @@ def _being_written(view: JobView) -> str:
     """How far the checkpoint is that is on its way to the disk; nothing if none is."""
     writing = view.writing
     if writing is None or writing.over:
-        fresh = next(iter(unregistered(view)), None)
+        fresh = next(iter(unregistered_checkpoints(view)), None)
         if fresh is None or is_safe(view, fresh.version, fresh.digest):
             return ""
-        have = ", ".join(sorted(holders(view, fresh.version, fresh.digest))) or "none yet"
-        return f"the checkpoint of step {fresh.version.step} is to lie on {wanted(view)} nodes (it does on {have})"
+        have = ", ".join(sorted(checkpoint_holders(view, fresh.version, fresh.digest))) or "none yet"
+        return (
+            f"the checkpoint of step {fresh.version.step} is to lie on {copies_wanted(view)} nodes (it does on {have})"
+        )
     if writing.error:
         return f"the checkpoint of step {writing.version.step} is tried again until the disk takes it ({writing.error})"
     megabytes = f"{writing.written / 1e6:.0f} of {writing.total / 1e6:.0f} MB"
@@ -306,11 +308,11 @@ def _under_way(view: JobView) -> Iterator[Wait]:
 def _groups(view: JobView, head: Head) -> Iterator[Wait]:
     """What the next step's batch lacks."""
     chosen = view.chosen
-    if isinstance(chosen, NotYet):
+    if isinstance(chosen, AwaitGroups):
         count = "1 more prompt" if chosen.missing == 1 else f"{chosen.missing} more prompts"
         what = f"step {head.step + 1} needs {count} with all their responses (the oldest: {chosen.oldest})"
         if view.awaited:
-            begun = weights_of(view.offered.in_flight[chosen.oldest])
+            begun = weights_text(view.offered.in_flight[chosen.oldest])
             what += f"; it was begun with {begun}, and would be too old later"
         moved = f"{chosen.missing} {chosen.oldest} {len(view.offered.groups)} {len(view.holdings)}"
         yield Wait("groups", what, f"wait groups {head.seq}", moved)
@@ -324,7 +326,7 @@ def _oldest_in_flight(view: JobView, head: Head) -> Iterator[Wait]:
     if view.rules.staleness and left_over:
         _, ref, version = min(left_over)
         count = "1 prompt" if len(left_over) == 1 else f"{len(left_over)} prompts"
-        what = f"{count} of earlier steps still in flight on {view.node}; the oldest, {ref}, was begun with {weights_of(version)}"
+        what = f"{count} of earlier steps still in flight on {view.node}; the oldest, {ref}, was begun with {weights_text(version)}"
         yield Wait("in_flight", what, f"wait in flight {ref}")
 
 
@@ -334,7 +336,7 @@ def _collectives(view: JobView) -> Iterator[Wait]:
     for at, name in sorted({(part.at, name) for part in parts.values() for name in part.given}):
         if f"{at}/{name}" in view.mirror.agreed:
             continue
-        late = awaited(at, name, view.mirror.members, parts)
+        late = awaited_members(at, name, view.mirror.members, parts)
         if late:
             nodes = ", ".join(sorted(view.mirror.members[member].record.node for member in late))
             what = f"step {at.step + 1}: {nodes} {'has' if len(late) == 1 else 'have'} not yet given {name!r}"
@@ -349,17 +351,17 @@ def _evaluation(view: JobView) -> Iterator[Wait]:
         return
     parts = view.mirror.eval_parts_of(version)
     made = f"{len(parts)} of its {next(iter(parts.values())).parts} parts" if parts else "none of its parts"
-    what = f"the evaluation of {weights_of(version)} has {made}"
+    what = f"the evaluation of {weights_text(version)} has {made}"
     yield Wait("evaluation", what, f"wait evaluation {version}", str(len(parts)))
 
 
-def weights_of(version: Version) -> str:
+def weights_text(version: Version) -> str:
     """`the weights of step 7`; of the model that training began with, and of a later lineage, it says that."""
     weights = f"the weights of step {version.step}" if version.step else "the first weights"
     return f"{weights} in lineage {version.lineage}" if version.lineage else weights
 
 
-def ranks_of(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """`train rank 0`, `train ranks 0, 1 and 2`, `12 train ranks`."""
     if len(ranks) > RANKS_NAMED:
         return f"{len(ranks)} train ranks"
@@ -375,7 +377,7 @@ def ranks_of(ranks: Sequence[int]) -> str:
 # that an event comes once and comes also when that peer is the one that hangs (its membership ends, and the next is first).
 
 
-def overdue(view: JobView, waiting: Iterable[Wait], waits: Waits, now: float) -> Iterator[Wait]:
+def overdue_waits(view: JobView, waiting: Iterable[Wait], waits: Timers, now: float) -> Iterator[Wait]:
     """The waits that this peer is to tell, or has told, as of `now`; `waits` says since when each stands still."""
     for wait in waiting:
         patience = PATIENCE_S.get(wait.cause)
@@ -390,14 +392,14 @@ def _first(view: JobView, topic: str) -> bool:
     """Whether this peer tells for all. Before anybody is a member (none is until the job runs here with its model and its
     data) that goes by the nodes that are there."""
     members = view.mirror.members
-    return (turn(members, view.me, topic) if members else turn(view.nodes, view.node, topic)) == 0
+    return (turn_of(members, view.me, topic) if members else turn_of(view.nodes, view.node, topic)) == 0
 
 
 WHOLE = ("engine", "node")
 """Causes whose waits say all that there is to say, for others go on without what is waited for."""
 
 
-def sentence(wait: Wait) -> str:
+def wait_sentence(wait: Wait) -> str:
     """What the event says."""
     if wait.cause in WHOLE:
         return wait.what

@@ -72,7 +72,7 @@ class Launches:
     """When it was last started."""
 
 
-def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEngine | StartRank | StopWorker]:
+def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[StartEngine | StartRank | StopWorker]:
     """What to start and stop on this node for one running job."""
     if view.mirror.plan is None or view.mirror.head is None:
         return
@@ -85,9 +85,9 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
             continue
         key = engine_key(place)
         # One that hangs keeps its place, and its slot's memory, until it has ended.
-        running = [i for i, w in mine.items() if _is_of(w, place) and (is_good(w) or i in hung)]
+        running = [i for i, w in mine.items() if _is_of(w, place) and (is_usable(w) or i in hung)]
         wanted.update(running[:1])
-        ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
+        ripe = now >= launches.last.get(key, 0.0) + launch_backoff_s(launches, key)
         if _is_taken(view, place.slots):
             continue
         if not running and key not in launches.pending and ripe and _has_memory(view, place, mine):
@@ -97,10 +97,10 @@ def staffing(view: JobView, launches: Launches, now: float) -> Iterator[StartEng
             continue  # one whose slot is no more there is lost (`controllers.lost`)
         claim = view.mirror.claim(head.world, rank.rank)
         # A registration may be heard of before the claim that was written with it.
-        there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_good(w)}
+        there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_usable(w)}
         wanted |= {claim.instance} if claim else there
         key = rank_key(rank, head.world)
-        ripe = now >= launches.last.get(key, 0.0) + backoff(launches, key)
+        ripe = now >= launches.last.get(key, 0.0) + launch_backoff_s(launches, key)
         has_slot = not view.has_lost(rank.node, (rank.slot,)) and not _is_taken(view, (rank.slot,))
         if claim is None and not there and key not in launches.pending and ripe and has_slot and may_start(view):
             yield StartRank(rank, head.world)
@@ -128,7 +128,7 @@ def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerReco
     if not is_cuda(place.slot) or not any(p.asleep for p in here):
         return True
     known = {**view.engines, **view.judges}
-    engines = {i: w for i, w in mine.items() if is_good(w) and w.role != "train"}
+    engines = {i: w for i, w in mine.items() if is_usable(w) and w.role != "train"}
     asleep = {(w.slots, w.judge) for i, w in engines.items() if i in known and known[i].asleep}
     loaded = {(w.slots, w.judge) for w in engines.values() if not slots.isdisjoint(w.slots)}
     first = {(p.slots, p.judge) for p in here if p.asleep and p != place} if not place.asleep else set()
@@ -139,7 +139,7 @@ def _is_of(worker: WorkerRecord, place: EnginePlace) -> bool:
     return worker.role != "train" and (worker.slots, worker.judge) == (place.slots, place.judge)
 
 
-def is_good(worker: WorkerRecord) -> bool:
+def is_usable(worker: WorkerRecord) -> bool:
     """Whether it serves, or will."""
     return worker.state in ("starting", "serving")
 
@@ -159,7 +159,7 @@ def launch_key(action: StartEngine | StartRank) -> str:
     return engine_key(action.place) if isinstance(action, StartEngine) else rank_key(action.place, action.world)
 
 
-def backoff(launches: Launches, key: str) -> float:
+def launch_backoff_s(launches: Launches, key: str) -> float:
     """Seconds from the last start to the next."""
     tries = launches.tries.get(key, 0)
     return min(2.0 ** (tries - 1), MAX_BACKOFF_S) if tries else 0.0

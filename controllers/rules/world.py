@@ -17,25 +17,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from controllers.rules.actions import Intent, Replan, Rollback, SetPhase, TakeStock
-from controllers.rules.replication import HOLDERS_GRACE_S, newest_is_away, start_is_gone
+from controllers.rules.replication import HOLDERS_GRACE_S, newest_checkpoint_away, why_start_lost
 from controllers.rules.view import SETTLE_S, JobView
 from gcore import schema
-from gcore.engines.emulated.launch import remark
+from gcore.engines.emulated.launch import emulation_remark
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import LogEntry, SealState, StateName, WorldState, names_of_head, whole_state
+from gcore.ledger.records.chain import LogEntry, SealState, StateName, WorldState, head_state_names, whole_state
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import JobPhase, Move, MoveKind, Plan
-from gcore.ledger.selection import resumable
-from gcore.ledger.statistics import barren_epoch, why_barren
-from placement.placer import Growth, Moving, joined, mended, moved, worth_forming
-from placement.slots import Apart, NodeSlots, Snapshot, Wanted, divided, ranks_wanted, sizes_of, slots_lacking
+from gcore.ledger.selection import resumable_checkpoints
+from gcore.ledger.statistics import barren_epoch, explain_barren_epoch
+from placement.placer import (
+    GrowthMeasurements,
+    MovablePlacementRequest,
+    fill_plan,
+    mend_plan,
+    move_judges,
+    worth_forming,
+)
+from placement.slots import (
+    NodeSlots,
+    PlacementRequest,
+    SeparateSlots,
+    Snapshot,
+    count_lacking_slots,
+    count_ranks,
+    sizes_of,
+    trim_to_replicas,
+)
 
 # -------------------- lost
 # Whether head's train world can go on, from one look at it. Pure.
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorldLoss:
     """Why a world cannot go on. `by_the_slots`: the open steps tell it, so that who has not heard of one yet may be mistaken. `instance`:
     the worker by which it is lost, if it is one's doing."""
 
@@ -44,32 +60,32 @@ class Lost:
     instance: str = ""
 
 
-def lost_world(view: JobView) -> Lost | None:
+def world_loss(view: JobView) -> WorldLoss | None:
     """Whether and why head's world cannot go on."""
     return view.remembered.get("lost", (view,), lambda: _lost_world(view))  # several rules ask
 
 
-def _lost_world(view: JobView) -> Lost | None:
+def _lost_world(view: JobView) -> WorldLoss | None:
     head = view.head
     assert view.mirror.plan is not None
     for place in view.mirror.plan.record.ranks:
         claim = view.mirror.claim(head.world, place.rank)
         if claim is None:
             if place.node not in view.nodes:
-                return Lost(f"{place.node}, which was to run rank {place.rank}, is gone")
+                return WorldLoss(f"{place.node}, which was to run rank {place.rank}, is gone")
             if view.has_lost(place.node, (place.slot,)):
-                return Lost(f"{place.node} has no slot {place.slot} any more, which was to run rank {place.rank}")
+                return WorldLoss(f"{place.node} has no slot {place.slot} any more, which was to run rank {place.rank}")
             continue
         worker = view.workers.get(claim.instance)
         if worker is None:
-            return Lost(f"rank {place.rank} on {place.node} is gone", instance=claim.instance)
+            return WorldLoss(f"rank {place.rank} on {place.node} is gone", instance=claim.instance)
         if worker.state in ("failed", "stopping"):
             why = f"rank {place.rank} on {place.node} failed: {worker.reason or worker.state}"
-            return Lost(why, instance=claim.instance)
+            return WorldLoss(why, instance=claim.instance)
     if why := _ahead(view):
-        return Lost(why, by_the_slots=True)
-    why = start_is_gone(view)
-    return Lost(why) if why else None
+        return WorldLoss(why, by_the_slots=True)
+    why = why_start_lost(view)
+    return WorldLoss(why) if why else None
 
 
 def _ahead(view: JobView) -> str:
@@ -118,16 +134,16 @@ MAX_TRIES_FROM_COPIES = 2
 """Worlds in a row that may start from copies without a step between them; the next starts from a checkpoint."""
 
 
-def taking_stock(view: JobView) -> Iterator[Intent]:
+def report_copies(view: JobView) -> Iterator[Intent]:
     """Say which copies lie in this node's memory, when a world is about to be formed anew."""
-    if not may_use_copies(view) or not (lost_world(view) or growth(view)):
+    if not may_use_copies(view) or not (world_loss(view) or growth_reason(view)):
         return
     known = view.mirror.copies.get(view.node)
     if known is None or known.record.by != view.me or known.record.seq != view.head.seq:
         yield Intent(TakeStock(view.head.seq), f"stock {view.head.seq}")
 
 
-def replanning(view: JobView) -> Iterator[Intent]:
+def add_engines(view: JobView) -> Iterator[Intent]:
     """Nodes that came after the plan was made get engines; the world stays as it is."""
     stored = view.mirror.plan
     assert stored is not None
@@ -135,34 +151,34 @@ def replanning(view: JobView) -> Iterator[Intent]:
     plan = view.remembered.get(
         "joined",
         (stored, view.nodes, view.share),
-        lambda: joined(stored.record, snapshot(view), Wanted.by(view.spec), moves=moves),
+        lambda: fill_plan(stored.record, placement_snapshot(view), PlacementRequest.by(view.spec), moves=moves),
     )
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=JOIN_SETTLE_S)
 
 
-def moving_judges(view: JobView) -> Iterator[Intent]:
+def relocate_judges(view: JobView) -> Iterator[Intent]:
     """Judges of nodes that stay away get engines elsewhere. A lost rank's world is placed anew with all its judges, so only the
     loss of nodes without a rank is met here."""
     stored = view.mirror.plan
     assert stored is not None
     plan = view.remembered.get("moved", (stored, view.nodes, view.share), lambda: _elsewhere(view, stored.record))
-    if plan is not None and not view.is_over and not lost_world(view):
+    if plan is not None and not view.is_over and not world_loss(view):
         topic = f"move judges {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=AWAY_S)
 
 
 def _elsewhere(view: JobView, plan: Plan) -> Plan | None:
     if view.spec.placement.is_live:
-        return mended(plan, snapshot(view), Moving.by(view.spec))
-    return moved(plan, snapshot(view), Wanted.by(view.spec))
+        return mend_plan(plan, placement_snapshot(view), MovablePlacementRequest.by(view.spec))
+    return move_judges(plan, placement_snapshot(view), PlacementRequest.by(view.spec))
 
 
-def growing(view: JobView) -> Iterator[Intent]:
+def resize_world(view: JobView) -> Iterator[Intent]:
     """Form a world of another size, right after a step, from exactly head's state: a larger one, or the one that a policy wants."""
-    why = growth(view)
-    if not why or lost_world(view) or not is_between_steps(view) or not is_at_hand(view):
+    why = growth_reason(view)
+    if not why or world_loss(view) or not is_between_steps(view) or not is_state_at_hand(view):
         return
     topic, move = f"grow {view.head.seq}", wanted_world(view)
     split = None if move is None else move.after
@@ -173,17 +189,17 @@ def growing(view: JobView) -> Iterator[Intent]:
 
 def awaits_world(view: JobView) -> bool:
     """Whether a train world that a policy wants may still be formed: every change of the plan before that would be in its way."""
-    return wanted_world(view) is not None and held_for_growth(view) > 0
+    return wanted_world(view) is not None and growth_delay_s(view) > 0
 
 
-def held_for_growth(view: JobView) -> float:
+def growth_delay_s(view: JobView) -> float:
     """Seconds that a batch, or its first part, waits before it is READY, so that a larger world gets its moment where batches come at once."""
-    if not growth(view) or lost_world(view) or not is_between_steps(view):
+    if not growth_reason(view) or world_loss(view) or not is_between_steps(view):
         return 0.0
-    return HOLD_S if is_at_hand(view) or (may_use_copies(view) and unheard(view)) else 0.0
+    return HOLD_S if is_state_at_hand(view) or (may_use_copies(view) and unreported_nodes(view)) else 0.0
 
 
-def growth(view: JobView) -> str:
+def growth_reason(view: JobView) -> str:
     """Why a larger world is worth its start, or nothing. Never twice without a step between, and not before every node that
     is there works on the job: a rank on one that still fetches the model would hold all the others up."""
     mirror = view.mirror
@@ -216,10 +232,10 @@ def _growth(view: JobView) -> str:
     if view.is_over or entry is None or entry.lineage != view.head.lineage or not ready >= view.nodes.keys():
         return ""
     now, there = len(view.mirror.plan.record.ranks), view.spec.flow.steps
-    wanted = ranks_wanted(snapshot(view), Wanted.by(view.spec))
+    wanted = count_ranks(placement_snapshot(view), PlacementRequest.by(view.spec))
     left = None if there is None else there - view.head.step
     seconds = entry.stats.get("train_s"), entry.stats.get("start_seconds")
-    return worth_forming(Growth(now, wanted, train_s=seconds[0], start_s=seconds[1], steps_left=left))
+    return worth_forming(GrowthMeasurements(now, wanted, train_s=seconds[0], start_s=seconds[1], steps_left=left))
 
 
 def is_between_steps(view: JobView) -> bool:
@@ -229,10 +245,10 @@ def is_between_steps(view: JobView) -> bool:
     return seal is None or (seal.state is not SealState.READY and not seal.ready_parts)
 
 
-def is_at_hand(view: JobView) -> bool:
+def is_state_at_hand(view: JobView) -> bool:
     """Whether a new world can start from exactly head's state."""
     assert view.mirror.checkpoints is not None
-    saved = resumable(view.head, view.mirror.checkpoints.record.entries)
+    saved = resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)
     return (bool(saved) and saved[0].step == view.head.step) or state_at_hand(view, frozenset(view.nodes)) is not None
 
 
@@ -244,7 +260,7 @@ def state_at_hand(view: JobView, nodes: frozenset[str]) -> WorldState | None:
     return whole_state(_names_of_head(view), held, nodes)
 
 
-def unheard(view: JobView) -> frozenset[str]:
+def unreported_nodes(view: JobView) -> frozenset[str]:
     """The members' nodes which have not said which copies lie in their memory, if that matters."""
     if not may_use_copies(view):
         return frozenset()
@@ -257,7 +273,7 @@ def may_use_copies(view: JobView) -> bool:
     something in head that was trained, and not one world after the other has tried in vain."""
     return (
         view.spec.train.copies_gb != 0
-        and schema.spoken() >= LogEntry.came_with["state"]
+        and schema.written_version() >= LogEntry.came_with["state"]
         and bool(_names_of_head(view))
         and tries_from_copies(view) < MAX_TRIES_FROM_COPIES
     )
@@ -289,10 +305,10 @@ def newest_step(view: JobView) -> LogEntry | None:
 def _names_of_head(view: JobView) -> tuple[StateName, ...]:
     """Of the states that ranks named when they had trained head's step."""
     sources = (view.mirror.head, view.mirror.log)
-    return view.remembered.get("names of head", sources, lambda: names_of_head(view.head, view.log))
+    return view.remembered.get("names of head", sources, lambda: head_state_names(view.head, view.log))
 
 
-def snapshot(view: JobView) -> Snapshot:
+def placement_snapshot(view: JobView) -> Snapshot:
     """What may be placed on now."""
     return view.remembered.get("snapshot", (view.nodes, view.share), lambda: _snapshot(view))
 
@@ -303,35 +319,35 @@ def _snapshot(view: JobView) -> Snapshot:
         granted = view.share.share.granted
         own = (replace(one, slots=tuple(s for s in one.slots if s in granted.get(one.node, ()))) for one in nodes)
         nodes = [one for one in own if one.slots]
-    return divided(Snapshot(tuple(nodes)), sizes_of(view.spec))
+    return trim_to_replicas(Snapshot(tuple(nodes)), sizes_of(view.spec))
 
 
-def models_of(mirror: JobMirror) -> ModelConfigs | None:
+def model_configs(mirror: JobMirror) -> ModelConfigs | None:
     """What the sizes of the job's models follow from, if that was kept."""
     return None if mirror.job is None else mirror.job.record.models
 
 
-def placeable(view: JobView) -> Snapshot:
+def placeable_nodes(view: JobView) -> Snapshot:
     """The nodes that may take a train world now: not those that still fetch the model, which would hold all others up."""
     joined = {stored.record.node for stored in view.mirror.members.values()}
     fetches = (stored.record for stored in view.mirror.fetches.values())
     fetching = {fetch.node for fetch in fetches if fetch.done < fetch.total} - joined if joined else set()
-    return Snapshot(tuple(one for one in snapshot(view).nodes if one.node not in fetching))
+    return Snapshot(tuple(one for one in placement_snapshot(view).nodes if one.node not in fetching))
 
 
-def short_of_slots(view: JobView) -> str:
+def lacking_slots(view: JobView) -> str:
     """What a train world lacks before it can be placed, for people; nothing if it fits.
 
     Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
     """
-    there, job = placeable(view), Wanted.by(view.spec)
+    there, job = placeable_nodes(view), PlacementRequest.by(view.spec)
     placement = view.spec.placement
     if placement.is_live and placement.train is not None and view.mirror.plan is None:
-        job = replace(job, apart=Apart(placement.train, placement.reward or 0), ranks=placement.train)
-    lacking = slots_lacking(there, job)
+        job = replace(job, apart=SeparateSlots(placement.train, placement.reward or 0), ranks=placement.train)
+    lacking = count_lacking_slots(there, job)
     if not lacking:
         return ""
-    wanted = (ranks_wanted(there, job) or 1) if job.apart is None else there.slots + lacking
+    wanted = (count_ranks(there, job) or 1) if job.apart is None else there.slots + lacking
     names = ", ".join(sorted(node.node for node in there.nodes)) or "no node"
     if job.apart is None:
         what = "1 train rank needs a slot" if wanted == 1 else f"{wanted} train ranks need as many slots"
@@ -379,7 +395,7 @@ MAX_FRUITLESS_ROLLBACKS = 5
 """Worlds that died one after the other without a commit between them; then the job has failed."""
 
 
-def despairing(view: JobView) -> Iterator[Intent]:
+def fail_barren_job(view: JobView) -> Iterator[Intent]:
     """A job whose data brought nothing to train for a whole epoch fails: the next epoch would bring the same, for ever.
 
     Not while a group of a later epoch is offered or sealed: then it did bring something.
@@ -389,16 +405,16 @@ def despairing(view: JobView) -> Iterator[Intent]:
     if epoch is None or (view.is_over and head.step > 0):
         return
     if not view.offered.groups and not any(stored.record.groups for stored in view.mirror.seals.values()):
-        why = why_barren(epoch, view.log.values())
+        why = explain_barren_epoch(epoch, view.log.values())
         yield Intent(SetPhase(JobPhase.FAILED, str(why), at_head=True), "barren", view.turn("barren"))
 
 
-def recovering(view: JobView) -> Iterator[Intent]:
+def recover_world(view: JobView) -> Iterator[Intent]:
     """A world of which a rank is lost starts again, in a new lineage: from copies of head's state, or from a checkpoint."""
     if is_complete(view):
         return
     head = view.head
-    lost = lost_world(view)
+    lost = world_loss(view)
     fruitless = fruitless_rollbacks(view)
     if view.hopeless or (lost is not None and fruitless >= MAX_FRUITLESS_ROLLBACKS):
         last = lost.why + _log_of(lost, view) if lost is not None else ""
@@ -408,16 +424,16 @@ def recovering(view: JobView) -> Iterator[Intent]:
         assert view.mirror.plan is not None
         away = {place.node for place in view.mirror.plan.record.ranks} - view.nodes.keys()
         after = max(NODE_GRACE_S if away else 0.0, min(SETTLE_S * 2**fruitless, LONGEST_PAUSE_S))
-        if unheard(view):
+        if unreported_nodes(view):
             after = max(after, SETTLE_S + STOCK_PATIENCE_S)
-        if newest_is_away(view) and state_at_hand(view, frozenset(view.nodes)) is None:
+        if newest_checkpoint_away(view) and state_at_hand(view, frozenset(view.nodes)) is None:
             after = max(after, HOLDERS_GRACE_S)
         topic = f"world {head.world}"
         action = Rollback(lost.why, slots_as_seen=lost.by_the_slots)
         yield Intent(action, f"{topic} {sorted(away)}", view.turn(topic), after=after)
 
 
-def _log_of(lost: Lost, view: JobView) -> str:
+def _log_of(lost: WorldLoss, view: JobView) -> str:
     """Where to read what the worker said by which it is lost, on its node."""
     if not lost.instance or view.mirror.job is None:
         return ""
@@ -434,7 +450,7 @@ def fruitless_rollbacks(view: JobView) -> int:
     return count
 
 
-def finishing(view: JobView) -> Iterator[Intent]:
+def finish_job(view: JobView) -> Iterator[Intent]:
     """All steps are committed, the last checkpoint is registered and the last evaluation made."""
     if is_complete(view):
         done = SetPhase(JobPhase.SUCCEEDED, _how_it_ended(view), at_head=True)
@@ -448,7 +464,7 @@ def is_complete(view: JobView) -> bool:
     return (
         view.is_over
         and head.step > 0
-        and any(c.step == head.step for c in resumable(head, view.mirror.checkpoints.record.entries))
+        and any(c.step == head.step for c in resumable_checkpoints(head, view.mirror.checkpoints.record.entries))
         and (not view.is_evaluated_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
     )
 
@@ -458,7 +474,7 @@ def _how_it_ended(view: JobView) -> str:
     assert view.mirror.plan is not None
     failed = sum(one.failed for one in view.head.tally.sources.values())
     said = f"; {failed} prompt{'s' * (failed > 1)} failed, the job's events say why" if failed else ""
-    said += remark(place.slot for place in view.mirror.plan.record.engines)
+    said += emulation_remark(place.slot for place in view.mirror.plan.record.engines)
     if epochs is None:
         return f"all {steps} steps are trained{said}"
     through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"

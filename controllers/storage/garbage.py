@@ -29,9 +29,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from controllers.accounting.usage import forget_old
-from controllers.storage.rules import GIB as rules_GIB
-from controllers.storage.rules import Found, Verdict, judged
+from controllers.accounting.usage import forget_old_usage
+from controllers.storage.rules import GIB, GarbageCandidate, GarbageDecision, decide_garbage
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.records.job import JobRecord, JobStatus
@@ -62,7 +61,7 @@ _LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class UnfinishedJobs:
     """What the jobs that have not ended use, as the store tells."""
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -82,14 +81,14 @@ class Unfinished:
         return next((job for path, job in self.paths.items() if path == str(folder) or path.startswith(inside)), "")
 
 
-class Users:
+class UnfinishedJobsReader:
     """The unfinished jobs, asked for again and again: what a job's record says of paths is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._jobs: dict[str, JobRecord] = {}
 
-    async def now(self) -> Unfinished:
+    async def now(self) -> UnfinishedJobs:
         """As the store tells. Raises StoreUnavailable; also UnreadableRecord, for what cannot be read may need anything."""
         uids = [kv.key.removeprefix(keys.ACTIVE) for kv in (await self._store.list(keys.ACTIVE)).kvs]
         self._jobs = {uid: job for uid, job in self._jobs.items() if uid in uids}
@@ -105,7 +104,7 @@ class Users:
             with contextlib.suppress(UnreadableRecord):
                 workers[kv.key.removeprefix(keys.WORKERS)] = WorkerRecord.decode(kv.value, kv.key).job_uid
         since = min((job.created for job in self._jobs.values()), default=None)
-        return Unfinished(names, paths, since, frozenset(workers), frozenset(workers.values()))
+        return UnfinishedJobs(names, paths, since, frozenset(workers), frozenset(workers.values()))
 
     async def _job(self, uid: str) -> JobRecord | None:
         if uid not in self._jobs and (kv := await self._store.get(JobKeys(uid).job)) is not None:
@@ -132,22 +131,22 @@ async def ended_runs(store: Store, run_root: Path) -> list[tuple[Path, str, floa
     return found
 
 
-async def look(config: NodeConfig, store: Store, now: float) -> tuple[Found, ...]:
+async def find_garbage(config: NodeConfig, store: Store, now: float) -> tuple[GarbageCandidate, ...]:
     """Everything that a policy may be about, at the wall clock's second `now`. Raises StoreUnavailable, UnreadableRecord."""
     # The disk first: what belongs to a job that is created meanwhile was not there yet.
     at_home = await asyncio.to_thread(_at_home, Path(config.home))
     runs = await ended_runs(store, Path(config.run_root))
-    using = await Users(store).now()
+    using = await UnfinishedJobsReader(store).now()
     found = [replace(one, needed_by=_who_needs(one, using, now)) for one in at_home]
     for folder, name, ended, has_ended in runs:
-        run = Found("run", folder, 0, ended)
+        run = GarbageCandidate("run", folder, 0, ended)
         needed = _who_needs(run, using, now) if has_ended else f"job {name} has not ended"
-        size = 0 if needed else await asyncio.to_thread(bytes_in, folder)
+        size = 0 if needed else await asyncio.to_thread(disk_bytes, folder)
         found.append(replace(run, bytes=size, needed_by=needed))
     return tuple(found)
 
 
-def _who_needs(found: Found, using: Unfinished, now: float) -> str:
+def _who_needs(found: GarbageCandidate, using: UnfinishedJobs, now: float) -> str:
     """Why something must stay, or nothing; a run whose job has ended is of use until then."""
     if found.kind == "run" and (user := using.user_of(found.path)):
         return f"job {user} uses it"
@@ -169,35 +168,35 @@ def _who_needs(found: Found, using: Unfinished, now: float) -> str:
     return "a worker of it is registered" if uid in using.busy else ""
 
 
-def _at_home(home: Path) -> list[Found]:
+def _at_home(home: Path) -> list[GarbageCandidate]:
     """Caches, logs and scratch of a daemon's home, whoever needs them."""
     found = []
     for file in _entries(home / "cache", hidden=True):
         if file.suffix != ".lock" and (used := _used(file)) is not None:
             # Rows and what is known of them are one thing; only of the latter the time may change (`gcore.prompts.copies`).
             known = _used(file.with_suffix(".copy")) if file.suffix == ".rows" else None
-            found.append(Found("cache", file, bytes_in(file), max(used, known or 0.0)))
+            found.append(GarbageCandidate("cache", file, disk_bytes(file), max(used, known or 0.0)))
     for file in _entries(home / "logs"):
         if _LOG.fullmatch(file.name) and (used := _used(file)) is not None:
-            found.append(Found("log", file, bytes_in(file), used))
+            found.append(GarbageCandidate("log", file, disk_bytes(file), used))
     for folder in _entries(home / SCRATCH):
         if (used := _used(folder)) is not None:
-            found.append(Found("scratch", folder, bytes_in(folder), used))
+            found.append(GarbageCandidate("scratch", folder, disk_bytes(folder), used))
     return found
 
 
 @dataclass(frozen=True)
-class Cleared:
+class DeletionReport:
     """What became of what was to go. `problems`: what could not be deleted, a sentence each."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[GarbageDecision, ...]
     problems: tuple[str, ...] = ()
 
 
-async def clear(store: Store, verdicts: Collection[Verdict], clock: Clock) -> Cleared:
+async def delete_garbage(store: Store, verdicts: Collection[GarbageDecision], clock: Clock) -> DeletionReport:
     """Delete what goes, if nobody needs it by now: it may have taken minutes to find out how much everything takes, and takes more to
     delete what came before it. Raises StoreUnavailable, UnreadableRecord: then the rest stays."""
-    users, done, problems = Users(store), list[Verdict](), list[str]()
+    users, done, problems = UnfinishedJobsReader(store), list[GarbageDecision](), list[str]()
     for verdict in verdicts:
         if not verdict.goes:
             done.append(verdict)
@@ -207,12 +206,12 @@ async def clear(store: Store, verdicts: Collection[Verdict], clock: Clock) -> Cl
         needed = _who_needs(found if used is None else replace(found, used=used), await users.now(), now)
         done.append(replace(verdict, goes=False, why=needed) if needed else verdict)
         if not needed:
-            log.info("deletes %s (%.2f GiB): %s", found.path, found.bytes / rules_GIB, verdict.why)
+            log.info("deletes %s (%.2f GiB): %s", found.path, found.bytes / GIB, verdict.why)
             try:
                 await asyncio.to_thread(_delete, found.path)
             except OSError as error:
                 problems.append(f"{found.path} cannot be deleted: {error.strerror or error}")
-    return Cleared(tuple(done), tuple(problems))
+    return DeletionReport(tuple(done), tuple(problems))
 
 
 def _delete(path: Path) -> None:
@@ -225,7 +224,7 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Clearing:
+class GarbageCollector:
     """A daemon's rounds."""
 
     def __init__(self, config: NodeConfig, store: Store, clock: Clock) -> None:
@@ -242,25 +241,25 @@ class Clearing:
     async def round(self) -> None:
         """One. What goes wrong is logged, and left for the next."""
         now = self._clock.wall()
-        await forget_old(self._store, int(now // DAY_S))
+        await forget_old_usage(self._store, int(now // DAY_S))
         try:
-            verdicts = judged(await look(self._config, self._store, now), self._config.gc, now)
+            verdicts = decide_garbage(await find_garbage(self._config, self._store, now), self._config.gc, now)
             for folder in (Path(self._config.run_root), Path(self._config.home) / SCRATCH):
-                await asyncio.to_thread(sweep, folder)
-            for problem in (await clear(self._store, verdicts, self._clock)).problems:
+                await asyncio.to_thread(finish_deletions, folder)
+            for problem in (await delete_garbage(self._store, verdicts, self._clock)).problems:
                 log.warning("%s", problem)
         except (GcoreError, OSError) as error:
             log.warning("nothing more is deleted: %s", error)
 
 
-def sweep(folder: Path) -> None:
+def finish_deletions(folder: Path) -> None:
     """What in it a daemon that died had begun to delete."""
     for one in _entries(folder, hidden=True):
         if one.name.startswith(GONE):
             shutil.rmtree(one, ignore_errors=True)
 
 
-def bytes_in(path: Path) -> int:
+def disk_bytes(path: Path) -> int:
     """What a file, or all files below a folder, take on the disk. Links are not followed."""
     total, left = 0, [path]
     while left:
@@ -326,14 +325,14 @@ MEASURE_S, MOST_NODES = 60.0, 10
 NEARLY = 0.9
 
 
-GIB = 1 << 30
+BYTES_PER_GIB = 1 << 30
 
 
 TOPIC = "disk"
 """What trouble with it is called in the store."""
 
 
-class Level(Enum):
+class QuotaLevel(Enum):
     """How full it is."""
 
     FREE = "free"
@@ -342,29 +341,29 @@ class Level(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DiskUsage:
     """Of a run's folder. `sentence`: for people; nothing while there is room."""
 
-    level: Level
+    level: QuotaLevel
     sentence: str = ""
 
 
-def standing(taken: int, quota_gib: float, run_dir: Path) -> Standing:
+def measure_disk_usage(taken: int, quota_gib: float, run_dir: Path) -> DiskUsage:
     """How a run stands whose folder takes `taken` bytes. Pure."""
-    share = taken / (quota_gib * GIB)
-    what = f"the run's folder {run_dir} takes {taken / GIB:.2f} of the {quota_gib:g} GiB that a job may take (limits.disk_gib)"
+    share = taken / (quota_gib * BYTES_PER_GIB)
+    what = f"the run's folder {run_dir} takes {taken / BYTES_PER_GIB:.2f} of the {quota_gib:g} GiB that a job may take (limits.disk_gib)"
     if share > 1:
-        return Standing(
-            Level.OVER,
+        return DiskUsage(
+            QuotaLevel.OVER,
             f"{what}: the job is paused; delete what it does not need (samples, old checkpoints), or have the limit raised, then "
             "`gcore resume` it",
         )
     if share >= NEARLY:
-        return Standing(Level.NEARLY, f"{what}: no more samples are kept; beyond it the job is paused")
-    return Standing(Level.FREE)
+        return DiskUsage(QuotaLevel.NEARLY, f"{what}: no more samples are kept; beyond it the job is paused")
+    return DiskUsage(QuotaLevel.FREE)
 
 
-class RunQuota:
+class DiskQuota:
     """Of one job, on one node. `members`: how many nodes measure; `show`: told how it stands, whenever that is another level;
     `pause`: has the job stand still at its next commit."""
 
@@ -373,10 +372,10 @@ class RunQuota:
         run_dir: Path,
         quota_gib: float,
         members: Callable[[], int],
-        show: Callable[[Standing], None],
+        show: Callable[[DiskUsage], None],
         pause: Callable[[], Awaitable[None]],
         clock: Clock,
-        measure: Callable[[Path], int] = bytes_in,
+        measure: Callable[[Path], int] = disk_bytes,
     ) -> None:
         self._run_dir = run_dir
         self._quota_gib = quota_gib
@@ -385,7 +384,7 @@ class RunQuota:
         self._pause = pause
         self._clock = clock
         self._measure = measure
-        self._level = Level.FREE
+        self._level = QuotaLevel.FREE
 
     async def run(self) -> None:
         """For ever."""
@@ -400,13 +399,15 @@ class RunQuota:
 
     async def look(self) -> None:
         """Once."""
-        found = standing(await asyncio.to_thread(self._measure, self._run_dir), self._quota_gib, self._run_dir)
+        found = measure_disk_usage(
+            await asyncio.to_thread(self._measure, self._run_dir), self._quota_gib, self._run_dir
+        )
         if found.level is not self._level:
             self._show(
-                found if found.sentence else Standing(found.level, f"the run's folder {self._run_dir} has room again")
+                found if found.sentence else DiskUsage(found.level, f"the run's folder {self._run_dir} has room again")
             )
             self._level = found.level
-        if found.level is Level.OVER:
+        if found.level is QuotaLevel.OVER:
             try:
                 await self._pause()
             except StoreUnavailable as error:  # the next look tries it again

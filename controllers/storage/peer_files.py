@@ -24,7 +24,7 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError
-from gcore.system.files import DiskFull, sweep, sync, whole_folder
+from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 
 DRAFTS = ".fetched"
 """In the run's folder: what is not whole yet."""
@@ -38,11 +38,11 @@ MESSAGE_BYTES = 16 << 20
 """A listing of very many files is the largest."""
 
 
-class NotFetched(GcoreError):
+class FetchFailed(GcoreError):
     """What was wanted of a peer did not come, or not as it is there."""
 
 
-class NotThere(NotFetched):
+class FileMissing(FetchFailed):
     """The peer answers, and has it not."""
 
 
@@ -63,7 +63,7 @@ class PeerFiles:
     """Files that grow have one writer at a time."""
 
     async def list(self, address: str, folder: str) -> dict[str, int]:
-        """Names, relative to `folder`, and sizes of what lies there on a peer. Raises NotFetched."""
+        """Names, relative to `folder`, and sizes of what lies there on a peer. Raises FetchFailed."""
         async with self._peer(address) as stub:
             reply = await stub.List(pb.ListFilesRequest(job_uid=self.uid, folder=folder), timeout=self.silent_s)
         return {one.name: one.size for one in reply.files}
@@ -74,27 +74,27 @@ class PeerFiles:
         """Bring a whole folder of a peer here, in place of one that was here.
 
         `prove` reads the draft before it gets its name, and raises GcoreError if it is not what was wanted. Raises
-        NotFetched, OSError, and what `prove` raises.
+        FetchFailed, OSError, and what `prove` raises.
         """
         target = self.run_dir / folder
         async with self._draft(target, durable=durable) as draft, self._peer(address) as stub:
             reply = await stub.List(pb.ListFilesRequest(job_uid=self.uid, folder=folder), timeout=self.silent_s)
             if not reply.files:
-                raise NotThere(f"{folder} is not at {address}")
+                raise FileMissing(f"{folder} is not at {address}")
             for one in reply.files:
                 path = _inside(draft, one.name)
                 await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
                 with await asyncio.to_thread(path.open, "wb") as file:
                     came = await self._copy(stub, f"{folder}/{one.name}", 0, file)
                 if came != one.size:
-                    raise NotFetched(f"{folder}/{one.name} has {came} bytes at {address}, and not {one.size}")
+                    raise FetchFailed(f"{folder}/{one.name} has {came} bytes at {address}, and not {one.size}")
             await asyncio.to_thread(prove, draft)
         return target
 
     async def grown(self, address: str, folder: str) -> int:
         """Continue the files of `folder` that only grow, by what a peer has more of them; how many bytes came.
 
-        They are on this node's disk when this returns. Raises NotFetched, OSError.
+        They are on this node's disk when this returns. Raises FetchFailed, OSError.
         """
         total = 0
         async with self._writing, self._peer(address) as stub:
@@ -108,7 +108,7 @@ class PeerFiles:
 
     async def sweep(self) -> None:
         """Remove the drafts of lives before this one."""
-        await asyncio.to_thread(sweep, self.run_dir / DRAFTS)
+        await asyncio.to_thread(sweep_drafts, self.run_dir / DRAFTS)
 
     async def _continue(self, stub: Any, name: str, path: Path, have: int) -> int:
         await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class PeerFiles:
                 raise
 
     async def _copy(self, stub: Any, name: str, offset: int, to: BinaryIO) -> int:
-        """Write what a peer sends of a file; how much it was. Raises NotFetched if it is not what was read there."""
+        """Write what a peer sends of a file; how much it was. Raises FetchFailed if it is not what was read there."""
         digest, count, said = hashlib.sha256(), 0, b""
         call = stub.Read(pb.ReadFileRequest(job_uid=self.uid, file=name, offset=offset))
         try:
@@ -137,11 +137,11 @@ class PeerFiles:
                 await asyncio.to_thread(_write, to, chunk.data, digest)
             await asyncio.to_thread(to.flush)
         except TimeoutError as error:
-            raise NotFetched(f"nothing of {name} came for {self.silent_s:.0f} s") from error
+            raise FetchFailed(f"nothing of {name} came for {self.silent_s:.0f} s") from error
         finally:
             call.cancel()
         if said != digest.digest():
-            raise NotFetched(f"{name} did not come as it is there")
+            raise FetchFailed(f"{name} did not come as it is there")
         return count
 
     @contextlib.asynccontextmanager
@@ -151,13 +151,13 @@ class PeerFiles:
             try:
                 yield VersionedStub(files_pb2_grpc.FilesStub(channel), more=self.connector.metadata(address))
             except grpc.aio.AioRpcError as error:
-                raise NotFetched(f"{address} does not give it ({error.details() or error.code().name})") from error
+                raise FetchFailed(f"{address} does not give it ({error.details() or error.code().name})") from error
 
     @contextlib.asynccontextmanager
     async def _draft(self, target: Path, *, durable: bool) -> AsyncIterator[Path]:
-        """`whole_folder`, which blocks on the disk, in threads."""
+        """`replace_folder`, which blocks on the disk, in threads."""
         drafts = self.run_dir / DRAFTS
-        manager = whole_folder(target, owner=self.owner, durable=durable, drafts=drafts)
+        manager = replace_folder(target, owner=self.owner, durable=durable, drafts=drafts)
         folder = await asyncio.to_thread(manager.__enter__)
         try:
             yield folder
@@ -169,7 +169,7 @@ class PeerFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchResult:
     """Who gave it (empty: nobody), and what was wrong with those that were asked before, by node."""
 
     source: str
@@ -181,9 +181,9 @@ class Fetched:
         return "; ".join(f"{node}: {error}" for node, error in self.wrong.items())
 
 
-async def from_first(
+async def fetch_from_first(
     addresses: Mapping[str, str], nodes: Iterable[str], fetch: Callable[[str], Awaitable[object]]
-) -> Fetched:
+) -> FetchResult:
     """Fetch from the first of `nodes` that gives it. Raises DiskFull, OSError."""
     wrong: dict[str, GcoreError] = {}
     for node in nodes:
@@ -195,15 +195,15 @@ async def from_first(
             except GcoreError as error:
                 wrong[node] = error
             else:
-                return Fetched(node, wrong)
-    return Fetched("", wrong)
+                return FetchResult(node, wrong)
+    return FetchResult("", wrong)
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Where a file goes that a peer names. Raises NotFetched for a name that leads elsewhere."""
+    """Where a file goes that a peer names. Raises FetchFailed for a name that leads elsewhere."""
     parts = name.split("/")
     if any(part in ("", ".", "..") or part.startswith(".") or "\0" in part for part in parts):
-        raise NotFetched(f"a peer names a file {name[:200]!r}")
+        raise FetchFailed(f"a peer names a file {name[:200]!r}")
     return folder.joinpath(*parts)
 
 
@@ -232,5 +232,5 @@ def _keep_lines(file: BinaryIO, path: Path, have: int) -> int:
     file.truncate(end)
     os.fsync(file.fileno())
     if have == 0:
-        sync(path.parent)
+        sync_path(path.parent)
     return end - have

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from controllers.job.effects import Hands
+from controllers.job.effects import Effects
 from controllers.rules.actions import (
-    Applied,
+    ActionResult,
     Archive,
     BringStart,
     Discard,
@@ -25,28 +25,28 @@ from controllers.rules.actions import (
     Gather,
     SayFolder,
 )
-from controllers.rules.replication import holders
-from controllers.rules.view import JobView, SavedCheckpoint, order
-from controllers.storage.peer_files import NotThere, from_first
-from controllers.storage.run_folder import RECORDS, OwnFolder, grown
+from controllers.rules.replication import checkpoint_holders
+from controllers.rules.view import JobView, SavedCheckpoint, turn_order
+from controllers.storage.peer_files import FileMissing, fetch_from_first
+from controllers.storage.run_folder import RECORDS, LocalRunFolder, extend_files
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger import archive, transactions
-from gcore.ledger.archive import left_in
+from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.audit import receipts
 from gcore.ledger.records.chain import HeldCheckpoint, NodeFolder
-from gcore.ledger.transactions import Stored, TxnOutcome
+from gcore.ledger.transactions import TxnOutcome, Versioned
 from gcore.models.layout import (
     CheckpointDamaged,
     checkpoint_folder,
     checkpoints_in,
-    keep_newest_staged,
+    delete_old_staged,
     manifest_digest,
     verify_checkpoint,
     weights_folder,
 )
 from gcore.schema import UnreadableRecord
 from gcore.store.types import KeyValue
-from gcore.system.fault_injection import At, point
+from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.files import DiskFull
 
 # -------------------- bringing
@@ -57,7 +57,7 @@ from gcore.system.files import DiskFull
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class CheckpointFetch:
     """Why a checkpoint does not lie whole on this node, or nothing. `is_final`: it will not while things are as they are,
     since no node that is there has it undamaged."""
 
@@ -65,52 +65,54 @@ class Brought:
     is_final: bool = False
 
 
-async def bring(
-    checkpoint: SavedCheckpoint, view: JobView, hands: Hands, own: OwnFolder, *, read_all: bool = False
-) -> Brought:
+async def ensure_checkpoint(
+    checkpoint: SavedCheckpoint, view: JobView, hands: Effects, own: LocalRunFolder, *, read_all: bool = False
+) -> CheckpointFetch:
     """See that a checkpoint lies here, and fetch it if not. `read_all`: every byte of one that lies here, and fetch another in
     its place if it is damaged. Raises OSError."""
     name, folder = (checkpoint.version, checkpoint.digest), hands.run_dir / checkpoint.file
     here = ""
     try:
-        await asyncio.to_thread(prove if read_all or name in own.damaged else prove_name, folder, checkpoint.digest)
+        await asyncio.to_thread(
+            verify_files if read_all or name in own.damaged else verify_digest, folder, checkpoint.digest
+        )
     except CheckpointDamaged as error:
         here = str(error)
     else:
         own.damaged.discard(name)
-        return Brought()
+        return CheckpointFetch()
     lies = await asyncio.to_thread(folder.is_dir)
     if lies:
         own.damaged.add(name)
-    peers = addresses(view)
-    said = holders(view, *name) - {view.node}
+    peers = peer_addresses(view)
+    said = checkpoint_holders(view, *name) - {view.node}
     fetch = partial(
-        own.files.folder, folder=checkpoint.file, prove=partial(prove, digest=checkpoint.digest), durable=True
+        own.files.folder, folder=checkpoint.file, prove=partial(verify_files, digest=checkpoint.digest), durable=True
     )
-    fetched = await from_first(peers, order(said, f"source {view.node}"), fetch)
+    fetched = await fetch_from_first(peers, turn_order(said, f"source {view.node}"), fetch)
     if fetched.source:
         own.damaged.discard(name)
-        return Brought()
+        return CheckpointFetch()
     is_final = said == fetched.wrong.keys() and all(
-        isinstance(error, CheckpointDamaged | NotThere) for error in fetched.wrong.values()
+        isinstance(error, CheckpointDamaged | FileMissing) for error in fetched.wrong.values()
     )
     why = fetched.why or "no other node that is there has it"
-    return Brought(f"{here}; {why}" if lies else why, is_final)
+    return CheckpointFetch(f"{here}; {why}" if lies else why, is_final)
 
 
-def prove(folder: Path, digest: str) -> None:
+def verify_files(folder: Path, digest: str) -> None:
     """Read every byte of a checkpoint. Raises CheckpointDamaged if it is not whole, or not the one of that digest."""
     verify_checkpoint(folder)
-    prove_name(folder, digest)
+    verify_digest(folder, digest)
 
 
-def prove_name(folder: Path, digest: str) -> None:
+def verify_digest(folder: Path, digest: str) -> None:
     """Raises CheckpointDamaged if the manifest is not that of `digest`, or is not there."""
     if manifest_digest(folder) != digest:
         raise CheckpointDamaged("it is not the one that was registered", where=str(folder))
 
 
-def addresses(view: JobView) -> dict[str, str]:
+def peer_addresses(view: JobView) -> dict[str, str]:
     """Where the peers that are there answer."""
     return {name: record.for_peers for name, record in view.nodes.items() if name != view.node}
 
@@ -130,23 +132,23 @@ AGAIN_S = 1.0
 OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
 
 
-async def carry_out(action: OwnAction, view: JobView, hands: Hands) -> Applied:
+async def carry_out_folder_action(action: OwnAction, view: JobView, hands: Effects) -> ActionResult:
     """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
     name, own = type(action).__name__, hands.own
     if own is None:
-        return Applied(TxnOutcome.STALE, f"{name}: nodes share a folder")
+        return ActionResult(TxnOutcome.STALE, f"{name}: nodes share a folder")
     patience = PATIENCE_S
     try:
         done = await _do(action, view, hands, own)
     except (OSError, DiskFull) as error:
         why, patience = f"{error.strerror or error}" if isinstance(error, OSError) else error.what, 0.0
-        done = Applied(
+        done = ActionResult(
             TxnOutcome.UNKNOWN, f"its folder of the run {hands.run_dir} does not take what it is to keep ({why})"
         )
     except StoreUnavailable:
         raise
     except GcoreError as error:
-        done = Applied(TxnOutcome.UNKNOWN, f"{name}: {error}")
+        done = ActionResult(TxnOutcome.UNKNOWN, f"{name}: {error}")
     if done.outcome is not TxnOutcome.UNKNOWN:
         if own.failing.pop(name, None) is not None and not own.failing:
             hands.tell(TOPIC, "")
@@ -159,22 +161,22 @@ async def carry_out(action: OwnAction, view: JobView, hands: Hands) -> Applied:
     return done
 
 
-async def _do(action: OwnAction, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def _do(action: OwnAction, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     match action:
         case SayFolder():
-            return await say_folder(view, hands, own)
+            return await report_own_folder(view, hands, own)
         case FetchWeights():
             return await fetch_weights(action, view, hands, own)
         case FetchCheckpoint():
             return await fetch_checkpoint(action, view, hands, own)
         case BringStart():
-            return await bring_start(action, view, hands, own)
+            return await fetch_start(action, view, hands, own)
         case Gather():
-            return await gather(action, view, hands, own)
+            return await fetch_receipts(action, view, hands, own)
         case Archive():
-            return await archive_here(action, view, hands, own)
+            return await write_archive(action, view, hands, own)
         case Discard():
-            return await discard(action, view, hands, own)
+            return await delete_own_copies(action, view, hands, own)
 
 
 def _read(kv: KeyValue) -> NodeFolder | None:
@@ -185,7 +187,7 @@ def _read(kv: KeyValue) -> NodeFolder | None:
         return None
 
 
-async def say_folder(view: JobView, hands: Hands, own: OwnFolder, **said: object) -> Applied:
+async def report_own_folder(view: JobView, hands: Effects, own: LocalRunFolder, **said: object) -> ActionResult:
     """Look what lies here and say so, with `said` as new fields."""
     key = view.mirror.keys.folder(view.node)
     found = await asyncio.to_thread(_lying, hands.run_dir)
@@ -194,85 +196,85 @@ async def say_folder(view: JobView, hands: Hands, own: OwnFolder, **said: object
     if known is not None and known.by == view.me:
         before = known
     else:
-        left = await asyncio.to_thread(left_in, hands.run_dir)
+        left = await asyncio.to_thread(highest_in_folder, hands.run_dir)
         before = NodeFolder(node=view.node, by=view.me, entry=left.entry)
     checkpoints = tuple(one for one in found if (one.version, one.digest) not in own.damaged)
     now = before.model_copy(update={"lineage": view.head.lineage, "checkpoints": checkpoints, **said})
     sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"
     if known == now:
-        return Applied(TxnOutcome.STALE, sentence)
-    written = None if kv is None else Stored(known or now, kv.mod_revision)  # compared by its revision alone
+        return ActionResult(TxnOutcome.STALE, sentence)
+    written = None if kv is None else Versioned(known or now, kv.mod_revision)  # compared by its revision alone
     report = await hands.ledger.run(transactions.say_folder(view.mirror.keys, written, now, hands.lease))
-    return Applied(report.outcome, sentence, report.revision)
+    return ActionResult(report.outcome, sentence, report.revision)
 
 
-async def fetch_weights(action: FetchWeights, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def fetch_weights(action: FetchWeights, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     """From the node where they were staged, else from any that has them."""
     target = weights_folder(hands.run_dir, action.version)
     name = str(target.relative_to(hands.run_dir))
-    peers = addresses(view)
+    peers = peer_addresses(view)
     fetch = partial(own.files.folder, folder=name, durable=False)
-    fetched = await from_first(peers, (action.source, *sorted(peers.keys() - {action.source})), fetch)
+    fetched = await fetch_from_first(peers, (action.source, *sorted(peers.keys() - {action.source})), fetch)
     if not fetched.source:
-        return Applied(TxnOutcome.UNKNOWN, f"fetch {name}: {fetched.why}")
-    await asyncio.to_thread(keep_newest_staged, target.parent)
-    return Applied(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
+        return ActionResult(TxnOutcome.UNKNOWN, f"fetch {name}: {fetched.why}")
+    await asyncio.to_thread(delete_old_staged, target.parent)
+    return ActionResult(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
 
 
-async def fetch_checkpoint(action: FetchCheckpoint, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def fetch_checkpoint(action: FetchCheckpoint, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     """Bring a copy here, and say so."""
-    brought = await bring(action.checkpoint, view, hands, own)
+    brought = await ensure_checkpoint(action.checkpoint, view, hands, own)
     if brought.problem:
-        return Applied(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
-    return await say_folder(view, hands, own)
+        return ActionResult(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
+    return await report_own_folder(view, hands, own)
 
 
-async def bring_start(action: BringStart, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def fetch_start(action: BringStart, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     """What a world starts from is read to the last byte by every node that runs a rank of it."""
-    brought = await bring(action.checkpoint, view, hands, own, read_all=True)
-    said = await say_folder(view, hands, own)
+    brought = await ensure_checkpoint(action.checkpoint, view, hands, own, read_all=True)
+    said = await report_own_folder(view, hands, own)
     if brought.problem:
-        return Applied(TxnOutcome.UNKNOWN, f"bring {action.checkpoint.file}: {brought.problem}")
+        return ActionResult(TxnOutcome.UNKNOWN, f"bring {action.checkpoint.file}: {brought.problem}")
     own.brought.add(action.world)
-    return Applied(TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision)
+    return ActionResult(TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision)
 
 
-async def gather(action: Gather, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def fetch_receipts(action: Gather, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
     assert view.mirror.plan is not None
-    peers = addresses(view)
+    peers = peer_addresses(view)
     nodes = {place.node for place in view.mirror.plan.record.ranks} & peers.keys()
     sentence = f"gather the receipts of {action.token}"
-    if wrong := await grown(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
-        return Applied(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
-    done = await say_folder(view, hands, own, receipts=str(action.token))
-    return Applied(done.outcome, sentence, done.revision)
+    if wrong := await extend_files(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
+        return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
+    done = await report_own_folder(view, hands, own, receipts=str(action.token))
+    return ActionResult(done.outcome, sentence, done.revision)
 
 
-async def archive_here(action: Archive, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def write_archive(action: Archive, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
     comes along: so a node that came later, or was wiped, gets all of it."""
-    wrong = await grown(own, addresses(view), RECORDS)
+    wrong = await extend_files(own, peer_addresses(view), RECORDS)
     entries = [view.mirror.log[seq].record for seq in action.seqs]
     evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
     if entries:
-        await asyncio.to_thread(archive.append, hands.run_dir, view.me, entries)
+        await asyncio.to_thread(archive.append_entries, hands.run_dir, view.me, entries)
     if evaluations:
         await asyncio.to_thread(archive.append_evaluations, hands.run_dir, view.me, evaluations)
     said = {"log": action.seqs} if entries else {}
     more = {"evaluations": action.evaluations} if evaluations else {}
-    done = await say_folder(view, hands, own, **said, **more)
+    done = await report_own_folder(view, hands, own, **said, **more)
     sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations are written down"
-    return Applied(done.outcome, "; ".join((sentence, *wrong)), done.revision)
+    return ActionResult(done.outcome, "; ".join((sentence, *wrong)), done.revision)
 
 
-async def discard(action: Discard, view: JobView, hands: Hands, own: OwnFolder) -> Applied:
+async def delete_own_copies(action: Discard, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
     """Delete copies that no record names."""
     for version in action.versions:
-        point(At.FORGET, "before")
+        fault_point(FaultPoint.FORGET, "before")
         await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
-        point(At.FORGET, "after")
-    return await say_folder(view, hands, own)
+        fault_point(FaultPoint.FORGET, "after")
+    return await report_own_folder(view, hands, own)
 
 
 def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:

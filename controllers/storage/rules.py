@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gcore.config.node import GarbageSection, Keep
+from gcore.config.node import GarbageSection, KeepPolicy
 
 Kind = Literal["run", "cache", "log", "scratch"]
 
@@ -20,7 +20,7 @@ DAY_S, GIB = 86400.0, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GarbageCandidate:
     """Something that lies there. `used`: when it was last of use, seconds since the epoch; `needed_by`: why it must stay, or nothing."""
 
     kind: Kind
@@ -31,44 +31,46 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GarbageDecision:
     """Whether it goes, and why, or why it stays."""
 
-    found: Found
+    found: GarbageCandidate
     goes: bool
     why: str
 
 
-def policies(section: GarbageSection) -> Mapping[Kind, Keep]:
+def retention_policies(section: GarbageSection) -> Mapping[Kind, KeepPolicy]:
     """For each kind. What an ended job's processes left on the node goes at once."""
-    return {"run": section.runs, "cache": section.caches, "log": section.logs, "scratch": Keep(newest=0)}
+    return {"run": section.runs, "cache": section.caches, "log": section.logs, "scratch": KeepPolicy(newest=0)}
 
 
-def judged(found: Iterable[Found], section: GarbageSection, now: float) -> tuple[Verdict, ...]:
+def decide_garbage(
+    found: Iterable[GarbageCandidate], section: GarbageSection, now: float
+) -> tuple[GarbageDecision, ...]:
     """Each with its verdict, the newest of each kind first."""
     everything = sorted(found, key=lambda one: (one.kind, -one.used, str(one.path)))
-    verdicts: list[Verdict] = []
-    for kind, keep in policies(section).items():
+    verdicts: list[GarbageDecision] = []
+    for kind, keep in retention_policies(section).items():
         verdicts += _of_kind([one for one in everything if one.kind == kind], keep, now)
     return tuple(verdicts)
 
 
-def _of_kind(found: list[Found], keep: Keep, now: float) -> list[Verdict]:
+def _of_kind(found: list[GarbageCandidate], keep: KeepPolicy, now: float) -> list[GarbageDecision]:
     total = sum(one.bytes for one in found if one.needed_by)  # what stays in any case takes its room first
     verdicts, place = [], 0
     for one in found:
         if one.needed_by:
-            verdicts.append(Verdict(one, False, one.needed_by))
+            verdicts.append(GarbageDecision(one, False, one.needed_by))
             continue
         place += 1
         why = _why_it_goes(one, keep, place, total + one.bytes, now)
         if not why:
             total += one.bytes
-        verdicts.append(Verdict(one, bool(why), why or "the policy keeps it"))
+        verdicts.append(GarbageDecision(one, bool(why), why or "the policy keeps it"))
     return verdicts
 
 
-def _why_it_goes(one: Found, keep: Keep, place: int, total: int, now: float) -> str:
+def _why_it_goes(one: GarbageCandidate, keep: KeepPolicy, place: int, total: int, now: float) -> str:
     """Of what nothing needs, the `place`-th newest, with which all that stay take `total` bytes."""
     if keep.everything or place <= (keep.newest or 0):
         return ""

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.identity import Identity
 from controllers.storage.peer_files import PeerFiles
 from gcore.api.tls import PLAIN, Connector
@@ -37,14 +37,14 @@ from gcore.observability import samples
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
 from gcore.system.clock import Clock
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 from gcore.types import Version
 
 FOLDER = ".nodes"
 """In the run's folder: one small file for each node that has worked on the job."""
 
 
-LOOK_AGAIN_S = 0.5
+PROOF_LOOK_AGAIN_S = 0.5
 
 
 LOOKS = 30
@@ -60,7 +60,7 @@ SHARE_IT = (
 Pause = Callable[[float], Awaitable[None]]
 
 
-def away(run_dir: Path, node: str) -> str:
+def folder_loss(run_dir: Path, node: str) -> str:
     """Why `node` does not see the folder any more in which it proved to write, or nothing. Blocks.
 
     A folder of that name is not enough: where a mount is gone, whoever writes a log makes one beneath it.
@@ -81,18 +81,18 @@ class StorageNotShared(GcoreError):
 
 def run_folder(job: JobRecord, run_root: Path) -> Path:
     """The folder of a job's run on this node: the one that all share, or where they share none, its own of that name."""
-    return run_root / Path(job.run_dir).name if is_apart(job) else Path(job.run_dir)
+    return run_root / Path(job.run_dir).name if has_own_folder(job) else Path(job.run_dir)
 
 
-def is_apart(job: JobRecord) -> bool:
+def has_own_folder(job: JobRecord) -> bool:
     """Whether each node has a folder of its own for the run."""
     storage = job.spec.get("storage")
     return isinstance(storage, dict) and storage.get("copies") is not None
 
 
-def seen_here(mirror: JobMirror, run_root: Path) -> JobMirror:
+def localize_mirror(mirror: JobMirror, run_root: Path) -> JobMirror:
     """The mirror, whose job's record names the run's folder as it is on this node."""
-    if mirror.job is None or not is_apart(mirror.job.record):
+    if mirror.job is None or not has_own_folder(mirror.job.record):
         return mirror
     here = str(run_folder(mirror.job.record, run_root))
     if mirror.job.record.run_dir == here:
@@ -128,7 +128,7 @@ class StorageProof:
             unseen = [other for other in await self._others() if not await asyncio.to_thread(self._sees, other)]
             if not unseen:
                 return
-            await self.pause(LOOK_AGAIN_S)
+            await self.pause(PROOF_LOOK_AGAIN_S)
         names = ", ".join(sorted(mark.node for mark in unseen))
         raise StorageNotShared(
             f"{self.identity.node} does not see what {names} wrote in the job's folder; the nodes share no storage there",
@@ -150,7 +150,7 @@ class StorageProof:
         path = self._file_of(self.identity.node)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            whole_file(path, nonce.encode())
+            replace_file(path, nonce.encode())
         except OSError as error:
             raise StorageNotShared(
                 f"{self.identity.node} cannot write in the job's folder ({error.strerror or error})",
@@ -211,7 +211,7 @@ def staged_versions(run_dir: Path) -> frozenset[Version]:
     return versions_in(weights_folder(run_dir, FIRST).parent) | {FIRST}
 
 
-class StagedWeights:
+class StagedWeightsMonitor:
     """Of one job, on one node. `wanted`: head's version; `tell`: of a trouble by topic, an empty sentence when it is over;
     `found`: called when other versions are there."""
 
@@ -220,7 +220,7 @@ class StagedWeights:
         folder: Path,
         node: str,
         wanted: Callable[[], Version | None],
-        changes: Changes,
+        changes: ChangeSignal,
         tell: Tell,
         found: Callable[[], None],
         clock: Clock,
@@ -300,12 +300,12 @@ def _in_a_thread(look: Callable[[], frozenset[Version]]) -> asyncio.Future[froze
 # This node's own folders of runs, of jobs whose nodes share none: what is known of each beside what lies in it, and how its files
 # that only grow are continued by what peers have. A daemon without a job has this already, so it imports little.
 
-RECORDS = (archive.ARCHIVE_FOLDER, archive.EVALUATIONS, receipts.FOLDER)
+RECORDS = (archive.LOG_FOLDER, archive.EVALUATIONS, receipts.FOLDER)
 """The folders whose files only grow."""
 
 
 @dataclass
-class OwnFolder:
+class LocalRunFolder:
     """One job's, on one node, as long as the daemon lives."""
 
     files: PeerFiles
@@ -317,41 +317,43 @@ class OwnFolder:
     """What has not been done since when, by the action's name."""
 
 
-class OwnFolders:
+class LocalRunFolders:
     """All of a node's, by job: who writes there and who reads for people go through the same one."""
 
     def __init__(self, connector: Connector = PLAIN) -> None:
         self._connector = connector
-        self._known: dict[str, OwnFolder] = {}
+        self._known: dict[str, LocalRunFolder] = {}
 
     @property
     def connector(self) -> Connector:
         """What other nodes are reached with."""
         return self._connector
 
-    def of(self, uid: str, run_dir: Path) -> OwnFolder:
+    def of(self, uid: str, run_dir: Path) -> LocalRunFolder:
         """A job's, made at the first call."""
         if uid not in self._known:
-            self._known[uid] = OwnFolder(PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8], connector=self._connector))
+            self._known[uid] = LocalRunFolder(
+                PeerFiles(uid, run_dir, owner=uuid.uuid4().hex[:8], connector=self._connector)
+            )
         return self._known[uid]
 
 
-async def collect_samples(own: OwnFolder, peers: Mapping[str, str]) -> None:
+async def collect_samples(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
     """Before samples are read: what other nodes have kept, as far as they give it. A file of them is written once."""
-    await grown(own, peers, (samples.FOLDER,))
+    await extend_files(own, peers, (samples.FOLDER,))
 
 
-async def collect_books(own: OwnFolder, peers: Mapping[str, str]) -> None:
+async def collect_accounts(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
     """Before books are read: what other nodes have booked, as far as they give it."""
-    await grown(own, peers, (books_file.FOLDER,))
+    await extend_files(own, peers, (books_file.FOLDER,))
 
 
-async def collect_records(own: OwnFolder, peers: Mapping[str, str]) -> None:
+async def collect_records(own: LocalRunFolder, peers: Mapping[str, str]) -> None:
     """Before a run's records are read as a whole: what peers have more of them, as far as they give it."""
-    await grown(own, peers, RECORDS)
+    await extend_files(own, peers, RECORDS)
 
 
-async def grown(own: OwnFolder, peers: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
+async def extend_files(own: LocalRunFolder, peers: Mapping[str, str], names: Iterable[str]) -> tuple[str, ...]:
     """Continue files by what peers have; what was wrong with whom."""
     wrong = []
     for node, address in sorted(peers.items()):

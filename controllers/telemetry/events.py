@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from controllers.identity import node_of
-from controllers.telemetry.step_stats import key_of, mostly_truncated
+from controllers.telemetry.step_stats import source_key, truncated_sources
 from gcore.config.data import ONLY_SOURCE
 from gcore.config.train import FlowSpec
 from gcore.ledger.mirror import JobMirror
@@ -33,7 +33,7 @@ from gcore.ledger.records.job import (
 from gcore.ledger.statistics import commonest_reason
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
-from placement.moves import in_words
+from placement.moves import move_in_words
 
 # -------------------- derived_events
 # What happened to a job, in the words and numbers of its events, from one change of one of its records. Pure.
@@ -53,7 +53,7 @@ Derived = tuple[str, str, dict[str, Any]]
 """An event's kind, its message and its data."""
 
 
-def derive(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
+def derive_events(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
     """What a change of one of a job's records tells, `before` it and `after` the batch that brought it. Raises UnreadableRecord."""
     key, kv = change.kv.key, change.kv
     if change.kind == "delete":
@@ -101,9 +101,9 @@ def derive(keys: JobKeys, before: JobMirror, change: WatchEvent, after: JobMirro
         yield _evaluation(Evaluation.decode(kv.value, key))
 
 
-def truncated(source: str, step: Mapping[str, Any]) -> Derived:
+def truncation_warning(source: str, step: Mapping[str, Any]) -> Derived:
     """The warning that most responses of a source were cut off in a step (its data)."""
-    share = step["stats"].get(key_of("truncated", source), step["stats"].get("truncated", 0.0))
+    share = step["stats"].get(source_key("truncated", source), step["stats"].get("truncated", 0.0))
     message = (
         f"{share:.0%} of the responses of source {source!r} were cut off in step {step['step']}; raise max_new_tokens, or "
         "see rollout.truncated"
@@ -149,7 +149,7 @@ def _moves(before: Moves, after: Moves) -> Iterator[Derived]:
                 "after": move.after.model_dump(),
                 "reason": move.reason,
             }
-            yield "placement", in_words(move), data
+            yield "placement", move_in_words(move), data
 
 
 def _entry(before: JobMirror, entry: LogEntry, after: JobMirror) -> Iterator[Derived]:
@@ -260,7 +260,7 @@ class Event:
         return json.dumps(self.data)
 
 
-def by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
+def split_by_revision(batch: WatchBatch) -> Iterator[WatchBatch]:
     """A batch in pieces of one revision each, but for one that tells everything anew: which changes come together is chance, and
     every controller is to derive the same events from them."""
     if batch.reset or len({event.kv.mod_revision for event in batch.events}) < 2:
@@ -295,7 +295,7 @@ class EventLog:
 
     def _told(self, before: JobMirror, change: WatchEvent, after: JobMirror) -> Iterator[Derived]:
         """What one change tells."""
-        derived = [one for one in derive(self._keys, before, change, after) if self._is_new(one)]
+        derived = [one for one in derive_events(self._keys, before, change, after) if self._is_new(one)]
         yield from derived
         yield from self._warnings(derived, after)
 
@@ -324,10 +324,10 @@ class EventLog:
                 continue
             sources = list(after.head.record.tally.sources) if after.head is not None else []
             only = sources[0] if len(sources) == 1 else ONLY_SOURCE
-            fresh = [source for source in mostly_truncated(data["stats"], only) if source not in self._warned]
+            fresh = [source for source in truncated_sources(data["stats"], only) if source not in self._warned]
             for source in fresh[: PER_REVISION - len(derived)]:
                 self._warned.add(source)
-                yield truncated(source, data)
+                yield truncation_warning(source, data)
 
     def after(self, sequence: int, *, goes_on: bool = False) -> list[Event]:
         """The events with greater numbers. `goes_on`: for whoever has heard of events before; what may have been told already is not

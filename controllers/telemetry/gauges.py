@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from controllers.flow.group_buffer import Holdings
+from controllers.flow.group_buffer import GroupBuffer
 from controllers.rules.actions import Action, Place, Register, Retain, Warn
 from controllers.rules.retention import CHECKPOINT_TROUBLE
-from controllers.rules.view import JobView, Waits
+from controllers.rules.view import JobView, Timers
 from controllers.rules.waits import Wait
-from controllers.telemetry.step_stats import named_parts, split_key
+from controllers.telemetry.step_stats import parts_by_name, split_source_key
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry
 from gcore.ledger.records.job import Move, MoveKind, Moves
 from gcore.observability.metrics import Metrics, MoveFigures
 from gcore.observability.step_metrics import PHASES
-from gcore.store.types import StoreStanding, WatchBatch
+from gcore.store.types import StoreMemberStatus, WatchBatch
 from gcore.system.clock import Clock
 from placement.assign import split_of
 
 
-def show_flights(metrics: Metrics, mirror: JobMirror, holdings: Holdings, now: float) -> None:
+def show_in_flight(metrics: Metrics, mirror: JobMirror, holdings: GroupBuffer, now: float) -> None:
     """What this peer has in flight and holds, and how old the oldest in flight is. `now`: the monotonic clock."""
     if mirror.job is None or mirror.head is None:
         return
@@ -33,7 +33,7 @@ def show_flights(metrics: Metrics, mirror: JobMirror, holdings: Holdings, now: f
     metrics.oldest_steps.labels(job).set(max((head.step - version.step for version in versions), default=0))
 
 
-def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], waits: Waits, now: float) -> None:
+def show_waits(metrics: Metrics, mirror: JobMirror, waiting: Sequence[Wait], waits: Timers, now: float) -> None:
     """For how long what the job waits for has been waited for, by cause. `now`: the monotonic clock."""
     if mirror.job is None:
         return
@@ -63,7 +63,7 @@ def count_moves(metrics: Metrics, action: Action) -> None:
         metrics.moves.labels(action.proposal.move.kind.value, action.proposal.move.state).inc()
 
 
-def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:
+def show_job(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> None:
     """Set the job's gauges, and count what `me` wrote in this batch. History that is only read again is not counted."""
     if mirror.job is None or mirror.head is None:
         return
@@ -90,7 +90,7 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
         if entry.kind == "train":
             metrics.show_stats(job, {"groups_lacking": 0.0} | entry.stats)
             _show_sources(metrics, job, mirror, entry)
-            metrics.show_parts(job, named_parts(entry.stats))
+            metrics.show_parts(job, parts_by_name(entry.stats))
         if entry.writer == me and not batch.reset:
             for name, phase in PHASES.items():
                 if name in entry.stats:
@@ -102,7 +102,7 @@ def show(metrics: Metrics, mirror: JobMirror, batch: WatchBatch, me: str) -> Non
 def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry) -> None:
     """A step's numbers by source; a job with one source has them as the step's own."""
     assert mirror.head is not None
-    found = [(split, value) for key, value in entry.stats.items() if (split := split_key(key)) is not None]
+    found = [(split, value) for key, value in entry.stats.items() if (split := split_source_key(key)) is not None]
     for (name, source), value in found:
         metrics.show_source(job, source, {name: value})
     sources = list(mirror.head.record.tally.sources)
@@ -125,18 +125,18 @@ def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> Non
         metrics.show_split(job, {"rollout": split.rollout, "reward": split.reward, "train": split.train})
     if after.movings is before.movings:
         return
-    for kind, move in newest_by_kind(after.moves).items():
-        metrics.show_move(job, kind, figures_of(move))
-    if (expected := expected_s(after.moves)) is not None:
+    for kind, move in newest_moves(after.moves).items():
+        metrics.show_move(job, kind, move_figures(move))
+    if (expected := expected_step_s(after.moves)) is not None:
         metrics.expected.labels(job).set(expected)
 
 
-def newest_by_kind(moves: Moves) -> dict[str, Move]:
+def newest_moves(moves: Moves) -> dict[str, Move]:
     """The newest move of each kind that was made, or would have been."""
     return {move.kind.value: move for move in moves.moves if move.state in ("done", "would")}
 
 
-def figures_of(move: Move) -> MoveFigures:
+def move_figures(move: Move) -> MoveFigures:
     """What was expected of a move, and what came of it. A step's gain is what it became shorter by."""
     outcome = move.outcome
     expected = move.gain_s
@@ -150,7 +150,7 @@ def figures_of(move: Move) -> MoveFigures:
     return MoveFigures(expected, gained, move.cost_s, took)
 
 
-def expected_s(moves: Moves) -> float | None:
+def expected_step_s(moves: Moves) -> float | None:
     """What the newest decision, whether it moved anything or not, expects of a step."""
     told = [(move.time, move.expected_s) for move in moves.moves if move.expected_s is not None]
     told += [(stay.time, stay.expected_s) for stay in moves.stays if stay.expected_s is not None]
@@ -166,7 +166,7 @@ def expected_s(moves: Moves) -> float | None:
 ASK_EVERY_S = 15.0
 
 
-class JobSize:
+class JobStoreSize:
     """The keys and bytes of one job. Mutable; as much memory as the job has keys, which are bounded."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class JobSize:
 
 
 async def watch_members(
-    standing: Callable[[], Awaitable[Mapping[str, StoreStanding]]], metrics: Metrics, clock: Clock
+    standing: Callable[[], Awaitable[Mapping[str, StoreMemberStatus]]], metrics: Metrics, clock: Clock
 ) -> None:
     """Show what the store's members say of themselves, for ever. `standing`: asks them; a member that does not answer is not in it."""
     while True:

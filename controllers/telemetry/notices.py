@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from controllers.rules.view import JobView, Waits
-from controllers.rules.waits import LOCAL, Wait, overdue, sentence, waiting_for
+from controllers.rules.view import JobView, Timers
+from controllers.rules.waits import LOCAL, Wait, current_waits, overdue_waits, wait_sentence
 from controllers.telemetry.gauges import show_waits
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.job import FaultRecord, Trouble
@@ -41,7 +41,7 @@ MOST_WAITING = 64
 """Sentences that the store has not taken yet: the newest."""
 
 
-class TroubleBook:
+class WarningLog:
     """Of one job, on one controller."""
 
     def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
@@ -91,21 +91,21 @@ class TroubleBook:
 LOOK_S = 1.0
 
 
-class Job(Protocol):
+class ReportedJob(Protocol):
     """Whose waits these are."""
 
-    waits: Waits
-    troubles: TroubleBook
+    waits: Timers
+    troubles: WarningLog
 
     def look(self) -> JobView:
         """The view now."""
         ...
 
 
-class Telling:
+class WaitReporter:
     """Of one job, on one controller."""
 
-    def __init__(self, job: Job, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, job: ReportedJob, metrics: Metrics, clock: Clock) -> None:
         self._job = job
         self._metrics = metrics
         self._clock = clock
@@ -125,7 +125,7 @@ class Telling:
         """Note since when everything holds that is waited for, and the conditions in `others`; tell what is to be told."""
         due = now >= self._looked + LOOK_S
         if due:
-            self._looked, self._waiting = now, tuple(waiting_for(view))
+            self._looked, self._waiting = now, tuple(current_waits(view))
         waiting = self._waiting
         held = [*others, *(w.key for w in waiting), *(w.stall for w in waiting)]
         self._job.waits = self._job.waits.note(held, now)
@@ -134,20 +134,20 @@ class Telling:
             self._tell(view, waiting, now)
 
     def _tell(self, view: JobView, waiting: Sequence[Wait], now: float) -> None:
-        due = {wait.stall: wait for wait in overdue(view, waiting, self._job.waits, now)}
+        due = {wait.stall: wait for wait in overdue_waits(view, waiting, self._job.waits, now)}
         for stall, wait in due.items():
             if stall not in self._told:
                 topic = f"wait-{wait.cause}" + (f"-{view.node}" if wait.cause in LOCAL else "")
-                self._job.troubles.note(topic, sentence(wait))
+                self._job.troubles.note(topic, wait_sentence(wait))
                 self._metrics.stalls.labels(wait.cause).inc()
         self._told &= {wait.stall for wait in waiting}
         self._told |= due.keys()
 
 
 @asynccontextmanager
-async def telling(job: Job, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
+async def report_waits(job: ReportedJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
     """What the job waits for is told while the block runs. Raises what the telling raised, which is a defect."""
-    tasks = [asyncio.create_task(work) for work in (Telling(job, metrics, clock).run(), job.troubles.run())]
+    tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.troubles.run())]
     try:
         yield
     finally:
@@ -173,7 +173,7 @@ MOST_OF_JOB = 64
 """Of one job, by all controllers that it ever had; each may write one more."""
 
 
-class FaultBook:
+class PluginErrorLog:
     """Of one job, on one controller."""
 
     def __init__(self, store: Store, keys: JobKeys, node: str) -> None:

@@ -15,27 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controllers.accounting.collector import Booking
-from controllers.changes import Changes
-from controllers.flow.group_buffer import Holdings
+from controllers.accounting.collector import AccountCollector
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer
 from controllers.identity import Identity
-from controllers.rules.view import TURN_SECONDS, JobView, turn
+from controllers.rules.view import TURN_SECONDS, JobView, turn_of
 from controllers.telemetry.events import EventLog
-from controllers.telemetry.gauges import JobSize, show, show_placement
-from controllers.telemetry.step_stats import Stopwatch
-from controllers.telemetry.trackers import Patience, TrackerKeeper, Warn
+from controllers.telemetry.gauges import JobStoreSize, show_job, show_placement
+from controllers.telemetry.step_stats import StepTimer
+from controllers.telemetry.trackers import TrackerProcess, TrackerTimeouts, WarnPeople
 from gcore.config.spec import JobSpec, TrackerSpec
-from gcore.data.stream import OpenSource, PromptStream
+from gcore.data.stream import PromptSource, PromptStream
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger import archive
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Seal, SealState
 from gcore.ledger.records.job import Trouble
-from gcore.ledger.records.slot_accounting import BookLine
+from gcore.ledger.records.slot_accounting import AccountLine
 from gcore.observability import samples as folder
 from gcore.observability.metrics import Metrics
-from gcore.observability.metrics_file import Busy, MetricsFile, Source, lacks
-from gcore.observability.samples import KeptGroup, chosen, kept_group
+from gcore.observability.metrics_file import FileBusy, MetricsFile, MetricsSource, has_missing_lines
+from gcore.observability.samples import KeptGroup, choose_groups, make_kept_group
 from gcore.observability.tracing import StepTraces
 from gcore.rollout.client import EngineReach
 from gcore.store.keys import JobKeys
@@ -65,10 +65,12 @@ END_PATIENCE_S = 10.0
 """For the last lines of a job that has ended."""
 
 
-class Recorder:
+class MetricsFileWriter:
     """One controller's part in one job's file. `look`: the mirror now."""
 
-    def __init__(self, me: str, look: Callable[[], JobMirror], changes: Changes, warn: Warn, clock: Clock) -> None:
+    def __init__(
+        self, me: str, look: Callable[[], JobMirror], changes: ChangeSignal, warn: WarnPeople, clock: Clock
+    ) -> None:
         self._me = me
         self._warn = warn
         self._look = look
@@ -79,7 +81,7 @@ class Recorder:
         self._settled: JobMirror | None = None
         """Of which nothing is missing in the file: most changes are none of the chain."""
         self._trouble = ""
-        self.told = Changes()
+        self.told = ChangeSignal()
         """Notified when there are new lines here."""
 
     async def run(self) -> None:
@@ -92,7 +94,7 @@ class Recorder:
                 continue
             now = self._clock.monotonic()
             behind = now if behind is None else behind
-            wait = behind + TURN_SECONDS * turn(self._look().members, self._me, "metrics") - now
+            wait = behind + TURN_SECONDS * turn_of(self._look().members, self._me, "metrics") - now
             if wait > 0:
                 await self._changes.wait(timeout=wait)
             elif not await self._bring():
@@ -110,7 +112,7 @@ class Recorder:
         if mirror is self._settled:
             return False
         source = _source(mirror)
-        missing = source is not None and (self._file is None or lacks(self._file.written, source))
+        missing = source is not None and (self._file is None or has_missing_lines(self._file.written, source))
         self._settled = None if missing else mirror
         return missing
 
@@ -121,8 +123,8 @@ class Recorder:
         file = self._file = self._file or MetricsFile(run_dir)
         whole, wall = self._gaps < GAP_PATIENCE, self._clock.wall()
         try:
-            new = await asyncio.to_thread(file.bring, source, wall, lambda: archive.archive_read(run_dir), whole=whole)
-        except Busy:
+            new = await asyncio.to_thread(file.bring, source, wall, lambda: archive.read_entries(run_dir), whole=whole)
+        except FileBusy:
             return False
         except (OSError, ValueError) as error:
             self._gaps += isinstance(error, ValueError)
@@ -137,10 +139,10 @@ class Recorder:
         return True
 
 
-def _source(mirror: JobMirror) -> Source | None:
+def _source(mirror: JobMirror) -> MetricsSource | None:
     if mirror.job is None:
         return None
-    return Source(
+    return MetricsSource(
         mirror.job.record,
         mirror.status.record if mirror.status else None,
         {seq: stored.record for seq, stored in mirror.log.items()},
@@ -163,14 +165,14 @@ MOST_WAITING = 4
 class _Held:
     group: Group
     digest: str
-    source: OpenSource
+    source: PromptSource
     entry: int
 
 
-class SampleKeeper:
+class SampleWriter:
     """One controller's, of one job."""
 
-    def __init__(self, me: str, warn: Warn) -> None:
+    def __init__(self, me: str, warn: WarnPeople) -> None:
         self._me = me
         self._warn = warn
         self._in_trouble = False
@@ -178,7 +180,7 @@ class SampleKeeper:
         self._spec: JobSpec | None = None
         self._held: dict[Token, tuple[_Held, ...]] = {}
         self._ready: deque[tuple[Version, tuple[_Held, ...]]] = deque(maxlen=MOST_WAITING)
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._run_dir = Path()
         self.has_room = True
         """Whether the run's folder is to take more samples."""
@@ -187,7 +189,7 @@ class SampleKeeper:
         """From here on prompts can be looked up."""
         self._spec, self._stream, self._run_dir = spec, stream, run_dir
 
-    def note(self, mirror: JobMirror, holdings: Holdings) -> None:
+    def note(self, mirror: JobMirror, holdings: GroupBuffer) -> None:
         """Called at each change, before what is terminal leaves the holdings."""
         if self._spec is None or mirror.head is None:
             return
@@ -232,11 +234,11 @@ class SampleKeeper:
             else:
                 self._in_trouble = False
 
-    def _mine(self, seal: Seal, holdings: Holdings) -> list[_Held]:
+    def _mine(self, seal: Seal, holdings: GroupBuffer) -> list[_Held]:
         assert self._stream is not None
         assert self._spec is not None
         found = []
-        for sealed in chosen(seal, self._spec.samples.groups):
+        for sealed in choose_groups(seal, self._spec.samples.groups):
             group = holdings.group(sealed.digest) if sealed.holder == self._me else None
             if group is not None:
                 found.append(_Held(group, sealed.digest, *self._stream.found(sealed.ref)))
@@ -245,8 +247,8 @@ class SampleKeeper:
     def _write(self, version: Version, held: tuple[_Held, ...]) -> None:
         assert self._spec is not None
         characters, keep = self._spec.samples.characters, self._spec.samples.keep
-        folder.write(self._run_dir, version, self._me, [self._kept(one, characters) for one in held])
-        folder.prune(self._run_dir, keep)
+        folder.write_samples(self._run_dir, version, self._me, [self._kept(one, characters) for one in held])
+        folder.prune_steps(self._run_dir, keep)
 
     def _kept(self, held: _Held, characters: int) -> KeptGroup:
         try:
@@ -254,7 +256,7 @@ class SampleKeeper:
             text, answer = prompt.text, prompt.fields.get(held.source.source.reward.answer, "")
         except GcoreError as error:
             text, answer = f"(the prompt cannot be read: {error})", ""
-        return kept_group(held.group, held.digest, text, str(answer), self._me, characters)
+        return make_kept_group(held.group, held.digest, text, str(answer), self._me, characters)
 
 
 COPY_TURN_S = 0.5
@@ -265,7 +267,7 @@ STOP_S = 10.0
 """For tracker processes to end, once they were let go of."""
 
 
-class Reading:
+class RunRecorder:
     """One controller's, of one job. `look`: the mirror now."""
 
     def __init__(
@@ -275,7 +277,7 @@ class Reading:
         store: Store,
         keys: JobKeys,
         look: Callable[[], JobMirror],
-        changes: Changes,
+        changes: ChangeSignal,
         clock: Clock,
     ) -> None:
         self._identity = identity
@@ -284,8 +286,8 @@ class Reading:
         self._keys = keys
         self._look = look
         self._clock = clock
-        self._recorder = Recorder(identity.incarnation, look, changes, self._warn, clock)
-        self.samples = SampleKeeper(identity.incarnation, self._warn)
+        self._recorder = MetricsFileWriter(identity.incarnation, look, changes, self._warn, clock)
+        self.samples = SampleWriter(identity.incarnation, self._warn)
         self._writing: list[asyncio.Task[None]] = []
         self._trackers: list[asyncio.Task[None]] = []
 
@@ -294,10 +296,10 @@ class Reading:
         job = self._look().job
         assert job is not None
         for work in (self._recorder.run(), self.samples.run()):
-            self._writing.append(beside(work, "reading"))
+            self._writing.append(start_background_task(work, "reading"))
         for tree in job.record.spec.get("tracking", []):
             tracker = TrackerSpec.model_validate(tree)
-            keeper = TrackerKeeper(
+            keeper = TrackerProcess(
                 self._identity.incarnation,
                 self._home,
                 tracker,
@@ -306,9 +308,9 @@ class Reading:
                 self._warn,
                 self._clock,
             )
-            self._trackers.append(beside(keeper.run(), f"tracker {tracker.name}"))
+            self._trackers.append(start_background_task(keeper.run(), f"tracker {tracker.name}"))
 
-    def note(self, mirror: JobMirror, holdings: Holdings) -> None:
+    def note(self, mirror: JobMirror, holdings: GroupBuffer) -> None:
         """A change, before what is terminal leaves the holdings."""
         self.samples.note(mirror, holdings)
 
@@ -317,9 +319,9 @@ class Reading:
         for task in self._writing:
             task.cancel()
         last = {"records": self._recorder.finish(), "samples": self.samples.write(), "copy": self._leave_copy()}
-        await asyncio.wait([beside(work, name) for name, work in last.items()])
+        await asyncio.wait([start_background_task(work, name) for name, work in last.items()])
         if self._trackers:
-            await asyncio.wait(self._trackers, timeout=Patience().end_s + STOP_S)
+            await asyncio.wait(self._trackers, timeout=TrackerTimeouts().end_s + STOP_S)
 
     async def stop(self) -> None:
         """Stop at once; processes that were started are let go of and waited for."""
@@ -333,12 +335,12 @@ class Reading:
         mirror = self._look()
         assert mirror.job is not None
         run_dir, me = Path(mirror.job.record.run_dir), self._identity.incarnation
-        await self._clock.sleep(COPY_TURN_S * turn(mirror.members, me, "copy"))
+        await self._clock.sleep(COPY_TURN_S * turn_of(mirror.members, me, "copy"))
         try:
-            if await asyncio.to_thread(archive.is_left, run_dir, mirror.head.record if mirror.head else None):
+            if await asyncio.to_thread(archive.has_copy, run_dir, mirror.head.record if mirror.head else None):
                 return
             listing = await self._store.list(self._keys.prefix)
-            await asyncio.to_thread(archive.leave, run_dir, me, mirror.keys.uid, listing)
+            await asyncio.to_thread(archive.write_copy, run_dir, me, mirror.keys.uid, listing)
         except (StoreUnavailable, OSError) as error:  # whoever audits it later leaves one
             log.warning("the run's folder has no copy of the job's records: %s", error)
 
@@ -349,7 +351,7 @@ class Reading:
             await self._store.transact((), (Put(key, trouble.encode()),))
 
 
-def beside(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+def start_background_task(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     """Start what people read beside what they read about: its end, also by a defect, is not the caller's."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_tell_defect)
@@ -367,7 +369,7 @@ def _tell_defect(task: asyncio.Task[None]) -> None:
 # One for each job that a controller works on. Hears every change of the job's records; decides nothing, and nothing waits for it.
 
 
-class Chronicle:
+class JobTelemetry:
     """Mutable; one event loop."""
 
     def __init__(
@@ -387,10 +389,10 @@ class Chronicle:
         self._clock = clock
         self._traces = traces
         self._mirror = JobMirror(keys)
-        self._size = JobSize()
+        self._size = JobStoreSize()
         self.events = EventLog(keys)
-        self.stopwatch = Stopwatch()
-        self.booking = Booking(store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace)
+        self.stopwatch = StepTimer()
+        self.booking = AccountCollector(store, keys, identity.node, identity.lease, metrics, clock, reach, self._trace)
 
     @property
     def about(self) -> dict[str, object]:
@@ -409,7 +411,7 @@ class Chronicle:
         self.stopwatch.note(before, now, self._clock.monotonic())
         if now.head is not None:
             self.booking.head_moved(now.head.record.version)
-        show(self._metrics, now, batch, self._incarnation)
+        show_job(self._metrics, now, batch, self._incarnation)
         show_placement(self._metrics, before, now)
         self._size.note(batch)
         if now.job is not None:
@@ -424,6 +426,6 @@ class Chronicle:
         if self._mirror.job is not None:
             self._metrics.forget_job(self._mirror.job.record.full_name)
 
-    def _trace(self, line: BookLine) -> None:
+    def _trace(self, line: AccountLine) -> None:
         if self._traces is not None and self._mirror.job is not None:
             self._traces.tell(self._mirror.job.record.full_name, self._keys.uid, line)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from controllers.accounting.attribution import EngineWaits
+from controllers.accounting.attribution import StepWaits
 from controllers.rules.view import JobView
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import EndedRef, Head, Seal, SealedGroup, SealState
 from gcore.ledger.selection import StreamRules, issue_ratio
 from gcore.ledger.staleness import staleness_stats
-from gcore.ledger.statistics import gathered
+from gcore.ledger.statistics import add_outcomes
 from gcore.types import Group
 
 # -------------------- by_source
@@ -33,12 +33,12 @@ MOSTLY = 0.5
 """Above this share of cut-off responses in a step a person is warned."""
 
 
-def key_of(name: str, source: str) -> str:
+def source_key(name: str, source: str) -> str:
     """The name of a source's number."""
     return f"{name}/{source}"
 
 
-def split_key(key: str) -> tuple[str, str] | None:
+def split_source_key(key: str) -> tuple[str, str] | None:
     """Inverse of `key_of`; None for a number that is no source's."""
     name, slash, source = key.partition("/")
     return (name, source) if slash and source and name in PER_SOURCE else None
@@ -50,7 +50,7 @@ def truncated_share(groups: Sequence[SealedGroup]) -> float:
     return sum(group.truncated for group in groups) / samples if samples else 0.0
 
 
-def by_source(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
+def source_stats(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef], *, several: bool) -> dict[str, float]:
     """The numbers of a sealed step. `several`: whether the job has more than one source."""
     return dict(_numbers(groups, outcomes)) if several else {}
 
@@ -59,28 +59,30 @@ def _numbers(groups: Sequence[SealedGroup], outcomes: Sequence[EndedRef]) -> Ite
     for source in sorted({group.source for group in groups}):
         its = [group for group in groups if group.source == source]
         lengths = [tokens for group in its for tokens in group.own_tokens]
-        yield key_of("reward", source), math.fsum(group.reward for group in its) / len(its)
-        yield key_of("response_length", source), sum(lengths) / len(lengths)
-        yield key_of("truncated", source), truncated_share(its)
-        yield key_of("groups", source), float(len(its))
+        yield source_key("reward", source), math.fsum(group.reward for group in its) / len(its)
+        yield source_key("response_length", source), sum(lengths) / len(lengths)
+        yield source_key("truncated", source), truncated_share(its)
+        yield source_key("groups", source), float(len(its))
     for source, kind in sorted({(ended.source, ended.kind) for ended in outcomes}):
         count = sum(ended.source == source and ended.kind == kind for ended in outcomes)
-        yield key_of(kind, source), float(count)
+        yield source_key(kind, source), float(count)
 
 
-def without_rewards(stats: Mapping[str, float]) -> dict[str, float]:
+def drop_reward_stats(stats: Mapping[str, float]) -> dict[str, float]:
     """The numbers of a step whose groups are demonstrations: nothing was scored, and a reward of 0 would say that it was."""
     unscored = {"reward", "reward_before_filter"}
     return {
         key: value
         for key, value in stats.items()
-        if key not in unscored and ((found := split_key(key)) is None or found[0] not in unscored)
+        if key not in unscored and ((found := split_source_key(key)) is None or found[0] not in unscored)
     }
 
 
-def mostly_truncated(stats: Mapping[str, float], only: str) -> list[str]:
+def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
     """The sources of which more than half the responses of a step were cut off. `only`: the source of a job with one."""
-    shares = {found[1]: value for key, value in stats.items() if (found := split_key(key)) and found[0] == "truncated"}
+    shares = {
+        found[1]: value for key, value in stats.items() if (found := split_source_key(key)) and found[0] == "truncated"
+    }
     if not shares and "truncated" in stats:
         shares = {only: stats["truncated"]}
     return sorted(source for source, share in shares.items() if share > MOSTLY)
@@ -122,7 +124,7 @@ def part_stats(groups: Sequence[SealedGroup]) -> dict[str, float]:
     return stats
 
 
-def named_parts(stats: Mapping[str, float]) -> dict[str, float]:
+def parts_by_name(stats: Mapping[str, float]) -> dict[str, float]:
     """The parts among a step's numbers, by name."""
     return {key.removeprefix(PREFIX): value for key, value in stats.items() if key.startswith(PREFIX)}
 
@@ -143,7 +145,7 @@ def named_parts(stats: Mapping[str, float]) -> dict[str, float]:
 
 def sampling_stats(rules: StreamRules, head: Head, seal: Seal) -> dict[str, float]:
     """Of the step that `seal` closes, which follows `head`."""
-    used = gathered(head.tally.since_step, seal.outcomes)
+    used = add_outcomes(head.tally.since_step, seal.outcomes)
     groups = len(seal.groups)
     prompts = used.ended + groups
     stats = {"prompts_used": float(prompts), "issue_ratio": issue_ratio(rules, head)}
@@ -166,7 +168,7 @@ PHASES = ("cut", "reference", "old_logprobs", "values", "update", "saving", "cop
 """Of a rank's step: what it does from READY on, or of a streamed one before that."""
 
 
-class Stopwatch:
+class StepTimer:
     """Notes when head moved, and when the batch was sealed and ready. All in seconds of the monotonic clock."""
 
     def __init__(self) -> None:
@@ -174,7 +176,7 @@ class Stopwatch:
         self._sealed: float | None = None
         self._ready: float | None = None
         self._producing: float | None = None
-        self.engines = EngineWaits()
+        self.engines = StepWaits()
 
     def note(self, before: JobMirror, after: JobMirror, now: float) -> None:
         """A change of the job's records."""
@@ -218,10 +220,10 @@ class Stopwatch:
         } | sampled
         stats |= {"parts": float(len(seal.parts))} if seal.parts else {}
         stats |= staleness_stats(seal) if view.rules.staleness else {}
-        stats |= by_source(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
+        stats |= source_stats(seal.groups, seal.outcomes, several=len(view.spec.data.sources) > 1)
         stats |= part_stats(seal.groups)
         if view.spec.train.loss == "sft":
-            stats = without_rewards(stats)
+            stats = drop_reward_stats(stats)
         ranks = [view.ranks[rank] for rank in sorted(view.ranks)]
         if ranks:
             stats = dict(ranks[0].metrics) | stats

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from controllers.changes import Changes
-from controllers.rules.view import turn
+from controllers.changes import ChangeSignal
+from controllers.rules.view import turn_of
 from gcore.config.spec import TrackerSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
 from gcore.observability.metrics_file import FILE
-from gcore.observability.tracking import BUSY, Document, tracker_folder
+from gcore.observability.tracking import BUSY, TrackerDocument, tracker_folder
 from gcore.system.clock import Clock
 
-Warn = Callable[[str, str], Awaitable[None]]
+WarnPeople = Callable[[str, str], Awaitable[None]]
 """Tells people: what has trouble, and a sentence."""
 
 
@@ -54,7 +54,7 @@ MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class TrackerTimeouts:
     """In seconds."""
 
     stall_s: float = 180.0
@@ -73,7 +73,7 @@ class _Heard:
     moved: float = 0.0
 
 
-class TrackerKeeper:
+class TrackerProcess:
     """One controller's part in one tracker of one job. `told`: notified when there are new lines."""
 
     def __init__(
@@ -82,10 +82,10 @@ class TrackerKeeper:
         home: Path,
         tracker: TrackerSpec,
         look: Callable[[], JobMirror],
-        told: Changes,
-        warn: Warn,
+        told: ChangeSignal,
+        warn: WarnPeople,
         clock: Clock,
-        patience: Patience | None = None,
+        patience: TrackerTimeouts | None = None,
     ) -> None:
         self._me = me
         self._home = home
@@ -94,7 +94,7 @@ class TrackerKeeper:
         self._told = told
         self._warn = warn
         self._clock = clock
-        self._patience = patience or Patience()
+        self._patience = patience or TrackerTimeouts()
         self._warned = ""
 
     async def run(self) -> None:
@@ -131,7 +131,7 @@ class TrackerKeeper:
             heard.error = f"its process cannot be started ({error.strerror or error})"
             return 1
         assert process.stdin is not None
-        process.stdin.write(Document(job.uid, job.name, job.spec, dict(self._tracker.options)).encode())
+        process.stdin.write(TrackerDocument(job.uid, job.name, job.spec, dict(self._tracker.options)).encode())
         listening = asyncio.create_task(self._listen(process, heard))
         try:
             await self._watch(process, heard)
@@ -221,7 +221,7 @@ class TrackerKeeper:
 
     def _is_mine(self) -> bool:
         members = self._look().members
-        return self._me in members and turn(members, self._me, f"tracker {self._tracker.name}") == 0
+        return self._me in members and turn_of(members, self._me, f"tracker {self._tracker.name}") == 0
 
     def _ended(self) -> bool:
         status = self._look().status

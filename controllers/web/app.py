@@ -22,9 +22,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, acting_for
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, acting_as
 from controllers.api.edge.errors import NotFound
-from controllers.web.content import Shown, Tree
+from controllers.web.content import PageContent, Tree
 from gcore.errors import GcoreError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class PageApp:
     """A WSGI application. `loop`: where `shown` lives."""
 
     def __init__(
-        self, shown: Shown, loop: asyncio.AbstractEventLoop, who: Who = lambda environ: NOBODY_IS_TOLD_APART
+        self, shown: PageContent, loop: asyncio.AbstractEventLoop, who: Who = lambda environ: NOBODY_IS_TOLD_APART
     ) -> None:
         self._shown = shown
         self._loop = loop
@@ -75,7 +75,7 @@ class PageApp:
         """See PEP 3333."""
         path = environ["PATH_INFO"]
         if path == "/":
-            text, policy = page()
+            text, policy = load_page()
             start_response("200 OK", [("Content-Type", "text/html; charset=utf-8"), policy, *SAFE])
             return [text]
         question = self._question(path, environ.get("QUERY_STRING", ""))
@@ -101,7 +101,7 @@ class PageApp:
         if rest == "slots":
             return functools.partial(self._shown.slots, place)
         if rest == "":
-            return functools.partial(self._shown.job, place, after_of(query))
+            return functools.partial(self._shown.job, place, parse_after(query))
         return None
 
     def _ask(self, question: Callable[[], Coroutine[Any, Any, Told]], caller: Caller) -> tuple[str, Told]:
@@ -128,11 +128,11 @@ class PageApp:
 
 
 async def _for(caller: Caller, question: Callable[[], Coroutine[Any, Any, Told]]) -> Told:
-    with acting_for(caller):
+    with acting_as(caller):
         return await question()
 
 
-def after_of(query: str) -> int:
+def parse_after(query: str) -> int:
     """The number after which events are asked for; none that makes sense: all."""
     said = parse_qs(query, max_num_fields=8).get("after", ["-1"])[-1] if query.count("&") < 8 else "-1"
     return int(said) if said.isascii() and said.isdigit() and len(said) <= MOST_DIGITS else -1
@@ -144,13 +144,13 @@ def _answer(start_response: StartResponse, status: str, tree: Told) -> Iterable[
 
 
 @functools.cache
-def page() -> tuple[bytes, tuple[str, str]]:
+def load_page() -> tuple[bytes, tuple[str, str]]:
     """The page, and the policy under which a browser runs it."""
     text = resources.files("controllers.web").joinpath("page.html").read_text(encoding="utf-8")
-    return text.encode(), ("Content-Security-Policy", policy_of(text))
+    return text.encode(), ("Content-Security-Policy", content_security_policy(text))
 
 
-def policy_of(text: str) -> str:
+def content_security_policy(text: str) -> str:
     """What a page's own script and style may do: themselves, and ask this controller. All else, from wherever, does not run or load."""
     scripts, styles = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     return "; ".join(

@@ -18,24 +18,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import NotFound
-from controllers.api.job_messages import described, list_jobs, stand, with_news
-from controllers.api.store_reader import StoredJobs
-from controllers.rules.waits import waiting_for
+from controllers.api.job_messages import add_news, add_queue_positions, describe_job, list_jobs
+from controllers.api.store_reader import StoreReader
+from controllers.rules.waits import current_waits
 from controllers.telemetry.events import Event, EventLog
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.node import EVERY_ADDRESS
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import Move
-from gcore.ledger.records.slot_accounting import FOLDER, BookLine, parse
-from gcore.observability.metrics_file import FILE, Line, decode
+from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
+from gcore.observability.metrics_file import FILE, Line, decode_line
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
 from gcore.system.clock import Clock
-from placement.moves import in_words, numbers_in_words, outcome_in_words
+from placement.moves import move_in_words, numbers_in_words, outcome_in_words
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobRunner
+    from controllers.job.runner import JobSession
 
 # -------------------- curves
 # A run's numbers step by step, as the page draws them: from the end of `metrics.jsonl`, along the chain that holds.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # A rollback takes the steps behind it out. Of more steps than a curve has room for every second, fourth, ... is left out, never the newest.
 # Blocks on the disk; reads a bounded part of the file.
 
-MOST_BYTES = 4 << 20
+CURVES_MOST_BYTES = 4 << 20
 """Of the file's end."""
 
 
@@ -81,7 +81,7 @@ class Curves:
     partial: bool = False
 
 
-def read(run_dir: Path, most_bytes: int = MOST_BYTES) -> Curves:
+def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
     """Of a run's folder; empty where there is no file yet. Raises OSError."""
     try:
         with (run_dir / FILE).open("rb") as file:
@@ -91,10 +91,10 @@ def read(run_dir: Path, most_bytes: int = MOST_BYTES) -> Curves:
     except FileNotFoundError:
         return Curves()
     partial = size > most_bytes
-    return curves_of((line for one in lines[partial:] if (line := decode(one)) is not None), partial=partial)
+    return build_curves((line for one in lines[partial:] if (line := decode_line(one)) is not None), partial=partial)
 
 
-def stamp(run_dir: Path) -> object:
+def curves_stamp(run_dir: Path) -> object:
     """Differs when there is anything new to read. Raises OSError, but for a file that is not there."""
     try:
         return (run_dir / FILE).stat().st_size
@@ -102,7 +102,7 @@ def stamp(run_dir: Path) -> object:
         return None
 
 
-def curves_of(lines: Iterable[Line], *, partial: bool = False) -> Curves:
+def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
     """The curves of a run's lines. Pure."""
     steps: dict[int, dict[str, float]] = {}
     evals: dict[int, float] = {}
@@ -121,7 +121,7 @@ def curves_of(lines: Iterable[Line], *, partial: bool = False) -> Curves:
         if name == "accuracy":
             points = sorted(evals.items())
         if points:
-            curves.points[name] = thinned(points)
+            curves.points[name] = thin_points(points)
     return curves
 
 
@@ -131,7 +131,7 @@ def _numbers(line: Line) -> dict[str, float]:
     return {name: value for name, value in told.items() if math.isfinite(value)}
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
+def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
     """At most so many of them, evenly, with the last."""
     every = -(-len(points) // most)
     return list(points[(len(points) - 1) % every :: every]) if every > 1 else list(points)
@@ -142,7 +142,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> lis
 #
 # From the ends of the books in the run's folder, so of a bounded part of them. Each node goes by its own clock. Blocks on the disk.
 
-TIMELINE_MOST_BYTES = 512 << 10
+TIMELINES_MOST_BYTES = 512 << 10
 """Of the end of a node's books."""
 
 
@@ -158,7 +158,7 @@ MOST_SLOTS = 256
 
 
 @dataclass
-class Row:
+class TimelineRow:
     """A slot: [begin, end, state] each, in seconds since the epoch. A state that nobody can tell is empty."""
 
     node: str
@@ -167,10 +167,10 @@ class Row:
 
 
 @dataclass
-class Timeline:
+class SlotTimelines:
     """`steps`: [begin, end, step] by the first node's books; `more`: slots that have no row."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TimelineRow] = field(default_factory=list)
     steps: list[tuple[float, float, int]] = field(default_factory=list)
     more: int = 0
 
@@ -179,9 +179,9 @@ class Timeline:
         return asdict(self)
 
 
-def timeline_read(run_dir: Path) -> Timeline:
+def read_timelines(run_dir: Path) -> SlotTimelines:
     """Of a run's folder. Raises OSError."""
-    found = Timeline()
+    found = SlotTimelines()
     books = sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]
     steps = max(min(MOST_STEPS, MOST_LINES // max(len(books), 1)), 1)
     for path in books:
@@ -189,24 +189,24 @@ def timeline_read(run_dir: Path) -> Timeline:
     return found
 
 
-def timeline_stamp(run_dir: Path) -> object:
+def timelines_stamp(run_dir: Path) -> object:
     """Differs when there is anything new to read. Raises OSError."""
     return [(path.name, path.stat().st_size) for path in sorted((run_dir / FOLDER).glob("*.jsonl"))[:MOST_NODES]]
 
 
-def _newest(path: Path, steps: int) -> Iterator[BookLine]:
+def _newest(path: Path, steps: int) -> Iterator[AccountLine]:
     with path.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - TIMELINE_MOST_BYTES, 0))
-        texts = file.read(TIMELINE_MOST_BYTES).decode(errors="replace").splitlines()
-    yield from (line for text in texts[-steps:] if (line := parse(text)) is not None)
+        file.seek(max(file.seek(0, os.SEEK_END) - TIMELINES_MOST_BYTES, 0))
+        texts = file.read(TIMELINES_MOST_BYTES).decode(errors="replace").splitlines()
+    yield from (line for text in texts[-steps:] if (line := parse_line(text)) is not None)
 
 
-def _add(found: Timeline, lines: list[BookLine]) -> None:
-    rows: dict[str, Row] = {}
+def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
+    rows: dict[str, TimelineRow] = {}
     for line in lines:
         began = line.book.began
         for slot, spans in sorted(line.spans.items()):
-            row = rows.setdefault(slot, Row(line.node, slot))
+            row = rows.setdefault(slot, TimelineRow(line.node, slot))
             row.spans += [(round(began + one.begin, 3), round(began + one.end, 3), one.most) for one in spans]
         if not found.rows:
             found.steps.append((round(began, 3), round(line.until, 3), line.book.version.step))
@@ -229,7 +229,7 @@ TURN_S = 1.0
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class FileCache(Generic[T]):
     """Of one kind. `stamp` differs when `read` would bring something new. Raises what they raise, and TimeoutError, which is an OSError."""
 
     def __init__(self, stamp: Callable[[Path], object], read: Callable[[Path], T]) -> None:
@@ -272,18 +272,18 @@ LIST_ANEW_S = 5.0
 Tree = dict[str, Any]
 
 
-class Shown:
+class PageContent:
     """Of one controller. Raises NotFound, StoreUnavailable."""
 
-    def __init__(self, node: str, jobs: StoredJobs, runner: Callable[[str], JobRunner | None], clock: Clock) -> None:
+    def __init__(self, node: str, jobs: StoreReader, runner: Callable[[str], JobSession | None], clock: Clock) -> None:
         self._node = node
         self._jobs = jobs
         self._runner = runner
         self._clock = clock
         self._listed: dict[frozenset[str] | None, tuple[float, pb.ListJobsReply]] = {}
         self._listing = asyncio.Lock()
-        self._curves = Kept(stamp, read)
-        self._timelines = Kept(timeline_stamp, timeline_read)
+        self._curves = FileCache(curves_stamp, read_curves)
+        self._timelines = FileCache(timelines_stamp, read_timelines)
 
     async def cluster(self) -> Tree:
         """All jobs, the newest first, with who is there."""
@@ -300,14 +300,14 @@ class Shown:
         """Where every controller serves its metrics, as Prometheus asks for it (`http_sd_configs`)."""
         nodes = (await self._jobs.cluster()).nodes
         return [
-            {"targets": [reached_at(one.metrics_address, one.address)], "labels": {"node": one.name}}
+            {"targets": [reachable_address(one.metrics_address, one.address)], "labels": {"node": one.name}}
             for one in nodes
             if one.metrics_address
         ]
 
     async def _list(self) -> pb.ListJobsReply:
         """The newest jobs of whoever asks, as of a moment ago."""
-        mine = caller().namespaces
+        mine = current_caller().namespaces
         async with self._listing:
             now = self._clock.monotonic()
             self._listed = {one: known for one, known in self._listed.items() if now - known[0] < LIST_ANEW_S}
@@ -319,7 +319,7 @@ class Shown:
         """One job, with the newest of its events after a number."""
         mirror = await self._mirror(uid)
         assert mirror.job is not None
-        message = await self._standing(with_news(described(mirror), mirror))
+        message = await self._standing(add_news(describe_job(mirror), mirror))
         folder = Path(mirror.job.record.run_dir)
         drawn: Mapping[str, Any] = {}
         with contextlib.suppress(OSError):
@@ -338,7 +338,7 @@ class Shown:
 
     async def _standing(self, message: pb.Job) -> pb.Job:
         """With what the job has of the cluster's slots, and why it waits for some."""
-        await stand(self._jobs, [message], await self._jobs.shares())
+        await add_queue_positions(self._jobs, [message], await self._jobs.shares())
         return message
 
     async def slots(self, uid: str) -> Tree:
@@ -348,7 +348,7 @@ class Shown:
         try:
             found = await asyncio.to_thread(self._timelines.of, Path(mirror.job.record.run_dir))
         except OSError:
-            found = Timeline()
+            found = SlotTimelines()
         return found.tree()
 
     async def _mirror(self, uid: str) -> JobMirror:
@@ -364,7 +364,7 @@ class Shown:
         if runner is None or not runner.is_working:
             return []
         now, since = self._clock.monotonic(), runner.waits.since
-        waits = waiting_for(runner.look())
+        waits = current_waits(runner.look())
         return [{"what": wait.what, "seconds": round(now - since.get(wait.key, now), 1)} for wait in waits]
 
     async def _events(self, uid: str, after: int) -> list[Event]:
@@ -378,7 +378,7 @@ class Shown:
         return history.after(after)
 
 
-def reached_at(listens: str, address: str) -> str:
+def reachable_address(listens: str, address: str) -> str:
     """Where others reach what a node serves at `listens`: one that listens at every address is reached as its daemon at `address` is."""
     host, _, port = listens.rpartition(":")
     return f"{address.rpartition(':')[0]}:{port}" if host.strip("[]") in EVERY_ADDRESS else listens
@@ -424,7 +424,7 @@ def _move(move: Move) -> Tree:
         "time": move.time,
         "step": move.step,
         "state": move.state,
-        "said": in_words(move),
+        "said": move_in_words(move),
         "expected": numbers_in_words(move),
         "outcome": outcome_in_words(move),
     }

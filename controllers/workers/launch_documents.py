@@ -19,7 +19,7 @@ from gcore.engines.sglang.command import HOW
 from gcore.errors import GcoreError
 from gcore.ledger.records.job import EnginePlace
 from gcore.models.layout import FIRST_WEIGHTS
-from gcore.system.slots import is_cuda, threads_of
+from gcore.system.slots import count_threads, is_cuda
 from placement.slots import sizes_of
 
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
@@ -38,12 +38,12 @@ START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
 """From an engine's start to its serving. SGLang loads big models, and captures its graphs."""
 
 
-class NoSglang(GcoreError):
+class SglangMissing(GcoreError):
     """A job wants SGLang on a node that has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class LaunchDocument:
     """A worker's child: its command, its launch document, and what its environment has besides."""
 
     command: tuple[str, ...]
@@ -52,8 +52,8 @@ class Child:
     start_limit_s: float = START_LIMITS_S["torch"]
 
 
-def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child:
-    """An engine of `spec`, for the policy or for a judge, on slots of the node of `config`. Raises NoSglang."""
+def engine_document(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> LaunchDocument:
+    """An engine of `spec`, for the policy or for a judge, on slots of the node of `config`. Raises SglangMissing."""
     judge = next((one for one in spec.judges if one.name == place.judge), None)
     model, serving = (spec.model, spec.rollout) if judge is None else (judge.model, judge.serving)
     assert model is not None
@@ -68,7 +68,7 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
         "context_length": model.max_length,
         "dtype": "bfloat16" if cuda else "float32",
         "device": "cuda" if cuda else "cpu",
-        "threads": threads_of(place.slots),
+        "threads": count_threads(place.slots),
         "trust_remote_code": model.trust_remote_code,
         "weight_version": str(FIRST_WEIGHTS),
         "task": "classify" if judge is not None and judge.kind == "classifier" else "generate",
@@ -78,10 +78,12 @@ def engine_child(spec: JobSpec, place: EnginePlace, config: NodeConfig) -> Child
     else:
         if config.sglang_python is None:
             key = "rollout.engine" if judge is None else f"the engine of judge {judge.name!r}"
-            raise NoSglang(f"{key} is sglang, and node {config.node} has no SGLang", fix=HOW)
+            raise SglangMissing(f"{key} is sglang, and node {config.node} has no SGLang", fix=HOW)
         told |= {"kind": "sglang", "python": config.sglang_python, "engine_args": list(serving.engine_args)}
         told["gpus"] = len(place.slots) if cuda else 1
-    return Child(ENGINE_COMMANDS[serving.engine], told, device_env(*place.slots), START_LIMITS_S[serving.engine])
+    return LaunchDocument(
+        ENGINE_COMMANDS[serving.engine], told, device_env(*place.slots), START_LIMITS_S[serving.engine]
+    )
 
 
 def emulated_engine(place: EnginePlace, host: str) -> PlacedEngine:
@@ -127,7 +129,7 @@ def emulated_host(
     )
 
 
-def guards(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
+def access_settings(config: NodeConfig, connector: Connector, role: str, instance: str) -> dict[str, Any]:
     """What a worker's document says besides, of who may ask it: its node's certificate, and an engine's key."""
     told: dict[str, Any] = {}
     if (tls := serving_tls(config)) is not None:

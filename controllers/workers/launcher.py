@@ -13,15 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from controllers.rules.view import JobView, world_start
-from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, engine_key, is_good, launch_key
+from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, engine_key, is_usable, launch_key
 from controllers.workers.launch_documents import (
-    Child,
-    NoSglang,
+    LaunchDocument,
+    SglangMissing,
+    access_settings,
     device_env,
     emulated_engine,
     emulated_host,
-    engine_child,
-    guards,
+    engine_document,
     interface_env,
     rank_command,
 )
@@ -29,12 +29,12 @@ from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import AUTO, JobLimits, NodeConfig
 from gcore.engines.emulated.launch import start_host
 from gcore.models.replicas import memory_folder, open_folder
-from gcore.system.cgroups import MOUNT, CannotLimit, group_of_process, make_group, open_base, remove_group, settings
+from gcore.system.cgroups import MOUNT, CannotLimit, group_of_process, limit_files, make_group, open_base, remove_group
 from gcore.system.clock import Clock
-from gcore.system.process import CannotStart, is_running, last_words
-from gcore.system.slots import cores_bound_by, is_cuda, threads_of
+from gcore.system.process import CannotStart, is_running, last_log_lines
+from gcore.system.slots import count_threads, is_cuda, worker_cores
 from gcore.worker.main import job_folder, start_worker, supervisor_log
-from gcore.worker.records import LaunchSpec, Role, WorkerRecord
+from gcore.worker.records import LaunchSpec, WorkerRecord, WorkerRole
 
 # -------------------- job_groups
 # A control group for each job on this node, with the limits of the daemon's configuration, where the machine allows it.
@@ -54,7 +54,7 @@ DELEGATED = "daemon"
 PREFIX = "job-"
 
 
-def base_of(limits: JobLimits, mount: Path, own: str | None) -> Path:
+def groups_base(limits: JobLimits, mount: Path, own: str | None) -> Path:
     """Where the groups of jobs are made, of a daemon in the group `own`. Raises CannotLimit."""
     if limits.cgroup != AUTO:
         return Path(limits.cgroup)
@@ -74,14 +74,14 @@ class JobGroups:
     """Of one daemon."""
 
     def __init__(self, limits: JobLimits, mount: Path = MOUNT, proc: Path = Path("/proc/self/cgroup")) -> None:
-        self._wanted = settings(memory_gib=limits.memory_gib, cpus=limits.cpus, pids=limits.pids)
+        self._wanted = limit_files(memory_gib=limits.memory_gib, cpus=limits.cpus, pids=limits.pids)
         self._base: Path | None = None
         self.why_not = ""
         """Why jobs run without limits that the configuration has; nothing if they do not."""
         if limits.of_groups:
             try:
                 own = proc.read_text(encoding="utf-8") if proc.exists() else ""
-                base = base_of(limits, mount, group_of_process(own))
+                base = groups_base(limits, mount, group_of_process(own))
                 open_base(base, self._wanted)
                 self._base = base
             except (CannotLimit, OSError) as error:
@@ -125,7 +125,7 @@ LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
 """What stands before each sentence in a log: when, how bad, whose."""
 
 
-class Staff:
+class WorkerLauncher:
     """Starts supervisors on this node, and remembers them until they have registered."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Staff:
         for key, tries in self._tries.items():
             newest = self._newest.get(key)
             worker = workers.get(newest.instance) if newest else None
-            if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_good(worker)):
+            if tries >= MAX_LAUNCHES and key not in self._started and (worker is None or not is_usable(worker)):
                 return f"{key} on {self._config.node} was started {tries} times and never lasted{self._cause(key)}"
         return ""
 
@@ -169,7 +169,7 @@ class Staff:
         why, newest = self._why.get(key, ""), self._newest.get(key)
         file = None if newest is None else newest.log if why else newest.starter_log
         if file is not None and not why:
-            why = LOGGED.sub("", last_words(file, 0))  # it never came so far as to say it in the store
+            why = LOGGED.sub("", last_log_lines(file, 0))  # it never came so far as to say it in the store
         return (f": {why}" if why else "") + (f" (its log: {file})" if file is not None else "")
 
     def start(self, action: StartEngine | StartRank, view: JobView) -> str:
@@ -180,7 +180,7 @@ class Staff:
         self._last[key] = self._clock.monotonic()
         try:
             self._newest[key] = self._started[key] = self._spawn(action, view)
-        except (CannotStart, NoSglang, OSError) as error:
+        except (CannotStart, SglangMissing, OSError) as error:
             self._newest.pop(key, None)
             self._why[key] = str(error)
             why = f"{key} cannot be started: {error}"
@@ -215,18 +215,18 @@ class Staff:
                 self._newest[key] = self._started[key] = Launch(one.instance, process, now, said, said)
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
-        """Raises CannotStart, NoSglang, OSError."""
+        """Raises CannotStart, SglangMissing, OSError."""
         assert view.mirror.job is not None
         uid = view.mirror.keys.uid
         run_dir = Path(view.mirror.job.record.run_dir)
         slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
-        role: Role
+        role: WorkerRole
         world: str | None
         rank: int | None
         if isinstance(action, StartEngine):
             judge = action.place.judge
             role, world, rank = "reward" if judge else "rollout", None, None
-            child = engine_child(view.spec, action.place, self._config)
+            child = engine_document(view.spec, action.place, self._config)
         else:
             judge, role, world, rank = "", "train", action.world, action.place.rank
             child = self._rank_child(action, view)
@@ -243,12 +243,12 @@ class Staff:
             command=child.command,
             env=dict(child.env),
             threads=child.document["threads"],
-            child=dict(child.document) | guards(self._config, self._connector, role, instance),
+            child=dict(child.document) | access_settings(self._config, self._connector, role, instance),
             world=world,
             rank=rank,
             judge=judge,
             further=slots[1:],
-            cpus=cores_bound_by(slots),
+            cpus=worker_cores(slots),
             cgroup="" if self._groups is None else self._groups.group_of(uid),
             folder=str(job_folder(Path(self._config.home), uid)),
             lease_ttl_s=self._config.lease_ttl_s,
@@ -265,7 +265,7 @@ class Staff:
         """Where copies of a job's train states lie in this node's memory."""
         return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
 
-    def _rank_child(self, action: StartRank, view: JobView) -> Child:
+    def _rank_child(self, action: StartRank, view: JobView) -> LaunchDocument:
         assert view.mirror.job is not None
         assert view.mirror.head is not None
         assert view.mirror.plan is not None
@@ -286,9 +286,9 @@ class Staff:
             "run_dir": view.mirror.job.record.run_dir,
             "start": start.model_dump(mode="json"),
             "host": self._config.workers_listen_on,
-            "threads": threads_of((slot,)),
+            "threads": count_threads((slot,)),
             "nodes": [place.node for place in places],
             "memory_dir": str(memory) if makes_copies else "",
         }
         env = device_env(slot) | interface_env(self._config) | {"DS_ACCELERATOR": "cuda" if is_cuda(slot) else "cpu"}
-        return Child(rank_command(slot), document, env, view.spec.train.start_limit_s)
+        return LaunchDocument(rank_command(slot), document, env, view.spec.train.start_limit_s)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from controllers.rules.view import CheckpointWriting, RankView, SavedCheckpoint
+from controllers.rules.view import CheckpointProgress, RankView, SavedCheckpoint
 from gcore.api.rpc import VersionedStub
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import train_pb2 as pb
@@ -28,10 +28,10 @@ from gcore.system.clock import Clock
 from gcore.train.rank.feed import WorldName
 from gcore.train.rank.messages import (
     CHUNK_BYTES,
-    read_held,
-    read_saved,
+    read_checkpoint_progress,
+    read_sample_listing,
+    read_saved_checkpoint,
     read_token,
-    read_writing,
     write_payload,
     write_token,
     write_world,
@@ -56,13 +56,13 @@ SLOWEST_BYTES_S = 1 << 20
 """A line that brings less a second is none."""
 
 
-Share = tuple[Group, frozenset[int]]
+GroupShare = tuple[Group, frozenset[int]]
 """A group, and the indexes of those of its samples that are meant."""
 
 
-def parts_of(shares: Iterable[Share], limit: int = PART_BYTES) -> Iterator[tuple[Share, ...]]:
+def split_shares(shares: Iterable[GroupShare], limit: int = PART_BYTES) -> Iterator[tuple[GroupShare, ...]]:
     """The shares in their order, in parts of about `limit` bytes at most; a larger one is a part of its own."""
-    part: list[Share] = []
+    part: list[GroupShare] = []
     size = 0
     for share in shares:
         more = share_bytes(share)
@@ -75,13 +75,13 @@ def parts_of(shares: Iterable[Share], limit: int = PART_BYTES) -> Iterator[tuple
         yield tuple(part)
 
 
-def share_bytes(share: Share) -> int:
+def share_bytes(share: GroupShare) -> int:
     """About what it takes on the line: four bytes for a token's id, four for its log-probability. Digests are little."""
     group, samples = share
     return 4 * len(group.prompt_ids) + sum(8 * len(group.samples[index].token_ids) for index in samples)
 
 
-def timeout_s(size: int) -> float:
+def feed_timeout_s(size: int) -> float:
     """How long a call that brings `size` bytes may take."""
     return LEAST_S + size / SLOWEST_BYTES_S
 
@@ -90,7 +90,7 @@ def timeout_s(size: int) -> float:
 # What a rank holds, from its two sources: its stream, and its answers to feeds. They overtake each other, and both only grow.
 
 
-class Held(Mapping[str, frozenset[int]]):
+class ReceivedSamples(Mapping[str, frozenset[int]]):
     """What a rank holds: as its stream last said, and as its answers to feeds of the same token did, which may be newer.
 
     Read when somebody asks. A rank's word is as long as what it holds, and while a batch comes from many peers most of its
@@ -103,7 +103,7 @@ class Held(Mapping[str, frozenset[int]]):
 
     @functools.cached_property
     def _read(self) -> Mapping[str, frozenset[int]]:
-        return joined(read_held(self._told), self._answered)
+        return merge_samples(read_sample_listing(self._told), self._answered)
 
     def __getitem__(self, digest: str) -> frozenset[int]:
         return self._read[digest]
@@ -115,7 +115,9 @@ class Held(Mapping[str, frozenset[int]]):
         return len(self._read)
 
 
-def joined(one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+def merge_samples(
+    one: Mapping[str, frozenset[int]], other: Mapping[str, frozenset[int]]
+) -> Mapping[str, frozenset[int]]:
     """All that either knows of."""
     if one == other:
         return one
@@ -147,7 +149,7 @@ SAVED_KNOWN = 16
 """Newest checkpoints that are remembered as saved; they are registered one by one, as they come."""
 
 
-class NotConnected(GcoreError):
+class RankNotConnected(GcoreError):
     """There is no line to the rank, or no longer: it may have ended between a decision and the deed."""
 
 
@@ -160,7 +162,7 @@ class _Line:
     """Of the certificates with which it was made."""
 
 
-class RankLinks:
+class RankConnections:
     """Lines to the ranks of the current world. `aim` says which those are."""
 
     def __init__(self, clock: Clock, on_change: Callable[[], None], connector: Connector = PLAIN) -> None:
@@ -220,13 +222,13 @@ class RankLinks:
     async def feed(
         self, rank: int, seal: Seal, groups: Iterable[tuple[Group, frozenset[int]]], share: int, sender: str
     ) -> None:
-        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, NotConnected.
+        """Push samples of groups (by index) to a rank, part by part. Raises grpc.aio.AioRpcError, RankNotConnected.
 
         `share`: how many samples of the seal are the rank's, from all peers together.
         """
         self._reach(rank)
         world = self._world
-        for part in parts_of(groups):
+        for part in split_shares(groups):
             await self._feed_part(world, rank, seal, part, share, sender)
 
     async def _feed_part(
@@ -242,7 +244,7 @@ class RankLinks:
         payload, digest = await asyncio.to_thread(_payload_of, part)
         line = self._reach(rank)
         if world is None or world != self._world:
-            raise NotConnected(f"the world of rank {rank} is over", fix="Look again")
+            raise RankNotConnected(f"the world of rank {rank} is over", fix="Look again")
         header = pb.FeedHeader(
             schema_version=self._speaks(rank),
             world=write_world(world),
@@ -253,12 +255,12 @@ class RankLinks:
             share=share,
         )
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
-        reply = await stub.Feed(_chunks(header, payload), timeout=timeout_s(len(payload)))
+        reply = await stub.Feed(_chunks(header, payload), timeout=feed_timeout_s(len(payload)))
         if world == self._world:
             self._note_held(rank, seal.token, reply.held)
 
     async def apply(self, rank: int, seal: Seal, stored: bytes, *, whole: bool = True) -> None:
-        """Tell a rank to train on the READY seal, or on its READY parts. Raises grpc.aio.AioRpcError, NotConnected."""
+        """Tell a rank to train on the READY seal, or on its READY parts. Raises grpc.aio.AioRpcError, RankNotConnected."""
         line, world = self._reach(rank), self._world
         assert world is not None
         request = pb.ApplyRequest(
@@ -268,7 +270,7 @@ class RankLinks:
         await (stub.Apply if whole else stub.Accumulate)(request, timeout=CALL_TIMEOUT_S)
 
     async def rest(self, rank: int, step: int | None) -> None:
-        """Have a rank give its memory back, behind `step`, or (None) take it again. Raises grpc.aio.AioRpcError, NotConnected."""
+        """Have a rank give its memory back, behind `step`, or (None) take it again. Raises grpc.aio.AioRpcError, RankNotConnected."""
         line, world = self._reach(rank), self._world
         assert world is not None
         stub = VersionedStub(train_pb2_grpc.TrainRankStub(line.channel))
@@ -292,7 +294,7 @@ class RankLinks:
     def _reach(self, rank: int) -> _Line:
         line = self._lines.get(rank)
         if line is None:
-            raise NotConnected(f"rank {rank} is not connected", fix="Look again")
+            raise RankNotConnected(f"rank {rank} is not connected", fix="Look again")
         return line
 
     def _drop(self, rank: int) -> None:
@@ -350,14 +352,14 @@ class RankLinks:
         if view.holding is None or view.holding <= token:
             known = self._answered.get(rank)
             before = known[1] if known is not None and known[0] == token else {}
-            self._answered[rank] = token, joined(before, read_held(held))
+            self._answered[rank] = token, merge_samples(before, read_sample_listing(held))
             self._show(replace(view, holding=token, held=self._held(rank, token)))
 
-    def _held(self, rank: int, token: Token | None) -> Held:
+    def _held(self, rank: int, token: Token | None) -> ReceivedSamples:
         """What a rank holds of one token only grows, but its answers and its stream overtake each other."""
         told_of, told = self._told.get(rank, (None, ()))
         answered_of, answered = self._answered.get(rank, (None, {}))
-        return Held(told if told_of == token else (), answered if answered_of == token else {})
+        return ReceivedSamples(told if told_of == token else (), answered if answered_of == token else {})
 
     def _show(self, view: RankView) -> None:
         self.views = {**self.views, view.rank: view}
@@ -372,18 +374,18 @@ def _payload_of(part: Iterable[tuple[Group, frozenset[int]]]) -> tuple[bytes, by
 def _saved(state: pb.RankState, view: RankView) -> Iterator[SavedCheckpoint]:
     """The newest checkpoint that the rank has brought to the disk, if it has."""
     if state.HasField("saved"):
-        found = read_saved(state.saved)
+        found = read_saved_checkpoint(state.saved)
         yield SavedCheckpoint(found.version, found.file, found.sha256)
     elif view.applied and state.report.checkpoint_file:  # a rank of the version before: it wrote within the step
         version = Version(view.applied.lineage, view.applied.step)
         yield SavedCheckpoint(version, state.report.checkpoint_file, state.report.checkpoint_sha256)
 
 
-def _writing(state: pb.RankState) -> CheckpointWriting | None:
+def _writing(state: pb.RankState) -> CheckpointProgress | None:
     if not state.HasField("writing"):
         return None
-    found = read_writing(state.writing)
-    return CheckpointWriting(found.version, found.total, found.written, found.error, found.over)
+    found = read_checkpoint_progress(state.writing)
+    return CheckpointProgress(found.version, found.total, found.written, found.error, found.over)
 
 
 async def _chunks(header: pb.FeedHeader, payload: bytes) -> AsyncIterator[pb.FeedChunk]:

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from gcore.observability.metrics import CallMetrics, MembershipMetrics, Metrics, SlotMetrics, StoreMetrics
-from gcore.observability.registry import Declared
-from gcore.observability.step_metrics import GenerationMetrics, JudgeMetrics, StepMetrics
+from gcore.observability.registry import MetricsBase
+from gcore.observability.step_metrics import ChainMetrics, GenerationMetrics, JudgeMetrics
 
 FILE = Path(__file__).parents[2] / "docs" / "metrics.md"
-SUBJECTS: tuple[tuple[str, type[Declared]], ...] = (
-    ("Steps and what came of them", StepMetrics),
+SUBJECTS: tuple[tuple[str, type[MetricsBase]], ...] = (
+    ("Steps and what came of them", ChainMetrics),
     ("Slots and placement", SlotMetrics),
     ("Engines, and what is in flight", GenerationMetrics),
     ("Judges", JudgeMetrics),
@@ -40,7 +40,7 @@ def page() -> str:
     return "".join(parts)
 
 
-def _rows(subject: Declared) -> list[str]:
+def _rows(subject: MetricsBase) -> list[str]:
     rows = []
     for family in subject.registry.collect():
         labels = ", ".join(f"`{label}`" for label in subject.labels_of[family.name])

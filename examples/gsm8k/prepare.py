@@ -24,7 +24,7 @@ from typing import Any
 
 from gcore.errors import DataError, GcoreError
 from gcore.reward.rules import number_after
-from gcore.system.files import whole_folder
+from gcore.system.files import replace_folder
 
 DEFAULT_TO = Path(".cache/examples/gsm8k")
 HUB_DATA_SET = "openai/gsm8k"
@@ -130,7 +130,7 @@ def prepare(to: Path, source: Path | None, *, tiny_model: bool) -> dict[str, int
     if to.exists() and any(to.iterdir()) and not (to / "train.jsonl").is_file():
         raise DataError("the folder holds something else", where=str(to), fix="Name another with --to")
     counts, first = {}, 0
-    with whole_folder(to, owner="gsm8k", durable=False) as draft:
+    with replace_folder(to, owner="gsm8k", durable=False) as draft:
         for ours, theirs in SPLITS.items():
             if source is None:
                 made = ((row, "synthetic") for row in synthetic(SYNTHETIC_COUNTS[ours], first))

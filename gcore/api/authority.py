@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gcore.api.tls import NAME, CertName, check_user, name_in
+from gcore.api.tls import NAME, CertName, check_user, parse_cert_name
 from gcore.errors import UsageError
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 
 SKEW = timedelta(minutes=5)
 """So much earlier does a certificate begin: clocks differ."""
@@ -34,7 +34,7 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class CertificatePair:
     """A certificate and its key, PEM."""
 
     cert: bytes
@@ -42,7 +42,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class CertificateInfo:
     """What is in a certificate."""
 
     common_name: str
@@ -57,7 +57,7 @@ class Seen:
     sha256: str
 
 
-def new_authority(name: str, *, days: int, now: datetime) -> Pair:
+def new_authority(name: str, *, days: int, now: datetime) -> CertificatePair:
     """An authority that signs nothing but certificates of others."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -71,9 +71,15 @@ def new_authority(name: str, *, days: int, now: datetime) -> Pair:
     return _written(cert, key)
 
 
-def issue(
-    authority: Pair, common_name: str, whose: CertName | None, hosts: Sequence[str], *, days: int, now: datetime
-) -> Pair:
+def issue_certificate(
+    authority: CertificatePair,
+    common_name: str,
+    whose: CertName | None,
+    hosts: Sequence[str],
+    *,
+    days: int,
+    now: datetime,
+) -> CertificatePair:
     """A certificate for a node, a user, or (`whose` None) another server such as etcd's. Raises UsageError.
 
     `hosts`: where a server answers, as names or IP addresses. A user's is for calling only.
@@ -106,15 +112,15 @@ def issue(
     return _written(cert, key)
 
 
-def seen(pem: bytes) -> Seen:
+def read_certificate(pem: bytes) -> CertificateInfo:
     """What the first certificate of a file says. Raises UsageError."""
     cert = _read(pem)
     names = _names(cert)
     purposes = _purposes(cert)
-    return Seen(
+    return CertificateInfo(
         common_name=_common_name(cert.subject),
         issuer=_common_name(cert.issuer),
-        whose=name_in(names.get_values_for_type(x509.UniformResourceIdentifier)) if names else None,
+        whose=parse_cert_name(names.get_values_for_type(x509.UniformResourceIdentifier)) if names else None,
         hosts=tuple(map(str, _hosts(names))) if names else (),
         begins=cert.not_valid_before_utc,
         ends=cert.not_valid_after_utc,
@@ -125,7 +131,7 @@ def seen(pem: bytes) -> Seen:
     )
 
 
-def signed_by(pem: bytes, authority: bytes) -> bool:
+def is_signed_by(pem: bytes, authority: bytes) -> bool:
     """Whether this authority signed the certificate. Raises UsageError for what is no certificate."""
     try:
         _read(pem).verify_directly_issued_by(_read(authority))
@@ -172,10 +178,10 @@ def _host(host: str) -> x509.GeneralName:
     return x509.DNSName(host)
 
 
-def _written(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+def _written(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> CertificatePair:
     plain = serialization.NoEncryption()
     text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    return Pair(cert.public_bytes(serialization.Encoding.PEM), text)
+    return CertificatePair(cert.public_bytes(serialization.Encoding.PEM), text)
 
 
 def _read(pem: bytes) -> x509.Certificate:
@@ -245,7 +251,7 @@ Purpose = Literal["node", "user", "etcd"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CertificateRequest:
     """A certificate that is to be issued."""
 
     purpose: Purpose
@@ -288,7 +294,7 @@ def make_authority(folder: Path, name: str, *, days: int, now: datetime) -> None
     _write(folder, {CA_KEY: made.key, ENGINES: secrets.token_hex(32).encode() + b"\n", CA: made.cert})
 
 
-def issue_into(folder: Path, authority: Path, wanted: Wanted, now: datetime) -> Seen:
+def issue_certificate_into(folder: Path, authority: Path, wanted: CertificateRequest, now: datetime) -> CertificateInfo:
     """Write the folder of a new certificate. Raises UsageError."""
     _check_days(wanted.days)
     whose = wanted.whose
@@ -299,33 +305,35 @@ def issue_into(folder: Path, authority: Path, wanted: Wanted, now: datetime) -> 
             fix="`gcore certs renew` renews it; or name another --to",
         )
     signer = _authority(authority)
-    made = issue(signer, wanted.name, whose, wanted.hosts, days=wanted.days, now=now)
+    made = issue_certificate(signer, wanted.name, whose, wanted.hosts, days=wanted.days, now=now)
     files = {KEY: made.key, CERT: made.cert, CA: signer.cert}
     if wanted.purpose == "node":
         files[ENGINES] = _bytes(authority / ENGINES)
     _write(folder, files)
-    return seen(made.cert)
+    return read_certificate(made.cert)
 
 
-def renew_in(folder: Path, authority: Path, *, within_days: int | None, days: int | None, now: datetime) -> Seen | None:
+def renew_certificate(
+    folder: Path, authority: Path, *, within_days: int | None, days: int | None, now: datetime
+) -> CertificateInfo | None:
     """A new certificate with a new key for the same names; None: it lasts longer than `within_days`. Raises UsageError."""
-    before = seen(_bytes(folder / CERT))
+    before = read_certificate(_bytes(folder / CERT))
     if within_days is not None and before.ends > now + timedelta(days=within_days):
         return None
     signer = _authority(authority)
     span = (before.ends - before.begins).days if days is None else days
     _check_days(span)
-    made = issue(signer, before.common_name, before.whose, before.hosts, days=span, now=now)
+    made = issue_certificate(signer, before.common_name, before.whose, before.hosts, days=span, now=now)
     _write(folder, {KEY: made.key, CERT: made.cert, CA: _trusted(folder / CA, signer.cert)})
-    return seen(made.cert)
+    return read_certificate(made.cert)
 
 
-def trust_in(folder: Path, authority: Path, *, only: bool) -> int:
+def add_trust(folder: Path, authority: Path, *, only: bool) -> int:
     """Have a folder trust an authority, besides those it trusts or (`only`) alone; how many it trusts then. Raises UsageError."""
     signer = _bytes(authority / CA)
-    if not seen(signer).is_authority:
+    if not read_certificate(signer).is_authority:
         raise UsageError("that is no authority", where=str(authority / CA), fix="`gcore certs init` makes one")
-    if only and not signed_by(_bytes(folder / CERT), signer):
+    if only and not is_signed_by(_bytes(folder / CERT), signer):
         raise UsageError(
             "the certificate there is another authority's, and would be trusted by nobody",
             where=str(folder / CERT),
@@ -336,12 +344,12 @@ def trust_in(folder: Path, authority: Path, *, only: bool) -> int:
     return trusted.count(b"BEGIN CERTIFICATE")
 
 
-def look(file: Path) -> Seen:
+def inspect_certificate(file: Path) -> CertificateInfo:
     """What is in a certificate, or in the one of a folder. Raises UsageError."""
     if file.is_dir():
         file = file / CERT if (file / CERT).exists() else file / CA
     try:
-        return seen(_bytes(file))
+        return read_certificate(_bytes(file))
     except UsageError as error:
         raise UsageError(error.what, where=error.where or str(file), fix=error.fix) from error
 
@@ -352,9 +360,9 @@ def _trusted(file: Path, signer: bytes) -> bytes:
     return before if signer.strip() in before else signer + before
 
 
-def _authority(folder: Path) -> Pair:
-    pair = Pair(_bytes(folder / CA), _bytes(folder / CA_KEY))
-    if not signed_by(pair.cert, pair.cert):
+def _authority(folder: Path) -> CertificatePair:
+    pair = CertificatePair(_bytes(folder / CA), _bytes(folder / CA_KEY))
+    if not is_signed_by(pair.cert, pair.cert):
         raise UsageError("that is no authority of its own", where=str(folder / CA), fix="`gcore certs init` makes one")
     return pair
 
@@ -374,7 +382,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, data in files.items():
-            whole_file(folder / name, data, mode=0o644 if name in (CA, CERT) else 0o600)
+            replace_file(folder / name, data, mode=0o644 if name in (CA, CERT) else 0o600)
     except OSError as error:
         raise UsageError(
             f"cannot be written ({error.strerror or error})", where=str(folder), fix="Name another folder"
@@ -386,6 +394,6 @@ def _check_days(days: int) -> None:
         raise UsageError(f"{days} days are no time", where="--days", fix=f"Name 1 to {MOST_DAYS}")
 
 
-def hosts_of(words: Sequence[str]) -> tuple[str, ...]:
+def parse_hosts(words: Sequence[str]) -> tuple[str, ...]:
     """`--host a,b --host c`."""
     return tuple(host for word in words for host in word.split(",") if host)

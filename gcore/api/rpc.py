@@ -34,7 +34,7 @@ REQUEST_WITHIN_S = 30.0
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-def answer_of(handler: Handler) -> Callable[..., Any]:
+def handler_call(handler: Handler) -> Callable[..., Any]:
     """What it does with a request and a context: an awaitable answer, or an asynchronous iterator where it answers with a stream."""
     either: Any = handler
     found: Callable[..., Any] = {
@@ -46,7 +46,7 @@ def answer_of(handler: Handler) -> Callable[..., Any]:
     return found
 
 
-def like(handler: Handler, answer: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
+def wrap_handler(handler: Handler, answer: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
     """One of the same kind that answers by `answer`, and reads requests by `decode` if that is given."""
     make: Callable[..., Handler] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -57,7 +57,7 @@ def like(handler: Handler, answer: Callable[..., Any], decode: Callable[[bytes],
     return make(answer, decode or handler.request_deserializer, handler.response_serializer)
 
 
-def early(handler: Handler, answer: Callable[..., Any]) -> Handler:
+def early_handler(handler: Handler, answer: Callable[..., Any]) -> Handler:
     """One that answers by `answer`, which is given an iterator of requests (`request_of`) and a context as soon as a call has begun."""
     make: Callable[..., Handler] = (
         grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
@@ -65,7 +65,7 @@ def early(handler: Handler, answer: Callable[..., Any]) -> Handler:
     return make(answer, handler.request_deserializer, handler.response_serializer)
 
 
-async def request_of(handler: Handler, requests: AsyncIterator[Any], within_s: float = REQUEST_WITHIN_S) -> Any:
+async def read_request(handler: Handler, requests: AsyncIterator[Any], within_s: float = REQUEST_WITHIN_S) -> Any:
     """What `handler` takes: the one request, or, where it takes a stream, all of it. Raises LateRequest, UsageError."""
     if handler.request_streaming:
         return requests
@@ -89,7 +89,7 @@ class LateRequest(GcoreError):
 DOMAIN = "gcore"
 
 
-KEY = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
 
 
 MOST_SAID = 3500
@@ -134,13 +134,13 @@ class Refusal:
     """Of the ErrorInfo: what a program may want to know, such as the job's uid."""
 
 
-def cut(text: str, most: int) -> str:
+def cut_bytes(text: str, most: int) -> str:
     """The text, of `most` bytes of UTF-8 at most."""
     data = text.encode(errors="replace")
     return text if len(data) <= most else data[: most - 4].decode(errors="ignore") + " ..."
 
 
-def sendable(text: str) -> str:
+def clip_details(text: str) -> str:
     """A sentence that may be sent as the details of a status: not too long, as the wire has it."""
     total = 0
     for place, character in enumerate(text):
@@ -151,26 +151,26 @@ def sendable(text: str) -> str:
     return text
 
 
-def trailing(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
+def refusal_metadata(refusal: Refusal) -> tuple[tuple[str, bytes], ...]:
     """The metadata that say it."""
     info = error_details_pb2.ErrorInfo(reason=refusal.reason, domain=DOMAIN)
     for name, value in list(refusal.metadata.items())[:8]:
-        info.metadata[cut(name, 64)] = cut(value, MOST_OF_A_VIOLATION)
-    status = status_pb2.Status(code=refusal.code.value[0], message=cut(refusal.sentence, MOST_AGAIN))
+        info.metadata[cut_bytes(name, 64)] = cut_bytes(value, MOST_OF_A_VIOLATION)
+    status = status_pb2.Status(code=refusal.code.value[0], message=cut_bytes(refusal.sentence, MOST_AGAIN))
     status.details.add().Pack(info)
     wrong = error_details_pb2.BadRequest()
     for one in refusal.violations[:MOST_VIOLATIONS]:
-        field, what = cut(one.field, MOST_OF_A_FIELD), cut(one.what, MOST_OF_A_VIOLATION)
+        field, what = cut_bytes(one.field, MOST_OF_A_FIELD), cut_bytes(one.what, MOST_OF_A_VIOLATION)
         wrong.field_violations.add(field=field, description=what)
         if status.ByteSize() + wrong.ByteSize() > MOST_DETAILS:
             del wrong.field_violations[-1]
             break
     if wrong.field_violations:
         status.details.add().Pack(wrong)
-    return ((KEY, status.SerializeToString()),)
+    return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-def told(error: grpc.RpcError) -> Refusal:
+def parse_refusal(error: grpc.RpcError) -> Refusal:
     """What a refused call was told. One that was refused by another program, or on the way, has no reason of gcore's."""
     code, sentence = error.code(), error.details() or ""
     plain = Refusal(code, sentence)
@@ -194,7 +194,7 @@ def told(error: grpc.RpcError) -> Refusal:
 
 def _of(error: grpc.RpcError) -> bytes | None:
     metadata: Iterable[Any] = error.trailing_metadata() or ()
-    return next((value for key, value in metadata if key == KEY and isinstance(value, bytes)), None)
+    return next((value for key, value in metadata if key == DETAILS_KEY and isinstance(value, bytes)), None)
 
 
 # -------------------- rpc_schema
@@ -206,19 +206,19 @@ def _of(error: grpc.RpcError) -> bytes | None:
 # own. Answers need no version: messages only ever grow by fields that an older reader passes over. What a message holds as a
 # stored record (the seal in `Apply`), or as samples (a feed), says its own version.
 
-RPC_SCHEMA_KEY = "gcore-schema-version"
+VERSION_KEY = "gcore-schema-version"
 
 
 UNSERVED = "SCHEMA_VERSION_NOT_SERVED"
 """For programs: why such a call is refused."""
 
 
-def carried(versions: Collection[int] = READABLE) -> tuple[tuple[str, str], ...]:
+def version_metadata(versions: Collection[int] = READABLE) -> tuple[tuple[str, str], ...]:
     """The metadata of a call whose caller speaks `versions`."""
-    return ((RPC_SCHEMA_KEY, ",".join(str(version) for version in sorted(versions))),)
+    return ((VERSION_KEY, ",".join(str(version) for version in sorted(versions))),)
 
 
-def refusal(said: str | None) -> str | None:
+def version_refusal(said: str | None) -> str | None:
     """Why a call whose metadata say this is not served, or None."""
     spoken = set(("1" if said is None else said).split(","))
     if spoken & {str(readable) for readable in READABLE}:
@@ -236,7 +236,7 @@ class VersionedStub:
         self, stub: Any, versions: Collection[int] = READABLE, *, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
         self._stub = stub
-        self._metadata = carried(versions) + more
+        self._metadata = version_metadata(versions) + more
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(getattr(self._stub, name), metadata=self._metadata)
@@ -254,8 +254,8 @@ class VersionGate(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/gcore."):
             return handler
-        said = next((str(v) for k, v in handler_call_details.invocation_metadata or () if k == RPC_SCHEMA_KEY), None)
-        why = refusal(said)
+        said = next((str(v) for k, v in handler_call_details.invocation_metadata or () if k == VERSION_KEY), None)
+        why = version_refusal(said)
         return handler if why is None else _refusing(handler, why)
 
 
@@ -264,10 +264,10 @@ def _refusing(handler: Handler, why: str) -> Handler:
 
     async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         code = grpc.StatusCode.FAILED_PRECONDITION
-        await context.abort(code, why, trailing(Refusal(code, why, UNSERVED)))
+        await context.abort(code, why, refusal_metadata(Refusal(code, why, UNSERVED)))
 
     async def refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         await refuse(request, context)
         yield  # whoever stands before this goes through its answers
 
-    return like(handler, refuse_stream if handler.response_streaming else refuse)
+    return wrap_handler(handler, refuse_stream if handler.response_streaming else refuse)

@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 import grpc
 from pydantic import BaseModel, ConfigDict
 
-from gcore.api.rpc import Handler, LateRequest, answer_of, early, request_of
+from gcore.api.rpc import Handler, LateRequest, early_handler, handler_call, read_request
 from gcore.config.node import is_loopback
 from gcore.errors import UsageError
 
@@ -37,7 +37,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pem:
+class PemFiles:
     """What was in the files. Never shown."""
 
     ca: bytes = field(repr=False)
@@ -66,7 +66,7 @@ class TlsMaterial:
             raise _unreadable(error) from error
         return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
 
-    def read(self) -> Pem:
+    def read(self) -> PemFiles:
         """The files, if they fit together. Raises UsageError."""
         if (self.cert is None) != (self.key is None):
             raise UsageError(
@@ -79,11 +79,11 @@ class TlsMaterial:
                 raise UsageError("others may read the key", where=str(self.key), fix=f"chmod 600 {self.key}")
         except OSError as error:
             raise _unreadable(error) from error
-        pem = Pem(ca, cert, key)
+        pem = PemFiles(ca, cert, key)
         self.context(pem)
         return pem
 
-    def context(self, pem: Pem, *, serves: bool = False) -> ssl.SSLContext:
+    def context(self, pem: PemFiles, *, serves: bool = False) -> ssl.SSLContext:
         """For Python's own connections, with what was read. Raises UsageError if it does not fit together."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
         try:  # nobody but this authority is trusted
@@ -113,7 +113,7 @@ class TlsMaterial:
         return context
 
 
-class Watched:
+class ReloadingFiles:
     """The newest material that fits together. `pem` reads the files again if they have changed; any thread."""
 
     def __init__(self, material: TlsMaterial) -> None:
@@ -125,7 +125,7 @@ class Watched:
         """Counts the times that others were read."""
 
     @property
-    def pem(self) -> Pem:
+    def pem(self) -> PemFiles:
         """What counts now."""
         self.look()
         return self._pem
@@ -182,7 +182,7 @@ class Connector:
 
     def __init__(self, tls: TlsMaterial | None = None, *, token: str = "", engines: bytes | None = None) -> None:
         """Raises UsageError for files that cannot be used."""
-        self._watched = None if tls is None else Watched(tls)
+        self._watched = None if tls is None else ReloadingFiles(tls)
         self._token = token
         self._engines = engines
         self._context: tuple[int, ssl.SSLContext] | None = None
@@ -262,7 +262,7 @@ class ServingTls(BaseModel):
         return TlsMaterial(Path(self.ca), Path(self.cert), Path(self.key))
 
 
-def serving_context(watched: Watched, *, ask: bool = False) -> ssl.SSLContext:
+def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLContext:
     """For a server. `ask`: clients may show a certificate, which then must be of the authority. Raises UsageError."""
 
     def made() -> ssl.SSLContext:
@@ -357,7 +357,7 @@ def check_user(name: str, role: str, namespaces: Iterable[str], where: str) -> C
     return CertName("user", name, role, spaces)
 
 
-def name_in(uris: Iterable[str]) -> CertName | None:
+def parse_cert_name(uris: Iterable[str]) -> CertName | None:
     """Whose the certificate with these names is; None: nobody's here. One with two such names is nobody's either."""
     ours = [uri for uri in uris if uri.startswith(f"{SCHEME}://")]
     return _parse(ours[0]) if len(ours) == 1 else None
@@ -388,10 +388,10 @@ def _parse(uri: str) -> CertName | None:
 #
 # A server has one certificate, read anew when its files have changed: each connection is made with the newest. Where client
 # certificates are asked for, whoever has none of the cluster's authority does not get through the handshake; a train rank then serves nodes
-# only (`NodesOnly`), for a user's certificate is of the same authority. Who calls is asked when a call begins, not when its request has come.
+# only (`NodesOnlyInterceptor`), for a user's certificate is of the same authority. Who calls is asked when a call begins, not when its request has come.
 
 
-def server_credentials(watched: Watched, *, mutual: bool) -> grpc.ServerCredentials:
+def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerCredentials:
     """`mutual`: whether clients must show a certificate, too."""
     given = [watched.pem]
     first = _configuration(given[0], mutual=mutual)
@@ -406,13 +406,13 @@ def server_credentials(watched: Watched, *, mutual: bool) -> grpc.ServerCredenti
     return grpc.dynamic_ssl_server_credentials(first, fetch, mutual)  # type: ignore[arg-type]
 
 
-def _configuration(pem: Pem, *, mutual: bool) -> grpc.ServerCertificateConfiguration:
+def _configuration(pem: PemFiles, *, mutual: bool) -> grpc.ServerCertificateConfiguration:
     if pem.key is None or pem.cert is None:
         raise UsageError("a server has a certificate and its key", where="tls", fix="Name both: cert and key")
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca if mutual else None)
 
 
-class NodesOnly(grpc.aio.ServerInterceptor):
+class NodesOnlyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses, with PERMISSION_DENIED, whoever is no node of the cluster."""
 
     async def intercept_service(
@@ -424,7 +424,7 @@ class NodesOnly(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        either = answer_of(handler)
+        either = handler_call(handler)
 
         async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
             return await either(await _admitted(handler, requests, context), context)
@@ -434,19 +434,19 @@ class NodesOnly(grpc.aio.ServerInterceptor):
                 async for one in answers:
                     yield one
 
-        return early(handler, streamed if handler.response_streaming else answered)
+        return early_handler(handler, streamed if handler.response_streaming else answered)
 
 
 async def _admitted(handler: Handler, requests: AsyncIterator[Any], context: Any) -> Any:
     """The request of a node."""
     names = (value.decode(errors="replace") for value in context.auth_context().get("peer_uri", ()))
-    whose = name_in([name for name in names if name.startswith(f"{SCHEME}://")])
+    whose = parse_cert_name([name for name in names if name.startswith(f"{SCHEME}://")])
     if whose is None or whose.kind != "node":
         await _refuse(
             context, grpc.StatusCode.PERMISSION_DENIED, "train ranks serve nodes of the cluster, and nobody else"
         )
     try:
-        return await request_of(handler, requests)
+        return await read_request(handler, requests)
     except LateRequest as error:
         await _refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
     except UsageError as error:

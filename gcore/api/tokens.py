@@ -53,7 +53,7 @@ class TokenRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class UserToken:
     """What a user shows."""
 
     id: str
@@ -74,13 +74,13 @@ class Token:
         return hmac.compare_digest(self.sha256, sha256)
 
 
-def new_token() -> Token:
+def new_token() -> UserToken:
     """Another one than there ever was."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
-    return Token("".join(secrets.choice(letters) for _ in range(12)), secrets.token_urlsafe(32))
+    return UserToken("".join(secrets.choice(letters) for _ in range(12)), secrets.token_urlsafe(32))
 
 
-def token_in(text: str) -> Token | None:
+def parse_token(text: str) -> UserToken | None:
     """What somebody showed; None: no token."""
     match = _FORM.fullmatch(text)
-    return None if match is None else Token(match[1], match[2])
+    return None if match is None else UserToken(match[1], match[2])

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gcore.client.calls import ENDED, MAX_ANSWER_BYTES, Patience, job_state_name
+    from gcore.client.calls import ENDED, MAX_ANSWER_BYTES, WaitPolicy, job_state_name
     from gcore.client.jobs import JobsClient
 
-__all__ = ["ENDED", "MAX_ANSWER_BYTES", "JobsClient", "Patience", "job_state_name"]
+__all__ = ["ENDED", "MAX_ANSWER_BYTES", "JobsClient", "WaitPolicy", "job_state_name"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,11 +16,11 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gcore.api.rpc import VersionedStub, told
+from gcore.api.rpc import VersionedStub, parse_refusal
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
-from gcore.client.contexts import Reached, reach
+from gcore.client.contexts import ClusterAddress, choose_cluster
 from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError, NotAllowed, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
@@ -62,7 +62,7 @@ HANDSHAKES = {
 """What becomes of connections, as gRPC tells it, and what it means."""
 
 
-def why(error: grpc.aio.AioRpcError) -> str:
+def status_text(error: grpc.aio.AioRpcError) -> str:
     """One line, without gRPC's inner life."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time"
@@ -72,26 +72,26 @@ def why(error: grpc.aio.AioRpcError) -> str:
     return details.rstrip(".")
 
 
-def explain(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
+def explain_refusal(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
     """What the controller's refusal means here. Its details are a sentence for people already."""
     found = _kind(error, address, what)
-    found.refusal = told(error)
+    found.refusal = parse_refusal(error)
     return found
 
 
 def _kind(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
     if error.code() in WRONG_REQUEST:
-        return UsageError(why(error))
+        return UsageError(status_text(error))
     if error.code() in NOT_ALLOWED:
-        return NotAllowed(why(error))
+        return NotAllowed(status_text(error))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return UsageError(
             f"what answers does not know how to {what}", where=address, fix="Name the address of a gcore controller"
         )
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return GcoreError(f"cannot {what}: {why(error)}", where=address)
+        return GcoreError(f"cannot {what}: {status_text(error)}", where=address)
     return GcoreError(
-        f"the controller could not {what}: {why(error)}", where=address, fix="Its log says more (HOME/logs)"
+        f"the controller could not {what}: {status_text(error)}", where=address, fix="Its log says more (HOME/logs)"
     )
 
 
@@ -105,7 +105,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WaitPolicy:
     """How long what is waited for, in seconds."""
 
     call_s: float = 10.0
@@ -139,7 +139,7 @@ def job_state_name(state: int) -> str:
 T = TypeVar("T")
 
 
-Call = Callable[[Any, float], Awaitable[T]]
+ApiCall = Callable[[Any, float], Awaitable[T]]
 """Makes a call with a stub, for so many seconds."""
 
 
@@ -154,21 +154,26 @@ CHANNEL_OPTIONS = (
 )
 
 
-class Silent(Exception):
+class ControllerSilent(Exception):
     """A controller that was talked to says nothing more."""
 
 
-class Calls:
+class ApiCalls:
     """Connections to one or several addresses (host:port). Use it as an async context manager."""
 
     def __init__(
-        self, addresses: Sequence[str], *, clock: Clock, patience: Patience | None = None, connector: Connector = PLAIN
+        self,
+        addresses: Sequence[str],
+        *,
+        clock: Clock,
+        patience: WaitPolicy | None = None,
+        connector: Connector = PLAIN,
     ) -> None:
         if not addresses:
             raise ValueError("a client needs at least one address")
         self.addresses = tuple(addresses)
         self._clock = clock
-        self._patience = patience or Patience()
+        self._patience = patience or WaitPolicy()
         self._connector = connector
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._current = 0
@@ -191,7 +196,7 @@ class Calls:
         """Whether the daemon at `address` says that it serves."""
         return await self._health(address) == int(health_pb2.HealthCheckResponse.SERVING)
 
-    async def _anywhere(self, what: str, call: Call[T], *, timeout_s: float | None = None) -> T:
+    async def _anywhere(self, what: str, call: ApiCall[T], *, timeout_s: float | None = None) -> T:
         """Make the call at one controller after the other, until one answers.
 
         After one round raises StoreUnavailable if one of them is there and says why it cannot, else Unreachable.
@@ -204,15 +209,15 @@ class Calls:
                     answer = await call(self._stub(address), self._patience.call_s)
                 else:
                     answer = await self._while_there(call, address, timeout_s)
-            except Silent:
+            except ControllerSilent:
                 reasons.append("no answer in time")
                 self._turn_from(address)
             except grpc.aio.AioRpcError as error:
                 if error.code() not in NO_ANSWER:
-                    raise explain(error, address, what) from error
-                reasons.append(why(error))
+                    raise explain_refusal(error, address, what) from error
+                reasons.append(status_text(error))
                 if await self._said_so(error, address):
-                    told = f"cannot {what}: {why(error)}"
+                    told = f"cannot {what}: {status_text(error)}"
                 self._turn_from(address)
             else:
                 self._heard = self._clock.monotonic()
@@ -223,17 +228,17 @@ class Calls:
 
     async def _said_so(self, error: grpc.aio.AioRpcError, address: str) -> bool:
         """Whether the controller itself answered that it cannot, because its store is away, and not the way there."""
-        if error.code() is not grpc.StatusCode.UNAVAILABLE or why(error) == NOTHING_THERE:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or status_text(error) == NOTHING_THERE:
             return False
         return await self._health(address) is not None
 
-    async def _while_there(self, call: Call[T], address: str, timeout_s: float) -> T:
+    async def _while_there(self, call: ApiCall[T], address: str, timeout_s: float) -> T:
         """The answer to a call that may take long, as long as the controller answers anything. Raises Silent."""
         asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
         try:
             while not (await asyncio.wait({asked}, timeout=self._patience.call_s))[0]:
                 if await self._health(address) is None:
-                    raise Silent
+                    raise ControllerSilent
             return await asked
         finally:
             asked.cancel()
@@ -275,13 +280,13 @@ class Calls:
 # Which cluster a client talks to when it is told none: as the command line finds it.
 
 
-def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> Reached:
+def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> ClusterAddress:
     """Raises UsageError, and Unreachable if none is known."""
     if address is not None:
         given = address.split(",") if isinstance(address, str) else address
-        return reach(env, tuple(one.strip() for one in given))
+        return choose_cluster(env, tuple(one.strip() for one in given))
     local = LocalCluster.load(home)
-    found = reach(env, local=local is not None)
+    found = choose_cluster(env, local=local is not None)
     if found.addresses:
         return found
     if local is None:
@@ -290,4 +295,4 @@ def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[s
             where=str(home.absolute()),
             fix="Name a controller's host:port, set GCORE_ADDRESS, or start a cluster with `gcore up`",
         )
-    return reach(env, local.addresses, local=True)
+    return choose_cluster(env, local.addresses, local=True)

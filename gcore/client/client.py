@@ -25,9 +25,20 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client.calls import Patience
+from gcore.client.calls import WaitPolicy
 from gcore.client.jobs import JobsClient
-from gcore.client.models import Job, Listing, LogLine, Node, Shard, StepMetrics, Usage, job_of, line_of, node_of
+from gcore.client.models import (
+    Job,
+    Listing,
+    LogLine,
+    Node,
+    Shard,
+    StepMetrics,
+    Usage,
+    parse_job,
+    parse_line,
+    parse_node,
+)
 from gcore.errors import UsageError
 from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
@@ -46,7 +57,7 @@ class AsyncClient:
         address: str | Sequence[str] | None = None,
         *,
         home: str | Path = ".gcore",
-        patience: Patience | None = None,
+        patience: WaitPolicy | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`address`: host:port of a controller, or several. Raises UsageError, and Unreachable if no cluster is known."""
@@ -85,16 +96,16 @@ class AsyncClient:
                 raise UsageError("fields of a mapping are changed in the mapping", fix="Leave `set` out")
             spec_json = json.dumps(dict(spec))
         else:
-            from gcore.config.load import as_said, load_spec
+            from gcore.config.load import dump_explicit, load_spec
 
-            spec_json = as_said(load_spec(Path(spec), set))
+            spec_json = dump_explicit(load_spec(Path(spec), set))
         mode = pb.START_MODE_NEW if new else pb.START_MODE_RESUME
         name = request_id or uuid.uuid4().hex
-        return job_of(await self.jobs.create_job(spec_json, request_id=name, mode=mode))
+        return parse_job(await self.jobs.create_job(spec_json, request_id=name, mode=mode))
 
     async def get(self, job: JobRef) -> Job:
         """How a job stands now."""
-        return job_of(await self.jobs.get_job(_name(job)))
+        return parse_job(await self.jobs.get_job(_name(job)))
 
     async def list(
         self, *, states: Iterable[str] = (), namespace: str = "", name_prefix: str = "", limit: int | None = None
@@ -106,19 +117,19 @@ class AsyncClient:
                 raise UsageError(f"{state!r} is no state", fix="For example RUNNING, QUEUED or FAILED")
             numbers.append(pb.JobState.Value(word))
         found = await self.jobs.list_jobs(namespace=namespace, states=numbers, name_prefix=name_prefix, limit=limit)
-        return Listing(job_of(one) for one in found)
+        return Listing(parse_job(one) for one in found)
 
     async def cancel(self, job: JobRef, *, drain: bool = False) -> Job:
         """End a job, with `drain` at its next commit."""
-        return job_of(await self.jobs.cancel_job(_name(job), drain=drain))
+        return parse_job(await self.jobs.cancel_job(_name(job), drain=drain))
 
     async def pause(self, job: JobRef) -> Job:
         """Have a job give its slots back at its next commit."""
-        return job_of(await self.jobs.pause_job(_name(job)))
+        return parse_job(await self.jobs.pause_job(_name(job)))
 
     async def resume(self, job: JobRef) -> Job:
         """Have it go on as soon as there are slots."""
-        return job_of(await self.jobs.resume_job(_name(job)))
+        return parse_job(await self.jobs.resume_job(_name(job)))
 
     async def update(
         self, job: JobRef, *, priority: int | None = None, slots_min: int | None = None, slots_max: int | None = None
@@ -126,7 +137,7 @@ class AsyncClient:
         """Change what may change while it runs. `slots_max` 0: as many as there are."""
         given = {"priority": priority, "slots_min": slots_min, "slots_max": slots_max}
         changes = {name: value for name, value in given.items() if value is not None}
-        return job_of(await self.jobs.update_job(_name(job), changes))
+        return parse_job(await self.jobs.update_job(_name(job), changes))
 
     async def delete(self, job: JobRef, *, files: bool = False) -> None:
         """Forget a job that has ended, and with `files` its run's folder."""
@@ -179,7 +190,7 @@ class AsyncClient:
         )
         async with aclosing(self.jobs.stream_logs(request)) as lines:
             async for line in lines:
-                yield line_of(line)
+                yield parse_line(line)
 
     async def shards(self, job: JobRef) -> Listing[Shard]:
         """Who has which shards, and how far each is."""
@@ -188,11 +199,11 @@ class AsyncClient:
 
     async def nodes(self) -> Listing[Node]:
         """The nodes that are there."""
-        return Listing(node_of(one) for one in (await self.jobs.list_nodes()).nodes)
+        return Listing(parse_node(one) for one in (await self.jobs.list_nodes()).nodes)
 
     async def drain(self, node: str, *, undo: bool = False) -> Node:
         """Have every job leave a node at its next commit; or use it again."""
-        return node_of(await self.jobs.drain_node(node, undo=undo))
+        return parse_node(await self.jobs.drain_node(node, undo=undo))
 
     async def usage(
         self, *, by: Sequence[str] = ("namespace",), since: float = 0.0, until: float = 0.0, namespace: str = ""
@@ -265,7 +276,7 @@ class Client:
         address: str | Sequence[str] | None = None,
         *,
         home: str | Path = ".gcore",
-        patience: Patience | None = None,
+        patience: WaitPolicy | None = None,
     ) -> None:
         """As `AsyncClient`."""
         self._loop = asyncio.new_event_loop()
@@ -466,5 +477,5 @@ class Client:
         self._loop.close()
 
 
-async def _made(address: str | Sequence[str] | None, home: str | Path, patience: Patience | None) -> AsyncClient:
+async def _made(address: str | Sequence[str] | None, home: str | Path, patience: WaitPolicy | None) -> AsyncClient:
     return AsyncClient(address, home=home, patience=patience)

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from gcore.api.tls import PLAIN, Connector, TlsMaterial
 from gcore.config.base import Section
 from gcore.errors import UsageError, did_you_mean
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 
 CONTEXT, ADDRESS, TOKEN, CA, CONFIG = "GCORE_CONTEXT", "GCORE_ADDRESS", "GCORE_TOKEN", "GCORE_CA", "GCORE_CONFIG"
 
@@ -60,14 +60,14 @@ class Contexts(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class ClusterAddress:
     """Where a cluster answers, and how it is talked to. `addresses` empty: that is not said here."""
 
     addresses: tuple[str, ...]
     connector: Connector = field(repr=False, default=PLAIN)
 
 
-def file_of(env: Mapping[str, str]) -> Path:
+def contexts_file(env: Mapping[str, str]) -> Path:
     """Where the contexts stand."""
     if said := env.get(CONFIG):
         return Path(said)
@@ -75,7 +75,7 @@ def file_of(env: Mapping[str, str]) -> Path:
     return Path(base) / "gcore" / "config.yaml"
 
 
-def load(file: Path) -> Contexts:
+def load_contexts(file: Path) -> Contexts:
     """What the file says; nothing where it is not. Raises UsageError."""
     try:
         with file.open("rb") as opened:
@@ -89,56 +89,58 @@ def load(file: Path) -> Contexts:
         raise UsageError(f"cannot be read ({why})", where=str(file), fix="Correct or remove it") from error
     if text is None:
         raise UsageError(f"has more than {MAX_BYTES} bytes", where=str(file), fix="It names a few clusters")
-    from gcore.config.load import NotPlain, read_plain
+    from gcore.config.load import YamlNotPlain, read_plain
 
     try:
         found = Contexts.model_validate(read_plain(text) or {})
-    except NotPlain as error:
+    except YamlNotPlain as error:
         raise UsageError(f"not valid YAML: {error.problem}", where=f"{file}{error.place}", fix="Correct it") from error
     except ValidationError as error:
-        from gcore.config.base import explain
+        from gcore.config.base import explain_errors
 
-        raise UsageError("; ".join(list(explain(error, Contexts))[:4]), where=str(file), fix="Correct it") from error
+        raise UsageError(
+            "; ".join(list(explain_errors(error, Contexts))[:4]), where=str(file), fix="Correct it"
+        ) from error
     if mode & 0o077 and any(one.token for one in found.contexts.values()):
         raise UsageError("others may read the token in it", where=str(file), fix=f"chmod 600 {file}, or use token_file")
     return found
 
 
-def save(file: Path, contexts: Contexts) -> None:
+def save_contexts(file: Path, contexts: Contexts) -> None:
     """Write the file, for its owner alone. Raises UsageError."""
     import yaml
 
     tree = contexts.model_dump(mode="json", exclude_none=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole_file(file, yaml.safe_dump(tree, sort_keys=False).encode(), mode=0o600)
+        replace_file(file, yaml.safe_dump(tree, sort_keys=False).encode(), mode=0o600)
     except OSError as error:
         raise UsageError(
             f"cannot be written ({error.strerror or error})", where=str(file), fix="Set GCORE_CONFIG"
         ) from error
 
 
-def reach(
+def choose_cluster(
     env: Mapping[str, str], addresses: tuple[str, ...] = (), *, local: bool = False, known: Contexts | None = None
-) -> Reached:
+) -> ClusterAddress:
     """The cluster that is meant. `addresses`: those that were given; `local`: whether a cluster of this machine is up, which comes before
     the current context; `known`: what the file says, if that is known. Raises UsageError.
     """
-    file = file_of(env)
+    file = contexts_file(env)
     asked = env.get(CONTEXT) or None
-    known = known or load(file)
+    known = known or load_contexts(file)
     name = asked or known.current
-    chosen = None if name is None else named(known, name, file)
+    chosen = None if name is None else find_context(known, name, file)
     if chosen is not None and asked is None and (local or (addresses and not set(addresses) <= set(chosen.addresses))):
         chosen = None
     at = addresses or (chosen.addresses if chosen is not None else ())
     token, ca = env.get(TOKEN, ""), env.get(CA) or None
     if chosen is None and not token and ca is None:
-        return Reached(at)
-    return Reached(at, _connector(chosen, token, ca, file.parent))
+        return ClusterAddress(at)
+    return ClusterAddress(at, _connector(chosen, token, ca, file.parent))
 
 
-def named(known: Contexts, name: str, file: Path) -> Context:
+def find_context(known: Contexts, name: str, file: Path) -> Context:
     """The context of that name. Raises UsageError."""
     if name not in known.contexts:
         hint = did_you_mean(name, set(known.contexts))

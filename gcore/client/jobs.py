@@ -19,7 +19,7 @@ from gcore.api.rpc import VersionedStub
 from gcore.api.v1 import access_pb2 as pb
 from gcore.api.v1 import access_pb2_grpc
 from gcore.api.v1 import jobs_pb2 as v1_pb
-from gcore.client.calls import ENDED, FINAL, NO_ANSWER, Calls, Silent, explain
+from gcore.client.calls import ENDED, FINAL, NO_ANSWER, ApiCalls, ControllerSilent, explain_refusal
 from gcore.errors import Unreachable
 from gcore.observability.events import JobEvent
 
@@ -27,7 +27,7 @@ from gcore.observability.events import JobEvent
 # The client of the Access service: whom a call is taken for, and tokens.
 
 
-class AccessClient(Calls):
+class AccessClient(ApiCalls):
     """Any controller answers. Use it as an async context manager."""
 
     async def who_am_i(self) -> pb.WhoAmIReply:
@@ -102,7 +102,7 @@ class _Told:
         return asked
 
 
-class Following(Calls):
+class ResumingStreams(ApiCalls):
     """Follows jobs."""
 
     async def follow(
@@ -133,7 +133,7 @@ class Following(Calls):
         names: Sequence[str] = (),
         follow: bool = True,
     ) -> AsyncGenerator[v1_pb.StepMetrics, None]:
-        """The numbers of each step after `after_step`, each step once in each lineage; with `follow` until the job has ended."""
+        """The numbers of each step after `start_next_step`, each step once in each lineage; with `follow` until the job has ended."""
         place = None if after_lineage is None else (after_lineage, after_step)
 
         def begin(stub: Any) -> Any:
@@ -205,11 +205,11 @@ class Following(Calls):
             except grpc.aio.AioRpcError as error:
                 refused += error.code() not in NO_ANSWER
                 if error.code() in FINAL or refused >= MOST_REFUSALS * len(self.addresses):
-                    raise explain(error, address, what) from error
+                    raise explain_refusal(error, address, what) from error
                 self._turn_from(address)
                 # One that cannot follow, because the store is away, is there all the same: it is not what is given up on.
                 await self._health(address)
-            except (Silent, Unreachable):
+            except (ControllerSilent, Unreachable):
                 self._turn_from(address)
             finally:
                 call.cancel()
@@ -238,7 +238,7 @@ class Following(Calls):
                     finally:
                         quiet.cancel()
                     if not reading.done() and await self._health(address) is None:
-                        raise Silent
+                        raise ControllerSilent
                 message = reading.result()
             finally:
                 reading.cancel()
@@ -248,7 +248,7 @@ class Following(Calls):
             yield message
 
 
-class JobsClient(Following):
+class JobsClient(ResumingStreams):
     """The low-level client."""
 
     async def create_job(self, spec_json: str, *, request_id: str, mode: v1_pb.StartMode) -> v1_pb.Job:

@@ -65,11 +65,11 @@ class Job:
             "state": f"{self.state}: {self.reason}" if self.reason else self.state,
             "step": f"{self.step} of {self.steps}, lineage {self.lineage}",
             "slots": f"{self.slots}, priority {self.priority}",
-            "created": moment(self.created),
+            "created": format_time(self.created),
             "checkpoint": self.checkpoint or "none yet",
             "waits for": waits or "nothing",
         }
-        return table(("", ""), rows.items())
+        return html_table(("", ""), rows.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +141,15 @@ class Listing(tuple[T, ...]):
         if not self:
             return "<em>none</em>"
         names = [name for name in getattr(self[0], "__slots__", ()) if name not in ("spec", "waiting", "run_dir")]
-        return table(names, [[getattr(one, name) for name in names] for one in self])
+        return html_table(names, [[getattr(one, name) for name in names] for one in self])
 
 
-def moment(epoch_s: float) -> str:
+def format_time(epoch_s: float) -> str:
     """A moment for people, in UTC."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else ""
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """As HTML; everything in it is text."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(
@@ -159,7 +159,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def job_of(message: pb.Job) -> Job:
+def parse_job(message: pb.Job) -> Job:
     """The API's job."""
     try:
         spec = json.loads(message.spec_json) if message.spec_json else {}
@@ -187,13 +187,13 @@ def job_of(message: pb.Job) -> Job:
     )
 
 
-def line_of(message: pb.LogLine) -> LogLine:
+def parse_line(message: pb.LogLine) -> LogLine:
     """The API's line."""
     rank = message.rank if message.HasField("rank") else None
     return LogLine(message.text, message.instance, message.node, message.role, rank, message.time or None)
 
 
-def node_of(message: pb.Node) -> Node:
+def parse_node(message: pb.Node) -> Node:
     """The API's node."""
     uses = {use.slot: use.job_uid for use in message.uses}
     return Node(message.name, message.address, tuple(message.slots), message.draining, tuple(message.sick), uses)

@@ -10,14 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gcore.config.load import apply_overrides, as_said, load_spec, new_spec, parse_spec, stored_spec
+    from gcore.config.load import apply_overrides, dump_explicit, load_spec, new_spec, parse_spec, stored_spec
     from gcore.config.node import NodeConfig
     from gcore.config.spec import JobSpec
 
-__all__ = ["JobSpec", "NodeConfig", "apply_overrides", "as_said", "load_spec", "new_spec", "parse_spec", "stored_spec"]
+__all__ = [
+    "JobSpec",
+    "NodeConfig",
+    "apply_overrides",
+    "dump_explicit",
+    "load_spec",
+    "new_spec",
+    "parse_spec",
+    "stored_spec",
+]
 
 _HOMES = {"JobSpec": "spec", "NodeConfig": "node"} | dict.fromkeys(
-    ("apply_overrides", "as_said", "load_spec", "new_spec", "parse_spec", "stored_spec"), "load"
+    ("apply_overrides", "dump_explicit", "load_spec", "new_spec", "parse_spec", "stored_spec"), "load"
 )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from gcore.errors import did_you_mean, nearest
+from gcore.errors import did_you_mean, nearest_name
 
 MOST_SPANNED = 64
 
@@ -97,7 +97,7 @@ _WORDS = {
 """In place of what pydantic says in the words of Python."""
 
 
-def explain(error: ValidationError, model: type[BaseModel] | None = None) -> Iterator[str]:
+def explain_errors(error: ValidationError, model: type[BaseModel] | None = None) -> Iterator[str]:
     """The problems of a spec, or of another document of `model`, a sentence each, with the key."""
     for problem in error.errors():
         loc = problem["loc"]
@@ -114,7 +114,7 @@ def explain(error: ValidationError, model: type[BaseModel] | None = None) -> Ite
             yield f"{dotted}: it should be a single value: text, a number, true or false"
         elif problem["type"] == "extra_forbidden":
             near = _nearest(loc, model)
-            yield f"unknown key {shortened(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
+            yield f"unknown key {shorten_text(repr(dotted))}" + (f", did you mean {near!r}?" if near else "")
         elif problem["type"] == "missing":
             yield f"{dotted!r} is missing"
         elif problem["type"] == "too_long":
@@ -129,7 +129,7 @@ def explain(error: ValidationError, model: type[BaseModel] | None = None) -> Ite
             given = problem["input"]
             secret = {*loc[-1:]} & {*SECRET} or (isinstance(given, str) and _LOGIN.search(given))
             is_shown = isinstance(given, str | int | float | bool) and not secret
-            shown = f" (got {shortened(repr(given))})" if is_shown else ""
+            shown = f" (got {shorten_text(repr(given))})" if is_shown else ""
             yield f"{dotted}: {message[:MAX_SENTENCE]}{'…' * (len(message) > MAX_SENTENCE)}{shown}"
 
 
@@ -150,7 +150,7 @@ def _pattern(pattern: str) -> str:
 def _choice(given: str | float, expected: str) -> str:
     """That `given` is no choice, with the nearest that is one; `expected` lists them, words in quotes."""
     hint = did_you_mean(str(given), re.findall(r"'([^']*)'", expected))
-    return f"it should be {expected} (got {shortened(repr(given))}){hint}"
+    return f"it should be {expected} (got {shorten_text(repr(given))}){hint}"
 
 
 def _nearest(loc: tuple[int | str, ...], model: type[BaseModel] | None) -> str | None:
@@ -160,7 +160,7 @@ def _nearest(loc: tuple[int | str, ...], model: type[BaseModel] | None) -> str |
 
         model = JobSpec
     named = ".".join(part for part in loc if isinstance(part, str))
-    near = nearest(named, _known_keys(model))
+    near = nearest_name(named, _known_keys(model))
     if near is None:
         return None
     parts: list[str] = near.split(".")
@@ -170,7 +170,7 @@ def _nearest(loc: tuple[int | str, ...], model: type[BaseModel] | None) -> str |
     return ".".join(parts)
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """The text on one line, of bounded length, and printable anywhere (half a surrogate pair is not)."""
     line = " ".join(text[: 2 * MAX_SHOWN].split())
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)

@@ -88,7 +88,7 @@ class SourceSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
 
 
-class Origin(Section):
+class SourcesSection(Section):
     """What `data` and `eval` have in common: one path, or several sources."""
 
     path: str | None = Field(None, description="File or folder with the prompts, relative to the spec's folder")
@@ -105,7 +105,7 @@ class Origin(Section):
         return sources
 
     @model_validator(mode="after")
-    def _one_form(self) -> Origin:
+    def _one_form(self) -> SourcesSection:
         if self.path is not None and self.sources:
             raise ValueError("give one path or several sources, not both")
         if self.path is None and (self.split is not None or self.format != "auto"):
@@ -113,7 +113,7 @@ class Origin(Section):
         return self
 
 
-class DataSpec(Origin):
+class DataSpec(SourcesSection):
     """The prompt stream."""
 
     prompt: str = Field("prompt", description="Field with the prompt: a string, or a list of chat messages")
@@ -153,7 +153,7 @@ class SourceSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ResolvedSource:
     """A source with every field decided. Paths are those of the spec, absolute once it was loaded from a file."""
 
     name: str
@@ -172,21 +172,21 @@ class Source:
     sampling: SourceSampling
 
 
-def training_sources(spec: JobSpec) -> tuple[Source, ...]:
+def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
     """Where the prompt stream comes from; at least one source."""
-    return tuple(resolved(spec, source) for source in _listed(spec.data))
+    return tuple(resolve_source(spec, source) for source in _listed(spec.data))
 
 
-def _listed(origin: Origin) -> tuple[SourceSpec, ...]:
+def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
     if origin.path is None:
         return origin.sources
     return (SourceSpec(name=ONLY_SOURCE, path=origin.path, format=origin.format, split=origin.split),)
 
 
-def resolved(spec: JobSpec, source: SourceSpec) -> Source:
+def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
     """The source with every field decided, as `data`, `model`, `reward` and `rollout` say where it says nothing."""
     data, rollout, own = spec.data, spec.rollout, source.sampling
-    return Source(
+    return ResolvedSource(
         name=source.name,
         path=source.path,
         format=source.format,
@@ -296,7 +296,7 @@ class EvalSetSpec(SourceSpec):
         return self
 
 
-class EvalSpec(Origin):
+class EvalSpec(SourcesSection):
     """Evaluation on held-out prompts, shown as those of `data` are, none of them filtered.
 
     Before the first step (`at_start`), every `every` steps, and after the last; greedy unless a temperature is set.
@@ -342,9 +342,9 @@ class EvalSpec(Origin):
         return self.path is not None or bool(self.sources)
 
     @property
-    def drawn(self) -> dict[str, EvalDraws]:
+    def drawn(self) -> dict[str, EvalSampling]:
         """How each set is answered and counted, by name, in the order of the spec."""
-        own = EvalDraws(self.samples, self.temperature, self.top_p, self.pass_k, self.threshold, self.limit)
+        own = EvalSampling(self.samples, self.temperature, self.top_p, self.pass_k, self.threshold, self.limit)
         if self.path is not None:
             return {ONLY_SOURCE: own}
         names = ("samples", "temperature", "top_p", "pass_k", "threshold", "limit")
@@ -371,7 +371,7 @@ class EvalSpec(Origin):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalDraws:
+class EvalSampling:
     """How the prompts of a set are answered and counted. `samples` responses to each; `temperature` 0 is greedy."""
 
     samples: int
@@ -413,8 +413,8 @@ class EvalDraws:
 class EvalSet:
     """A held-out set with every field decided: how its prompts look and are asked is the source's, how answers count, `draws`'."""
 
-    source: Source
-    draws: EvalDraws
+    source: ResolvedSource
+    draws: EvalSampling
 
 
 def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
@@ -429,7 +429,7 @@ def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
     sets, drawn = [], section.drawn
     for one in listed:
         draws = drawn[one.name]
-        source = resolved(spec, one)
+        source = resolve_source(spec, one)
         longest = one.max_new_tokens if isinstance(one, EvalSetSpec) else None
         longest = longest or section.max_new_tokens or spec.rollout.max_new_tokens
         sampling = replace(
@@ -444,6 +444,6 @@ def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
     return tuple(sets)
 
 
-def eval_sources(spec: JobSpec) -> tuple[Source, ...]:
+def eval_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
     """Where held-out prompts come from, set by set."""
     return tuple(one.source for one in eval_sets(spec))

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gcore.config.base import explain, shortened
-from gcore.config.data import Origin
+from gcore.config.base import explain_errors, shorten_text
+from gcore.config.data import SourcesSection
 from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.config.train import STORED, FlowSpec
@@ -63,13 +63,13 @@ def _why_not(section: str) -> str:
     return "a spec has no such section" + did_you_mean(section, JobSpec.model_fields.keys() - set(_NOT_A_FLOWS))
 
 
-def settings_of(found: Callable[..., Any]) -> Mapping[str, Any]:
+def flow_settings(found: Callable[..., Any]) -> Mapping[str, Any]:
     """What a flow sets; empty for one that was not marked."""
     settings = getattr(found, _SETTINGS, {})
     return settings if isinstance(settings, Mapping) else {}
 
 
-def settled(tree: Tree) -> Tree:
+def apply_flow_settings(tree: Tree) -> Tree:
     """A spec as a user wrote it, with its flow's settings under it. Raises PluginFault for a flow that cannot be had.
 
     A tree whose `flow` is no section is given back as it is: validation says what is wrong with it.
@@ -82,7 +82,7 @@ def settled(tree: Tree) -> Tree:
         return tree
     from gcore.flows.api import find_flow  # a flow is foreign code: only with a spec that is new
 
-    settings = settings_of(find_flow(name))
+    settings = flow_settings(find_flow(name))
     return _under(tree, settings, JobSpec) if settings else tree
 
 
@@ -106,7 +106,7 @@ def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
-def blamed(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
+def blame_flow(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
     """`problems` of a settled spec, each that the user's own tree does not have told as the flow's.
 
     `own`: the problems of the tree as the user wrote it.
@@ -120,7 +120,7 @@ def blamed(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
 # YAML for documents that people write: plain values only, and nothing that grows when it is read.
 
 
-class NotPlain(ValueError):
+class YamlNotPlain(ValueError):
     """A text that is no such document: what is wrong, and where in it (":line:column", or nothing)."""
 
     def __init__(self, problem: str, place: str) -> None:
@@ -158,7 +158,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_plain(text: str) -> Any:
-    """The document. Raises NotPlain."""
+    """The document. Raises YamlNotPlain."""
     try:
         # A SafeLoader subclass: builds plain values only.
         return yaml.load(text, Loader=PlainLoader)
@@ -166,7 +166,7 @@ def read_plain(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
         problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        raise NotPlain("nested too deep" if isinstance(error, RecursionError) else str(problem), place) from error
+        raise YamlNotPlain("nested too deep" if isinstance(error, RecursionError) else str(problem), place) from error
 
 
 MAX_SPEC_BYTES = 1 << 16
@@ -178,7 +178,7 @@ MAX_SPEC_DEPTH = 16
 MAX_PROBLEMS = 8
 
 
-T = TypeVar("T", bound=Origin)
+T = TypeVar("T", bound=SourcesSection)
 
 
 HUB_SCHEMES = ("hf://", "ms://")
@@ -225,8 +225,8 @@ def new_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = N
     """
 
     _check_tree(tree, where)
-    whole = settled(tree)
-    return _checked(whole, where, base, blame=lambda problems: blamed(tree, problems, _problems(tree)))
+    whole = apply_flow_settings(tree)
+    return _checked(whole, where, base, blame=lambda problems: blame_flow(tree, problems, _problems(tree)))
 
 
 def parse_spec(tree: dict[str, Any], *, where: str = "spec", base: Path | None = None) -> JobSpec:
@@ -239,7 +239,7 @@ def stored_spec(tree: dict[str, Any]) -> JobSpec:
     return _checked(tree, "the job's record", None, blame=lambda problems: problems, context=STORED)
 
 
-def as_said(spec: JobSpec) -> str:
+def dump_explicit(spec: JobSpec) -> str:
     """As JSON, without what nobody said: `parse_spec` gives it the defaults. So a controller of an older gcore takes a spec that says
     nothing of what it does not know, and one of a newer gcore its own defaults."""
     return spec.model_dump_json(exclude_unset=True)
@@ -257,7 +257,7 @@ def _checked(
     try:
         spec = JobSpec.model_validate(tree, context=context)
     except ValidationError as error:
-        problems = blame(list(explain(error)))
+        problems = blame(list(explain_errors(error)))
         more = len(problems) - MAX_PROBLEMS
         text = "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
         raise SpecError(text, where=where, fix="See `gcore schema` for every field") from error
@@ -268,7 +268,7 @@ def _problems(tree: dict[str, Any]) -> list[str]:
     try:
         JobSpec.model_validate(tree)
     except ValidationError as error:
-        return list(explain(error))
+        return list(explain_errors(error))
     return []
 
 
@@ -283,16 +283,16 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         keys = dotted.strip().split(".")
         if not equals or not all(keys):
             raise SpecError(
-                f"{shortened(repr(override))} is not of the form section.field=value",
+                f"{shorten_text(repr(override))} is not of the form section.field=value",
                 where="--set",
                 fix="For example --set train.learning_rate=1e-4",
             )
-        parsed = _read_yaml(value, f"--set {shortened(override)}")
+        parsed = _read_yaml(value, f"--set {shorten_text(override)}")
         if isinstance(parsed, str) and _EXPONENT.fullmatch(parsed):
             parsed = float(parsed)
         if len(keys) > MAX_SPEC_DEPTH:
             raise SpecError(
-                f"{shortened(repr(override))} is nested more than {MAX_SPEC_DEPTH} deep",
+                f"{shorten_text(repr(override))} is nested more than {MAX_SPEC_DEPTH} deep",
                 where="--set",
                 fix="A spec is a few levels deep; see `gcore schema`",
             )
@@ -308,7 +308,7 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
     if isinstance(node, list):
         if not key.isdecimal() or int(key) >= len(node):
             raise SpecError(
-                f"{shortened(repr(key))} in {shortened(repr(override))} is no item of a list of {len(node)}",
+                f"{shorten_text(repr(key))} in {shorten_text(repr(override))} is no item of a list of {len(node)}",
                 where="--set",
                 fix=f"Number its items from 0 to {len(node) - 1}" if node else "Give the whole list",
             )
@@ -316,13 +316,13 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
         return [*node[:place], _replaced(node[place], rest, value, override, key), *node[place + 1 :]]
     if node is not None and not isinstance(node, dict):
         raise SpecError(
-            f"{shortened(repr(above))} in {shortened(repr(override))} is a value, not a section",
+            f"{shorten_text(repr(above))} in {shorten_text(repr(override))} is a value, not a section",
             where="--set",
             fix="See `gcore schema`",
         )
     if key.isdecimal() and not node and not above.endswith("options"):
         raise SpecError(
-            f"{shortened(repr(override))} is about an item of a list, and the spec has no list there",
+            f"{shorten_text(repr(override))} is about an item of a list, and the spec has no list there",
             where="--set",
             fix="Give the whole list: SECTION=[{name: NAME}]",
         )
@@ -333,10 +333,10 @@ def _replaced(node: Any, keys: Sequence[str], value: Any, override: str, above: 
 def _read_yaml(text: str, where: str) -> Any:
     try:
         return read_plain(text)
-    except NotPlain as error:
+    except YamlNotPlain as error:
         where = where if where.startswith("--set") else where + error.place
         raise SpecError(
-            f"not valid YAML: {shortened(error.problem)}", where=where, fix="Correct or quote it"
+            f"not valid YAML: {shorten_text(error.problem)}", where=where, fix="Correct or quote it"
         ) from error
 
 
@@ -349,14 +349,14 @@ def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
         )
     if isinstance(node, str) and _UNSTORABLE.search(node):
         raise SpecError(
-            f"{shortened('.'.join(path))}: {shortened(repr(node))} holds a NUL or half a surrogate pair",
+            f"{shorten_text('.'.join(path))}: {shorten_text(repr(node))} holds a NUL or half a surrogate pair",
             where=where,
             fix="Remove it",
         )
     # A number of thousands of digits passes every check and cannot even be printed; the store and the API take 64 bits.
     if isinstance(node, int) and node.bit_length() >= 64:
         raise SpecError(
-            f"{shortened('.'.join(path))}: a whole number of {node.bit_length()} bits",
+            f"{shorten_text('.'.join(path))}: a whole number of {node.bit_length()} bits",
             where=where,
             fix="A number here has at most 63",
         )
@@ -375,7 +375,9 @@ def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
             return str((base / Path(path).expanduser()).resolve())
         except (OSError, ValueError, RuntimeError) as error:  # no such user, a loop of links, a NUL
             raise SpecError(
-                f"{key}: {shortened(repr(path))} is no path ({shortened(str(error))})", where=where, fix="Name a file"
+                f"{key}: {shorten_text(repr(path))} is no path ({shorten_text(str(error))})",
+                where=where,
+                fix="Name a file",
             ) from error
 
     def files(value: BaseModel, prefix: str) -> dict[str, Any]:
@@ -431,9 +433,9 @@ def _template_text(path: Path, where: str, key: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise SpecError(
-            f"{key}: {shortened(repr(str(path)))} cannot be read ({reason})", where=where, fix="Name a Jinja file"
+            f"{key}: {shorten_text(repr(str(path)))} cannot be read ({reason})", where=where, fix="Name a Jinja file"
         ) from error
     if len(text) > LONGEST_TEMPLATE or _UNSTORABLE.search(text):
         what = f"more than {LONGEST_TEMPLATE} characters" if len(text) > LONGEST_TEMPLATE else "a NUL"
-        raise SpecError(f"{key}: {shortened(repr(str(path)))} has {what}", where=where, fix="Name a Jinja file")
+        raise SpecError(f"{key}: {shorten_text(repr(str(path)))} has {what}", where=where, fix="Name a Jinja file")
     return text

@@ -56,7 +56,7 @@ class ApiConfig(Section):
 # What a daemon deletes of what is not needed any more: a section of its configuration. What that comes to is `controllers.garbage`'s.
 
 
-class Keep(Section):
+class KeepPolicy(Section):
     """What stays of one kind. The newest `newest` stay. Of the others those go that are older than `days`, and the oldest for as
     long as all together take more than `total_gib`; where neither is named, all of them. With nothing named at all, everything stays."""
 
@@ -75,11 +75,11 @@ class GarbageSection(Section):
 
     every_s: Annotated[float, Field(ge=60.0)] = 3600.0
     """Between two rounds of a daemon."""
-    runs: Keep = Keep()
+    runs: KeepPolicy = KeepPolicy()
     """Run folders of jobs that have ended, under `run_root`: checkpoints, samples, logs. Everything stays unless something is named."""
-    caches: Keep = Keep()
+    caches: KeepPolicy = KeepPolicy()
     """Copies and indices of data, under `home`; they are made again when they are needed. A hub's cache is the hub's."""
-    logs: Keep = Keep(days=30.0)
+    logs: KeepPolicy = KeepPolicy(days=30.0)
     """Logs of supervisors that have ended, under `home`."""
 
 
@@ -125,7 +125,7 @@ class JobLimits(Section):
 # -------------------- securing
 # The sections of a daemon's configuration that say who may do what: certificates, tokens, and what specs may name.
 #
-# Where a daemon listens beyond loopback it has certificates, or it does not start: `problem_of_listening`. Reads no file.
+# Where a daemon listens beyond loopback it has certificates, or it does not start: `listening_problem`. Reads no file.
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -220,7 +220,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def problem_of_listening(hosts: dict[str, str], tls: TlsSection | None) -> str | None:
+def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | None:
     """What is wrong with listening there; None: nothing. `hosts`: by the key that says each."""
     reached = [(key, host) for key, host in hosts.items() if not is_loopback(host)]
     if not reached:
@@ -359,7 +359,7 @@ class NodeConfig(Section):
             "worker_host": self.workers_listen_on,
             "metrics_host": self.metrics_listen_on,
         }
-        if problem := problem_of_listening(hosts, self.tls):
+        if problem := listening_problem(hosts, self.tls):
             raise ValueError(problem)
         if self.auth is not None and self.tls is None:
             raise ValueError("auth needs tls: other nodes are known by their certificates, and tokens go over TLS")
@@ -378,7 +378,7 @@ class NodeConfig(Section):
     def advertised(self, port: int) -> str:
         """HOST:PORT at which others reach the daemon, which listens on `port`."""
         named = None if self.advertise is None else _host_and_port(self.advertise)[1]
-        return joined(self.advertised_host, named or port)
+        return join_host_port(self.advertised_host, named or port)
 
     @property
     def advertised_host(self) -> str:
@@ -415,9 +415,9 @@ class NodeConfig(Section):
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
-            from gcore.config.base import explain
+            from gcore.config.base import explain_errors
 
-            problems = "; ".join(list(explain(error, cls))[:8])
+            problems = "; ".join(list(explain_errors(error, cls))[:8])
             raise UsageError(
                 f"not a daemon's configuration: {problems}",
                 where=str(path),
@@ -460,7 +460,7 @@ class NodeConfig(Section):
         return self.model_copy(update={**folders, "etcd": etcd, "tls": tls, "auth": auth})
 
 
-def joined(host: str, port: int) -> str:
+def join_host_port(host: str, port: int) -> str:
     """`host:port`, `[v6]:port`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -483,11 +483,11 @@ def _tree(path: Path) -> Any:
             return json.loads(text)
         except (ValueError, RecursionError):
             pass  # YAML has braces too, and says better what is wrong
-    from gcore.config.load import NotPlain, read_plain  # after JSON: a laptop's daemon needs no YAML
+    from gcore.config.load import YamlNotPlain, read_plain  # after JSON: a laptop's daemon needs no YAML
 
     try:
         return read_plain(text)
-    except NotPlain as error:
+    except YamlNotPlain as error:
         raise UsageError(
             f"not valid YAML: {error.problem}", where=f"{path}{error.place}", fix="Correct or quote it"
         ) from error

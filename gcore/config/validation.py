@@ -14,7 +14,7 @@ from gcore.config.train import _of_correction
 from gcore.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from gcore.config.data import Source
+    from gcore.config.data import ResolvedSource
     from gcore.config.rollout import RolloutSpec
     from gcore.config.spec import JobSpec
     from gcore.config.train import FlowSpec, TrainSpec
@@ -89,7 +89,7 @@ def refuse_streamed(rollout: RolloutSpec, train: TrainSpec, groups: int) -> str 
     return None
 
 
-def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:
+def refuse_source(source: ResolvedSource, rollout: RolloutSpec) -> str | None:
     """What a source draws that cannot be trained as `rollout` says, if anything; the sentence begins behind its name."""
     own = source.sampling
     allows = f"allows {own.max_new_tokens} new tokens"
@@ -104,7 +104,7 @@ def refuse_source(source: Source, rollout: RolloutSpec) -> str | None:
     return None
 
 
-def rewards_named(spec: JobSpec) -> frozenset[str]:
+def named_rewards(spec: JobSpec) -> frozenset[str]:
     """Every reward that any section of the spec names: as a reward, a part of one, or what scores instead of a judge."""
     rewards = [spec.reward, *(s.reward for s in (*spec.data.sources, *spec.eval.sources) if s.reward is not None)]
     named = {name for reward in rewards for name in (reward.name, *(part.name for part in reward.parts))}
@@ -153,7 +153,7 @@ def refuse_judges(spec: JobSpec) -> str | None:
 
 def refuse_environment_reward(spec: JobSpec) -> str | None:
     """Why no reward can come from the environment, or none be asked of it, if so."""
-    named = rewards_named(spec)
+    named = named_rewards(spec)
     if "environment" in named and spec.environment is None:
         return "reward 'environment' hands on what the environment says, and the spec has no section environment"
     if "environment" in named and spec.environment is not None and spec.environment.name == SAYS_NOTHING:
@@ -227,7 +227,7 @@ def _of_live_placement(spec: JobSpec) -> Iterator[str]:
 
 def refuse_agent(spec: JobSpec) -> str | None:
     """Why responses cannot be made by an agent like that, if they cannot."""
-    named = rewards_named(spec)
+    named = named_rewards(spec)
     agent, longest, context = spec.agent, spec.rollout.max_new_tokens, spec.model.max_length
     if agent is None:
         return (

@@ -155,7 +155,7 @@ class ArrangedOrder:
         return int(self._places[seq])
 
 
-def arranged(seed: int, data_epoch: int, shard: int, keys: npt.NDArray[np.float32]) -> ArrangedOrder:
+def arrange_shard(seed: int, data_epoch: int, shard: int, keys: npt.NDArray[np.float32]) -> ArrangedOrder:
     """The order of a shard by its keys [length], by place; equal ones stay as the keyed permutation has them."""
     usual = ShardOrder(seed, data_epoch, shard, len(keys))
     places = np.fromiter((usual.index(seq) for seq in range(len(keys))), dtype=np.uint32, count=len(keys))
@@ -181,13 +181,13 @@ def entry_key(stream: PromptStream, key: Key, data_epoch: int, shard: int, place
     """The key of one entry. Raises CurriculumError naming the entry, DataError."""
     opened, entry = stream.at(data_epoch, shard, place)
     try:
-        return key(opened.name, ReadLater(lambda: opened.dataset.entry(entry)))
+        return key(opened.name, LazyFields(lambda: opened.dataset.entry(entry)))
     except CurriculumError as error:
         raise CurriculumError(error.what, where=opened.dataset.name_of(entry), fix=error.fix) from error
 
 
 @dataclass
-class ReadLater(Mapping[str, Any]):
+class LazyFields(Mapping[str, Any]):
     """An entry's fields, read when the first of them is asked for."""
 
     read: Callable[[], Mapping[str, Any]]

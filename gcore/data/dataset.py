@@ -36,9 +36,9 @@ from gcore.data.jsonl import (
     FileIdentity,
     Progress,
     build_index,
-    identify,
+    identify_file,
     load_index,
-    unreadable,
+    unreadable_file,
 )
 from gcore.errors import DataError
 
@@ -75,7 +75,7 @@ def find_files(path: Path, declared: DataFormat, split: str | None) -> DataFiles
     try:
         return _found(path, declared, split)
     except OSError as error:  # a folder above that may not be looked into, a name that is too long
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
 
 
 def _found(path: Path, declared: DataFormat, split: str | None) -> DataFiles:
@@ -179,7 +179,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read the file ({error})", where=str(path), fix="Save the dataset again") from error
     if not isinstance(value, dict):
@@ -218,7 +218,7 @@ def _no_split(path: Path, split: str, splits: Iterable[str]) -> DataError:
 FORMAT = 1
 
 
-class Manifest(BaseModel):
+class CopyManifest(BaseModel):
     """What a copy was made from, and what came of it. `sources` and `written`: size, mtime_ns, inode."""
 
     version: int
@@ -244,7 +244,7 @@ class RowCopy:
         return f"{self.data.files[number]}, row {row - ends[number] + self.rows[number]}"
 
 
-def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progress | None = None) -> RowCopy:
+def find_or_make_copy(data: DataFiles, split: str | None, cache_dir: Path, progress: Progress | None = None) -> RowCopy:
     """The copy of those files in `cache_dir`; made now if there is none. Blocks. Raises DataError.
 
     `progress` is called with rows done and rows in all, only when a copy is made.
@@ -254,7 +254,7 @@ def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progr
     made = _Copy(data, cache_dir / f"{stem}.rows", cache_dir / f"{stem}.copy")
     found = made.find()
     if found is not None:
-        touch(made.manifest)
+        mark_used(made.manifest)
         return found
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def copy_of(data: DataFiles, split: str | None, cache_dir: Path, progress: Progr
         ) from error
 
 
-def touch(file: Path) -> None:
+def mark_used(file: Path) -> None:
     """It is of use, now: what has not been for long is deleted one day (`controllers.clearing`). Not where it may not be touched."""
     with contextlib.suppress(OSError):
         os.utime(file)
@@ -287,8 +287,8 @@ class _Copy:
         """The copy, if it is whole and made from what lies there now. Raises DataError if a source is not there."""
         sources = self._sources()
         try:
-            manifest = Manifest.model_validate_json(self.manifest.read_bytes())
-            whole = manifest.written == _known(identify(self.lines))
+            manifest = CopyManifest.model_validate_json(self.manifest.read_bytes())
+            whole = manifest.written == _known(identify_file(self.lines))
         except (OSError, ValidationError, DataError):
             return None
         if manifest.version != FORMAT or not whole or manifest.sources != sources:
@@ -310,8 +310,8 @@ class _Copy:
             if not sum(rows):
                 raise DataError("the data hold no prompts", where=str(self.data.path), fix="Name another file")
             part.replace(self.lines)
-            written = _known(identify(self.lines))
-            manifest = Manifest(version=FORMAT, sources=sources, written=written, rows=rows)
+            written = _known(identify_file(self.lines))
+            manifest = CopyManifest(version=FORMAT, sources=sources, written=written, rows=rows)
             part.write_text(manifest.model_dump_json())
             part.replace(self.manifest)
         finally:
@@ -319,7 +319,7 @@ class _Copy:
         return RowCopy(self.data, self.lines, tuple(rows))
 
     def _sources(self) -> list[tuple[str, int, int, int]]:
-        return [(str(file), *_known(identify(file))) for file in self.data.files]
+        return [(str(file), *_known(identify_file(file))) for file in self.data.files]
 
 
 def _known(identity: FileIdentity) -> tuple[int, int, int]:
@@ -378,7 +378,7 @@ class Dataset:
         try:
             self._file = lines.open("rb")
         except OSError as error:
-            raise unreadable(lines, error) from error
+            raise unreadable_file(lines, error) from error
 
     @classmethod
     def open(
@@ -404,15 +404,15 @@ class Dataset:
         if data.kind == "jsonl":
             copy, lines, name_line = None, path, None
         else:
-            copy = copy_of(data, split, cache_dir, progress)
+            copy = find_or_make_copy(data, split, cache_dir, progress)
             lines, name_line = copy.path, lambda line: copy.name_of(line - 1)
         reader = EntryReader(path, prompt_field, answer_fields, name_line)
-        identity = identify(lines)
+        identity = identify_file(lines)
         # What was checked is part of the name, so that a spec with another field does not trust this check.
         checked = blake2b(repr((str(lines), prompt_field, sorted(set(answer_fields)))).encode(), digest_size=8)
         index_path = cache_dir / f".{path.name[:40]}.{checked.hexdigest()}.index"
         index = load_index(index_path, identity) or build_index(lines, index_path, reader, progress)
-        touch(index_path)
+        mark_used(index_path)
         return cls(path, prompt_field, reader, index, copy)
 
     def __len__(self) -> int:

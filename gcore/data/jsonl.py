@@ -251,19 +251,19 @@ class EntryIndex:
     digest: bytes
 
 
-def identify(path: Path) -> FileIdentity:
+def identify_file(path: Path) -> FileIdentity:
     """The identity of a regular file. Raises DataError for whatever else is there, or for nothing."""
     try:
         found = path.stat()
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
         raise DataError(f"the dataset is {kind}", where=str(path), fix="Name a JSONL file, one prompt a line")
     return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
+def unreadable_file(path: Path, error: OSError) -> DataError:
     """The error for a file that the system does not let us read."""
     reason = (error.strerror or type(error).__name__).lower()
     return DataError(f"cannot read the file ({reason})", where=str(path), fix="Name an existing, readable file")
@@ -290,7 +290,7 @@ def load_index(index_path: Path, identity: FileIdentity) -> EntryIndex | None:
 
 def build_index(path: Path, index_path: Path, reader: EntryReader, progress: Progress | None) -> EntryIndex:
     """Read and check the whole file, and write its index. Raises DataError for the first mistake in it."""
-    identity = identify(path)
+    identity = identify_file(path)
     try:
         index_path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{index_path.name}.", dir=index_path.parent)
@@ -320,12 +320,12 @@ def _write_index(
     try:
         data = path.open("rb")
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     scan = _Scan(path, reader, out, progress, identity.size)
     out.write(bytes(_HEADER.size))  # filled in at the end
     with data:
         scan.run(data)
-    if identify(path) != identity:
+    if identify_file(path) != identity:
         raise DataError("the file changed while it was read", where=str(path), fix="Wait until it is written")
     if not scan.entries:
         raise DataError("the file holds no prompts", where=str(path), fix="Write one JSON object a line")

@@ -215,7 +215,7 @@ def shard_length(shape: StreamShape, shard: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SourceShare:
     """A source's part in an epoch. The name is a part of its order's key: other sources do not change it."""
 
     name: str
@@ -229,7 +229,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceEntry:
     """Entry `entry` of the source with number `source`."""
 
     source: int
@@ -239,7 +239,7 @@ class Place:
 class Mixture:
     """All sources of a stream, in the order of the spec."""
 
-    def __init__(self, shares: Sequence[Share], seed: int) -> None:
+    def __init__(self, shares: Sequence[SourceShare], seed: int) -> None:
         self.shares = tuple(shares)
         self._ends = tuple(itertools.accumulate(share.refs for share in self.shares))
         self._orders = tuple(_order(share, seed) for share in self.shares)
@@ -249,7 +249,7 @@ class Mixture:
         """Places of an epoch, in all."""
         return self._ends[-1]
 
-    def at(self, data_epoch: int, place: int) -> Place:
+    def at(self, data_epoch: int, place: int) -> SourceEntry:
         """What stands at `place` of an epoch. Raises IndexError outside range(refs)."""
         if not 0 <= place < self.refs:
             raise IndexError(f"place {place} of an epoch of {self.refs}")
@@ -257,11 +257,11 @@ class Mixture:
         share, order = self.shares[source], self._orders[source]
         within = place - self._ends[source] + share.refs
         if order is None:
-            return Place(source, within % share.entries)
-        return Place(source, order.index((data_epoch * share.refs + within) % share.entries))
+            return SourceEntry(source, within % share.entries)
+        return SourceEntry(source, order.index((data_epoch * share.refs + within) % share.entries))
 
 
-def _order(share: Share, seed: int) -> KeyedPermutation | None:
+def _order(share: SourceShare, seed: int) -> KeyedPermutation | None:
     if share.refs % share.entries == 0:
         return None  # every epoch shows every entry equally often
     packed = struct.pack("<Q", seed) + share.name.encode()

@@ -21,7 +21,7 @@ import jinja2
 
 from gcore.data.templates import (
     FOREIGN_FAILURES,
-    Tools,
+    ToolDefinitions,
     compile_template,
     read_template,
     read_tools,
@@ -55,7 +55,7 @@ class ChatForm:
     template: jinja2.Template
     tool_template: jinja2.Template
     system: str = ""
-    tools: Tools = ()
+    tools: ToolDefinitions = ()
 
     @classmethod
     def load(

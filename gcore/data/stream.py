@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.data import Source, eval_sources, training_sources
+from gcore.config.data import ResolvedSource, eval_sources, training_sources
 from gcore.config.spec import JobSpec
 from gcore.data.dataset import Dataset
-from gcore.data.jsonl import unreadable
-from gcore.data.order import Mixture, Share, StreamShape, entry_index, shard_length, shard_lengths
+from gcore.data.jsonl import unreadable_file
+from gcore.data.order import Mixture, SourceShare, StreamShape, entry_index, shard_length, shard_lengths
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError, GcoreError
@@ -45,11 +45,11 @@ class PromptFiltered(GcoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSource:
+class PromptSource:
     """`limit`: the most tokens that leave room for a response; None for no limit. `held_out`: it is for evaluation, which
     filters nothing. Safe to use from several threads."""
 
-    source: Source
+    source: ResolvedSource
     dataset: Dataset
     renderer: PromptRenderer
     limit: int | None
@@ -112,13 +112,13 @@ class OpenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSource:
+class EvalPromptSource:
     """Held-out prompts of one source. Filters by length are training's: here every prompt is shown, or an error."""
 
-    opened: OpenSource
+    opened: PromptSource
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ResolvedSource:
         """What the spec says of it."""
         return self.opened.source
 
@@ -126,11 +126,11 @@ class EvalSource:
         return len(self.opened)
 
     def prompt(self, index: int) -> Prompt:
-        """Entry `index`, under ref 0/0/`index`. Raises DataError, IndexError as `OpenSource.prompt`."""
+        """Entry `index`, under ref 0/0/`index`. Raises DataError, IndexError as `PromptSource.prompt`."""
         return self.opened.prompt(index, PromptRef(0, 0, index))
 
 
-class Order(Protocol):
+class ShardPermutation(Protocol):
     """A bijection of range(length of the shard) onto itself."""
 
     def index(self, seq: int) -> int:
@@ -138,7 +138,7 @@ class Order(Protocol):
         ...
 
 
-Reorder = Callable[[int, int], Order | None]
+Reorder = Callable[[int, int], ShardPermutation | None]
 """(data_epoch, shard) to that shard's order in that epoch; None: the usual one. The same on every node, for ever."""
 
 
@@ -146,11 +146,11 @@ class PromptStream:
     """The prompts of one job. `reorder`: a curriculum's; whoever has one may set it before the first prompt is asked."""
 
     def __init__(
-        self, sources: Sequence[OpenSource], *, shards: int, seed: int, reorder: Reorder | None = None
+        self, sources: Sequence[PromptSource], *, shards: int, seed: int, reorder: Reorder | None = None
     ) -> None:
         self.sources = tuple(sources)
-        self.mixture = Mixture([Share(s.name, len(s), s.source.weight) for s in self.sources], seed)
-        self.shape: StreamShape = cut(self.mixture.refs, shards)
+        self.mixture = Mixture([SourceShare(s.name, len(s), s.source.weight) for s in self.sources], seed)
+        self.shape: StreamShape = cut_shards(self.mixture.refs, shards)
         self.reorder = reorder
         self._seed = seed
 
@@ -163,28 +163,28 @@ class PromptStream:
         source, entry = self.found(ref)
         return source.prompt(entry, ref)
 
-    def found(self, ref: PromptRef) -> tuple[OpenSource, int]:
+    def found(self, ref: PromptRef) -> tuple[PromptSource, int]:
         """The source and the entry that `ref` stands for. Reads no data. Raises IndexError outside the stream."""
         order = self._reordered(ref.data_epoch, ref.shard)
         if order is None:
             return self._at(ref.data_epoch, entry_index(self.shape, self._seed, ref))
         return self.at(ref.data_epoch, ref.shard, order.index(ref.seq))
 
-    def at(self, data_epoch: int, shard: int, place: int) -> tuple[OpenSource, int]:
+    def at(self, data_epoch: int, shard: int, place: int) -> tuple[PromptSource, int]:
         """The source and the entry at a place of a shard, which is what an order arranges. Raises IndexError."""
         if not 0 <= place < shard_length(self.shape, shard):
             raise IndexError(f"place {place} of a shard of {self.shape.lengths[shard]}")
         return self._at(data_epoch, place * len(self.shape.lengths) + shard)
 
-    def _at(self, data_epoch: int, place: int) -> tuple[OpenSource, int]:
+    def _at(self, data_epoch: int, place: int) -> tuple[PromptSource, int]:
         found = self.mixture.at(data_epoch, place)
         return self.sources[found.source], found.entry
 
-    def _reordered(self, data_epoch: int, shard: int) -> Order | None:
+    def _reordered(self, data_epoch: int, shard: int) -> ShardPermutation | None:
         return None if self.reorder is None else self.reorder(data_epoch, shard)
 
 
-def cut(refs: int, shards: int) -> StreamShape:
+def cut_shards(refs: int, shards: int) -> StreamShape:
     """Cut an epoch into shards. Raises DataError if there are more shards than prompts."""
     if refs < shards:
         raise DataError(
@@ -239,7 +239,7 @@ class JobPrompts:
     """The prompts of a job, for training and for evaluation."""
 
     stream: PromptStream
-    evaluation: tuple[EvalSource, ...]
+    evaluation: tuple[EvalPromptSource, ...]
     """In the order of the spec; empty if nothing is evaluated."""
     identity: DataIdentity
     context: int | None
@@ -257,7 +257,7 @@ class JobPrompts:
         return self.identity.digest
 
     @property
-    def sources(self) -> Mapping[str, Source]:
+    def sources(self) -> Mapping[str, ResolvedSource]:
         """The sources of training, by name: where `Prompt.source` is looked up."""
         return {opened.name: opened.source for opened in self.stream.sources}
 
@@ -269,7 +269,7 @@ def open_prompts(
     tokenizer = ModelTokenizer.load(model_dir)
     context = spec.model.max_length or tokenizer.max_length
 
-    def shown(source: Source, section: str) -> tuple[Source, PromptRenderer, int | None]:
+    def shown(source: ResolvedSource, section: str) -> tuple[ResolvedSource, PromptRenderer, int | None]:
         world, named = (spec.environment, "environment") if spec.agent is None else (spec.agent, "agent")
         if world is not None:
             room = world.room(source.sampling.max_new_tokens)
@@ -280,8 +280,10 @@ def open_prompts(
         limit = prompt_limit(context, longest, named=f"max_new_tokens{own}" if own else "rollout.max_new_tokens")
         return source, _renderer(source, section, model_dir, tokenizer), limit
 
-    def opened(source: Source, renderer: PromptRenderer, limit: int | None, *, held_out: bool = False) -> OpenSource:
-        return OpenSource(source, _open_dataset(source, cache_dir, progress), renderer, limit, held_out)
+    def opened(
+        source: ResolvedSource, renderer: PromptRenderer, limit: int | None, *, held_out: bool = False
+    ) -> PromptSource:
+        return PromptSource(source, _open_dataset(source, cache_dir, progress), renderer, limit, held_out)
 
     # Filters by length are for training; who asks how good a model is wants no prompt left out.
     held_out = [replace(s, min_prompt_tokens=None, max_prompt_tokens=None) for s in eval_sources(spec)]
@@ -289,7 +291,7 @@ def open_prompts(
     trained = [shown(source, "data") for source in training_sources(spec)]
     evaluated = [shown(source, "eval") for source in held_out]
     sources = [opened(*one) for one in trained]
-    evaluation = tuple(EvalSource(opened(*one, held_out=True)) for one in evaluated)
+    evaluation = tuple(EvalPromptSource(opened(*one, held_out=True)) for one in evaluated)
     identity = _identity(
         [(s.source, s.dataset) for s in sources], [(held.source, held.opened.dataset) for held in evaluation]
     )
@@ -300,13 +302,13 @@ def open_prompts(
 def identify_data(spec: JobSpec, cache_dir: Path) -> DataIdentity:
     """What the data of a spec are now, without its model. Blocks. Raises DataError."""
 
-    def opened(sources: Sequence[Source]) -> list[tuple[Source, Dataset]]:
+    def opened(sources: Sequence[ResolvedSource]) -> list[tuple[ResolvedSource, Dataset]]:
         return [(source, _open_dataset(source, cache_dir, None)) for source in sources]
 
     return _identity(opened(training_sources(spec)), opened(eval_sources(spec)))
 
 
-def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | None) -> Dataset:
+def _open_dataset(source: ResolvedSource, cache_dir: Path, progress: OpeningProgress | None) -> Dataset:
     def tell(done: int, total: int) -> None:
         if progress is not None:
             progress(source.name, done, total)
@@ -322,7 +324,7 @@ def _open_dataset(source: Source, cache_dir: Path, progress: OpeningProgress | N
     )
 
 
-def _renderer(source: Source, section: str, model_dir: Path, tokenizer: ModelTokenizer) -> PromptRenderer:
+def _renderer(source: ResolvedSource, section: str, model_dir: Path, tokenizer: ModelTokenizer) -> PromptRenderer:
     try:
         return PromptRenderer.load(
             model_dir,
@@ -337,8 +339,10 @@ def _renderer(source: Source, section: str, model_dir: Path, tokenizer: ModelTok
         raise DataError(error.what, where=where, fix=error.fix) from error
 
 
-def _identity(sources: Sequence[tuple[Source, Dataset]], held_out: Sequence[tuple[Source, Dataset]]) -> DataIdentity:
-    mixture = Mixture([Share(source.name, len(data), source.weight) for source, data in sources], seed=0)
+def _identity(
+    sources: Sequence[tuple[ResolvedSource, Dataset]], held_out: Sequence[tuple[ResolvedSource, Dataset]]
+) -> DataIdentity:
+    mixture = Mixture([SourceShare(source.name, len(data), source.weight) for source, data in sources], seed=0)
     first, data = sources[0]
     if len(sources) == 1 and first.weight == 1 and not _small_files(sources):
         digest = data.digest
@@ -354,16 +358,16 @@ def _identity(sources: Sequence[tuple[Source, Dataset]], held_out: Sequence[tupl
     )
 
 
-def _digest(sources: Sequence[tuple[Source, Dataset]], shares: Sequence[object]) -> str:
+def _digest(sources: Sequence[tuple[ResolvedSource, Dataset]], shares: Sequence[object]) -> str:
     contents = [_content(Path(file)) for file in _small_files(sources)]
     return blake2b(repr((list(shares), contents)).encode(), digest_size=16).hexdigest()
 
 
-def _small_files(sources: Sequence[tuple[Source, Dataset]]) -> list[str]:
+def _small_files(sources: Sequence[tuple[ResolvedSource, Dataset]]) -> list[str]:
     return [file for source, _ in sources for file in (source.template, source.tools) if file is not None]
 
 
-def _where(sources: Sequence[tuple[Source, Dataset]]) -> str:
+def _where(sources: Sequence[tuple[ResolvedSource, Dataset]]) -> str:
     return ", ".join(dict.fromkeys(str(data.path) for _, data in sources))
 
 
@@ -371,7 +375,7 @@ def _content(file: Path) -> str:
     try:
         return blake2b(file.read_bytes(), digest_size=16).hexdigest()
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable_file(file, error) from error
 
 
 # -------------------- lengths
@@ -417,7 +421,7 @@ class LengthReport:
 
 
 def check_lengths(
-    opened: OpenSource,
+    opened: PromptSource,
     *,
     among: int | None = None,
     sample: int | None = None,

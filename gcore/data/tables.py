@@ -39,7 +39,7 @@ TELL_EVERY = 16
 """Batches between two reports."""
 
 
-class Unsuitable(Exception):
+class UnsuitableColumn(Exception):
     """A column's type cannot be said in JSON."""
 
 
@@ -125,7 +125,7 @@ def _check_columns(schema: Any, path: Path) -> None:
             raise DataError(f"two columns are called {name!r}", where=str(path), fix="Rename one of them")
         try:
             _plain(schema.field(name).type)
-        except Unsuitable as error:
+        except UnsuitableColumn as error:
             raise DataError(
                 f"column {name!r} holds {error}, which no prompt can",
                 where=str(path),
@@ -158,7 +158,7 @@ def _plain(kind: Any) -> Any:
         or types.is_string_view(kind)
     )
     if not plain:
-        raise Unsuitable("binary data" if "binary" in str(kind) else f"values of the type {kind}")
+        raise UnsuitableColumn("binary data" if "binary" in str(kind) else f"values of the type {kind}")
     return kind
 
 

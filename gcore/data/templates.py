@@ -63,7 +63,7 @@ UNCOMPILED = (jinja2.TemplateSyntaxError, SyntaxError, ValueError, RecursionErro
 """What comes of a template that cannot be compiled: by Jinja, or by Python, which is handed what Jinja makes of it."""
 
 
-def problem_of(error: BaseException) -> str:
+def template_problem(error: BaseException) -> str:
     """What is wrong with a template that does not compile, with its line if that is known; for messages."""
     match error:
         case jinja2.TemplateSyntaxError():
@@ -112,7 +112,7 @@ def compile_template(source: str, where: str) -> jinja2.Template:
         return Sandbox(extensions=[_GenerationBlock]).from_string(source)
     except UNCOMPILED as error:
         raise DataError(
-            f"the chat template is not valid ({problem_of(error)})",
+            f"the chat template is not valid ({template_problem(error)})",
             where=where,
             fix="Correct it, or name another in `template`",
         ) from error
@@ -183,13 +183,13 @@ def _reason(error: Exception) -> str:
 TOOLS_FIELD = "tools"
 
 
-Tools = tuple[dict[str, Any], ...]
+ToolDefinitions = tuple[dict[str, Any], ...]
 
 
 _FIX = 'Write a list of objects such as [{"type": "function", "function": {"name": ..., "parameters": ...}}]'
 
 
-def read_tools(path: Path) -> Tools:
+def read_tools(path: Path) -> ToolDefinitions:
     """The definitions in a file; at least one. Raises DataError."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -210,7 +210,7 @@ def read_tools(path: Path) -> Tools:
     return tuple(value)
 
 
-def tools_of_entry(fields: Mapping[str, Any], default: Tools) -> Tools:
+def tools_of_entry(fields: Mapping[str, Any], default: ToolDefinitions) -> ToolDefinitions:
     """The tools of one prompt: its entry's own, else `default`. Raises DataError."""
     value = fields.get(TOOLS_FIELD)
     if value is None:

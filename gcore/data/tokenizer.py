@@ -167,7 +167,7 @@ PER_TOKEN = 16
 """Characters for each token that there is room for, which are looked at first; of most texts, each has four or so."""
 
 
-class TooLong(Exception):
+class TextTooLong(Exception):
     """A text has more tokens than there is room for: more than `tokens`."""
 
     def __init__(self, tokens: int) -> None:
@@ -175,13 +175,13 @@ class TooLong(Exception):
         self.tokens = tokens
 
 
-async def aside(characters: int, work: Callable[[], T]) -> T:
+async def run_by_size(characters: int, work: Callable[[], T]) -> T:
     """What `work` on so many characters gives: in a thread if they are many. It must change nothing."""
     return work() if characters <= AT_ONCE else await asyncio.to_thread(work)
 
 
 def check_length(text: str, room: int | None, encode: Callable[[str], Sequence[int]]) -> None:
-    """Raises TooLong for a text that is far too long, by the tokens of its beginning; other texts are for the caller to count.
+    """Raises TextTooLong for a text that is far too long, by the tokens of its beginning; other texts are for the caller to count.
 
     Cut off there, a text may have other tokens than within the whole, but only near the end: twice as many as fit are enough to know.
     """
@@ -189,4 +189,4 @@ def check_length(text: str, room: int | None, encode: Callable[[str], Sequence[i
         return
     begun = encode(text[: max(AT_ONCE, PER_TOKEN * room)])
     if len(begun) > 2 * max(room, 1):
-        raise TooLong(len(begun) // 2)
+        raise TextTooLong(len(begun) // 2)

@@ -21,14 +21,14 @@ from gcore.errors import DataError
 REPLACEMENT = "\ufffd"
 
 
-class Text:
+class Detokenizer:
     """A model folder's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @classmethod
-    def load(cls, folder: Path) -> Text | None:
+    def load(cls, folder: Path) -> Detokenizer | None:
         """The folder's tokenizer; None when it has none (then the engine takes and gives token ids only)."""
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -94,7 +94,7 @@ def tail_length(stop: tuple[str, ...]) -> int:
     return 4 * max(len(s) for s in stop) + 8
 
 
-def cut_at(text: str, stop: str) -> str:
+def cut_before(text: str, stop: str) -> str:
     """The text before the stop string."""
     return text.partition(stop)[0]
 
@@ -103,7 +103,7 @@ def cut_at(text: str, stop: str) -> str:
 # What of a growing text may be told. Pure.
 
 
-def settled(text: str, stop: Sequence[str]) -> str:
+def stable_text(text: str, stop: Sequence[str]) -> str:
     """The part of a growing text that stays, whatever comes.
 
     A character that is not whole yet stands there as a replacement, and the beginning of a stop string may become one.

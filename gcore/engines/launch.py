@@ -54,12 +54,12 @@ def check_folder(model: str) -> None:
         )
 
 
-def from_document(document: Mapping[str, Any]) -> EngineLaunch:
+def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
     """The supervisor's document. Raises UsageError."""
     return _checked(dict(document), "launch document")
 
 
-def from_arguments(arguments: Sequence[str]) -> EngineLaunch:
+def parse_engine_arguments(arguments: Sequence[str]) -> EngineLaunch:
     """The command line. Raises UsageError for a value that does not fit; argparse ends the process for the rest."""
     parser = argparse.ArgumentParser("python -m gcore.rollout.engine", description="Serve a model on SGLang's routes.")
     for name, field in EngineLaunch.model_fields.items():
@@ -111,7 +111,7 @@ class SglangLaunch(BaseModel):
     engine_args: tuple[str, ...] = Field((), description="further arguments of SGLang's server, word by word")
 
 
-def launch_from_document(document: Mapping[str, Any]) -> SglangLaunch:
+def parse_sglang_launch(document: Mapping[str, Any]) -> SglangLaunch:
     """The supervisor's document. Raises UsageError."""
     try:
         return SglangLaunch.model_validate(dict(document))

@@ -1,6 +1,6 @@
 """What is asked of the engine, what waits, and which weights are served: pure bookkeeping.
 
-A `Task` is one sample to be made. It waits in the order in which it came; what was running and had to give its row back
+A `GenerationRequest` is one sample to be made. It waits in the order in which it came; what was running and had to give its row back
 (retracted) goes before all others, with the tokens it has. Versions that read "lineage.step" only ever rise.
 
 Knows no torch, no thread, no HTTP.
@@ -19,7 +19,7 @@ EndKind = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class RequestSampling:
     """How the tokens of a task are drawn. `seed` keys its Philox stream (128 bits); temperature 0 is greedy."""
 
     max_new_tokens: int
@@ -65,13 +65,13 @@ def prompt_key(prompt: Sequence[int]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class GenerationRequest:
     """One sample to be made. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
 
     number: int
     rid: str
     prompt: tuple[int, ...]
-    sampling: Sampling
+    sampling: RequestSampling
     streams: bool = False
     """Whether every token is delivered as soon as it is there."""
     key: bytes = field(default=b"", repr=False, compare=False)
@@ -83,7 +83,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OutputSpan:
     """Tokens [start, end) were made with the weights called `version`."""
 
     version: str
@@ -92,7 +92,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Finish:
     """Why a sample ended. `matched`: the stop string or token; `message`: why it was aborted."""
 
     kind: EndKind
@@ -101,15 +101,15 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class RequestOutput:
     """What a task has so far. `ending` is None while it goes on (only tasks that stream hear of that)."""
 
     number: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[OutputSpan, ...]
     cached_tokens: int
-    ending: Ending | None
+    ending: Finish | None
     tops: tuple[Top, ...] = ()
     """By output token, when `top_logprobs` were asked for."""
     named: tuple[tuple[float, ...], ...] = ()
@@ -120,7 +120,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SpanStart:
     """Where a span begins."""
 
     version: str
@@ -128,16 +128,16 @@ class Mark:
 
 
 @dataclass(slots=True)
-class Work:
+class SequenceState:
     """A task and how far it has come, between joining, giving its row back, and the end.
 
     While it runs, its tokens stand in its row; `tokens` and `logprobs` are what it had when it joined.
     """
 
-    task: Task
+    task: GenerationRequest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[SpanStart] = field(default_factory=list)
     cached_tokens: int = 0
     tops: list[Top] = field(default_factory=list)
     named: list[tuple[float, ...]] = field(default_factory=list)
@@ -149,21 +149,21 @@ class Work:
         while self.marks and self.marks[-1].start >= count:
             self.marks.pop()
         if not self.marks or self.marks[-1].version != version:
-            self.marks.append(Mark(version, count))
+            self.marks.append(SpanStart(version, count))
 
     def drop_last(self) -> None:
         """Its last token is not to be told."""
         del self.tokens[-1], self.logprobs[-1], self.tops[len(self.tokens) :], self.named[len(self.tokens) :]
 
-    def never_joined(self, version: str) -> tuple[Span, ...]:
+    def never_joined(self, version: str) -> tuple[OutputSpan, ...]:
         """Spans of what ended before it began: none of the tokens by `version`."""
-        return (Span(version, 0, 0),)
+        return (OutputSpan(version, 0, 0),)
 
-    def spans(self, count: int) -> tuple[Span, ...]:
+    def spans(self, count: int) -> tuple[OutputSpan, ...]:
         """The spans of its first `count` tokens; never empty once it has joined: at least one, of no tokens."""
         marks = [m for i, m in enumerate(self.marks) if m.start < count or i == 0]
         ends = [m.start for m in marks[1:]] + [count]
-        return tuple(Span(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
+        return tuple(OutputSpan(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
 
 
 def is_older(offered: str, served: str) -> bool:

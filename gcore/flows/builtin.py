@@ -85,13 +85,13 @@ async def remax(peer: Peer) -> None:
         await peer.evaluate()
         async with step.collect() as batch:
             async for prompt in peer.prompts(step):
-                batch.start(against_greedy(peer, prompt))
+                batch.start(score_against_greedy(peer, prompt))
         await step.train()
         await step.publish()
     await peer.evaluate()
 
 
-async def against_greedy(peer: Peer, prompt: Prompt) -> Group | Outcome:
+async def score_against_greedy(peer: Peer, prompt: Prompt) -> Group | Outcome:
     """One prompt's samples, with the reward of its greedy answer as their baseline; that answer is not trained."""
     samples, greedy = await asyncio.gather(peer.rollout(prompt), peer.rollout(prompt, samples=1, greedy=True))
     baseline = await peer.score(prompt, greedy)
@@ -114,13 +114,13 @@ async def rloo(peer: Peer) -> None:
         await peer.evaluate()
         async with step.collect() as batch:
             async for prompt in peer.prompts(step):
-                batch.start(leave_one_out(peer, prompt))
+                batch.start(score_leave_one_out(peer, prompt))
         await step.train()
         await step.publish()
     await peer.evaluate()
 
 
-async def leave_one_out(peer: Peer, prompt: Prompt) -> Group | Outcome:
+async def score_leave_one_out(peer: Peer, prompt: Prompt) -> Group | Outcome:
     """One prompt's samples, with rewards; the ranks take from each the mean of the others."""
     return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt)))
 
@@ -152,12 +152,12 @@ async def sft(peer: Peer) -> None:
         await peer.evaluate()
         async with step.collect() as batch:
             async for prompt in peer.prompts(step):
-                batch.start(show(peer, prompt))
+                batch.start(demonstrate_group(peer, prompt))
         await step.train()  # minus the log-probability of the answers, mean over the step's tokens
         await step.publish()
     await peer.evaluate()
 
 
-async def show(peer: Peer, prompt: Prompt) -> Group | Outcome:
+async def demonstrate_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
     """One prompt with its entry's answer."""
     return await peer.filter(prompt, await peer.demonstrate(prompt))

@@ -27,8 +27,8 @@ from gcore.config.base import Option
 from gcore.config.reward import LARGEST
 from gcore.config.train import FilterSpec, TrainSpec
 from gcore.errors import GcoreError, SpecError
-from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
-from gcore.types import Group, Outcome, OutcomeKind, PromptRef, Sample, Version, VersionSpan, misplaced
+from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
+from gcore.types import Group, Outcome, OutcomeKind, PromptRef, Sample, Version, VersionSpan, range_problem
 
 FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
 
@@ -64,7 +64,9 @@ class CheckedFilter:
         except FilterError:
             raise
         except RAISED as error:  # the edge to foreign code: one odd group must not end the controller
-            raise FilterError(f"filter {self.name!r} raised {sentence_of(error)}", fix="Correct the filter") from error
+            raise FilterError(
+                f"filter {self.name!r} raised {error_sentence(error)}", fix="Correct the filter"
+            ) from error
         if reason is None:
             return None
         if not isinstance(reason, str) or not reason.strip():
@@ -79,7 +81,7 @@ def find_filters(specs: Sequence[FilterSpec]) -> tuple[CheckedFilter, ...]:
     return tuple(CheckedFilter(spec.name, find_plugin(FILTERS, spec.name), spec.options) for spec in specs)
 
 
-def filtered(filters: Sequence[CheckedFilter], group: Group, fields: Mapping[str, Any]) -> Group | Outcome:
+def apply_filters(filters: Sequence[CheckedFilter], group: Group, fields: Mapping[str, Any]) -> Group | Outcome:
     """The group, or that it is filtered, and why. Raises FilterError."""
     for one in filters:
         reason = one.refuses(group, fields)
@@ -100,7 +102,7 @@ def try_filters(filters: Sequence[CheckedFilter], samples: int, fields: Mapping[
         try:
             one.refuses(group, fields)
         except FilterError as error:
-            raise PluginFault(error.what, where=FILTERS.where, fix=error.fix, trace=trace_of(error)) from error
+            raise PluginFault(error.what, where=FILTERS.where, fix=error.fix, trace=plugin_trace(error)) from error
         if one.function is signal and samples < 2:
             raise PluginFault(
                 f"filter {one.name!r} compares the samples of a group, and flow.samples_per_prompt is {samples}",
@@ -176,7 +178,7 @@ def _band(options: Mapping[str, Option], name: str, low: str, high: str) -> tupl
 WITHOUT_GROUP = tuple(kind for kind in get_args(OutcomeKind) if kind != "trained")
 
 
-def given(result: object, ref: PromptRef) -> Group | Outcome:
+def check_production(result: object, ref: PromptRef) -> Group | Outcome:
     """What the production of prompt `ref` came to. Raises SpecError if it is neither its group nor a way to end without one.
 
     Nobody could commit an outcome "trained"; a group of another prompt leaves this one to be issued again, for ever.
@@ -196,7 +198,7 @@ def given(result: object, ref: PromptRef) -> Group | Outcome:
     raise SpecError(f"the flow gave {what} for prompt {ref}", where="flow.name", fix=fix)
 
 
-def misfit(group: Group, train: TrainSpec) -> str | None:
+def untrainable_reason(group: Group, train: TrainSpec) -> str | None:
     """Why no rank could train the group as it is, or None."""
     if not group.samples:
         return "the flow gave a group without samples"
@@ -206,7 +208,7 @@ def misfit(group: Group, train: TrainSpec) -> str | None:
                 f"the flow gave a response (sample {index}) of {len(sample.token_ids)} tokens, {len(sample.logprobs)} "
                 f"log-probabilities and {len(sample.spans)} version spans; it needs tokens, one of the second for each, and spans"
             )
-        if why := misplaced(sample.observed, len(sample.token_ids)):
+        if why := range_problem(sample.observed, len(sample.token_ids)):
             return f"the flow gave a response (sample {index}) whose observed tokens are misplaced: {why}"
         if sample.prompt_ids is not None:
             return (

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from gcore.ledger.chain import Seen
+from gcore.ledger.chain import HighWater
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, LogEntry
 from gcore.ledger.records.job import Evaluation, JobRecord
 from gcore.observability import metrics_file as metrics
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
-from gcore.store.types import KeyValue, Listing, WatchBatch, WatchEvent
-from gcore.system.files import whole_file
+from gcore.store.types import KeyListing, KeyValue, WatchBatch, WatchEvent
+from gcore.system.files import replace_file
 
 # -------------------- store_copy
 # A job's records in its run's folder, word for word as the store had them when the job had ended.
@@ -37,7 +37,7 @@ from gcore.system.files import whole_file
 # lineage, for a job whose store was put back to before its end comes to another one, in a later lineage and at lower revisions. A copy
 # is whole or not there. Nothing here decides when a job has ended.
 
-FOLDER = "ended"
+COPY_FOLDER = "ended"
 
 
 class StoreCopy(Record):
@@ -54,13 +54,13 @@ class StoreCopy(Record):
         return JobRecord.decode(self.records.get("job", "").encode(), JobKeys(self.uid).job)
 
     @property
-    def head(self) -> Seen:
+    def head(self) -> HighWater:
         """Head's lineage and number; zeros if it has none, or none that can be read."""
         try:
             head = Head.decode(self.records.get("head", "").encode())
         except UnreadableRecord:
-            return Seen()
-        return Seen(lineage=head.lineage, entry=head.seq)
+            return HighWater()
+        return HighWater(lineage=head.lineage, entry=head.seq)
 
     @property
     def batch(self) -> WatchBatch:
@@ -72,41 +72,41 @@ class StoreCopy(Record):
         return WatchBatch(tuple(WatchEvent("put", kv) for kv in kvs), self.revision, reset=True)
 
 
-def leave(run_dir: Path, writer: str, uid: str, listing: Listing) -> None:
+def write_copy(run_dir: Path, writer: str, uid: str, listing: KeyListing) -> None:
     """Write a copy of all the keys of a job that has ended. Of one that was deleted meanwhile there is nothing to keep, and its folder
     is not made again. Raises OSError."""
     prefix = JobKeys(uid).prefix
     if not any(kv.key == JobKeys(uid).job for kv in listing.kvs):
         return
     records = {kv.key.removeprefix(prefix): kv.value.decode(errors="replace") for kv in listing.kvs}
-    folder = run_dir / FOLDER
+    folder = run_dir / COPY_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    whole_file(folder / f"{writer}.json", StoreCopy(uid=uid, revision=listing.revision, records=records).encode())
+    replace_file(folder / f"{writer}.json", StoreCopy(uid=uid, revision=listing.revision, records=records).encode())
 
 
-def is_left(run_dir: Path, head: Head | None) -> bool:
+def has_copy(run_dir: Path, head: Head | None) -> bool:
     """Whether there is a copy of this end: one that cannot be read counts, one of an end that was cut off does not. Raises OSError."""
     try:
-        copy = read(run_dir)
+        copy = read_copy(run_dir)
     except UnreadableRecord:
         return True
     return copy is not None and (head is None or copy.head.lineage >= head.lineage)
 
 
-def newest_head(run_dir: Path) -> Seen:
+def newest_copied(run_dir: Path) -> HighWater:
     """That of the newest copy; zeros without one. Raises OSError."""
     try:
-        copy = read(run_dir)
+        copy = read_copy(run_dir)
     except UnreadableRecord:
-        return Seen()
-    return Seen() if copy is None else copy.head
+        return HighWater()
+    return HighWater() if copy is None else copy.head
 
 
-def read(run_dir: Path) -> StoreCopy | None:
+def read_copy(run_dir: Path) -> StoreCopy | None:
     """The newest copy; None if there is none. Raises UnreadableRecord if none of those there are can be read, OSError."""
     newest: StoreCopy | None = None
     problem: UnreadableRecord | None = None
-    for file in sorted((run_dir / FOLDER).glob("*.json")):
+    for file in sorted((run_dir / COPY_FOLDER).glob("*.json")):
         try:
             copy = StoreCopy.decode(file.read_bytes(), str(file))
         except UnreadableRecord as error:
@@ -134,7 +134,7 @@ READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinePosition:
     """A line: bytes [start, start + length) of a file, without its line end. `number` counts from 1."""
 
     file: Path
@@ -152,7 +152,7 @@ class Place:
             return file.read(self.length)
 
 
-def lines_of(folder: Path) -> Iterator[tuple[Place, bytes]]:
+def index_lines(folder: Path) -> Iterator[tuple[LinePosition, bytes]]:
     """Every whole line of the folder's files, file by file in the order of their names. Raises OSError."""
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
@@ -161,14 +161,14 @@ def lines_of(folder: Path) -> Iterator[tuple[Place, bytes]]:
                 *whole, rest = (rest + block).split(b"\n")
                 for line in whole:
                     number += 1
-                    yield Place(path, number, start, len(line)), line
+                    yield LinePosition(path, number, start, len(line)), line
                     start += len(line) + 1
 
 
 log = logging.getLogger(__name__)
 
 
-ARCHIVE_FOLDER = "log"
+LOG_FOLDER = "log"
 
 
 EVALUATIONS = "evaluations"
@@ -181,9 +181,9 @@ MOST_AT_HAND = 2048
 _NUMBERED = re.compile(rb'^\{"schema_version":\d+,"seq":(\d+),')
 
 
-def append(run_dir: Path, writer: str, entries: Iterable[LogEntry]) -> None:
+def append_entries(run_dir: Path, writer: str, entries: Iterable[LogEntry]) -> None:
     """Write entries down for good. Raises OSError."""
-    _append(run_dir / ARCHIVE_FOLDER / f"{writer}.jsonl", entries)
+    _append(run_dir / LOG_FOLDER / f"{writer}.jsonl", entries)
 
 
 def append_evaluations(run_dir: Path, writer: str, evaluations: Iterable[Evaluation]) -> None:
@@ -205,7 +205,7 @@ def _append(file: Path, records: Iterable[Record]) -> None:
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     """Every evaluation that left the store, by its version. Raises OSError."""
     found = {}
-    for place, line in lines_of(run_dir / EVALUATIONS):
+    for place, line in index_lines(run_dir / EVALUATIONS):
         try:
             evaluation = Evaluation.decode(line, str(place))
         except UnreadableRecord as error:
@@ -215,10 +215,10 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
     return found
 
 
-def archive_read(run_dir: Path) -> dict[int, LogEntry]:
+def read_entries(run_dir: Path) -> dict[int, LogEntry]:
     """Every archived entry, by number. Raises ValueError if there are two of one number that differ, OSError."""
     found: dict[int, LogEntry] = {}
-    for file in sorted((run_dir / ARCHIVE_FOLDER).glob("*.jsonl")):
+    for file in sorted((run_dir / LOG_FOLDER).glob("*.jsonl")):
         *whole, _ = file.read_bytes().split(b"\n")
         for number, line in enumerate(whole, 1):
             try:
@@ -241,12 +241,12 @@ class ArchivedLog(Mapping[int, LogEntry]):
     def __init__(self, run_dir: Path, stored: Mapping[int, LogEntry]) -> None:
         """Goes through all lines. Raises OSError."""
         self._stored = stored
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, LinePosition] = {}
         self._known: OrderedDict[int, LogEntry] = OrderedDict()
         self.problems: list[str] = []
-        for place, line in lines_of(run_dir / ARCHIVE_FOLDER):
+        for place, line in index_lines(run_dir / LOG_FOLDER):
             numbered = _NUMBERED.match(line)
-            seq = int(numbered[1]) if numbered is not None else _number(line, place)
+            seq = int(numbered[1]) if numbered is not None else _entry_number(line, place)
             if seq is None:
                 continue
             if seq in self._places:
@@ -280,7 +280,7 @@ class ArchivedLog(Mapping[int, LogEntry]):
     def __len__(self) -> int:
         return len(self._stored.keys() | self._places.keys())
 
-    def _compare(self, seq: int, line: bytes, place: Place) -> None:
+    def _compare(self, seq: int, line: bytes, place: LinePosition) -> None:
         """Of two lines of one entry, what can be read counts; both must say the same."""
         first = self._places[seq].read()
         if first == line:
@@ -291,7 +291,7 @@ class ArchivedLog(Mapping[int, LogEntry]):
         elif other is not None and one != other:
             self.problems.append(f"log entry {seq} was archived in two forms: {self._places[seq]} and {place}")
 
-    def _compare_stored(self, seq: int, line: bytes, place: Place) -> None:
+    def _compare_stored(self, seq: int, line: bytes, place: LinePosition) -> None:
         entry = _decoded(line)
         if entry is not None and entry != self._stored[seq]:
             self.problems.append(f"log entry {seq} says something else in the store than in {place}")
@@ -304,7 +304,7 @@ def _decoded(line: bytes) -> LogEntry | None:
         return None
 
 
-def _number(line: bytes, place: Place) -> int | None:
+def _entry_number(line: bytes, place: LinePosition) -> int | None:
     """Of a line that begins otherwise than gcore writes them."""
     entry = _decoded(line)
     if entry is None:
@@ -333,13 +333,13 @@ def _ends_with_a_line(file: Path) -> bool:
 TAIL_BYTES = 4 << 20
 
 
-def left_in(run_dir: Path) -> Seen:
+def highest_in_folder(run_dir: Path) -> HighWater:
     """Of all these files; zeros where there are none. Raises OSError."""
-    found = [Seen(), newest_head(run_dir)]
-    paths = [*(run_dir / ARCHIVE_FOLDER).glob("*.jsonl"), run_dir / metrics.FILE]
+    found = [HighWater(), newest_copied(run_dir)]
+    paths = [*(run_dir / LOG_FOLDER).glob("*.jsonl"), run_dir / metrics.FILE]
     for path in paths:
         found += [_of_line(line) for line in _last_lines(path)]
-    return Seen(entry=max(one.entry for one in found), lineage=max(one.lineage for one in found))
+    return HighWater(entry=max(one.entry for one in found), lineage=max(one.lineage for one in found))
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:
@@ -355,13 +355,13 @@ def _last_lines(path: Path) -> Iterator[bytes]:
         yield from (rest if start else [first, *rest])[:-1]
 
 
-def _of_line(line: bytes) -> Seen:
+def _of_line(line: bytes) -> HighWater:
     try:
         tree = json.loads(line)
-        return Seen(entry=_remains_number(tree.get("seq")), lineage=_remains_number(tree.get("lineage")))
+        return HighWater(entry=_whole_number(tree.get("seq")), lineage=_whole_number(tree.get("lineage")))
     except (ValueError, AttributeError, RecursionError):  # cut off, or somebody else's
-        return Seen()
+        return HighWater()
 
 
-def _remains_number(value: object) -> int:
+def _whole_number(value: object) -> int:
     return value if type(value) is int else 0

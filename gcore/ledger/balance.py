@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from gcore.ledger.records.chain import Head, Seal, SealedGroup, SealState
-from gcore.ledger.selection import Offered, PartNow, StreamRules, begun, find
+from gcore.ledger.selection import OffersView, SealPart, StreamRules, begun_groups, find_groups
 from gcore.types import PromptRef
 
 
@@ -86,7 +86,7 @@ def slot_cost(seal: Seal, slot: SampleSlot) -> int:
     return sample_cost(group.prompt_tokens + group.response_tokens[slot.sample], seal.attention_equals_at)
 
 
-def balance(seal: Seal) -> StepLayout:
+def balance_samples(seal: Seal) -> StepLayout:
     """The layout of a seal's samples over `seal.world_size` ranks and `seal.mini_batches` updates.
 
     Raises ValueError if either number is below 1: such a seal must never be written.
@@ -136,42 +136,42 @@ def _spread(seal: Seal, groups: range) -> tuple[tuple[SampleSlot, ...], ...]:
 # A part is worth sealing from `StreamRules.part` groups on: each costs a seal, an exchange and a READY of its own.
 #
 # Every READY part is the same in all states of its slot from then on. What ranks compare before they compute on it is therefore
-# the slot cut down to it (`up_to`), whichever later state they were told of.
+# the slot cut down to it (`seal_up_to`), whichever later state they were told of.
 #
 # Pure.
 
 
-def certain(
+def certain_groups(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> tuple[SealedGroup, ...]:
     """The offered groups that no part holds and that are in the next step's batch whatever happens later, in the order.
 
-    `order`: what `in_order` gives, if it is `Walked` already.
+    `order`: what `in_order` gives, if it is `CachedOrder` already.
     """
-    return find(rules, head, seals, offered, order=order).groups[len(begun(head, seals)) :]
+    return find_groups(rules, head, seals, offered, order=order).groups[len(begun_groups(head, seals)) :]
 
 
 def next_part(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     order: Iterable[PromptRef] | None = None,
-) -> PartNow | None:
+) -> SealPart | None:
     """The part that is worth sealing now, while others of the batch are missing; None if there is none."""
     if rules.part is None:
         return None
-    new = certain(rules, head, seals, offered, order=order)
-    return PartNow((*begun(head, seals), *new)) if len(new) >= rules.part else None
+    new = certain_groups(rules, head, seals, offered, order=order)
+    return SealPart((*begun_groups(head, seals), *new)) if len(new) >= rules.part else None
 
 
-def up_to(seal: Seal, parts: int) -> Seal:
+def seal_up_to(seal: Seal, parts: int) -> Seal:
     """The slot as it was when its part number `parts` (from 1) had become READY: the same for whatever came after it.
 
     But for the attempt, which is 0: parts are given up and sealed anew under another, and stay what they are. Nothing else of a slot is taken
@@ -192,9 +192,9 @@ def up_to(seal: Seal, parts: int) -> Seal:
     )
 
 
-def layout_of(seal: Seal, part: int) -> StepLayout:
+def part_layout(seal: Seal, part: int) -> StepLayout:
     """Which rank takes which sample of one part (from 0); nothing of the others."""
-    layout = balance(seal)
+    layout = balance_samples(seal)
     return StepLayout((layout.shares[part],), layout.world_size)
 
 
@@ -206,7 +206,7 @@ def parts_sha256(parts: Iterable[Sequence[str]]) -> bytes:
     return h.digest()
 
 
-def digests_of(seal: Seal, parts: int) -> tuple[tuple[str, ...], ...]:
+def part_digests(seal: Seal, parts: int) -> tuple[tuple[str, ...], ...]:
     """The digests of the groups in the first `parts` parts."""
     found, start = [], 0
     for size in seal.parts[:parts]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gcore.data.order import Cursors, StreamShape
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Lineage, LogEntry, Seal, SealState, Tally, WorldState
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT
-from gcore.ledger.selection import PartNow, SealNow
-from gcore.ledger.statistics import NOTHING, added, after_step
+from gcore.ledger.selection import SealPart, SealStep
+from gcore.ledger.statistics import NOTHING, add_to_tally, start_next_step
 
 # -------------------- digests
 # Names of log entries by their content, so that each can name the one before it, and head the newest.
@@ -25,7 +25,7 @@ from gcore.ledger.statistics import NOTHING, added, after_step
 # is renamed or means something else must be turned back here. Pure.
 
 
-def digest_of(entry: LogEntry) -> str:
+def entry_digest(entry: LogEntry) -> str:
     """BLAKE2b of the entry's content; 32 hex digits."""
     text = _text(entry)
     if "\\ud" in text:  # half a surrogate pair is stored in other characters than it was written with
@@ -47,7 +47,7 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class ChainWriter:
     """Who writes, and a number used once, by which an answer that never came is recognised later."""
 
     incarnation: str
@@ -55,7 +55,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class HighWater:
     """The highest lineage, and the highest number of the log, of which there is anything anywhere. They are head's, or less, unless the
     store was put back to an older state: what is named by them is of a future that was cut off."""
 
@@ -63,10 +63,10 @@ class Seen:
     entry: int = 0
 
 
-NOTHING_SEEN = Seen()
+NOTHING_SEEN = HighWater()
 
 
-def base(shards: int, world: str, writer: Writer) -> Advance:
+def base_entry(shards: int, world: str, writer: ChainWriter) -> Advance:
     """The chain's first entry: nothing terminal, step 0, lineage 0."""
     cursors = Cursors.start(shards)
     head = Head(
@@ -82,10 +82,10 @@ def base(shards: int, world: str, writer: Writer) -> Advance:
     return _advance(head, "base", writer, cursors=cursors, tally=NOTHING)
 
 
-def sealed(
+def seal_slot(
     slot: Seal | None,
     head: Head,
-    chosen: SealNow | PartNow,
+    chosen: SealStep | SealPart,
     *,
     world_size: int,
     mini_batches: int,
@@ -99,7 +99,7 @@ def sealed(
     if chosen.groups[: len(kept)] != kept:
         raise ValueError(f"step {head.step + 1} has READY parts that would be lost")
     parts = slot.parts if slot else ()
-    whole = isinstance(chosen, SealNow)
+    whole = isinstance(chosen, SealStep)
     if parts or not whole:
         parts = (*parts, len(chosen.groups) - len(kept))
     return Seal(
@@ -123,7 +123,7 @@ def sealed(
     )
 
 
-def resealed(slot: Seal, sealer: str) -> Seal:
+def reseal_slot(slot: Seal, sealer: str) -> Seal:
     """The slot after its groups were given up: empty but for its READY parts, and the attempt survives."""
     if slot.state not in (SealState.SEALED, SealState.PARTIAL):
         raise ValueError(f"only a SEALED or PARTIAL slot can be resealed, this one is {slot.state}")
@@ -143,7 +143,7 @@ def resealed(slot: Seal, sealer: str) -> Seal:
     )
 
 
-def readied(slot: Seal) -> Seal:
+def ready_slot(slot: Seal) -> Seal:
     """The slot once every rank holds its share. From here there is only commit or rollback; or, after a part, more of them."""
     ready_parts = len(slot.parts)
     match slot.state:
@@ -155,7 +155,7 @@ def readied(slot: Seal) -> Seal:
             raise ValueError(f"only a SEALED or PARTIAL slot can become READY, this one is {state}")
 
 
-def delta(seal: Seal) -> tuple[EndedRef, ...]:
+def ended_refs(seal: Seal) -> tuple[EndedRef, ...]:
     """What the seal's commit ends: its groups as trained, its outcomes as they are."""
     trained = tuple(
         EndedRef(
@@ -171,11 +171,11 @@ def delta(seal: Seal) -> tuple[EndedRef, ...]:
     return trained + seal.outcomes
 
 
-def committed(
+def commit_entry(
     head: Head,
     seal: Seal,
     shape: StreamShape,
-    writer: Writer,
+    writer: ChainWriter,
     *,
     keep_cursors: bool,
     stats: Mapping[str, float] = {},
@@ -183,7 +183,7 @@ def committed(
     """Head one step further. `keep_cursors`: the entry belongs to a checkpoint, so it keeps its own, and its tally."""
     if seal.state is not SealState.READY or (seal.lineage, seal.step) != (head.lineage, head.step + 1):
         raise ValueError(f"seal {seal.token} ({seal.state}) does not follow head {head.version}")
-    ended = delta(seal)
+    ended = ended_refs(seal)
     cursors = head.cursors.union(shape, (e.ref for e in ended))
     after = head.model_copy(
         update={
@@ -191,7 +191,7 @@ def committed(
             "parent": head.seq,
             "step": seal.step,
             "cursors": cursors,
-            "tally": after_step(added(head.tally, seal.groups, seal.outcomes), len(seal.groups)),
+            "tally": start_next_step(add_to_tally(head.tally, seal.groups, seal.outcomes), len(seal.groups)),
             "nonce": writer.nonce,
         }
     )
@@ -209,7 +209,7 @@ def committed(
     )
 
 
-def accounted(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: Writer) -> Advance:
+def account_entry(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, writer: ChainWriter) -> Advance:
     """Head at the same step, with outcomes written down."""
     cursors = head.cursors.union(shape, (e.ref for e in outcomes))
     after = head.model_copy(
@@ -217,24 +217,24 @@ def accounted(head: Head, outcomes: tuple[EndedRef, ...], shape: StreamShape, wr
             "seq": head.seq + 1,
             "parent": head.seq,
             "cursors": cursors,
-            "tally": added(head.tally, (), outcomes),
+            "tally": add_to_tally(head.tally, (), outcomes),
             "nonce": writer.nonce,
         }
     )
     return _advance(after, "account", writer, parent_digest=head.digest, delta=outcomes)
 
 
-def rolled_back(
+def rollback_entry(
     head: Head,
     target: Checkpoint,
     cursors: Cursors,
     world: str,
-    writer: Writer,
+    writer: ChainWriter,
     reason: str,
     *,
     tally: Tally,
     parent_digest: str = "",
-    seen: Seen = NOTHING_SEEN,
+    seen: HighWater = NOTHING_SEEN,
 ) -> Advance:
     """Head at the target's step, in a new lineage and a new world.
 
@@ -255,8 +255,8 @@ def rolled_back(
     )
 
 
-def re_formed(
-    head: Head, state: WorldState, world: str, writer: Writer, reason: str, *, seen: Seen = NOTHING_SEEN
+def reform_entry(
+    head: Head, state: WorldState, world: str, writer: ChainWriter, reason: str, *, seen: HighWater = NOTHING_SEEN
 ) -> Advance:
     """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
     `state`: of head's own (`gcore.ledger.world_state`). Nothing that was committed is undone. `seen`: as `rolled_back`."""
@@ -274,7 +274,7 @@ def re_formed(
     )
 
 
-def _in_new_lineage(head: Head, step: int, world: str, writer: Writer, seen: Seen) -> Head:
+def _in_new_lineage(head: Head, step: int, world: str, writer: ChainWriter, seen: HighWater) -> Head:
     """Head, with itself as parent, at `step` of a lineage and under a number above all that was seen."""
     seq, number = max(head.seq, seen.entry) + 1, max(head.lineage, seen.lineage) + 1
     lineage = Lineage(number=number, base_step=step, entry=seq if seq > head.seq + 1 else None)
@@ -300,7 +300,7 @@ AWAITED = 2
 """Steps whose checkpoint may not be on the disk yet: one is being written, and the next that is due waits for it."""
 
 
-def prunable(
+def prunable_entries(
     head: Head, checkpoints: Iterable[Checkpoint], log: Mapping[int, LogEntry], *, keep: int
 ) -> tuple[int, ...]:
     """The entries that nothing in the store needs any more, ascending: they may move to the run's folder.
@@ -322,7 +322,7 @@ def prunable(
     )
 
 
-def _advance(head: Head, kind: str, writer: Writer, **fields: object) -> Advance:
+def _advance(head: Head, kind: str, writer: ChainWriter, **fields: object) -> Advance:
     """The entry that leads to `head`, and `head` with its digest."""
     entry = LogEntry.model_validate(
         {
@@ -337,4 +337,4 @@ def _advance(head: Head, kind: str, writer: Writer, **fields: object) -> Advance
             **fields,
         }
     )
-    return Advance(head.model_copy(update={"digest": digest_of(entry)}), entry)
+    return Advance(head.model_copy(update={"digest": entry_digest(entry)}), entry)

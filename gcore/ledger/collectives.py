@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gcore.ledger.transactions import Transaction, TxnKind, Written
+from gcore.ledger.transactions import Revisioned, Transaction, TxnKind
 from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
@@ -60,7 +60,7 @@ class Agreed(Record):
     values: dict[str, Any]
 
 
-def check_given(name: str, value: Any) -> None:
+def check_contribution(name: str, value: Any) -> None:
     """Raises ValueError for a name or a value that cannot be given."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name: up to 64 lower-case letters, digits, '_' and '-'")
@@ -83,7 +83,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def with_given(part: Part | None, incarnation: str, at: Version, name: str, value: Any) -> Part:
+def add_contribution(part: Part | None, incarnation: str, at: Version, name: str, value: Any) -> Part:
     """A peer's part with one thing more; of another step nothing is kept. Raises ValueError beyond MAX_NAMES."""
     given = dict(part.given) if part is not None and part.at == at else {}
     given.setdefault(name, value)
@@ -92,7 +92,7 @@ def with_given(part: Part | None, incarnation: str, at: Version, name: str, valu
     return Part(incarnation=incarnation, at=at, given=given)
 
 
-def awaited(at: Version, name: str, members: Iterable[str], parts: Mapping[str, Part]) -> frozenset[str]:
+def awaited_members(at: Version, name: str, members: Iterable[str], parts: Mapping[str, Part]) -> frozenset[str]:
     """The members who have not given under `name` in the step at `at`, and still may."""
     return frozenset(
         member
@@ -101,13 +101,15 @@ def awaited(at: Version, name: str, members: Iterable[str], parts: Mapping[str, 
     )
 
 
-def answer(at: Version, name: str, parts: Mapping[str, Part]) -> Agreed:
+def compute_answer(at: Version, name: str, parts: Mapping[str, Part]) -> Agreed:
     """What the parts come to."""
     found = {m: part.given[name] for m, part in sorted(parts.items()) if part.at == at and name in part.given}
     return Agreed(version=at, name=name, values=found)
 
 
-def over(members: Iterable[str], parts: Mapping[str, Part], agreed: Iterable[tuple[Version, str]]) -> tuple[Any, ...]:
+def finished_answers(
+    members: Iterable[str], parts: Mapping[str, Part], agreed: Iterable[tuple[Version, str]]
+) -> tuple[Any, ...]:
     """The answers that nobody will ask for any more: every member is known to be past their step."""
     ends = [parts[member].at if member in parts else Version(-1, -1) for member in members]
     if not ends:
@@ -115,7 +117,7 @@ def over(members: Iterable[str], parts: Mapping[str, Part], agreed: Iterable[tup
     return tuple(sorted((at, name) for at, name in agreed if at < min(ends))[:MAX_FORGOTTEN])
 
 
-def give(keys: JobKeys, old: Written | None, new: Part, lease: int) -> Transaction:
+def give(keys: JobKeys, old: Revisioned | None, new: Part, lease: int) -> Transaction:
     """A peer's own part, under its lease."""
     key = keys.part(new.incarnation)
     return Transaction(
@@ -130,7 +132,7 @@ def agree(keys: JobKeys, found: Agreed, forgotten: Iterable[tuple[Version, str]]
     return Transaction(TxnKind.AGREE, (Compare(key, 0),), (Put(key, found.encode()), *deletes))
 
 
-def summed(values: Iterable[Any]) -> float:
+def exact_sum(values: Iterable[Any]) -> float:
     """The sum, whatever the order. Raises ValueError for what is no number."""
     numbers = []
     for value in values:

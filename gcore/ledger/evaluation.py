@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gcore.config.data import ACCURACY, OF_PART, EvalDraws
+from gcore.config.data import ACCURACY, OF_PART, EvalSampling
 from gcore.ledger.records.chain import Head
 from gcore.ledger.records.job import EvalAsked, EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.ledger.selection import MOST_BYTES, is_ancestor
-from gcore.ledger.transactions import Stored, Transaction, TxnKind, Written
+from gcore.ledger.transactions import Revisioned, Transaction, TxnKind, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
 from gcore.types import Version
@@ -120,7 +120,7 @@ class PartPlan:
         return range(self.first, self.last)
 
 
-def cut(sizes: Sequence[tuple[str, int, int]]) -> tuple[PartPlan, ...]:
+def plan_parts(sizes: Sequence[tuple[str, int, int]]) -> tuple[PartPlan, ...]:
     """The parts of an evaluation, in the order of the sets. `sizes`: name, prompts and responses to each, set by set."""
     responses = sum(prompts * samples for _, prompts, samples in sizes)
     most = max(PART_RESPONSES, -(-responses // MOST_PARTS))
@@ -131,8 +131,12 @@ def cut(sizes: Sequence[tuple[str, int, int]]) -> tuple[PartPlan, ...]:
     return tuple(PartPlan(number, len(pieces), *piece) for number, piece in enumerate(pieces))
 
 
-def compose(
-    version: Version, plans: Sequence[PartPlan], parts: Mapping[int, EvalPart], sets: Mapping[str, EvalDraws], show: int
+def compose_evaluation(
+    version: Version,
+    plans: Sequence[PartPlan],
+    parts: Mapping[int, EvalPart],
+    sets: Mapping[str, EvalSampling],
+    show: int,
 ) -> Evaluation:
     """The evaluation that all parts of `plans` add up to. `sets`: how each was drawn and counted, in the spec's order.
 
@@ -157,7 +161,7 @@ def compose(
         version=version,
         accuracy=math.fsum(score.accuracy * score.count for score in scores.values()) / count,
         count=count,
-        samples=in_turn(shown, show),
+        samples=interleave_samples(shown, show),
         by_source=scores,
         unscored=sum(score.unscored for score in scores.values()),
         responses_by=dict(sorted(by.items())),
@@ -172,7 +176,7 @@ def _storable(made: Evaluation) -> Evaluation:
     return made
 
 
-def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
+def _score(draws: EvalSampling, parts: Sequence[EvalPart]) -> SourceScore:
     by_correct = Counter(correct for part in parts for correct in part.correct)
     count, unscored = sum(by_correct.values()), sum(part.unscored for part in parts)
     scored = count * draws.samples - unscored
@@ -194,13 +198,13 @@ def _score(draws: EvalDraws, parts: Sequence[EvalPart]) -> SourceScore:
     )
 
 
-def in_turn(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
+def interleave_samples(by_source: Sequence[Sequence[EvalSample]], count: int) -> tuple[EvalSample, ...]:
     """`count` answers to be shown, from every set in turn."""
     row = (one for row in itertools.zip_longest(*by_source) for one in row if one is not None)
     return tuple(itertools.islice(row, count))
 
 
-def value_of(evaluation: Evaluation, metric: str) -> float | None:
+def metric_value(evaluation: Evaluation, metric: str) -> float | None:
     """What `metric` (`accuracy`, `SET/accuracy`, `SET/pass@4`, ...) is in an evaluation; None if it was not measured."""
     if metric == ACCURACY:
         return evaluation.accuracy
@@ -212,7 +216,7 @@ def value_of(evaluation: Evaluation, metric: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestEvaluation:
     """The best evaluated state on a chain. `version` is the one that was evaluated."""
 
     version: Version
@@ -220,20 +224,20 @@ class Best:
     value: float
 
 
-def best_of(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> Best | None:
+def best_evaluation(head: Head, evaluations: Iterable[Evaluation], metric: str | None) -> BestEvaluation | None:
     """The best among the evaluations on head's chain that were made in turn; the earlier of equal ones. None without a metric or a
     measurement."""
     if metric is None:
         return None
     found = [
-        Best(one.version, metric, value)
+        BestEvaluation(one.version, metric, value)
         for one in evaluations
-        if not one.asked and is_ancestor(head, one.version) and (value := value_of(one, metric)) is not None
+        if not one.asked and is_ancestor(head, one.version) and (value := metric_value(one, metric)) is not None
     ]
     return min(found, key=lambda b: (-b.value, b.version.step, b.version.lineage), default=None)
 
 
-def ask(keys: JobKeys, head: Stored[Head], known: Written | None, asked: EvalAsked) -> Transaction:
+def ask(keys: JobKeys, head: Versioned[Head], known: Revisioned | None, asked: EvalAsked) -> Transaction:
     """Have the step after head's evaluated. Compares head: nobody hears of that step's commit before this."""
     if asked.step != head.record.step + 1:
         raise ValueError(f"step {asked.step} does not follow step {head.record.step}")
@@ -247,7 +251,7 @@ def record_part(keys: JobKeys, part: EvalPart) -> Transaction:
     return Transaction(TxnKind.EVAL_PART, (Compare(key, 0), Compare(whole, 0)), (Put(key, part.encode()),))
 
 
-def record_evaluation(keys: JobKeys, head: Stored[Head], evaluation: Evaluation) -> Transaction:
+def record_evaluation(keys: JobKeys, head: Versioned[Head], evaluation: Evaluation) -> Transaction:
     """Write a version's evaluation down, and take all parts away, those of versions that were cut off too.
 
     Compares head: only its version is evaluated, so nobody else's parts are under way.

@@ -36,8 +36,8 @@ from gcore.ledger.records.job import (
     RankClaim,
     Trouble,
 )
-from gcore.ledger.records.slot_accounting import NodeBooks
-from gcore.ledger.transactions import OpenSlots, Stored, Written
+from gcore.ledger.records.slot_accounting import NodeAccounts
+from gcore.ledger.transactions import OpenSlots, Revisioned, Versioned
 from gcore.ledger.usage import NodeSpent
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
@@ -55,7 +55,7 @@ MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadableHint:
     """A hint that cannot be read: why, and the revision of its last write."""
 
     why: str
@@ -68,47 +68,47 @@ class JobMirror:
 
     keys: JobKeys
     revision: int = 0
-    job: Stored[JobRecord] | None = None
-    status: Stored[JobStatus] | None = None
-    head: Stored[Head] | None = None
-    assign: Stored[Assignment] | None = None
-    checkpoints: Stored[Checkpoints] | None = None
-    plan: Stored[Plan] | None = None
-    seals: Mapping[int, Stored[Seal]] = field(default_factory=dict)
-    offers: Mapping[str, Stored[Offer]] = field(default_factory=dict)
-    members: Mapping[str, Stored[Member]] = field(default_factory=dict)
-    log: Mapping[int, Stored[LogEntry]] = field(default_factory=dict)
-    evaluations: Mapping[str, Stored[Evaluation]] = field(default_factory=dict)
-    eval_parts: Mapping[str, Stored[EvalPart]] = field(default_factory=dict)
+    job: Versioned[JobRecord] | None = None
+    status: Versioned[JobStatus] | None = None
+    head: Versioned[Head] | None = None
+    assign: Versioned[Assignment] | None = None
+    checkpoints: Versioned[Checkpoints] | None = None
+    plan: Versioned[Plan] | None = None
+    seals: Mapping[int, Versioned[Seal]] = field(default_factory=dict)
+    offers: Mapping[str, Versioned[Offer]] = field(default_factory=dict)
+    members: Mapping[str, Versioned[Member]] = field(default_factory=dict)
+    log: Mapping[int, Versioned[LogEntry]] = field(default_factory=dict)
+    evaluations: Mapping[str, Versioned[Evaluation]] = field(default_factory=dict)
+    eval_parts: Mapping[str, Versioned[EvalPart]] = field(default_factory=dict)
     """Of evaluations that are not complete, by "version/number" as the key spells it."""
-    epochs: Mapping[int, Stored[EpochRecord]] = field(default_factory=dict)
-    fetches: Mapping[str, Stored[ModelFetch]] = field(default_factory=dict)
-    parts: Mapping[str, Stored[Part]] = field(default_factory=dict)
+    epochs: Mapping[int, Versioned[EpochRecord]] = field(default_factory=dict)
+    fetches: Mapping[str, Versioned[ModelFetch]] = field(default_factory=dict)
+    parts: Mapping[str, Versioned[Part]] = field(default_factory=dict)
     """What peers give each other, by incarnation."""
-    agreed: Mapping[str, Stored[Agreed]] = field(default_factory=dict)
+    agreed: Mapping[str, Versioned[Agreed]] = field(default_factory=dict)
     """By "version/name"."""
-    claims: Mapping[str, Stored[RankClaim]] = field(default_factory=dict)
+    claims: Mapping[str, Versioned[RankClaim]] = field(default_factory=dict)
     """By the key."""
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     """Where rank 0 of a world listens, by the key."""
-    copies: Mapping[str, Stored[NodeCopies]] = field(default_factory=dict)
+    copies: Mapping[str, Versioned[NodeCopies]] = field(default_factory=dict)
     """Of train states, in the memory of nodes, by node."""
-    folders: Mapping[str, Stored[NodeFolder]] = field(default_factory=dict)
+    folders: Mapping[str, Versioned[NodeFolder]] = field(default_factory=dict)
     """What lies in the nodes' own folders of the run, by node; only where they share none."""
 
-    leaders: Mapping[str, Stored[Leader]] = field(default_factory=dict)
+    leaders: Mapping[str, Versioned[Leader]] = field(default_factory=dict)
     """One at most, as `pins` and `movings`; see `leader`, `pin`, `moves`."""
-    pins: Mapping[str, Stored[Pin]] = field(default_factory=dict)
-    movings: Mapping[str, Stored[Moves]] = field(default_factory=dict)
-    askings: Mapping[str, Stored[EvalAsked]] = field(default_factory=dict)
+    pins: Mapping[str, Versioned[Pin]] = field(default_factory=dict)
+    movings: Mapping[str, Versioned[Moves]] = field(default_factory=dict)
+    askings: Mapping[str, Versioned[EvalAsked]] = field(default_factory=dict)
     """One at most, as `pins`; see `asked`."""
-    spent: Mapping[str, Stored[NodeSpent]] = field(default_factory=dict)
+    spent: Mapping[str, Versioned[NodeSpent]] = field(default_factory=dict)
     """What nodes have asked of judges that others serve, by node; also of nodes that are gone."""
-    books: Mapping[str, Stored[NodeBooks]] = field(default_factory=dict)
+    books: Mapping[str, Versioned[NodeAccounts]] = field(default_factory=dict)
     """What the nodes' slots did in the newest steps, by node; also of nodes that are gone."""
-    troubles: Mapping[str, Stored[Trouble]] = field(default_factory=dict)
+    troubles: Mapping[str, Versioned[Trouble]] = field(default_factory=dict)
     """What last went wrong beside the run, by topic."""
-    unreadable: Mapping[str, Unread] = field(default_factory=dict)
+    unreadable: Mapping[str, UnreadableHint] = field(default_factory=dict)
     """Hints (`HINTS`) that cannot be read, by key: they are as if they were not there, until somebody writes them anew."""
 
     def fold(self, batch: WatchBatch) -> JobMirror:
@@ -120,7 +120,7 @@ class JobMirror:
             mirror._apply(event, changes)
         return replace(mirror, revision=batch.revision, **changes)
 
-    def written(self, key: str, known: Written | None) -> Written | None:
+    def written(self, key: str, known: Revisioned | None) -> Revisioned | None:
         """What a transaction that writes a hint anew replaces: the `known` record, or what cannot be read."""
         return known or self.unreadable.get(key)
 
@@ -130,7 +130,7 @@ class JobMirror:
         return OpenSlots(self.head, self.seals) if self.head else None
 
     @property
-    def leader(self) -> Stored[Leader] | None:
+    def leader(self) -> Versioned[Leader] | None:
         """The controller that plans."""
         return self.leaders.get("")
 
@@ -213,7 +213,7 @@ class JobMirror:
         try:
             mapping[item] = _stored(event, record)
         except UnreadableRecord as error:
-            unread = Unread(str(error), event.kv.mod_revision)
+            unread = UnreadableHint(str(error), event.kv.mod_revision)
             changes.setdefault("unreadable", dict(self.unreadable))[key] = unread
 
 
@@ -242,7 +242,7 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("copies/", "copies", NodeCopies),
     ("folder/", "folders", NodeFolder),
     ("spent/", "spent", NodeSpent),
-    ("placement/books/", "books", NodeBooks),
+    ("placement/books/", "books", NodeAccounts),
     ("placement/leader", "leaders", Leader),
     ("placement/pin", "pins", Pin),
     ("placement/moves", "movings", Moves),
@@ -285,7 +285,7 @@ def _address(event: WatchEvent) -> str:
         raise UnreadableRecord(f"not an address ({error})", where=event.kv.key, fix=DAMAGED) from error
 
 
-def _stored(event: WatchEvent, record: type[R]) -> Stored[R] | None:
+def _stored(event: WatchEvent, record: type[R]) -> Versioned[R] | None:
     if event.kind == "delete":
         return None
-    return Stored(record.decode(event.kv.value, event.kv.key), event.kv.mod_revision)
+    return Versioned(record.decode(event.kv.value, event.kv.key), event.kv.mod_revision)

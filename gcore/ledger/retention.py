@@ -19,7 +19,7 @@ from gcore.config.data import eval_sources, training_sources
 from gcore.config.spec import JobSpec
 from gcore.data.order import shard_lengths
 from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
-from gcore.ledger.evaluation import MOST_PARTS, best_of, value_of
+from gcore.ledger.evaluation import MOST_PARTS, best_evaluation, metric_value
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head
 from gcore.ledger.records.job import (
     MOST_MOVE_BYTES,
@@ -31,24 +31,24 @@ from gcore.ledger.records.job import (
     Evaluation,
     Trouble,
 )
-from gcore.ledger.records.slot_accounting import MOST_BOOK_BYTES, NEWEST_STEPS
+from gcore.ledger.records.slot_accounting import MAX_ACCOUNT_BYTES, NEWEST_STEPS
 from gcore.ledger.selection import (
     MOST_BYTES,
     MOST_OUTCOMES,
     cursor_bytes,
     is_ancestor,
     offer_bytes,
-    resumable,
+    resumable_checkpoints,
     seal_bytes,
 )
-from gcore.ledger.transactions import MOST_PRUNED, Stored, Transaction, TxnKind
+from gcore.ledger.transactions import MOST_PRUNED, Transaction, TxnKind, Versioned
 from gcore.ledger.usage import SPARE_NODES
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete
 from gcore.types import Version
 
 
-class Why(StrEnum):
+class KeepReason(StrEnum):
     """A reason to keep a checkpoint."""
 
     NEWEST = "newest"
@@ -69,33 +69,35 @@ class Retention:
     @classmethod
     def of(cls, spec: JobSpec, head: Head, evaluations: Iterable[Evaluation]) -> Retention:
         """What `spec` says, as the evaluations stand."""
-        best = best_of(head, evaluations, spec.best_metric)
+        best = best_evaluation(head, evaluations, spec.best_metric)
         return cls(spec.checkpoint.keep, spec.checkpoint.keep_every, best.version.step if best is not None else None)
 
 
-def why_kept(head: Head, known: Iterable[Checkpoint], policy: Retention) -> Mapping[Checkpoint, frozenset[Why]]:
+def keep_reasons(
+    head: Head, known: Iterable[Checkpoint], policy: Retention
+) -> Mapping[Checkpoint, frozenset[KeepReason]]:
     """What is kept of `known`, in its order, and for which reasons."""
     entries = tuple(known)
-    on_chain = resumable(head, (c for c in entries if c.file))
+    on_chain = resumable_checkpoints(head, (c for c in entries if c.file))
     newest = on_chain[: policy.newest]
-    found: dict[Checkpoint, frozenset[Why]] = {}
+    found: dict[Checkpoint, frozenset[KeepReason]] = {}
     for one in entries:
         reasons = set()
         if not one.file:
-            reasons.add(Why.FIRST)
+            reasons.add(KeepReason.FIRST)
         elif one in on_chain:
             if one in newest:
-                reasons.add(Why.NEWEST)
+                reasons.add(KeepReason.NEWEST)
             if policy.every is not None and one.step % policy.every == 0:
-                reasons.add(Why.EVERY)
+                reasons.add(KeepReason.EVERY)
             if one.step == policy.best:
-                reasons.add(Why.BEST)
+                reasons.add(KeepReason.BEST)
         if reasons:
             found[one] = frozenset(reasons)
     return found
 
 
-def orphaned(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
+def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -> frozenset[Version]:
     """The checkpoints among those that lie in the run's folder which no record names, and none ever will.
 
     Whoever forgot them died before it deleted them, or never heard that it had. One that head's chain still may register is
@@ -103,7 +105,7 @@ def orphaned(head: Head, kept: Iterable[Checkpoint], lying: Iterable[Version]) -
     """
     entries = tuple(kept)
     named = {(checkpoint.lineage, checkpoint.step) for checkpoint in entries}
-    newest = max((checkpoint.step for checkpoint in resumable(head, entries)), default=0)
+    newest = max((checkpoint.step for checkpoint in resumable_checkpoints(head, entries)), default=0)
     return frozenset(
         version
         for version in lying
@@ -140,7 +142,7 @@ MOST_SWEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweptKeys:
     """Worlds whose keys go, parts of evaluations, by "version/number" as the key spells it, and troubles by topic."""
 
     worlds: tuple[str, ...] = ()
@@ -151,13 +153,13 @@ class Swept:
         return bool(self.worlds or self.parts or self.troubles)
 
 
-def superfluous(
+def superfluous_keys(
     head: Head,
     worlds: Iterable[str],
-    parts: Mapping[str, Stored[EvalPart]],
-    troubles: Mapping[str, Stored[Trouble]] = MappingProxyType({}),
+    parts: Mapping[str, Versioned[EvalPart]],
+    troubles: Mapping[str, Versioned[Trouble]] = MappingProxyType({}),
     nodes: Collection[str] = (),
-) -> Swept:
+) -> SweptKeys:
     """What belongs to other worlds than head's, to evaluations of other weights, and to nodes that are gone.
 
     `worlds`: of which there are any keys; `nodes`: those that are there.
@@ -167,11 +169,13 @@ def superfluous(
     cut_off = cut_off[: MOST_SWEPT - len(past)]
     left = [topic for topic, one in troubles.items() if one.record.is_of_a_node and one.record.node not in nodes]
     left.sort(key=lambda topic: troubles[topic].revision, reverse=True)
-    return Swept(tuple(past), tuple(cut_off), tuple(left[NEWEST_TROUBLES:][: MOST_SWEPT - len(past) - len(cut_off)]))
+    return SweptKeys(
+        tuple(past), tuple(cut_off), tuple(left[NEWEST_TROUBLES:][: MOST_SWEPT - len(past) - len(cut_off)])
+    )
 
 
 def superfluous_evaluations(
-    head: Head, checkpoints: Iterable[Checkpoint], evaluations: Mapping[str, Stored[Evaluation]], metric: str | None
+    head: Head, checkpoints: Iterable[Checkpoint], evaluations: Mapping[str, Versioned[Evaluation]], metric: str | None
 ) -> tuple[str, ...]:
     """The versions whose evaluations may move to the run's folder, oldest first."""
     by_age = sorted(evaluations, key=lambda name: evaluations[name].revision)
@@ -180,14 +184,14 @@ def superfluous_evaluations(
     first = min(on_chain, key=lambda one: one.version.step, default=None)
     kept |= {str(first.version)} if first is not None else set()
     if metric is not None:
-        for step in {head.step, *(target.step for target in resumable(head, checkpoints))}:
-            reached = [one for one in on_chain if one.version.step <= step and value_of(one, metric) is not None]
-            best = best_of(head, reached, metric)
+        for step in {head.step, *(target.step for target in resumable_checkpoints(head, checkpoints))}:
+            reached = [one for one in on_chain if one.version.step <= step and metric_value(one, metric) is not None]
+            best = best_evaluation(head, reached, metric)
             kept |= {str(best.version)} if best is not None else set()
     return tuple(name for name in by_age if name not in kept)
 
 
-def sweep(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], swept: Swept) -> Transaction:
+def sweep(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], swept: SweptKeys) -> Transaction:
     """Take it away."""
     if head.record.world in swept.worlds:
         raise ValueError(f"world {head.record.world} is head's")
@@ -198,13 +202,15 @@ def sweep(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], swept: 
 
 
 def forget_evaluations(
-    keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], versions: Sequence[str]
+    keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], versions: Sequence[str]
 ) -> Transaction:
     """Take evaluations out of the store that stand in the run's folder by now."""
     return _pruning(keys, head, known, tuple(Delete(keys.evaluation(version)) for version in versions))
 
 
-def _pruning(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], deletes: tuple[Delete, ...]) -> Transaction:
+def _pruning(
+    keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], deletes: tuple[Delete, ...]
+) -> Transaction:
     if len(deletes) > MOST_SWEPT:
         raise ValueError(f"{len(deletes)} keys are more than the {MOST_SWEPT} of one transaction")
     compares = (Compare(keys.head, head.revision), Compare(keys.checkpoints, known.revision))
@@ -270,7 +276,7 @@ STATS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class JobScale:
     """What a job's records depend on beside its spec: how many there are now, and how often its world was formed anew."""
 
     prompts: int
@@ -283,7 +289,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class KeyBound:
     """At most so many keys of a kind, and bytes in each, keys included."""
 
     keys: int
@@ -295,45 +301,45 @@ class Bound:
         return self.keys * self.each
 
 
-def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
+def key_bounds(spec: JobSpec, scale: JobScale) -> Mapping[str, KeyBound]:
     """By the kind of key: what comes after the job's prefix, up to the first slash; of the placement, up to the second."""
     sources, sets = len(training_sources(spec)), len(eval_sources(spec))
     names = max((len(source.name) for source in (*training_sources(spec), *eval_sources(spec))), default=0)
     tally = sources * (220 + names)
     cursors = cursor_bytes(spec)
-    checkpoints, coming = kept_checkpoints(spec, scale), 1 + (KEPT_LOG + LAG) // spec.checkpoint.every
+    checkpoints, coming = max_checkpoints(spec, scale), 1 + (KEPT_LOG + LAG) // spec.checkpoint.every
     groups = spec.flow.groups_per_step * (TRAINED + 24 * (spec.rollout.staleness + 1))
     outcomes = MOST_OUTCOMES * OUTCOME
     entry = SMALL + STATS + groups + outcomes + cursors + tally
     here = scale.controllers
     return {
-        "job": Bound(1, SMALL + 2 * len(spec.model_dump_json())),
-        "state": Bound(1, SMALL + 2 * MOST_SAID),
-        "head": Bound(1, SMALL + cursors + tally + 28 * (scale.rollbacks + 2)),
-        "assign": Bound(1, SMALL + 96 * here + 8 * spec.data.shards),
-        "ckpts": Bound(1, SMALL + 256 * checkpoints),
-        "plan": Bound(1, SMALL + 144 * (scale.ranks + scale.engines)),
-        "log": Bound(KEPT_LOG + LAG + checkpoints + 2, entry),
-        "seal": Bound(1, SMALL + seal_bytes(spec) + outcomes),
-        "member": Bound(here, SMALL),
-        "offer": Bound(here, SMALL + 2 * offer_bytes(spec) + outcomes),
-        "fetch": Bound(here, SMALL),
-        "storage": Bound(here, SMALL),
-        "copies": Bound(here, SMALL + 256 * scale.ranks * (checkpoints + 2)),
-        "folder": Bound(here, SMALL + 128 * (checkpoints + 2) + 16 * MOST_PRUNED + 64 * MOST_SWEPT),
-        "part": Bound(here, SMALL + MAX_NAMES * (MAX_VALUE_BYTES + 80)),
-        "agreed": Bound(3 * MAX_NAMES, SMALL + here * (MAX_VALUE_BYTES + 80)),
-        "world": Bound(2 * (scale.ranks + 1), SMALL),
-        "eval": Bound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
-        "evalask": Bound(1, SMALL),
-        "evalpart": Bound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
-        "epoch": Bound(2 + epochs_in_a_window(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
-        "spent": Bound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
-        "placement/books": Bound(here, SMALL + NEWEST_STEPS * MOST_BOOK_BYTES),
-        "placement/leader": Bound(1, SMALL),
-        "placement/pin": Bound(1, SMALL),
-        "placement/moves": Bound(1, SMALL + NEWEST_MOVES * MOST_MOVE_BYTES + NEWEST_STAYS * MOST_STAY_BYTES),
-        "trouble": Bound(
+        "job": KeyBound(1, SMALL + 2 * len(spec.model_dump_json())),
+        "state": KeyBound(1, SMALL + 2 * MOST_SAID),
+        "head": KeyBound(1, SMALL + cursors + tally + 28 * (scale.rollbacks + 2)),
+        "assign": KeyBound(1, SMALL + 96 * here + 8 * spec.data.shards),
+        "ckpts": KeyBound(1, SMALL + 256 * checkpoints),
+        "plan": KeyBound(1, SMALL + 144 * (scale.ranks + scale.engines)),
+        "log": KeyBound(KEPT_LOG + LAG + checkpoints + 2, entry),
+        "seal": KeyBound(1, SMALL + seal_bytes(spec) + outcomes),
+        "member": KeyBound(here, SMALL),
+        "offer": KeyBound(here, SMALL + 2 * offer_bytes(spec) + outcomes),
+        "fetch": KeyBound(here, SMALL),
+        "storage": KeyBound(here, SMALL),
+        "copies": KeyBound(here, SMALL + 256 * scale.ranks * (checkpoints + 2)),
+        "folder": KeyBound(here, SMALL + 128 * (checkpoints + 2) + 16 * MOST_PRUNED + 64 * MOST_SWEPT),
+        "part": KeyBound(here, SMALL + MAX_NAMES * (MAX_VALUE_BYTES + 80)),
+        "agreed": KeyBound(3 * MAX_NAMES, SMALL + here * (MAX_VALUE_BYTES + 80)),
+        "world": KeyBound(2 * (scale.ranks + 1), SMALL),
+        "eval": KeyBound(2 * NEWEST_EVALUATIONS + checkpoints + 3, MOST_BYTES),
+        "evalask": KeyBound(1, SMALL),
+        "evalpart": KeyBound(2 * (MOST_PARTS + sets), MOST_BYTES // 8),
+        "epoch": KeyBound(2 + max_window_epochs(spec, scale) * (checkpoints + coming + 1), SMALL + 2 * tally),
+        "spent": KeyBound(here + SPARE_NODES + 1, SMALL + 2 * USE * len(spec.judges)),
+        "placement/books": KeyBound(here, SMALL + NEWEST_STEPS * MAX_ACCOUNT_BYTES),
+        "placement/leader": KeyBound(1, SMALL),
+        "placement/pin": KeyBound(1, SMALL),
+        "placement/moves": KeyBound(1, SMALL + NEWEST_MOVES * MOST_MOVE_BYTES + NEWEST_STAYS * MOST_STAY_BYTES),
+        "trouble": KeyBound(
             TOPICS
             + len(spec.tracking)
             + len(spec.judges)
@@ -342,17 +348,17 @@ def bounds(spec: JobSpec, scale: Scale) -> Mapping[str, Bound]:
             + NEWEST_TROUBLES,
             SMALL + 2 * MOST_SAID,
         ),
-        "fault": Bound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),
+        "fault": KeyBound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),
     }
 
 
-def kept_checkpoints(spec: JobSpec, scale: Scale) -> int:
+def max_checkpoints(spec: JobSpec, scale: JobScale) -> int:
     """Registered at once: the kept ones, the best, the base, one that is new and one that is to be forgotten."""
     every = spec.checkpoint.keep_every
     return spec.checkpoint.keep + 4 + (scale.steps // every if every else 0)
 
 
-def epochs_in_a_window(spec: JobSpec, scale: Scale) -> int:
+def max_window_epochs(spec: JobSpec, scale: JobScale) -> int:
     """Data epochs that a window may reach into, of all shards; 0 without a curriculum."""
     if spec.data.curriculum is None:
         return 0

@@ -60,7 +60,7 @@ def is_acceptable(head: Head, step: int, versions: tuple[Version, ...], stalenes
     )
 
 
-def resumable(head: Head, checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
+def resumable_checkpoints(head: Head, checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
     """The checkpoints on head's chain, newest first: where a new world may start from."""
     on_chain = [c for c in checkpoints if is_ancestor(head, c.version)]
     return tuple(sorted(on_chain, key=lambda c: (c.step, c.lineage), reverse=True))
@@ -206,13 +206,13 @@ def sealed_refs(seals: Collection[Seal]) -> frozenset[PromptRef]:
     return frozenset(ref for seal in seals for ref in (*(g.ref for g in seal.groups), *(o.ref for o in seal.outcomes)))
 
 
-def begun(head: Head, seals: Collection[Seal]) -> tuple[SealedGroup, ...]:
+def begun_groups(head: Head, seals: Collection[Seal]) -> tuple[SealedGroup, ...]:
     """The groups of the next step that parts of it hold, READY or not, while its batch is not closed: they count for its quota."""
     slots = (seal.groups for seal in seals if seal.step == head.step + 1 and seal.collects)
     return next(slots, ())
 
 
-def in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterator[PromptRef]:
+def refs_in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterator[PromptRef]:
     """The refs that are neither terminal nor sealed, in the order (position, shard), to the ends of windows and epochs."""
     sealed = sealed_refs(seals)
     cursors = head.cursors.shards
@@ -231,11 +231,11 @@ def in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> Iterato
         position += 1
 
 
-class Walked(Iterable[PromptRef]):
+class CachedOrder(Iterable[PromptRef]):
     """What `in_order` gives, for who walks it more than once: each ref is worked out when it is first come to."""
 
     def __init__(self, rules: StreamRules, head: Head, seals: Collection[Seal]) -> None:
-        self._walk = in_order(rules, head, seals)
+        self._walk = refs_in_order(rules, head, seals)
         self._found: list[PromptRef] = []
 
     def __iter__(self) -> Iterator[PromptRef]:
@@ -250,7 +250,7 @@ class Walked(Iterable[PromptRef]):
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedPart:
+class OfferView:
     """One live offer, seen ref by ref; what is not acceptable for the step is left out."""
 
     groups: Mapping[PromptRef, SealedGroup]
@@ -258,7 +258,7 @@ class OfferedPart:
     in_flight: Mapping[PromptRef, Version]
 
     @classmethod
-    def of(cls, rules: StreamRules, head: Head, offer: Offer) -> OfferedPart:
+    def of(cls, rules: StreamRules, head: Head, offer: Offer) -> OfferView:
         """Of two groups of one ref the first counts."""
         step = head.step + 1
         fits: dict[tuple[Version, ...], bool] = {}
@@ -268,7 +268,7 @@ class OfferedPart:
             if group.versions not in fits:
                 fits[group.versions] = is_acceptable(head, step, group.versions, rules.staleness)
             if fits[group.versions]:
-                groups[group.ref] = held_by(group, offer.incarnation)
+                groups[group.ref] = sealed_group(group, offer.incarnation)
         # Outcomes need ancestry, no staleness bound; a prompt that failed before it was generated has no version.
         outcomes = {
             one.ref: one
@@ -284,7 +284,7 @@ class OfferedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OffersView:
     """All live offers, seen ref by ref."""
 
     groups: Mapping[PromptRef, SealedGroup]
@@ -298,14 +298,14 @@ class Offered:
         rules: StreamRules,
         head: Head,
         offers: Iterable[Offer],
-        part: Callable[[StreamRules, Head, Offer], OfferedPart] | None = None,
-    ) -> Offered:
+        part: Callable[[StreamRules, Head, Offer], OfferView] | None = None,
+    ) -> OffersView:
         """Join the offers. Of two holders of one ref the smaller incarnation counts; a group beats an outcome.
 
-        `part`: `OfferedPart.of`, or what remembers its results.
+        `part`: `OfferView.of`, or what remembers its results.
         """
         ordered = sorted(offers, key=lambda offer: offer.incarnation)
-        parts = [(part or OfferedPart.of)(rules, head, offer) for offer in ordered]
+        parts = [(part or OfferView.of)(rules, head, offer) for offer in ordered]
         groups: dict[PromptRef, SealedGroup] = {}
         outcomes: dict[PromptRef, EndedRef] = {}
         in_flight: dict[PromptRef, Version] = {}
@@ -319,16 +319,16 @@ class Offered:
         return cls(groups, outcomes, going_on)
 
 
-def held_by(group: OfferedGroup, holder: str) -> SealedGroup:
+def sealed_group(group: OfferedGroup, holder: str) -> SealedGroup:
     """The offered group as a seal names it."""
     return SealedGroup.model_construct(**group.__dict__, holder=holder)
 
 
-def due(
+def due_refs(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     ahead: int = 0,
     order: Iterable[PromptRef] | None = None,
@@ -337,13 +337,13 @@ def due(
 
     Walks the order until quota (+ `ahead`) groups are there or may be expected: a ref that nobody has offered is due, and
     counts for as much of a group as recent prompts came to. Everything that `choose` waits for is among them. No walk is
-    longer than the prompts that the step may still use up. `order`: what `in_order` gives, if it is `Walked` already.
+    longer than the prompts that the step may still use up. `order`: what `in_order` gives, if it is `CachedOrder` already.
     """
     wanted: list[PromptRef] = []
     ratio = issue_ratio(rules, head)
-    kept = len(begun(head, seals))
+    kept = len(begun_groups(head, seals))
     room = None if rules.limit is None else rules.limit + ahead - head.tally.since_step.ended - kept
-    for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
+    for walked, ref in enumerate(refs_in_order(rules, head, seals) if order is None else order):
         if kept + len(wanted) / ratio >= rules.quota + ahead or (room is not None and walked >= room):
             break
         if ref in offered.groups:
@@ -354,7 +354,7 @@ def due(
 
 
 @dataclass(frozen=True, slots=True)
-class SealNow:
+class SealStep:
     """The quota is met, or this is what there is. `padding`: groups that lack and count in the denominators all the same.
 
     `last`: no step follows. `planned`: how many steps the job will have had, as far as it is known (`planned_steps`).
@@ -368,7 +368,7 @@ class SealNow:
 
 
 @dataclass(frozen=True, slots=True)
-class PartNow:
+class SealPart:
     """So many groups of the next step are certain. `groups`: those of the parts before, then the new part's."""
 
     groups: tuple[SealedGroup, ...]
@@ -381,14 +381,14 @@ class PartNow:
 
 
 @dataclass(frozen=True, slots=True)
-class AccountNow:
+class CloseStep:
     """Outcomes must be written down first: the windows are exhausted and move on by it, or there are very many."""
 
     outcomes: tuple[EndedRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NotYet:
+class AwaitGroups:
     """The seal waits for `oldest` and `missing - 1` others."""
 
     oldest: PromptRef
@@ -396,7 +396,7 @@ class NotYet:
 
 
 @dataclass(frozen=True, slots=True)
-class Short:
+class DataExhausted:
     """The step has used up its prompts without its quota, and the job is to fail, or cannot but fail: with no group at all.
 
     `outcomes`: those of its prompts that have not been written down. `exhausted`: it is not the limit that was reached, the
@@ -409,7 +409,7 @@ class Short:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AvailableGroups:
     """What there is for the next seal. `limited`: the step has used up its prompts, without having met its quota."""
 
     groups: tuple[SealedGroup, ...]
@@ -418,44 +418,44 @@ class Found:
     limited: bool = False
 
 
-Choice = SealNow | AccountNow | NotYet | Short
+Choice = SealStep | CloseStep | AwaitGroups | DataExhausted
 
 
-def choose(
+def choose_seal(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> Choice:
     """What to seal next: the first groups of the order, as many as the quota, once nothing before the last is missing.
 
-    `order`: what `in_order` gives, if it is `Walked` already.
+    `order`: what `in_order` gives, if it is `CachedOrder` already.
     """
-    return concluded(rules, head, find(rules, head, seals, offered, order=order))
+    return conclude_choice(rules, head, find_groups(rules, head, seals, offered, order=order))
 
 
-def find(
+def find_groups(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     order: Iterable[PromptRef] | None = None,
-) -> Found:
+) -> AvailableGroups:
     """What of the next step's batch is there, in the order, and what is missing: what parts hold already comes first.
 
     All groups that it gives are certain to be in the batch. Before each are fewer refs than the quota that are kept or may
     be; each that ends without a group only makes more room (`gcore.ledger.parts`).
     """
-    groups: list[SealedGroup] = list(begun(head, seals))
+    groups: list[SealedGroup] = list(begun_groups(head, seals))
     outcomes: list[EndedRef] = []
     missing: list[PromptRef] = []
     room = None if rules.limit is None else rules.limit - head.tally.since_step.ended - len(groups)
     limited = False
     last = max((_place(rules, group.ref) for group in groups), default=(-1, -1))
-    for walked, ref in enumerate(in_order(rules, head, seals) if order is None else order):
+    for walked, ref in enumerate(refs_in_order(rules, head, seals) if order is None else order):
         if len(groups) + len(missing) >= rules.quota:
             # What ended before a group that a part holds is this step's, too; anything else there came too late.
             if _place(rules, ref) > last:
@@ -472,7 +472,7 @@ def find(
             outcomes.append(offered.outcomes[ref])
         else:
             missing.append(ref)
-    return Found(tuple(groups), tuple(outcomes), tuple(missing), limited)
+    return AvailableGroups(tuple(groups), tuple(outcomes), tuple(missing), limited)
 
 
 def _place(rules: StreamRules, ref: PromptRef) -> tuple[int, int]:
@@ -480,7 +480,7 @@ def _place(rules: StreamRules, ref: PromptRef) -> tuple[int, int]:
     return rules.shape.position(ref), ref.shard
 
 
-def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
+def conclude_choice(rules: StreamRules, head: Head, found: AvailableGroups) -> Choice:
     """What follows from what was found, at any staleness.
 
     Exhausted means: every ref in every shard's window is terminal, sealed or offered. Then a full quota cannot come, and
@@ -496,22 +496,22 @@ def concluded(rules: StreamRules, head: Head, found: Found) -> Choice:
     closes = ends and not found.groups and head.step > 0
     room = min(MOST_OUTCOMES, sum(rules.shape.lengths))
     if len(found.outcomes) >= room and not (closes and len(found.outcomes) == room):
-        return AccountNow(found.outcomes[:room])
+        return CloseStep(found.outcomes[:room])
     if found.missing:
-        return NotYet(found.missing[0], len(found.missing))
+        return AwaitGroups(found.missing[0], len(found.missing))
     full = len(found.groups) >= rules.quota
     if full or (ends and (found.groups or closes)):
         return _sealed(rules, head, found)
     if found.outcomes and not found.limited:
-        return AccountNow(found.outcomes)
+        return CloseStep(found.outcomes)
     if (found.limited and not found.groups) or (found.groups and rules.on_limit == "fail"):
-        return Short(len(found.groups), found.outcomes, exhausted=not found.limited)
+        return DataExhausted(len(found.groups), found.outcomes, exhausted=not found.limited)
     return _sealed(rules, head, found, padded=rules.on_limit == "pad_masked")
 
 
-def _sealed(rules: StreamRules, head: Head, found: Found, *, padded: bool = False) -> SealNow:
+def _sealed(rules: StreamRules, head: Head, found: AvailableGroups, *, padded: bool = False) -> SealStep:
     last = is_last(rules, head, found.groups, found.outcomes)
-    return SealNow(
+    return SealStep(
         groups=found.groups,
         outcomes=found.outcomes,
         padding=rules.quota - len(found.groups) if padded else 0,
@@ -520,10 +520,10 @@ def _sealed(rules: StreamRules, head: Head, found: Found, *, padded: bool = Fals
     )
 
 
-def refuse_seal(rules: StreamRules, head: Head, seals: Collection[Seal], seal: SealNow | PartNow) -> str | None:
+def refuse_seal(rules: StreamRules, head: Head, seals: Collection[Seal], seal: SealStep | SealPart) -> str | None:
     """Why this must not be sealed, or None. Ref by ref: not terminal, in no open seal, once within the seal; and what ranks may
     have begun to train stands first in it."""
-    kept = begun(head, seals)
+    kept = begun_groups(head, seals)
     if seal.groups[: len(kept)] != kept:
         return "it is without groups that every rank holds for good"
     seen = set(sealed_refs(seals)) - {group.ref for group in kept}

@@ -22,15 +22,15 @@ from collections.abc import Collection, Iterable
 
 from gcore.ledger.records.chain import Head, Seal, SealedGroup, SealState
 from gcore.ledger.selection import (
+    AvailableGroups,
+    AwaitGroups,
     Choice,
-    Found,
-    NotYet,
-    Offered,
+    OffersView,
     StreamRules,
-    concluded,
-    in_order,
+    conclude_choice,
     issue_ratio,
     last_position,
+    refs_in_order,
     sealed_refs,
 )
 from gcore.types import PromptRef, Version
@@ -44,11 +44,11 @@ def steps_left(rules: StreamRules, head: Head, version: Version) -> int:
     return rules.staleness - (head.step - version.step)
 
 
-def due(
+def due_refs(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> tuple[PromptRef, ...]:
@@ -74,7 +74,7 @@ def due(
         room = min(room, rules.limit + standing - rules.quota - used)
     unknown = (
         ref
-        for ref in (in_order(rules, head, seals) if order is None else order)
+        for ref in (refs_in_order(rules, head, seals) if order is None else order)
         if ref not in offered.groups and ref not in offered.in_flight and ref not in offered.outcomes
     )
     return tuple(itertools.islice(unknown, max(room, 0)))
@@ -85,11 +85,11 @@ def _next_is_closed(head: Head, seals: Collection[Seal]) -> bool:
     return any(seal.step == head.step + 1 and seal.state is not SealState.OPEN for seal in seals)
 
 
-def choose(
+def choose_seal(
     rules: StreamRules,
     head: Head,
     seals: Collection[Seal],
-    offered: Offered,
+    offered: OffersView,
     *,
     order: Iterable[PromptRef] | None = None,
 ) -> Choice:
@@ -98,20 +98,20 @@ def choose(
     groups.sort(key=_begun)
     outcomes = tuple(offered.outcomes[ref] for ref in _standing(rules, head, seals, offered.outcomes))
     lacking = rules.quota - len(groups)
-    late = awaited(rules, head, seals, offered)
+    late = awaited_refs(rules, head, seals, offered)
     if late:
-        return NotYet(late[0], max(len(late), lacking))
+        return AwaitGroups(late[0], max(len(late), lacking))
     used = head.tally.since_step.ended + len(outcomes) + min(len(groups), rules.quota)
     limited = lacking > 0 and rules.limit is not None and used >= rules.limit
     missing: tuple[PromptRef, ...] = ()
     if lacking > 0 and not limited:
-        order = in_order(rules, head, seals) if order is None else order
+        order = refs_in_order(rules, head, seals) if order is None else order
         open_refs = (ref for ref in order if ref not in offered.groups and ref not in offered.outcomes)
         missing = tuple(itertools.islice(open_refs, lacking))
-    return concluded(rules, head, Found(tuple(groups[: rules.quota]), outcomes, missing, limited))
+    return conclude_choice(rules, head, AvailableGroups(tuple(groups[: rules.quota]), outcomes, missing, limited))
 
 
-def most_kept(count: int, ratio: float) -> int:
+def max_kept(count: int, ratio: float) -> int:
     """Of so many prompts in flight, of which one in `ratio` is kept, so many are kept at most: but for once in a thousand times.
 
     What is kept beyond what the steps to come can take becomes too old, and it would be what took longest. So it must be rare:
@@ -123,10 +123,10 @@ def most_kept(count: int, ratio: float) -> int:
 
 def _as_many_as(room: int, ratio: float) -> int:
     """The most that may be in flight while only `room` more groups can be taken."""
-    return bisect_right(range(math.ceil(room * ratio) + 1), room, key=lambda count: most_kept(count, ratio)) - 1
+    return bisect_right(range(math.ceil(room * ratio) + 1), room, key=lambda count: max_kept(count, ratio)) - 1
 
 
-def awaited(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Offered) -> tuple[PromptRef, ...]:
+def awaited_refs(rules: StreamRules, head: Head, seals: Collection[Seal], offered: OffersView) -> tuple[PromptRef, ...]:
     """The refs in flight that the next seal waits for, oldest first: without them some would become too old.
 
     It waits for everything that would be too old after it, even if there are a quota without it: what is not finished
@@ -143,7 +143,7 @@ def awaited(rules: StreamRules, head: Head, seals: Collection[Seal], offered: Of
     for j in range(rules.staleness + 1):
         finished = sum(left <= j for left in groups)
         unfinished = [ref for ref, left in flying.items() if left <= j]
-        kept = finished + most_kept(len(unfinished), ratio)
+        kept = finished + max_kept(len(unfinished), ratio)
         if unfinished and (j == 0 or min(finished, rules.quota) < min(kept - j * rules.quota, rules.quota)):
             return tuple(sorted(unfinished, key=flying.__getitem__))
     return ()

@@ -26,7 +26,7 @@ from gcore.ledger.records.chain import (
     SourceTally,
     Tally,
 )
-from gcore.ledger.selection import Short, StreamRules, is_ancestor, resumable
+from gcore.ledger.selection import DataExhausted, StreamRules, is_ancestor, resumable_checkpoints
 from gcore.types import PromptRef, Version
 
 NOTHING = Tally()
@@ -40,7 +40,7 @@ MOST_OBSERVED = 16.0
 """One step counts for no more than that, or a single one that came to its limit would be felt for many."""
 
 
-def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[EndedRef]) -> Tally:
+def add_to_tally(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[EndedRef]) -> Tally:
     """The tally after an entry that trained `groups` and ended `outcomes`."""
     sources = dict(tally.sources)
     newest = tally.trained_epoch
@@ -67,11 +67,11 @@ def added(tally: Tally, groups: Iterable[SealedGroup], outcomes: Collection[Ende
         counts = {"failed": old.failed + 1} if ended.kind == "failed" else {"filtered": old.filtered + 1}
         sources[ended.source] = old.model_copy(update=counts)
     return tally.model_copy(
-        update={"sources": sources, "trained_epoch": newest, "since_step": gathered(tally.since_step, outcomes)}
+        update={"sources": sources, "trained_epoch": newest, "since_step": add_outcomes(tally.since_step, outcomes)}
     )
 
 
-def gathered(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
+def add_outcomes(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
     """What the step to come has used up, with `outcomes`."""
     counts = before.model_dump()
     for ended in outcomes:
@@ -83,7 +83,7 @@ def gathered(before: SinceStep, outcomes: Iterable[EndedRef]) -> SinceStep:
     return SinceStep(**counts)
 
 
-def after_step(tally: Tally, groups: int) -> Tally:
+def start_next_step(tally: Tally, groups: int) -> Tally:
     """The tally once the entry that trained `groups` is added: the next step begins to count, and knows what this one took.
 
     The first step that trained anything is all that is known; later ones move the mean by `NEWEST_SHARE`.
@@ -96,7 +96,7 @@ def after_step(tally: Tally, groups: int) -> Tally:
     return tally.model_copy(update={"since_step": SinceStep(), "issue_ratio": ratio})
 
 
-def since(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> dict[str, SourceTally]:
+def tally_difference(now: Mapping[str, SourceTally], then: Mapping[str, SourceTally]) -> dict[str, SourceTally]:
     """What `now` has more than `then`, by source; never below nothing.
 
     It could be below: outcomes that were accounted for behind the last checkpoint may have been rolled back since `then`.
@@ -133,7 +133,7 @@ def barren_epoch(shape: StreamShape, head: Head) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Barrenness:
+class BarrenEpoch:
     """What came of the prompts of an epoch that brought nothing, as far as the entries at hand tell."""
 
     epoch: int
@@ -150,12 +150,12 @@ class Barrenness:
         )
 
 
-def why_barren(epoch: int, log: Iterable[LogEntry]) -> Barrenness:
+def explain_barren_epoch(epoch: int, log: Iterable[LogEntry]) -> BarrenEpoch:
     """The counts and the commonest reason of `epoch`, from the entries of `log` (those the store still has)."""
     outcomes = [ended for entry in log for ended in entry.delta if ended.ref.data_epoch == epoch]
     kinds = Counter(ended.kind for ended in outcomes)
     reason, times = commonest_reason(outcomes) or ("none is known any more", 0)
-    return Barrenness(epoch, kinds["filtered"], kinds["failed"], reason, times)
+    return BarrenEpoch(epoch, kinds["filtered"], kinds["failed"], reason, times)
 
 
 def commonest_reason(outcomes: Iterable[EndedRef]) -> tuple[str, int] | None:
@@ -184,17 +184,17 @@ MOST_FORGOTTEN = 64
 """Records that go with one that is written; the store takes 128 operations in a transaction."""
 
 
-def standing(head: Head, records: Iterable[EpochRecord]) -> dict[int, EpochRecord]:
+def valid_epochs(head: Head, records: Iterable[EpochRecord]) -> dict[int, EpochRecord]:
     """The records that count, by epoch."""
     return {record.epoch: record for record in records if is_ancestor(head, record.version)}
 
 
-def needed(due: Iterable[PromptRef], begun: Mapping[int, EpochRecord]) -> int | None:
+def needed_epoch(due: Iterable[PromptRef], begun: Mapping[int, EpochRecord]) -> int | None:
     """The oldest epoch of which a prompt is due, and which has not begun; None if there is none."""
     return min((ref.data_epoch for ref in due if ref.data_epoch > 0 and ref.data_epoch not in begun), default=None)
 
 
-def beginning(head: Head, epoch: int, begun: Mapping[int, EpochRecord]) -> EpochRecord:
+def make_epoch_record(head: Head, epoch: int, begun: Mapping[int, EpochRecord]) -> EpochRecord:
     """The record of `epoch`, if it begins at `head`."""
     before = begun.get(epoch - 1)
     now = head.tally.sources
@@ -202,11 +202,11 @@ def beginning(head: Head, epoch: int, begun: Mapping[int, EpochRecord]) -> Epoch
         epoch=epoch,
         version=head.version,
         so_far=dict(now),
-        latest=since(now, before.so_far if before is not None else {}),
+        latest=tally_difference(now, before.so_far if before is not None else {}),
     )
 
 
-def superfluous(
+def superfluous_epochs(
     shape: StreamShape,
     head: Head,
     checkpoints: Iterable[Checkpoint],
@@ -220,7 +220,7 @@ def superfluous(
     are newer, and whose entries are in the store's log and keep cursors. If an entry of a registered one is not known, nothing
     is forgotten.
     """
-    targets = resumable(head, checkpoints)
+    targets = resumable_checkpoints(head, checkpoints)
     reached = {target.step: log[target.seq].cursors if target.seq in log else None for target in targets}
     if None in reached.values():
         return ()
@@ -254,9 +254,9 @@ def _has_ended(shape: StreamShape, cursors: Cursors, epoch: int) -> bool:
 # Why a job fails whose step has used up its prompts, or those in the windows, without enough groups: one sentence. Pure.
 
 
-def why_short(rules: StreamRules, head: Head, short: Short, log: Iterable[LogEntry]) -> str:
+def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: Iterable[LogEntry]) -> str:
     """The sentence. `log`: entries that the store still has; those since the newest step tell the reasons."""
-    used = gathered(head.tally.since_step, short.outcomes)
+    used = add_outcomes(head.tally.since_step, short.outcomes)
     common = commonest_reason((*_since_step(log), *short.outcomes))
     reason = f"; the commonest reason, {common[1]} times: {common[0]}" if common is not None else ""
     over = "its {} prompts (flow.max_prompts_per_step)"

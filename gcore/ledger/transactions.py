@@ -31,19 +31,19 @@ from gcore.ledger.records.chain import (
     Seal,
     SealState,
 )
-from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, Claim, KnownShare, Quotas, Shares, Slot
+from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, Claim, KnownShare, Quotas, Shares, SlotKey
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Leader, Moves, Pin, Plan, Trouble
-from gcore.ledger.selection import PartNow, SealNow
+from gcore.ledger.selection import SealPart, SealStep
 from gcore.schema import Record
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, Store
-from gcore.system.fault_injection import point
+from gcore.system.fault_injection import fault_point
 
 # -------------------- guarded
 # A guarded transaction on a job's records: what it is, how it is made, and what became of it.
 #
-# `Ledger.run` makes it and says what came of it. A lost compare is an outcome (`STALE`: look again), not an exception; an
+# `TransactionExecutor.run` makes it and says what came of it. A lost compare is an outcome (`STALE`: look again), not an exception; an
 # answer that never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is
 # made twice here. Which transactions there are is `gcore.ledger.transactions`' business.
 
@@ -51,14 +51,14 @@ R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Generic[R]):
+class Versioned(Generic[R]):
     """A record and the revision of its last write."""
 
     record: R
     revision: int
 
 
-class Written(Protocol):
+class Revisioned(Protocol):
     """Something that stands under a key, whether it can be read or not."""
 
     @property
@@ -136,7 +136,7 @@ class Transaction:
     nonce: str = ""
 
 
-class Ledger:
+class TransactionExecutor:
     """Makes transactions against the store, and finds out what became of those without an answer."""
 
     def __init__(self, store: Store, keys: JobKeys) -> None:
@@ -146,9 +146,9 @@ class Ledger:
     async def run(self, txn: Transaction) -> TxnReport:
         """Make `txn` once. Never repeats it: after an unknown answer it reads, and compares seq and nonce."""
         try:
-            point(txn.kind, "before")
+            fault_point(txn.kind, "before")
             result = await self._store.transact(txn.compares, txn.writes)
-            point(txn.kind, "after")
+            fault_point(txn.kind, "after")
         except LeaseLost:
             return TxnReport(TxnOutcome.STALE, 0)
         except StoreUnavailable as error:
@@ -189,8 +189,8 @@ DEPTH = 1
 class OpenSlots:
     """The slots of the steps that may be open after `head`, absent ones too, with revisions (0: absent)."""
 
-    head: Stored[Head]
-    slots: Mapping[int, Stored[Seal]]
+    head: Versioned[Head]
+    slots: Mapping[int, Versioned[Seal]]
 
     @property
     def seals(self) -> tuple[Seal, ...]:
@@ -206,14 +206,14 @@ class OpenSlots:
         return (Compare(keys.head, self.head.revision), *slots)
 
 
-def assign(keys: JobKeys, old: Stored[Assignment] | None, new: Assignment) -> Transaction:
+def assign(keys: JobKeys, old: Versioned[Assignment] | None, new: Assignment) -> Transaction:
     """Who works on what. Compares only itself."""
     return Transaction(
         TxnKind.ASSIGN, (Compare(keys.assign, old.revision if old else 0),), (Put(keys.assign, new.encode()),)
     )
 
 
-def offer(keys: JobKeys, old: Written | None, new: Offer, lease: int) -> Transaction:
+def offer(keys: JobKeys, old: Revisioned | None, new: Offer, lease: int) -> Transaction:
     """An incarnation's own offer, under its lease: a put under a lease that has ended fails whole."""
     key = keys.offer(new.incarnation)
     return Transaction(
@@ -227,7 +227,7 @@ def join(keys: JobKeys, member: Member, lease: int) -> Transaction:
     return Transaction(TxnKind.JOIN, (Compare(key, 0),), (Put(key, member.encode(), lease=lease),))
 
 
-def leave(keys: JobKeys, old: Stored[Member], lease: int) -> Transaction:
+def leave(keys: JobKeys, old: Versioned[Member], lease: int) -> Transaction:
     """Say that it is about to end. Compares only itself: who is no member any more does not become one by it."""
     key = keys.member(old.record.incarnation)
     leaving = old.record.model_copy(update={"leaving": True})
@@ -245,7 +245,7 @@ def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
 def seal(
     keys: JobKeys,
     open_slots: OpenSlots,
-    chosen: SealNow | PartNow,
+    chosen: SealStep | SealPart,
     plan: Plan,
     mini_batches: int,
     by: str,
@@ -258,7 +258,7 @@ def seal(
     slot = open_slots.slots.get(head.step + 1)
     if slot is not None and slot.record.state is not SealState.OPEN:
         raise ValueError(f"step {head.step + 1} is {slot.record.state} already")
-    record = chain.sealed(
+    record = chain.seal_slot(
         slot.record if slot else None,
         head,
         chosen,
@@ -273,7 +273,7 @@ def seal(
 
 def reseal(keys: JobKeys, open_slots: OpenSlots, step: int, by: str) -> Transaction:
     """Give a sealed batch up, from SEALED only, or a part of one, from PARTIAL; never what is READY."""
-    record = chain.resealed(open_slots.slots[step].record, by)
+    record = chain.reseal_slot(open_slots.slots[step].record, by)
     return Transaction(TxnKind.RESEAL, open_slots.compares(keys), (Put(keys.seal(step), record.encode()),))
 
 
@@ -283,7 +283,7 @@ def ready(keys: JobKeys, open_slots: OpenSlots, step: int) -> Transaction:
     return Transaction(
         TxnKind.READY,
         (Compare(keys.head, open_slots.head.revision), Compare(keys.seal(step), slot.revision)),
-        (Put(keys.seal(step), chain.readied(slot.record).encode()),),
+        (Put(keys.seal(step), chain.ready_slot(slot.record).encode()),),
     )
 
 
@@ -291,7 +291,7 @@ def commit(
     keys: JobKeys,
     open_slots: OpenSlots,
     shape: StreamShape,
-    writer: chain.Writer,
+    writer: chain.ChainWriter,
     *,
     keep_cursors: bool,
     stats: Mapping[str, float],
@@ -300,7 +300,7 @@ def commit(
     head = open_slots.head
     step = head.record.step + 1
     slot = open_slots.slots[step]
-    advance = chain.committed(head.record, slot.record, shape, writer, keep_cursors=keep_cursors, stats=stats)
+    advance = chain.commit_entry(head.record, slot.record, shape, writer, keep_cursors=keep_cursors, stats=stats)
     return Transaction(
         TxnKind.COMMIT,
         (Compare(keys.head, head.revision), Compare(keys.seal(step), slot.revision)),
@@ -315,7 +315,11 @@ def account(keys: JobKeys, open_slots: OpenSlots, advance: chain.Advance) -> Tra
 
 
 def register(
-    keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], entry: Stored[LogEntry], checkpoint: Checkpoint
+    keys: JobKeys,
+    head: Versioned[Head],
+    old: Versioned[Checkpoints],
+    entry: Versioned[LogEntry],
+    checkpoint: Checkpoint,
 ) -> Transaction:
     """Name a whole checkpoint. Compares that its log entry still is what it was made from."""
     record = old.record.model_copy(update={"entries": (*old.record.entries, checkpoint)})
@@ -330,7 +334,9 @@ def register(
     )
 
 
-def retain(keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], kept: Sequence[Checkpoint]) -> Transaction:
+def retain(
+    keys: JobKeys, head: Versioned[Head], old: Versioned[Checkpoints], kept: Sequence[Checkpoint]
+) -> Transaction:
     """Forget checkpoints; their files go after this was won, never before."""
     record = old.record.model_copy(update={"entries": tuple(kept)})
     return Transaction(
@@ -340,7 +346,7 @@ def retain(keys: JobKeys, head: Stored[Head], old: Stored[Checkpoints], kept: Se
     )
 
 
-def warn(keys: JobKeys, old: Written | None, trouble: Trouble) -> Transaction:
+def warn(keys: JobKeys, old: Revisioned | None, trouble: Trouble) -> Transaction:
     """What went wrong beside the run, in place of what was told of the same topic before."""
     key = keys.trouble(trouble.topic)
     return Transaction(TxnKind.WARN, (Compare(key, old.revision if old else 0),), (Put(key, trouble.encode()),))
@@ -350,7 +356,7 @@ MOST_PRUNED = 100
 """Entries in one prune: the store takes 128 operations in a transaction."""
 
 
-def prune(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], seqs: Sequence[int]) -> Transaction:
+def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], seqs: Sequence[int]) -> Transaction:
     """Take entries out of the store that stand in the run's folder by now. Compares what made them superfluous."""
     if len(seqs) > MOST_PRUNED:
         raise ValueError(f"{len(seqs)} entries are more than the {MOST_PRUNED} of one prune")
@@ -361,14 +367,14 @@ def prune(keys: JobKeys, head: Stored[Head], known: Stored[Checkpoints], seqs: S
     )
 
 
-def delete_job(keys: JobKeys, head: Stored[Head]) -> Transaction:
+def delete_job(keys: JobKeys, head: Versioned[Head]) -> Transaction:
     """First of two: mark head, so that whoever still works on the job loses every compare from now on."""
     record = head.record.model_copy(update={"deleted": True})
     return Transaction(TxnKind.DELETE, (Compare(keys.head, head.revision),), (Put(keys.head, record.encode()),))
 
 
 def delete_rest(
-    keys: JobKeys, head: Stored[Head] | None, status: Stored[JobStatus], named: Mapping[str, int]
+    keys: JobKeys, head: Versioned[Head] | None, status: Versioned[JobStatus], named: Mapping[str, int]
 ) -> Transaction:
     """Second of two: everything of a job whose head is marked. `named`: what leads to it (its name, its request id), with revisions.
 
@@ -392,9 +398,9 @@ def delete_rest(
 def rollback(
     keys: JobKeys,
     open_slots: OpenSlots,
-    checkpoints: Stored[Checkpoints],
+    checkpoints: Versioned[Checkpoints],
     advance: chain.Advance,
-    old_plan: Stored[Plan],
+    old_plan: Versioned[Plan],
     plan: Plan,
     *,
     slots_as_seen: bool = False,
@@ -439,7 +445,7 @@ def create(
 
 def start(
     keys: JobKeys,
-    status: Stored[JobStatus],
+    status: Versioned[JobStatus],
     advance: chain.Advance,
     plan: Plan,
     running: JobStatus,
@@ -463,7 +469,7 @@ def start(
     )
 
 
-def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
+def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_slots: OpenSlots | None) -> Transaction:
     """Move the job to another phase; never out of an ended one. With `open_slots`, only if head and they are still that."""
     if old.record.phase.ended or new.phase is JobPhase.PENDING:
         raise ValueError(f"a job does not go from {old.record.phase} to {new.phase}")
@@ -474,7 +480,7 @@ def set_status(keys: JobKeys, old: Stored[JobStatus], new: JobStatus, open_slots
     return Transaction(TxnKind.STATUS, tuple(compares), (Put(keys.state, new.encode()), *ending))
 
 
-def take_stock(keys: JobKeys, old: Written | None, new: NodeCopies, lease: int) -> Transaction:
+def take_stock(keys: JobKeys, old: Revisioned | None, new: NodeCopies, lease: int) -> Transaction:
     """What lies in a node's memory, under its controller's lease. Compares only itself: it is a hint."""
     key = keys.copies(new.node)
     return Transaction(
@@ -482,7 +488,7 @@ def take_stock(keys: JobKeys, old: Written | None, new: NodeCopies, lease: int) 
     )
 
 
-def say_folder(keys: JobKeys, old: Written | None, new: NodeFolder, lease: int) -> Transaction:
+def say_folder(keys: JobKeys, old: Revisioned | None, new: NodeFolder, lease: int) -> Transaction:
     """What lies in a node's own folder, under its controller's lease. Compares only itself."""
     key = keys.folder(new.node)
     return Transaction(
@@ -490,14 +496,14 @@ def say_folder(keys: JobKeys, old: Written | None, new: NodeFolder, lease: int) 
     )
 
 
-def replan(keys: JobKeys, old: Stored[Plan], new: Plan) -> Transaction:
+def replan(keys: JobKeys, old: Versioned[Plan], new: Plan) -> Transaction:
     """Change which slots run engines. The world stays: only a rollback changes it."""
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback places a train world")
     return Transaction(TxnKind.REPLAN, (Compare(keys.plan, old.revision),), (Put(keys.plan, new.encode()),))
 
 
-def lead(keys: JobKeys, old: Written | None, new: Leader, lease: int) -> Transaction:
+def lead(keys: JobKeys, old: Revisioned | None, new: Leader, lease: int) -> Transaction:
     """Plan from now on, under the own lease. `old`: a leader that works on the job no more."""
     compare = Compare(keys.leader, old.revision if old else 0)
     return Transaction(TxnKind.LEAD, (compare,), (Put(keys.leader, new.encode(), lease=lease),))
@@ -505,12 +511,12 @@ def lead(keys: JobKeys, old: Written | None, new: Leader, lease: int) -> Transac
 
 def place(
     keys: JobKeys,
-    leader: Stored[Leader],
-    old: Stored[Plan],
+    leader: Versioned[Leader],
+    old: Versioned[Plan],
     new: Plan,
     known: int,
     moves: Moves,
-    pin: Written | None,
+    pin: Revisioned | None,
 ) -> Transaction:
     """Change who serves in which role, and say why. Compares the plan and the leadership, so that of two who believe that they lead
     one changes it, and what a person has fixed, which may be more by now; the world stays, which only a rollback changes. `known`: the
@@ -530,26 +536,26 @@ def place(
     )
 
 
-def tell_moves(keys: JobKeys, leader: Stored[Leader], known: int, moves: Moves) -> Transaction:
+def tell_moves(keys: JobKeys, leader: Versioned[Leader], known: int, moves: Moves) -> Transaction:
     """What is wanted, what would be done, what came of moves, and why nothing moved. Changes nothing. `known`: the revision of the record
     that `moves` was made from, so that what was written since is never lost by it."""
     return Transaction(TxnKind.MOVES, _led(keys, leader, known), (Put(keys.moves, moves.encode()),))
 
 
-def _led(keys: JobKeys, leader: Stored[Leader], known: int) -> tuple[Compare, Compare]:
+def _led(keys: JobKeys, leader: Versioned[Leader], known: int) -> tuple[Compare, Compare]:
     return Compare(keys.leader, leader.revision), Compare(keys.moves, known)
 
 
-def pin(keys: JobKeys, old: Written | None, new: Pin) -> Transaction:
+def pin(keys: JobKeys, old: Revisioned | None, new: Pin) -> Transaction:
     """What a person fixes. Compares only itself."""
     return Transaction(TxnKind.PIN, (Compare(keys.pin, old.revision if old else 0),), (Put(keys.pin, new.encode()),))
 
 
 def begin_epoch(
     keys: JobKeys,
-    head: Stored[Head],
-    checkpoints: Stored[Checkpoints],
-    old: Stored[EpochRecord] | None,
+    head: Versioned[Head],
+    checkpoints: Versioned[Checkpoints],
+    old: Versioned[EpochRecord] | None,
     record: EpochRecord,
     forgotten: Sequence[int],
 ) -> Transaction:
@@ -580,7 +586,7 @@ def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
 # the plan, by whoever gives slots back, so that none is given back that a newer plan uses.
 
 
-def share_out(keys: JobKeys, known: Written | None, new: Shares) -> Transaction:
+def share_out(keys: JobKeys, known: Revisioned | None, new: Shares) -> Transaction:
     """Which slots each job has from now on. `keys`: no job's in particular."""
     return Transaction(
         TxnKind.SHARE,
@@ -596,7 +602,7 @@ def keeping_to(share: KnownShare | None, txn: Transaction) -> Transaction:
     return replace(txn, compares=(*txn.compares, Compare(store_keys.SHARES, share.revision)))
 
 
-def give_back(keys: JobKeys, plan: Stored[Plan] | None, share: KnownShare, slots: frozenset[Slot]) -> Transaction:
+def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, slots: frozenset[SlotKey]) -> Transaction:
     """The job uses these no more. Compares its plan, absent too."""
     return Transaction(
         TxnKind.GIVE_BACK,
@@ -605,7 +611,7 @@ def give_back(keys: JobKeys, plan: Stored[Plan] | None, share: KnownShare, slots
     )
 
 
-def set_quotas(keys: JobKeys, known: Written | None, new: Quotas) -> Transaction:
+def set_quotas(keys: JobKeys, known: Revisioned | None, new: Quotas) -> Transaction:
     """The most slots of each namespace, from now on. `keys`: no job's in particular."""
     return Transaction(
         TxnKind.QUOTAS,
@@ -614,6 +620,6 @@ def set_quotas(keys: JobKeys, known: Written | None, new: Quotas) -> Transaction
     )
 
 
-def set_claim(keys: JobKeys, known: Written, claim: Claim) -> Transaction:
+def set_claim(keys: JobKeys, known: Revisioned, claim: Claim) -> Transaction:
     """What the job claims from now on, if it has not ended."""
     return Transaction(TxnKind.CLAIM, (Compare(keys.active, known.revision),), (Put(keys.active, claim.encode()),))

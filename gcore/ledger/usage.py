@@ -13,9 +13,9 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt
 
 from gcore.config.reward import ExternalJudge
-from gcore.ledger.records.slot_accounting import StepBook
-from gcore.ledger.transactions import Stored, Transaction, TxnKind, Written
-from gcore.schema import Part, Record
+from gcore.ledger.records.slot_accounting import StepAccount
+from gcore.ledger.transactions import Revisioned, Transaction, TxnKind, Versioned
+from gcore.schema import Record, RecordPart
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
 
@@ -40,7 +40,7 @@ POOLS = ("rollout", "reward", "train")
 DIMENSIONS = ("namespace", "job", "owner", "pool")
 
 
-class PoolSeconds(Part):
+class PoolSeconds(RecordPart):
     """Of one pool: seconds that slots were the job's, and of these, those at work."""
 
     slot_s: NonNegativeFloat = 0.0
@@ -67,28 +67,28 @@ class NodeUsage(Record):
     steps: tuple[str, ...] = ()
     """The newest that are in it."""
 
-    def plus(self, book: StepBook) -> NodeUsage:
+    def plus(self, book: StepAccount) -> NodeUsage:
         """With a step more; the same if it is in it."""
-        name = step_name(book)
+        name = step_key(book)
         if name in self.steps:
             return self
         pools = dict(self.pools)
-        for pool, more in pools_of(book).items():
+        for pool, more in pool_seconds(book).items():
             pools[pool] = pools[pool].plus(more) if pool in pools else more
         return self.model_copy(update={"pools": pools, "steps": (*self.steps, name)[-NEWEST_STEPS:]})
 
 
-def step_name(book: StepBook) -> str:
+def step_key(book: StepAccount) -> str:
     """What a booked stretch of time is told apart by: a step that is made again is another one."""
     return f"{book.version}@{book.began:.3f}"
 
 
-def day_of(book: StepBook) -> int:
+def end_day(book: StepAccount) -> int:
     """The day on which it ended."""
     return max(0, int((book.began + book.seconds) // DAY_S))
 
 
-def pools_of(book: StepBook) -> dict[str, PoolSeconds]:
+def pool_seconds(book: StepAccount) -> dict[str, PoolSeconds]:
     """What of a step's time was the job's. Slots where the plan has no place are not the job's."""
     pools: dict[str, PoolSeconds] = {}
     for state, seconds in [*book.booked.items(), ("unbooked", book.unbooked)]:
@@ -155,15 +155,15 @@ def _counted(count: object) -> object:
     return min(count, MOST_COUNTED) if isinstance(count, int) else count
 
 
-Count = Annotated[NonNegativeInt, BeforeValidator(_counted)]
+UseCount = Annotated[NonNegativeInt, BeforeValidator(_counted)]
 
 
-class JudgeUse(Part):
+class JudgeUse(RecordPart):
     """What was asked of one judge, and answered."""
 
-    requests: Count = 0
-    tokens_in: Count = 0
-    tokens_out: Count = 0
+    requests: UseCount = 0
+    tokens_in: UseCount = 0
+    tokens_out: UseCount = 0
 
     def plus(self, other: JudgeUse) -> JudgeUse:
         """Both together."""
@@ -203,10 +203,10 @@ class NodeSpent(Record):
     @property
     def uses(self) -> dict[str, JudgeUse]:
         """All of it."""
-        return added((self.before, self.life))
+        return add_uses((self.before, self.life))
 
 
-def added(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
+def add_uses(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
     """All of them together."""
     total: dict[str, JudgeUse] = {}
     for one in uses:
@@ -215,27 +215,27 @@ def added(uses: Iterable[Uses]) -> dict[str, JudgeUse]:
     return total
 
 
-def taken_off(uses: Uses, others: Uses) -> dict[str, JudgeUse]:
+def subtract_uses(uses: Uses, others: Uses) -> dict[str, JudgeUse]:
     """What there is more in `uses` than in `others`."""
     rest = {judge: use.minus(others.get(judge, NOTHING)) for judge, use in uses.items()}
     return {judge: use for judge, use in rest.items() if use != NOTHING}
 
 
-def cost_of(use: JudgeUse, judge: ExternalJudge) -> float:
+def use_cost(use: JudgeUse, judge: ExternalJudge) -> float:
     """In the unit of the judge's prices."""
     return (use.tokens_in * judge.price_in + use.tokens_out * judge.price_out) / 1e6
 
 
-def to_add_up(
-    spent: Mapping[str, Stored[NodeSpent]], me: str, nodes: Collection[str]
-) -> Mapping[str, Stored[NodeSpent]]:
+def records_to_merge(
+    spent: Mapping[str, Versioned[NodeSpent]], me: str, nodes: Collection[str]
+) -> Mapping[str, Versioned[NodeSpent]]:
     """The records that `me` is to add to its own: the oldest of nodes that are not there, if there are too many of them."""
     gone = sorted((name for name in spent if name != me and name not in nodes), key=lambda name: spent[name].revision)
     return {name: spent[name] for name in gone[: max(0, len(gone) - SPARE_NODES)][:MOST_ADDED_UP]}
 
 
 def spend(
-    keys: JobKeys, old: Written | None, new: NodeSpent, gone: Mapping[str, Stored[NodeSpent]] | None = None
+    keys: JobKeys, old: Revisioned | None, new: NodeSpent, gone: Mapping[str, Versioned[NodeSpent]] | None = None
 ) -> Transaction:
     """Write what a node has spent, under no lease. With `gone`, nodes whose records are added to it, and are deleted.
 
@@ -244,7 +244,7 @@ def spend(
     gone = gone or {}
     if new.node in gone:
         raise ValueError(f"{new.node} cannot be added to itself")
-    before = added((new.before, *(stored.record.uses for stored in gone.values())))
+    before = add_uses((new.before, *(stored.record.uses for stored in gone.values())))
     written = new.model_copy(update={"before": before})
     key = keys.spent(new.node)
     compares = (

@@ -34,7 +34,7 @@ MOST_MEMBERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class TransferManifest:
     """What is sent, in order. `dtypes` as in torch, without "torch."; the fields of the HTTP request."""
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class Manifest:
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
         """Of tensors by name, in the mapping's order."""
         return cls(
             tuple(tensors),
@@ -130,7 +130,7 @@ class WeightGroup:
         """Rank 0: send these, in order. Returns when they are gone. Raises EngineError when the others do not take part."""
         self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors.values()])
 
-    def receive(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def receive(self, manifest: TransferManifest) -> dict[str, torch.Tensor]:
         """The other ranks: what rank 0 sends. Raises DataError for a manifest that cannot be, EngineError."""
         tensors = manifest.empty(self.device)
         self._broadcast(list(tensors.values()))

@@ -37,7 +37,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def code_of(config: dict[str, Any]) -> tuple[str, ...]:
+def remote_code_files(config: dict[str, Any]) -> tuple[str, ...]:
     """The Python files that would run if the model's code were trusted, sorted; `REPO: FILE` if of another model."""
     table = config.get("auto_map")
     if not isinstance(table, dict):
@@ -54,7 +54,7 @@ def code_of(config: dict[str, Any]) -> tuple[str, ...]:
 
 def check_code(config: dict[str, Any], *, trusted: bool, where: str) -> tuple[str, ...]:
     """The files that will run: none unless `trusted`. Raises ModelError if the model needs code that must not run."""
-    files = code_of(config)
+    files = remote_code_files(config)
     foreign = [file for file in files if ": " in file]
     if trusted and foreign:
         raise ModelError(
@@ -213,7 +213,7 @@ def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
             where=where,
             fix="Name a model that was saved as ...ForSequenceClassification, or let the judge be kind: generative",
         )
-    labels = labels_of(config)
+    labels = count_labels(config)
     if labels != 1:
         raise ModelError(
             f"the model's head says {labels} numbers, and a reward is one",
@@ -222,7 +222,7 @@ def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
         )
 
 
-def labels_of(config: Mapping[str, Any]) -> int:
+def count_labels(config: Mapping[str, Any]) -> int:
     """How many numbers the head says."""
     table, count = config.get("id2label"), config.get("num_labels")
     if isinstance(table, dict) and table:

@@ -137,7 +137,7 @@ class HubOffline(ModelError):
     """The hub may not be asked, by the environment's word, and the cache does not have the model."""
 
 
-def no_hub(who: str, model: HubModel, error: Exception) -> HubUnreachable:
+def not_a_hub(who: str, model: HubModel, error: Exception) -> HubUnreachable:
     """What answers is no hub, or a broken one: often the page of a proxy that wants somebody to sign in."""
     said = " ".join(str(error).split())[:160] or type(error).__name__
     return HubUnreachable(
@@ -156,7 +156,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class HubListing:
     """A model at one commit."""
 
     model: HubModel
@@ -173,7 +173,7 @@ class Listing:
 
         `folder` holds the small files already: the index says which files belong together.
         """
-        named = shards(folder)
+        named = weight_files(folder)
         found = tuple(f for f in self.files if _matches(f.name, "*.safetensors"))
         return tuple(f for f in found if f.name in named) or found
 
@@ -186,11 +186,11 @@ class Hub(Protocol):
         """Its name, for people."""
         ...
 
-    def listing(self, model: HubModel, revision: str) -> Listing:
+    def listing(self, model: HubModel, revision: str) -> HubListing:
         """Ask what `revision` (empty: the default branch) is now. Raises HubUnreachable, ModelError."""
         ...
 
-    def fetch(self, listing: Listing, names: Sequence[str]) -> Path:
+    def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
         """Bring these files into the cache, but for those that are there; the model's folder in it.
 
         Raises HubUnreachable, ModelError.
@@ -201,12 +201,12 @@ class Hub(Protocol):
         """The folder in the cache and its commit, without asking the hub. Files may be missing in it."""
         ...
 
-    def received(self, listing: Listing, names: Sequence[str]) -> int:
+    def received(self, listing: HubListing, names: Sequence[str]) -> int:
         """Bytes of these files that are on this machine now, also of those that are only half here."""
         ...
 
 
-def shards(folder: Path) -> frozenset[str]:
+def weight_files(folder: Path) -> frozenset[str]:
     """The files that hold the weights of the model in `folder`, by its index or by convention."""
     try:
         table = json.loads((folder / INDEX).read_bytes())["weight_map"]
@@ -217,11 +217,11 @@ def shards(folder: Path) -> frozenset[str]:
 
 def is_whole(folder: Path, *, weights: bool) -> bool:
     """Whether everything needed is in `folder`; what a hub's client puts under its name there is whole."""
-    needed = {"config.json", "tokenizer.json"} | (shards(folder) if weights else frozenset())
+    needed = {"config.json", "tokenizer.json"} | (weight_files(folder) if weights else frozenset())
     return all((folder / name).is_file() for name in needed)
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Bytes of a file; 0 for a folder, and for one that is not there, or was given another name just now."""
     try:
         found = path.stat()
@@ -240,7 +240,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) and ("/" not in name or pattern == "*.py")
 
 
-DEFAULT_BRANCH = "main"
+HUGGINGFACE_BRANCH = "main"
 
 
 ETAG_TIMEOUT_S = 30.0
@@ -266,7 +266,7 @@ class HuggingFace:
         disable_progress_bars()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
-    def listing(self, model: HubModel, revision: str) -> Listing:
+    def listing(self, model: HubModel, revision: str) -> HubListing:
         """See `Hub`."""
         with self._explained(model, revision):
             if self._offline:
@@ -275,13 +275,13 @@ class HuggingFace:
                 model.repo, revision=revision or None, files_metadata=True, timeout=ANSWER_S, token=None
             )
             if not is_commit(revision):  # so that the cache knows what the branch was, for when there is no hub
-                self._api.resolve_revision(model.repo, revision=revision or DEFAULT_BRANCH, cache_dir=self._cache)
+                self._api.resolve_revision(model.repo, revision=revision or HUGGINGFACE_BRANCH, cache_dir=self._cache)
         files = tuple(HubFile(s.rfilename, s.size if isinstance(s.size, int) else 0) for s in info.siblings or ())
         if info.sha is None:
             raise ModelError("the hub names no commit", where=str(model), fix="Name one: hf://OWNER/NAME@COMMIT")
-        return Listing(model, info.sha, files)
+        return HubListing(model, info.sha, files)
 
-    def fetch(self, listing: Listing, names: Sequence[str]) -> Path:
+    def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
         """See `Hub`."""
         with self._explained(listing.model, listing.commit):
             folder = snapshot_download(
@@ -297,7 +297,7 @@ class HuggingFace:
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
         """See `Hub`."""
-        commit = revision or DEFAULT_BRANCH
+        commit = revision or HUGGINGFACE_BRANCH
         if not is_commit(commit):
             try:
                 commit = (self._folder(model) / "refs" / commit).read_text().strip()
@@ -306,12 +306,12 @@ class HuggingFace:
         folder = self._folder(model) / "snapshots" / commit
         return (folder, commit) if folder.is_dir() else None
 
-    def received(self, listing: Listing, names: Sequence[str]) -> int:
+    def received(self, listing: HubListing, names: Sequence[str]) -> int:
         """See `Hub`."""
         folder = self._folder(listing.model)
         here = [folder / "snapshots" / listing.commit / name for name in names]
         # What is under way lies beside the blobs until it is whole.
-        return sum(size_of(path) for path in (*here, *folder.glob("blobs/*.incomplete")))
+        return sum(file_size(path) for path in (*here, *folder.glob("blobs/*.incomplete")))
 
     def _folder(self, model: HubModel) -> Path:
         return self._cache / f"models--{model.owner}--{model.name}"
@@ -359,7 +359,7 @@ class HuggingFace:
                 ) from error
             raise self._away(model, error) from error  # the client's word for a transfer of the wrong size
         except NO_ANSWER as error:
-            raise no_hub(f"{self.title} at {self.endpoint}", model, error) from error
+            raise not_a_hub(f"{self.title} at {self.endpoint}", model, error) from error
 
     def _refused(self, model: HubModel, error: HfHubHTTPError) -> ModelError:
         code = error.response.status_code
@@ -414,7 +414,7 @@ def _literally(name: str) -> str:
 # ModelScope names no commit for a branch. Its listing names one for each file, the last that changed it; the newest of
 # them is the commit that the branch stands at, but for a later one that only deletes files.
 
-MODELSCOPE_DEFAULT_BRANCH = "master"
+MODELSCOPE_BRANCH = "master"
 
 
 PACKAGE = "modelscope_hub"
@@ -439,16 +439,16 @@ class ModelScope:
         self._api: Any = client.HubApi(endpoint=endpoint or os.environ.get("MODELSCOPE_ENDPOINT") or None)
         logging.getLogger(PACKAGE).setLevel(logging.ERROR)
 
-    def listing(self, model: HubModel, revision: str) -> Listing:
+    def listing(self, model: HubModel, revision: str) -> HubListing:
         """See `Hub`."""
-        branch = revision or MODELSCOPE_DEFAULT_BRANCH
+        branch = revision or MODELSCOPE_BRANCH
         with self._explained(model, branch):
             entries = self._api.legacy.list_repo_files(model.repo, "model", revision=branch)
             blobs = [e for e in entries if isinstance(e, dict) and e.get("Type", "blob") != "tree"]
             files = tuple(HubFile(str(e.get("Path") or e.get("Name")), int(e.get("Size") or 0)) for e in blobs)
-        return Listing(model, branch if is_commit(branch) else _newest(blobs) or branch, files)
+        return HubListing(model, branch if is_commit(branch) else _newest(blobs) or branch, files)
 
-    def fetch(self, listing: Listing, names: Sequence[str]) -> Path:
+    def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
         """See `Hub`."""
         with self._explained(listing.model, listing.commit):
             folder = self._api.download_repo(
@@ -462,16 +462,16 @@ class ModelScope:
 
     def cached(self, model: HubModel, revision: str) -> tuple[Path, str] | None:
         """See `Hub`. A branch is not known by its commit here, so only what was fetched under that very name counts."""
-        commit = revision or MODELSCOPE_DEFAULT_BRANCH
+        commit = revision or MODELSCOPE_BRANCH
         folder = self._folder(model) / "snapshots" / commit
         return (folder, commit) if folder.is_dir() else None
 
-    def received(self, listing: Listing, names: Sequence[str]) -> int:
+    def received(self, listing: HubListing, names: Sequence[str]) -> int:
         """See `Hub`."""
         folder = self._folder(listing.model) / "snapshots" / listing.commit
         # A file that is under way has a longer name, beside its place.
         there = [path for path in folder.rglob("*") if any(path.name.startswith(Path(n).name) for n in names)]
-        return sum(size_of(path) for path in there)
+        return sum(file_size(path) for path in there)
 
     def _folder(self, model: HubModel) -> Path:
         return self._cache / "models" / f"{model.owner}--{model.name}"
@@ -505,7 +505,7 @@ class ModelScope:
                 ) from error
             raise self._away(model, error) from error
         except NO_ANSWER as error:
-            raise no_hub(self.title, model, error) from error
+            raise not_a_hub(self.title, model, error) from error
 
     def _away(self, model: HubModel, error: Exception) -> HubUnreachable:
         said = " ".join(str(error).split())[:160]

@@ -27,8 +27,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from gcore.errors import DataError, GcoreError, UsageError
-from gcore.schema import Part, Record, UnreadableRecord
-from gcore.system.files import sweep, whole_folder
+from gcore.schema import Record, RecordPart, UnreadableRecord
+from gcore.system.files import replace_folder, sweep_drafts
 from gcore.types import Version
 
 FIRST_WEIGHTS = Version(0, 0)
@@ -76,7 +76,7 @@ class CheckpointDamaged(GcoreError):
     """A checkpoint is not what its manifest says; `where` names the file."""
 
 
-class FileEntry(Part):
+class FileEntry(RecordPart):
     """A file of a checkpoint: its size in bytes and its SHA-256 as 64 hex digits."""
 
     size: int
@@ -111,7 +111,7 @@ def weights_folder(run_dir: Path, version: Version) -> Path:
     return run_dir / "weights" / f"{version.lineage}-{version.step}"
 
 
-def keep_newest_staged(parent: Path) -> None:
+def delete_old_staged(parent: Path) -> None:
     """Delete staged weights in `parent`, but for the newest few."""
     versions: dict[Version, Path] = {}
     for path in parent.iterdir():
@@ -145,7 +145,7 @@ def sweep_unfinished(run_dir: Path, lineage: int) -> None:
         return of.isdigit() and int(of) > lineage
 
     for parent in ("weights", CHECKPOINTS):
-        sweep(run_dir / parent, is_later)
+        sweep_drafts(run_dir / parent, is_later)
 
 
 def checkpoints_in(run_dir: Path) -> dict[Version, Path]:
@@ -174,7 +174,7 @@ def receipts_file(run_dir: Path, world: str, rank: int) -> Path:
     return run_dir / "receipts" / f"{world}-{rank}.jsonl"
 
 
-def companions(model: Path) -> tuple[Path, ...]:
+def companion_files(model: Path) -> tuple[Path, ...]:
     """What belongs to a model besides its weights: config, tokenizer, templates. Sorted.
 
     Raises DataError if the folder has no config.json.
@@ -260,10 +260,10 @@ def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:
     proven = verify_checkpoint(checkpoint).files
     if digest and manifest_digest(checkpoint) != digest:
         raise CheckpointDamaged("it is not the checkpoint that was registered", where=str(checkpoint / MANIFEST_FILE))
-    sources = [*companions(checkpoint), *sorted(checkpoint.glob("*.safetensors*"))]
+    sources = [*companion_files(checkpoint), *sorted(checkpoint.glob("*.safetensors*"))]
     sources = [path for path in sources if path.name in proven and path.name not in TRAINING_FILES]
     to.parent.mkdir(parents=True, exist_ok=True)
-    with whole_folder(to, owner="copy", durable=True) as temporary:
+    with replace_folder(to, owner="copy", durable=True) as temporary:
         for source in sources:
             shutil.copyfile(source, temporary / source.name)
 

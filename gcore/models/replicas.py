@@ -27,7 +27,7 @@ from pathlib import Path
 from pydantic import NonNegativeInt
 
 from gcore.ledger.records.chain import WorldState
-from gcore.schema import Part, Record, UnreadableRecord
+from gcore.schema import Record, RecordPart, UnreadableRecord
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """What is copied of each parameter, in the order in which it stands in the data: float32, little-endian."""
@@ -43,7 +43,7 @@ MEMORY = Path("/dev/shm")
 """Where Linux has a file system in memory; `NodeConfig.memory_dir` may name another."""
 
 
-class Extent(Part):
+class Extent(RecordPart):
     """A piece of a parameter: `numel` elements from `start` on, of the flattened whole."""
 
     name: str
@@ -105,7 +105,7 @@ def header_file(folder: Path, of: WorldState, shard: int) -> Path:
     return data_file(folder, of, shard).with_suffix(".json")
 
 
-def lying(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
+def list_copies(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
     """The copies in a node's folder that are there whole, as far as their headers and sizes tell. Sorted."""
     found = []
     for path in folder.glob("*.json") if folder.is_dir() else ():
@@ -117,9 +117,9 @@ def lying(folder: Path, job_uid: str) -> tuple[CopyHeader, ...]:
     return tuple(sorted(found, key=lambda one: (one.of.lineage, one.of.step, one.of.attempt, one.of.world, one.shard)))
 
 
-def drop(folder: Path, job_uid: str, unwanted: Callable[[WorldState], bool]) -> None:
+def drop_copies(folder: Path, job_uid: str, unwanted: Callable[[WorldState], bool]) -> None:
     """Delete the copies that `unwanted` says so of, headers first, and what never got a header of states like them."""
-    for header in lying(folder, job_uid):
+    for header in list_copies(folder, job_uid):
         if unwanted(header.of):
             header_file(folder, header.of, header.shard).unlink(missing_ok=True)
             data_file(folder, header.of, header.shard).unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def sweep_memory(root: Path, home: str, node: str, active: Iterable[str]) -> Non
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def keepers(nodes: Sequence[str]) -> tuple[int | None, ...]:
+def second_keepers(nodes: Sequence[str]) -> tuple[int | None, ...]:
     """By rank, the rank whose node keeps a second copy of its shard: the next one on another node; None if there is none.
 
     Ranks of one node share its memory, so that a neighbour there would keep nothing that is not there already.

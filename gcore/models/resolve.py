@@ -25,17 +25,17 @@ from gcore.models.hubs import (
     WHOLE,
     Hub,
     HubFile,
+    HubListing,
     HubModel,
     HubOffline,
     HubUnreachable,
-    Listing,
     ModelError,
     Scheme,
     hub_model,
     is_commit,
     is_whole,
-    shards,
     total_size,
+    weight_files,
 )
 
 Progress = Callable[[int, int], None]
@@ -174,7 +174,7 @@ class _Fetching:
         folder, commit = found
         return ResolvedModel(folder, commit, check_code(read_config(folder), trusted=self.trusted, where=self.path))
 
-    def _fetch(self, listing: Listing, files: Sequence[HubFile]) -> Path:
+    def _fetch(self, listing: HubListing, files: Sequence[HubFile]) -> Path:
         if not files:
             raise ModelError(
                 "the hub lists no config.json, or no safetensors, for it",
@@ -183,7 +183,7 @@ class _Fetching:
             )
         return _patient(self.tries)(self._brought, listing, [f.name for f in files])
 
-    def _brought(self, listing: Listing, names: Sequence[str]) -> Path:
+    def _brought(self, listing: HubListing, names: Sequence[str]) -> Path:
         folder = self.hub.fetch(listing, names)
         lacking = [name for name in names if not (folder / name).is_file()]
         if lacking:  # clients keep what a hub calls another commit in another place
@@ -194,10 +194,10 @@ class _Fetching:
             )
         return folder
 
-    def _check_index(self, listing: Listing, folder: Path) -> None:
+    def _check_index(self, listing: HubListing, folder: Path) -> None:
         """Raise ModelError if the index of the weights names files that the hub does not have: an upload broke off."""
         there = {file.name for file in listing.files}
-        missing = sorted(shards(folder) - there)
+        missing = sorted(weight_files(folder) - there)
         if INDEX in there and WHOLE not in there and missing:
             raise ModelError(
                 f"its index names weights that the hub does not list ({missing[0]}, {len(missing)} in all)",
@@ -206,7 +206,7 @@ class _Fetching:
             )
 
     @contextlib.contextmanager
-    def _watched(self, listing: Listing, files: Sequence[HubFile]) -> Iterator[None]:
+    def _watched(self, listing: HubListing, files: Sequence[HubFile]) -> Iterator[None]:
         """Report progress while the block runs: by looking at what lies on the disk, whatever the client does."""
         progress = self.progress
         if progress is None:

@@ -24,7 +24,7 @@ from prometheus_client import make_wsgi_app
 
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import SystemClock
-from gcore.system.daemon import refused
+from gcore.system.daemon import listen_error
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -92,14 +92,14 @@ def serve_metrics(
     try:
         server = kind((at, port), _Handler, tls)
     except OSError as error:
-        raise refused(f"metrics cannot be served on {shown}:{port}", error) from error
-    server.set_app(guard(app_of(metrics, host, others or _nothing)))
+        raise listen_error(f"metrics cannot be served on {shown}:{port}", error) from error
+    server.set_app(guard(metrics_app(metrics, host, others or _nothing)))
     looks = {"poll_interval": STOP_LOOK_S}
     threading.Thread(target=server.serve_forever, kwargs=looks, name="metrics", daemon=True).start()
     return MetricsServer(f"{shown}:{server.server_port}", server)
 
 
-def app_of(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApplication:
+def metrics_app(metrics: Metrics, host: str, others: WSGIApplication) -> WSGIApplication:
     """What answers on an address."""
     own = make_wsgi_app(metrics.registry)
 

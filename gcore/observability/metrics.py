@@ -10,17 +10,17 @@ from prometheus_client import ProcessCollector
 
 from gcore import __version__
 from gcore.errors import StoreUnavailable
-from gcore.observability.registry import CALL_BUCKETS_S, Declared
-from gcore.observability.step_metrics import GenerationMetrics, JudgeMetrics, StepMetrics
+from gcore.observability.registry import CALL_BUCKETS_S, MetricsBase
+from gcore.observability.step_metrics import ChainMetrics, GenerationMetrics, JudgeMetrics
 from gcore.store.types import (
     ALARMS,
     Compare,
     Delete,
+    KeyListing,
     KeyValue,
-    Listing,
     Put,
     Store,
-    StoreStanding,
+    StoreMemberStatus,
     TxnResult,
     WatchBatch,
 )
@@ -36,7 +36,7 @@ RESULTS = ("won", "stale", "unknown")
 """What comes of a guarded transaction (`gcore.ledger.guarded`)."""
 
 
-class StoreMetrics(Declared):
+class StoreMetrics(MetricsBase):
     """Of this process's calls, and of the members that it can ask."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class StoreMetrics(Declared):
         for endpoint, end in ends.items():
             self._certificate_ends.labels(endpoint).set(end)
 
-    def show_members(self, members: Mapping[str, StoreStanding]) -> None:
+    def show_members(self, members: Mapping[str, StoreMemberStatus]) -> None:
         """Set what the store's members say of themselves, by host:port; one that does not answer is shown no more."""
         for gauge in (self._database, self._in_use, self._alarm):
             gauge.clear()
@@ -107,7 +107,7 @@ class StoreMetrics(Declared):
 # Calls of the job API that this process answered, by method and by the status they ended with.
 
 
-class CallMetrics(Declared):
+class CallMetrics(MetricsBase):
     """Of one process. Methods are those that are served; a call of any other is counted as `unknown`."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class CallMetrics(Declared):
 JOB_STATES = ("running", "queued", "paused")
 
 
-class MembershipMetrics(Declared):
+class MembershipMetrics(MetricsBase):
     """Of the cluster as this process sees it, and of its own waits."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class MembershipMetrics(Declared):
             self._waiting.labels(cause).set(waiting)
 
     def forget_job(self, job: str) -> None:
-        """See `Declared.forget_job`; the job waits for nothing any more either."""
+        """See `MetricsBase.forget_job`; the job waits for nothing any more either."""
         self.show_waits(job, {})
         self._waited.pop(job, None)
         super().forget_job(job)
@@ -244,7 +244,7 @@ class MoveFigures:
     took_s: float | None = None
 
 
-class SlotMetrics(Declared):
+class SlotMetrics(MetricsBase):
     """Of this node's slots, and of the placement of its jobs."""
 
     def __init__(self) -> None:
@@ -320,7 +320,7 @@ class SlotMetrics(Declared):
 # How they are served is `gcore.metrics.serving`'s. Does not decide what is worth an alert (`deploy/prometheus`).
 
 
-class Metrics(StoreMetrics, StepMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):
+class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):
     """One process's metrics. Count with e.g. `metrics.transactions.labels(kind="seal", result="won").inc()`."""
 
     def __init__(self) -> None:
@@ -335,7 +335,7 @@ class Metrics(StoreMetrics, StepMetrics, GenerationMetrics, JudgeMetrics, SlotMe
 T = TypeVar("T")
 
 
-class MeasuredStore:
+class InstrumentedStore:
     """`inner`, as `gcore.store.types.Store`. A watch is no call: it has no end."""
 
     def __init__(self, inner: Store, metrics: Metrics, clock: Clock) -> None:
@@ -347,15 +347,15 @@ class MeasuredStore:
         """See `Store.get`."""
         return await self._timed("get", self._inner.get(key))
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str) -> KeyListing:
         """See `Store.list`."""
         return await self._timed("list", self._inner.list(prefix))
 
-    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
         """See `Store.newest`."""
         return await self._timed("newest", self._inner.newest(prefix, limit, before))
 
-    async def between(self, first: str, behind: str, limit: int) -> Listing:
+    async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """See `Store.between`."""
         return await self._timed("between", self._inner.between(first, behind, limit))
 

@@ -44,7 +44,7 @@ _OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class MetricsFileState:
     """What a file holds already. `seq`, `step`: of the newest line of the chain; -1 and 0 before the first."""
 
     seq: int = -1
@@ -52,7 +52,7 @@ class Written:
     evaluations: frozenset[str] = frozenset()
     ended: bool = False
 
-    def after(self, line: Line) -> Written:
+    def after(self, line: Line) -> MetricsFileState:
         """With one line more. What is no line of this version's changes nothing."""
         kind, seq = line.get("kind"), line.get("seq")
         if kind == "end":
@@ -66,7 +66,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MetricsSource:
     """What lines are made of, as last heard."""
 
     job: JobRecord
@@ -75,7 +75,7 @@ class Source:
     evaluations: Mapping[str, Evaluation]
 
 
-def lacks(written: Written, source: Source) -> bool:
+def has_missing_lines(written: MetricsFileState, source: MetricsSource) -> bool:
     """Whether a file that holds `written` lacks anything of `source`."""
     return (
         max(source.log, default=-1) > written.seq
@@ -84,13 +84,13 @@ def lacks(written: Written, source: Source) -> bool:
     )
 
 
-def gap(written: Written, source: Source) -> bool:
+def has_gap(written: MetricsFileState, source: MetricsSource) -> bool:
     """Whether entries between the file's newest and the store's oldest left the store meanwhile."""
     later = [seq for seq in source.log if seq > written.seq]
     return len(later) < max(source.log, default=-1) - written.seq
 
 
-def fresh(written: Written, source: Source, wall: float) -> list[Line]:
+def missing_lines(written: MetricsFileState, source: MetricsSource, wall: float) -> list[Line]:
     """The lines that are missing, in the chain's order; an evaluation follows the step it is of, the end is the last."""
     lines: list[Line] = []
     step = written.step
@@ -117,12 +117,12 @@ def fresh(written: Written, source: Source, wall: float) -> list[Line]:
     return [{**line, "time": round(wall, 3)} for line in lines]
 
 
-def encode(lines: Sequence[Line]) -> bytes:
+def encode_lines(lines: Sequence[Line]) -> bytes:
     """As they stand in the file. Only ASCII, so that no reader stumbles over half a character."""
     return b"".join(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n" for line in lines)
 
 
-def decode(line: bytes) -> Line | None:
+def decode_line(line: bytes) -> Line | None:
     """Inverse for one line; None for what is none: a disk that was full may have left half of one, an editor anything."""
     try:
         tree = json.loads(line)
@@ -139,18 +139,18 @@ def decode(line: bytes) -> Line | None:
     return tree if whole else None
 
 
-def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def finite_numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """The finite numbers of a tree by name, those of sections as "section/name"."""
     found: dict[str, float] = {}
     for name, value in sorted(tree.items()):
         if isinstance(value, Mapping):
-            found |= numbers(value, f"{prefix}{name}/")
+            found |= finite_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found[f"{prefix}{name}"] = float(value)
     return found
 
 
-def _ended(source: Source) -> bool:
+def _ended(source: MetricsSource) -> bool:
     return source.status is not None and source.status.phase.ended
 
 
@@ -162,7 +162,7 @@ def _entry(entry: LogEntry, step_before: int, job: JobRecord) -> Line:
             return line | {"kind": "start", "version": VERSION, "job": job.name, "uid": job.uid}
         case "train":
             counts = {"groups": kinds["trained"], "filtered": kinds["filtered"], "failed": kinds["failed"]}
-            return line | {"kind": "step", "metrics": numbers(entry.stats), **counts}
+            return line | {"kind": "step", "metrics": finite_numbers(entry.stats), **counts}
         case "account":
             return line | {"filtered": kinds["filtered"], "failed": kinds["failed"]}
         case "rollback":
@@ -172,7 +172,13 @@ def _entry(entry: LogEntry, step_before: int, job: JobRecord) -> Line:
 def _evaluation(id_: str, evaluation: Evaluation) -> Line:
     shown = evaluation.model_dump(mode="json", exclude=NO_FIGURES)
     version = evaluation.version
-    return {"kind": "eval", "id": id_, "lineage": version.lineage, "step": version.step, "metrics": numbers(shown)}
+    return {
+        "kind": "eval",
+        "id": id_,
+        "lineage": version.lineage,
+        "step": version.step,
+        "metrics": finite_numbers(shown),
+    }
 
 
 # -------------------- file
@@ -191,7 +197,7 @@ FILE = "metrics.jsonl"
 READ_BYTES = 1 << 20
 
 
-class Busy(Exception):
+class FileBusy(Exception):
     """Somebody else is writing at this moment."""
 
 
@@ -202,11 +208,11 @@ class MetricsFile:
         self.path = run_dir / FILE
         self._offset = 0
         self._thread = threading.Lock()
-        self.written = Written()
+        self.written = MetricsFileState()
         """What the file held when it was last looked at."""
 
     def bring(
-        self, source: Source, wall: float, archived: Callable[[], dict[int, LogEntry]], *, whole: bool = True
+        self, source: MetricsSource, wall: float, archived: Callable[[], dict[int, LogEntry]], *, whole: bool = True
     ) -> int:
         """Append what `source` has and the file lacks; how many lines that were. Raises Busy, OSError, ValueError.
 
@@ -216,13 +222,13 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(self._thread), self.path.open("a+b") as file, _locked(file):
             self._catch_up(file)
-            if gap(self.written, source):
-                source = Source(source.job, source.status, archived() | dict(source.log), source.evaluations)
-                if whole and gap(self.written, source):
+            if has_gap(self.written, source):
+                source = MetricsSource(source.job, source.status, archived() | dict(source.log), source.evaluations)
+                if whole and has_gap(self.written, source):
                     raise ValueError(f"entries after {self.written.seq} are neither in the store nor archived")
-            lines = fresh(self.written, source, wall)
+            lines = missing_lines(self.written, source, wall)
             if lines:
-                file.write(encode(lines))
+                file.write(encode_lines(lines))
                 file.flush()
                 self._offset = file.tell()
                 for line in lines:
@@ -232,7 +238,7 @@ class MetricsFile:
     def _catch_up(self, file: BinaryIO) -> None:
         size = file.seek(0, os.SEEK_END)
         if size < self._offset:  # cut by a stranger; what stands there now is what counts
-            self._offset, self.written = 0, Written()
+            self._offset, self.written = 0, MetricsFileState()
         for line, end in read_lines(file, self._offset):
             self._offset = end
             if line is not None:
@@ -250,14 +256,14 @@ def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]
         *whole, rest = (rest + block).split(b"\n")
         for raw in whole:
             offset += len(raw) + 1
-            yield decode(raw), offset
+            yield decode_line(raw), offset
 
 
 @contextlib.contextmanager
 def _alone(lock: threading.Lock) -> Iterator[None]:
     """Raises Busy."""
     if not lock.acquire(blocking=False):
-        raise Busy
+        raise FileBusy
     try:
         yield
     finally:
@@ -270,7 +276,7 @@ def _locked(file: BinaryIO) -> Iterator[None]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Busy from None
+        raise FileBusy from None
     except OSError:
         pass  # a file system without locks
     yield  # closing the file lets go

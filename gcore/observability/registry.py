@@ -18,7 +18,7 @@ WORK_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 12
 """Upper bounds for parts of a step and requests to engines, in seconds."""
 
 
-class Declared:
+class MetricsBase:
     """One registry, and what is about a job in it."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from gcore.config.spec import SamplesSpec
 from gcore.errors import UsageError
 from gcore.ledger.records.chain import Head, Seal, SealedGroup
 from gcore.ledger.selection import is_ancestor
-from gcore.schema import Part, Record, UnreadableRecord
-from gcore.system.files import whole_file
+from gcore.schema import Record, RecordPart, UnreadableRecord
+from gcore.system.files import replace_file
 from gcore.types import FinishReason, Group, PromptRef, Range, Version
 
 # -------------------- choice
@@ -27,7 +27,7 @@ from gcore.types import FinishReason, Group, PromptRef, Range, Version
 # first shards, or of the shortest answers.
 
 
-def chosen(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
+def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
     """At most `limit` groups of each holder, in the seal's order."""
     places: dict[str, list[int]] = {}
     for place, group in enumerate(seal.groups):
@@ -52,7 +52,7 @@ def _spread(places: list[int], limit: int) -> list[int]:
 # Both name the group by its digest. Texts longer than the spec allows are cut; `more` says by how many characters.
 
 
-class KeptText(Part):
+class KeptText(RecordPart):
     """A text, cut to a bounded length. `more`: the characters that were left out at its end."""
 
     text: str
@@ -65,7 +65,7 @@ class KeptText(Part):
         return cls(text=kept, more=max(0, len(text) - characters))
 
 
-class KeptSample(Part):
+class KeptSample(RecordPart):
     """One response. `parts`: what its reward is made of; `tokens`: its length; `versions`: which weights made it.
 
     `observed`: the characters [start, end) of it that the policy did not make, `observed_tokens` so many of its tokens.
@@ -113,7 +113,7 @@ class KeptAdvantage(Record):
     most: float | None = None
 
 
-def kept_group(group: Group, digest: str, prompt: str, answer: str, holder: str, characters: int) -> KeptGroup:
+def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder: str, characters: int) -> KeptGroup:
     """What is kept of `group`, whose prompt's text is `prompt`."""
     samples = tuple(
         KeptSample(
@@ -165,11 +165,11 @@ def step_folder(run_dir: Path, version: Version) -> Path:
     return run_dir / FOLDER / f"{version.lineage}-{version.step}"
 
 
-def write(run_dir: Path, version: Version, name: str, records: Iterable[Record]) -> None:
+def write_samples(run_dir: Path, version: Version, name: str, records: Iterable[Record]) -> None:
     """Write a file of `name` whole. Raises OSError."""
     folder = step_folder(run_dir, version)
     folder.mkdir(parents=True, exist_ok=True)
-    whole_file(folder / f"{name}.jsonl", b"".join(record.encode() + b"\n" for record in records))
+    replace_file(folder / f"{name}.jsonl", b"".join(record.encode() + b"\n" for record in records))
 
 
 def advantages_name(rank: int) -> str:
@@ -182,7 +182,7 @@ def kept_steps(run_dir: Path) -> list[Version]:
     return [version for version in _step_folders(run_dir) if _files(run_dir, version, advantages=False)]
 
 
-def prune(run_dir: Path, keep: int) -> None:
+def prune_steps(run_dir: Path, keep: int) -> None:
     """Remove the oldest steps beyond `keep`. Raises OSError."""
     for version in _step_folders(run_dir)[:-keep]:
         shutil.rmtree(step_folder(run_dir, version), ignore_errors=True)
@@ -226,7 +226,7 @@ def read_groups(run_dir: Path, version: Version) -> list[KeptGroup]:
 
 
 def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
-    """The known advantages of a step by the group's digest, as they are written (`advantages_in`). Raises OSError."""
+    """The known advantages of a step by the group's digest, as they are written (`parse_advantages`). Raises OSError."""
     found: dict[str, list[bytes]] = {}
     for file in _files(run_dir, version, advantages=True):
         for _, line, one in _records(file, KeptAdvantage):
@@ -234,7 +234,7 @@ def list_advantages(run_dir: Path, version: Version) -> dict[str, list[bytes]]:
     return found
 
 
-def advantages_in(lines: Iterable[bytes]) -> dict[int, KeptAdvantage]:
+def parse_advantages(lines: Iterable[bytes]) -> dict[int, KeptAdvantage]:
     """The advantages of one group, by the sample's index."""
     return {one.sample: one for one in (KeptAdvantage.decode(line, ADVANTAGES) for line in lines)}
 
@@ -286,7 +286,7 @@ class NoSamples(UsageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class KeptResponse:
     """A kept sample, its index in its group, and its advantage if a rank kept it."""
 
     index: int
@@ -294,7 +294,7 @@ class Response:
     advantage: KeptAdvantage | None
 
 
-class Kept(Protocol):
+class SelectableGroup(Protocol):
     """What groups are picked by."""
 
     @property
@@ -305,7 +305,7 @@ class Kept(Protocol):
     def mean_reward(self) -> float: ...
 
 
-G = TypeVar("G", bound=Kept)
+G = TypeVar("G", bound=SelectableGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class Selection(Generic[G]):
     of: int
 
 
-def standing(head: Head, version: Version) -> Standing:
+def step_status(head: Head, version: Version) -> Standing:
     """How the step that led to `version` stands on head's chain."""
     if is_ancestor(head, version):
         return "committed"
@@ -368,7 +368,7 @@ def find_kept(kept: Sequence[Version], step: int | None) -> Version:
     return max(found)
 
 
-def select(groups: Iterable[G], *, source: str = "", order: Order = "stream", limit: int = 0) -> Selection[G]:
+def select_groups(groups: Iterable[G], *, source: str = "", order: Order = "stream", limit: int = 0) -> Selection[G]:
     """At most `limit` groups (0: all) of `source` ("": any), in `order`. Raises NoSamples for a source that has none."""
     every = sorted(groups, key=lambda group: group.ref)
     if not every:
@@ -382,11 +382,11 @@ def select(groups: Iterable[G], *, source: str = "", order: Order = "stream", li
     return Selection(tuple(fitting[:limit] if limit else fitting), len(fitting))
 
 
-def responses_of(
+def sort_responses(
     group: KeptGroup, advantages: Mapping[int, KeptAdvantage], order: Order = "stream"
-) -> tuple[Response, ...]:
+) -> tuple[KeptResponse, ...]:
     """Its responses in `order`; `advantages`: by the sample's index."""
-    found = [Response(i, sample, advantages.get(i)) for i, sample in enumerate(group.samples)]
+    found = [KeptResponse(i, sample, advantages.get(i)) for i, sample in enumerate(group.samples)]
     if order != "stream":
         found.sort(key=lambda response: _sign(order) * response.sample.reward)
     return tuple(found)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import product
 from types import MappingProxyType
 
-from gcore.observability.registry import WORK_BUCKETS_S, Declared
+from gcore.observability.registry import WORK_BUCKETS_S, MetricsBase
 
 # -------------------- generation
 # Engines and what they make, as the controller that asks them sees it.
@@ -17,7 +17,7 @@ from gcore.observability.registry import WORK_BUCKETS_S, Declared
 # What an engine says of itself stands in its own `/metrics`, and what its slot was doing in the books (`slots`).
 
 
-class GenerationMetrics(Declared):
+class GenerationMetrics(MetricsBase):
     """Of the requests that this process makes, and of the groups that it holds."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 RESULTS = ("answered", "remembered", "away", "timeout", "refused")
 
 
-class JudgeMetrics(Declared):
+class JudgeMetrics(MetricsBase):
     """Of the questions that this process puts."""
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ PHASES = MappingProxyType(
 """The phases of a step, by their names in its statistics, as they follow each other."""
 
 
-class StepMetrics(Declared):
+class ChainMetrics(MetricsBase):
     """Of the jobs' chains."""
 
     def __init__(self) -> None:

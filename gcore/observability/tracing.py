@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gcore.errors import UsageError
-from gcore.ledger.records.slot_accounting import BookLine
+from gcore.ledger.records.slot_accounting import AccountLine
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -35,24 +35,24 @@ Value = str | float | int
 
 
 @dataclass(frozen=True)
-class SpanTold:
+class TraceSpan:
     """Times in nanoseconds since the epoch. `within`: the spans under it."""
 
     name: str
     begin: int
     end: int
     attributes: Mapping[str, Value]
-    within: tuple[SpanTold, ...] = field(default=())
+    within: tuple[TraceSpan, ...] = field(default=())
 
 
-def trace_id(uid: str, line: BookLine) -> int:
+def trace_id(uid: str, line: AccountLine) -> int:
     """Of the step, the same on every node; never 0."""
     version = line.book.version
     said = f"{uid} {version.lineage} {version.step}"
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:16], "big") or 1
 
 
-def span_of(job: str, uid: str, line: BookLine) -> SpanTold:
+def step_span(job: str, uid: str, line: AccountLine) -> TraceSpan:
     """A step on a node, with its phases."""
     book = line.book
     about: dict[str, Value] = {
@@ -65,14 +65,14 @@ def span_of(job: str, uid: str, line: BookLine) -> SpanTold:
     told = about | {"gcore.slots": book.slots, "gcore.slot_seconds.unbooked": book.unbooked}
     told |= {f"gcore.slot_seconds.{state.replace(' ', '.')}": seconds for state, seconds in book.booked.items()}
     begin, end = _ns(book.began), _ns(line.until)
-    return SpanTold(f"step {book.version.step}", begin, end, told, tuple(_phases(line, about)))
+    return TraceSpan(f"step {book.version.step}", begin, end, told, tuple(_phases(line, about)))
 
 
-def _phases(line: BookLine, about: Mapping[str, Value]) -> Iterator[SpanTold]:
+def _phases(line: AccountLine, about: Mapping[str, Value]) -> Iterator[TraceSpan]:
     began = line.book.began
     for phase in line.phases:
         if phase.end > phase.begin:
-            yield SpanTold(phase.most or UNKNOWN, _ns(began + phase.begin), _ns(began + phase.end), about)
+            yield TraceSpan(phase.most or UNKNOWN, _ns(began + phase.begin), _ns(began + phase.end), about)
 
 
 def _ns(seconds: float) -> int:
@@ -129,14 +129,14 @@ class StepTraces:
         )
         self._tracer = self._provider.get_tracer("gcore")
 
-    def tell(self, job: str, uid: str, line: BookLine) -> None:
+    def tell(self, job: str, uid: str, line: AccountLine) -> None:
         """A step was booked."""
         from opentelemetry.context import Context
 
         self._ids.trace = trace_id(uid, line)
-        self._send(span_of(job, uid, line), Context())
+        self._send(step_span(job, uid, line), Context())
 
-    def _send(self, told: SpanTold, under: Context) -> None:
+    def _send(self, told: TraceSpan, under: Context) -> None:
         from opentelemetry import trace
 
         span = self._tracer.start_span(

@@ -85,7 +85,7 @@ class MLflow:
             self._client.log_batch(run_id, params=every[first : first + PARAMETERS_AT_ONCE])
 
 
-MLFLOW = TrackerKind(MLflow, "mlflow", "gcore[mlflow]", frozenset({"uri", "experiment"}))
+MLFLOW_KIND = TrackerKind(MLflow, "mlflow", "gcore[mlflow]", frozenset({"uri", "experiment"}))
 
 
 # -------------------- swanlab
@@ -142,7 +142,7 @@ class SwanLab:
         self._swanlab.finish(state=crashed, error=f"the job is {state}")
 
 
-SWANLAB = TrackerKind(SwanLab, "swanlab", "gcore[swanlab]", frozenset({"project", "workspace", "mode", "folder"}))
+SWANLAB_KIND = TrackerKind(SwanLab, "swanlab", "gcore[swanlab]", frozenset({"project", "workspace", "mode", "folder"}))
 
 
 # -------------------- tensorboard
@@ -207,7 +207,7 @@ class TensorBoard:
         self._write(hparams_pb(flattened(run.spec), trial_id=run.uid), 0, 0.0)
 
 
-TENSORBOARD = TrackerKind(TensorBoard, "tensorboard", "gcore[tensorboard]", frozenset({"folder"}))
+TENSORBOARD_KIND = TrackerKind(TensorBoard, "tensorboard", "gcore[tensorboard]", frozenset({"folder"}))
 
 
 # -------------------- wandb
@@ -256,4 +256,4 @@ class Wandb:
         self._run.finish(exit_code=0 if state in (None, "SUCCEEDED") else 1)
 
 
-WANDB = TrackerKind(Wandb, "wandb", "gcore[wandb]", frozenset({"project", "entity", "group", "mode"}))
+WANDB_KIND = TrackerKind(Wandb, "wandb", "gcore[wandb]", frozenset({"project", "entity", "group", "mode"}))

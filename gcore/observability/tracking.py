@@ -28,10 +28,10 @@ from gcore.config.base import Option
 from gcore.config.spec import TrackerSpec
 from gcore.errors import GcoreError, SpecError, did_you_mean
 from gcore.observability.metrics_file import FILE, Line, read_lines
-from gcore.plugins import PluginKind, find_plugin, sentence_of
+from gcore.plugins import PluginKind, error_sentence, find_plugin
 from gcore.schema import Record, UnreadableRecord
 from gcore.system import daemon as logs
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 
 # -------------------- api
 # What a tracker is: something that shows a run's numbers, fed line by line from `metrics.jsonl`.
@@ -212,7 +212,7 @@ class Feeder:
     def _save(self) -> None:
         if not self.cursor.done:
             self._tracker.flush()
-        whole_file(self._cursor_file, self.cursor.encode())
+        replace_file(self._cursor_file, self.cursor.encode())
         self._progress(self.cursor)
 
     def _give(self, line: Line) -> Cursor:
@@ -264,7 +264,7 @@ def tracker_folder(run_dir: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class TrackerDocument:
     """What the controller says first."""
 
     uid: str
@@ -280,7 +280,7 @@ class Document:
         )
 
     @classmethod
-    def decode(cls, line: bytes) -> Document:
+    def decode(cls, line: bytes) -> TrackerDocument:
         """Inverse of `encode`. Raises ValueError, KeyError."""
         tree = json.loads(line)
         return cls(tree["uid"], tree["name"], tree["spec"], tree["options"])
@@ -324,25 +324,25 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     parser.add_argument("--tracker", required=True)
     arguments = parser.parse_args()
-    logs.set_up()
+    logs.set_up_logging()
     line = _Line(os.dup(1))
     os.dup2(2, 1)  # packages print; the controller must only hear what is meant for it
     try:
-        code = track(arguments.run_dir, arguments.tracker, sys.stdin.buffer, line)
+        code = feed_tracker(arguments.run_dir, arguments.tracker, sys.stdin.buffer, line)
     except GcoreError as error:
         line.say(error=" ".join(str(error).split())[:LONGEST_ERROR])
         code = FAILED
     except Exception as error:  # the edge to foreign code
         log.exception("the tracker failed")
-        line.say(error=sentence_of(error))
+        line.say(error=error_sentence(error))
         code = FAILED
     sys.stderr.flush()
     os._exit(code)  # threads that a package left behind must not keep it
 
 
-def track(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
+def feed_tracker(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
     """Feed until there is no more to come. Raises whatever the tracker raises."""
-    document = Document.decode(stdin.readline())
+    document = TrackerDocument.decode(stdin.readline())
     ear = _Ear(stdin)
     ear.listen()
     folder = tracker_folder(run_dir, name)
@@ -370,7 +370,7 @@ def track(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
         try:
             return _feed(feeder, tracker, ear)
         except Exception as error:
-            line.say(error=sentence_of(error))
+            line.say(error=error_sentence(error))
             _at_the_latest(LAST_S, FAILED)
             with contextlib.suppress(Exception):  # what the package took before that may still be on its way
                 tracker.finish(None)

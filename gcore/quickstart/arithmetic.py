@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.folder import Manifest, Recipe, Reporter, made_or_found
-from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffled, to_jsonl
+from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, to_jsonl
 
 # -------------------- sums
 # The sums of the arithmetic example: which there are, which are held out, and how a careless hand answers them.
@@ -38,14 +38,14 @@ from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffled, to_jsonl
 #
 # Pure; the randomness of the careless hand is the caller's.
 
-CHARACTERS = "0123456789+="
+SUMS_CHARACTERS = "0123456789+="
 
 
 CARELESS_SHARE = 0.7
 """How often a demonstration drops its carry. Well above one half, or the model's preference would be a matter of luck."""
 
 
-BAND = (0.38, 0.48)
+SUMS_BAND = (0.38, 0.48)
 """The share of held-out sums that the model is right on, greedily, when it is handed to RL."""
 
 
@@ -97,7 +97,7 @@ class SumSplit:
     @property
     def lesson(self) -> Lesson:
         """What the warm start is given: half of it wide."""
-        return Lesson(CHARACTERS, (self.train, self.wide), (32, 32), self.held_out, CARELESS_SHARE, BAND)
+        return Lesson(SUMS_CHARACTERS, (self.train, self.wide), (32, 32), self.held_out, CARELESS_SHARE, SUMS_BAND)
 
 
 def split_sums(seed: int) -> SumSplit:
@@ -106,15 +106,15 @@ def split_sums(seed: int) -> SumSplit:
     held_out: list[Sum] = []
     train: list[Sum] = []
     for has_carry in (True, False):
-        kind = shuffled((s for s in everything if s.has_carry == has_carry), f"pairs {seed}")
+        kind = shuffle_exercises((s for s in everything if s.has_carry == has_carry), f"pairs {seed}")
         cut = round(len(kind) / HELD_OUT_SHARE)
         held_out += kind[:cut]
         train += kind[cut:]
     hidden = {s.pair for s in held_out}
     wide = [Sum(left, right) for left in range(100, 1000) for right in range(2, 10)]
     return SumSplit(
-        train=tuple(shuffled(_both_orders(train), f"order {seed}")),
-        held_out=tuple(shuffled(_both_orders(held_out), f"order {seed}")),
+        train=tuple(shuffle_exercises(_both_orders(train), f"order {seed}")),
+        held_out=tuple(shuffle_exercises(_both_orders(held_out), f"order {seed}")),
         wide=tuple(_both_orders(s for s in wide if (s.left % 100, s.right) not in hidden)),
     )
 
@@ -123,7 +123,7 @@ def _both_orders(sums: Iterable[Sum]) -> list[Sum]:
     return [ordered for s in sums for ordered in (s, Sum(s.right, s.left))]
 
 
-RECIPE = 1
+ARITHMETIC_RECIPE = 1
 """Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
 
 
@@ -131,7 +131,7 @@ WARM_UPDATES = 500
 """Updates of the warm start."""
 
 
-class ArithmeticManifest(Manifest):
+class ArithmeticManifest(PreparedManifest):
     """`greedy_accuracy`: share of held-out sums right, greedily, before any RL."""
 
     example: Literal["arithmetic"] = "arithmetic"
@@ -153,7 +153,7 @@ class PreparedExample:
     cached: bool
 
 
-def prepare(
+def prepare_arithmetic(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
 ) -> PreparedExample:
     """Make the example in the folder `to`, or find it there.
@@ -163,10 +163,12 @@ def prepare(
     """
 
     def fill(draft: Path) -> ArithmeticManifest:
-        return _fill(draft, seed, warm_updates, Reporter.for_terminal(progress, "warm start"), must_fit=must_fit)
+        return _fill_arithmetic(
+            draft, seed, warm_updates, Reporter.for_terminal(progress, "warm start"), must_fit=must_fit
+        )
 
-    asked = {"recipe": RECIPE, "seed": seed, "warm_updates": warm_updates}
-    made = made_or_found(to, Recipe("arithmetic", ArithmeticManifest, asked, fill))
+    asked = {"recipe": ARITHMETIC_RECIPE, "seed": seed, "warm_updates": warm_updates}
+    made = make_or_find(to, Recipe("arithmetic", ArithmeticManifest, asked, fill))
     return PreparedExample(
         folder=made.folder,
         model=made.folder / "model",
@@ -178,23 +180,31 @@ def prepare(
     )
 
 
-def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must_fit: bool) -> ArithmeticManifest:
-    from gcore.quickstart.pretraining import THREADS, right_once, save_model, teach, torch_version  # imports torch
+def _fill_arithmetic(
+    draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must_fit: bool
+) -> ArithmeticManifest:
+    from gcore.quickstart.pretraining import (  # imports torch
+        THREADS,
+        any_sample_accuracy,
+        save_model,
+        teach_model,
+        torch_version,
+    )
 
     split = split_sums(seed)
     (draft / "train.jsonl").write_text(to_jsonl(split.train), encoding="utf-8")
     (draft / "eval.jsonl").write_text(to_jsonl(split.held_out), encoding="utf-8")
     with reporter:
-        taught = teach(split.lesson, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit)
+        taught = teach_model(split.lesson, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit)
     save_model(taught.model, draft / "model")
     return ArithmeticManifest(
-        recipe=RECIPE,
+        recipe=ARITHMETIC_RECIPE,
         seed=seed,
         warm_updates=warm_updates,
         threads=THREADS,
         torch=torch_version(),
         greedy_accuracy=taught.greedy_accuracy,
-        pass_at_8=right_once(taught.model, split.lesson, seed=seed, samples=8),
+        pass_at_8=any_sample_accuracy(taught.model, split.lesson, seed=seed, samples=8),
     )
 
 
@@ -220,14 +230,14 @@ def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must
 #
 # Pure: what would be drawn is drawn by a keyed hash. Nothing is trained here (`gcore.prepare.arithmetic_judge`).
 
-VERDICTS_CHARACTERS = CHARACTERS + "?:YN"
+JUDGE_CHARACTERS = SUMS_CHARACTERS + "?:YN"
 
 
 RESPONSE_TOKENS = 4
 """The longest right answer and the end of sequence: as many as the example lets a policy write."""
 
 
-VERDICTS_BAND = (0.9, 1.0)
+JUDGE_BAND = (0.9, 1.0)
 """The share of the questions looked at while it learns to which sum and verdict are right in the end. How good it has to be
 is said for verdicts, on many more questions (`gcore.prepare.arithmetic_judge`)."""
 
@@ -244,7 +254,7 @@ _OFF = (1, 2, 9, 10, 11, 20, 100)
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredSum:
     """A sum with somebody's response to it: an exercise for the judge."""
 
     sum: Sum
@@ -272,19 +282,19 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class VerdictAccuracy:
     """What a judge's verdicts are worth. `accuracy`: share that is right. `false_yes`: share of wrong answers called right."""
 
     accuracy: float
     false_yes: float
 
 
-def kinds_of(one: Sum, key: str) -> tuple[list[str], ...]:
+def answer_kinds(one: Sum, key: str) -> tuple[list[str], ...]:
     """Responses to a sum: the right one, then wrong ones, a list for each kind. `key` decides what is drawn."""
-    return [one.answer], tens(one), near_misses(one), numbers(one, key), malformed(one, key)
+    return [one.answer], carry_mistakes(one), near_misses(one), random_numbers(one, key), malformed_answers(one, key)
 
 
-def tens(one: Sum) -> list[str]:
+def carry_mistakes(one: Sum) -> list[str]:
     """Wrong only in the tens, and what hangs on them: a carry was dropped or made up."""
     return _wrong(one, [str(value) for value in _around(one, (10,))])
 
@@ -296,18 +306,18 @@ def near_misses(one: Sum) -> list[str]:
     return _wrong(one, [*(str(value) for value in _around(one, _OFF)), *one_digit, answer[::-1]])
 
 
-def numbers(one: Sum, key: str) -> list[str]:
+def random_numbers(one: Sum, key: str) -> list[str]:
     """Any other numbers, half of them of the size that sums have."""
     drawn = hashed_numbers(f"numbers {one.prompt} {key}")
     limits = (110, 110, 110, 110, 10, 1000, 1000, 10_000)
     return _wrong(one, [str(next(drawn) % limit) for limit in limits for _ in range(3)])
 
 
-def malformed(one: Sum, key: str) -> list[str]:
+def malformed_answers(one: Sum, key: str) -> list[str]:
     """Nothing, parts of the sum, the sum and something besides, an operand, any text."""
     answer = one.answer
     parts = [answer[:length] for length in range(len(answer))] + [answer[begin:] for begin in range(1, len(answer))]
-    around = [text for extra in CHARACTERS for text in (extra + answer, answer + extra)]
+    around = [text for extra in SUMS_CHARACTERS for text in (extra + answer, answer + extra)]
     doubled = [answer[: place + 1] + answer[place:] for place in range(len(answer))]
     drawn = hashed_numbers(f"malformed {one.prompt} {key}")
     behind = [answer + _text(next(drawn), RESPONSE_TOKENS - len(answer)) for _ in range(3)]
@@ -315,34 +325,36 @@ def malformed(one: Sum, key: str) -> list[str]:
     return _wrong(one, [*parts, *around, *doubled, *behind, str(one.left), str(one.right), *anything])
 
 
-def judges_lesson(split: SumSplit) -> Lesson:
+def judge_lesson(split: SumSplit) -> Lesson:
     """What the judge is taught. While it learns it is looked at with one question on each held-out sum."""
     every = [*split.train, *split.held_out]
-    taught = zip(*(kinds_of(one, "taught") for one in every), strict=True)
+    taught = zip(*(answer_kinds(one, "taught") for one in every), strict=True)
     sources = tuple(
-        tuple(Answered(one, response) for one, given in zip(every, kind, strict=True) for response in given)
+        tuple(AnsweredSum(one, response) for one, given in zip(every, kind, strict=True) for response in given)
         for kind in taught
     )
-    looked_at = measured(split)[:: sum(MEASURED) + 1]  # one sum after the other, and its next question each time
-    return Lesson(VERDICTS_CHARACTERS, sources, ROWS, looked_at, careless_share=0.0, band=VERDICTS_BAND)
+    looked_at = held_out_answers(split)[
+        :: sum(MEASURED) + 1
+    ]  # one sum after the other, and its next question each time
+    return Lesson(JUDGE_CHARACTERS, sources, ROWS, looked_at, careless_share=0.0, band=JUDGE_BAND)
 
 
-def measured(split: SumSplit) -> tuple[Answered, ...]:
+def held_out_answers(split: SumSplit) -> tuple[AnsweredSum, ...]:
     """The questions by which a judge is measured: some of every kind on every held-out sum."""
     return tuple(
-        Answered(one, response)
+        AnsweredSum(one, response)
         for one in split.held_out
-        for given, count in zip(kinds_of(one, "measured"), MEASURED, strict=True)
+        for given, count in zip(answer_kinds(one, "measured"), MEASURED, strict=True)
         for response in _some(given, count, one.prompt)
     )
 
 
-def marked(asked: Sequence[Answered], written: Sequence[str]) -> Marks:
+def score_verdicts(asked: Sequence[AnsweredSum], written: Sequence[str]) -> VerdictAccuracy:
     """How good the verdicts are in what a judge wrote. One that cannot be read is wrong, but is no false yes."""
     verdicts = [text.rpartition(":")[2] for text in written]
     right = [verdict == one.answer[-1] for one, verdict in zip(asked, verdicts, strict=True)]
     passed = [verdict == "Y" for one, verdict in zip(asked, verdicts, strict=True) if not one.is_right]
-    return Marks(sum(right) / len(right), sum(passed) / len(passed))
+    return VerdictAccuracy(sum(right) / len(right), sum(passed) / len(passed))
 
 
 def _some(given: Sequence[str], count: int, key: str) -> Sequence[str]:
@@ -360,8 +372,8 @@ def _text(number: int, length: int) -> str:
     """`length` characters of the policy's alphabet, by the digits of `number`."""
     text = ""
     for _ in range(length):
-        number, character = divmod(number, len(CHARACTERS))
-        text += CHARACTERS[character]
+        number, character = divmod(number, len(SUMS_CHARACTERS))
+        text += SUMS_CHARACTERS[character]
     return text
 
 
@@ -382,6 +394,10 @@ def _wrong(one: Sum, given: Iterable[str]) -> list[str]:
 # (`gcore.prepare.arithmetic`), not in it: who only wants to see a model learn need not wait for a judge. The same recipe, seed
 # and number of updates give the same bytes on the same machine and torch; across machines the model differs by rounding.
 
+JUDGE_RECIPE = 1
+"""Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
+
+
 UPDATES = 1600
 
 
@@ -392,7 +408,7 @@ MOST_FALSE_YES = 0.02
 """Share of wrong answers that may be called right. What a judge lets pass is what a policy learns."""
 
 
-class JudgeManifest(Manifest):
+class JudgeManifest(PreparedManifest):
     """`judge_accuracy`: share of right verdicts, on every kind of answer to the held-out sums. `judge_false_yes`: share of
     the wrong ones among these answers that are called right."""
 
@@ -413,7 +429,7 @@ class PreparedJudge:
     cached: bool
 
 
-def arithmetic_judge_prepare(
+def prepare_arithmetic_judge(
     to: Path, *, seed: int = 0, progress: bool = True, updates: int = UPDATES, must_fit: bool = True
 ) -> PreparedJudge:
     """Make the judge in the folder `to`, or find it there.
@@ -423,10 +439,10 @@ def arithmetic_judge_prepare(
     """
 
     def fill(draft: Path) -> JudgeManifest:
-        return _arithmetic_judge_fill(draft, seed, updates, Reporter.for_terminal(progress, "judge"), must_fit=must_fit)
+        return _fill_judge(draft, seed, updates, Reporter.for_terminal(progress, "judge"), must_fit=must_fit)
 
-    asked = {"recipe": RECIPE, "seed": seed, "updates": updates}
-    made = made_or_found(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
+    asked = {"recipe": JUDGE_RECIPE, "seed": seed, "updates": updates}
+    made = make_or_find(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
     return PreparedJudge(
         folder=made.folder,
         model=made.folder / "model",
@@ -436,25 +452,25 @@ def arithmetic_judge_prepare(
     )
 
 
-def _arithmetic_judge_fill(
-    draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool
-) -> JudgeManifest:
-    from gcore.quickstart.pretraining import (  # imports torch
+def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> JudgeManifest:
+    from gcore.quickstart.pretraining import (
         THREADS,
-        deterministic,
-        responses,
+        deterministic_torch,
+        generate_responses,
         save_model,
-        teach,
+        teach_model,
         torch_version,
-    )
+    )  # imports torch
 
     split = split_sums(seed)
-    lesson = judges_lesson(split)
+    lesson = judge_lesson(split)
     with reporter:
-        taught = teach(lesson, seed=seed, updates=updates, report=reporter.report, must_fit=must_fit)
-    asked = measured(split)
-    with deterministic(seed):
-        marks = marked(asked, responses(taught.model, [one.prompt for one in asked], lesson.longest_answer, None))
+        taught = teach_model(lesson, seed=seed, updates=updates, report=reporter.report, must_fit=must_fit)
+    asked = held_out_answers(split)
+    with deterministic_torch(seed):
+        marks = score_verdicts(
+            asked, generate_responses(taught.model, [one.prompt for one in asked], lesson.longest_answer, None)
+        )
     if must_fit and (marks.accuracy < LEAST_ACCURACY or marks.false_yes > MOST_FALSE_YES):
         raise DataError(
             f"after {updates} updates {marks.accuracy:.1%} of the judge's verdicts are right, and {marks.false_yes:.1%} of "
@@ -464,7 +480,7 @@ def _arithmetic_judge_fill(
         )
     save_model(taught.model, draft / "model")
     return JudgeManifest(
-        recipe=RECIPE,
+        recipe=JUDGE_RECIPE,
         seed=seed,
         updates=updates,
         threads=THREADS,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.folder import Manifest, Recipe, Reporter, made_or_found
+from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers
 
 # -------------------- products
@@ -110,7 +110,7 @@ def split_products(seed: int) -> ProductSplit:
     return ProductSplit(every[:TRAINED], every[TRAINED : TRAINED + HELD_OUT], every[TRAINED + HELD_OUT :])
 
 
-def entry(product: Product) -> dict[str, str]:
+def product_entry(product: Product) -> dict[str, str]:
     """As a line of the data: the right answer is the number."""
     return {"prompt": product.prompt, "answer": product.result}
 
@@ -126,7 +126,7 @@ CALLS = (0.1, 0.6)
 """Share of sampled responses that ask for the right product. Fewer, and there is nothing to learn from; more, and nothing to learn."""
 
 
-class CalculatorManifest(Manifest):
+class CalculatorManifest(PreparedManifest):
     """`calls`: share of responses to held-out products that ask for it as they should; `greedy_accuracy`: share right without a
     tool. Both before any RL."""
 
@@ -146,7 +146,7 @@ class PreparedCalculator:
     cached: bool
 
 
-def prepare(
+def prepare_calculator(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
 ) -> PreparedCalculator:
     """Make the example in the folder `to`, or find it there.
@@ -159,27 +159,34 @@ def prepare(
         return _fill(draft, seed, warm_updates, Reporter.for_terminal(progress, "warm start"), must_fit=must_fit)
 
     asked = {"recipe": RECIPE, "seed": seed, "warm_updates": warm_updates}
-    made = made_or_found(to, Recipe("calculator", CalculatorManifest, asked, fill))
+    made = make_or_find(to, Recipe("calculator", CalculatorManifest, asked, fill))
     return PreparedCalculator(made.folder, made.manifest.calls, made.manifest.greedy_accuracy, made.cached)
 
 
 def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must_fit: bool) -> CalculatorManifest:
     import torch
 
-    from gcore.quickstart.pretraining import THREADS, deterministic, responses, save_model, teach, torch_version
+    from gcore.quickstart.pretraining import (
+        THREADS,
+        deterministic_torch,
+        generate_responses,
+        save_model,
+        teach_model,
+        torch_version,
+    )
 
     split = split_products(seed)
     for name, products in (("train", split.train), ("eval", split.held_out)):
-        lines = "".join(json.dumps(entry(product)) + "\n" for product in products)
+        lines = "".join(json.dumps(product_entry(product)) + "\n" for product in products)
         (draft / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     lesson, prompts = split.lesson, [product.prompt for product in split.held_out]
     with reporter:
-        taught = teach(lesson, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit)
-    with deterministic(seed):
+        taught = teach_model(lesson, seed=seed, updates=warm_updates, report=reporter.report, must_fit=must_fit)
+    with deterministic_torch(seed):
         generator = torch.Generator().manual_seed(seed)
-        sampled = responses(taught.model, prompts, lesson.longest_answer, generator)
-        greedy = responses(taught.model, prompts, lesson.longest_answer, None)
-    calls = share_that_ask(split.held_out, sampled)
+        sampled = generate_responses(taught.model, prompts, lesson.longest_answer, generator)
+        greedy = generate_responses(taught.model, prompts, lesson.longest_answer, None)
+    calls = tool_call_share(split.held_out, sampled)
     low, high = CALLS
     if must_fit and not low <= calls <= high:
         raise DataError(
@@ -199,7 +206,7 @@ def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must
     )
 
 
-def share_that_ask(products: tuple[Product, ...], said: list[str]) -> float:
+def tool_call_share(products: tuple[Product, ...], said: list[str]) -> float:
     """The share of responses that begin with the call of their product."""
     return _share(text.startswith(f"{OPEN}{one.call}{CLOSE}") for one, text in zip(products, said, strict=True))
 

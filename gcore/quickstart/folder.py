@@ -33,7 +33,7 @@ from gcore.errors import DataError
 MANIFEST = "manifest.json"
 
 
-class FileEntry(BaseModel):
+class PreparedFile(BaseModel):
     """A file as it was made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,7 +42,7 @@ class FileEntry(BaseModel):
     sha256: str
 
 
-class Manifest(BaseModel):
+class PreparedManifest(BaseModel):
     """What the `manifest.json` of every prepared folder holds. `files` is filled in when all of them are there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,10 +53,10 @@ class Manifest(BaseModel):
     seed: int
     threads: int
     torch: str
-    files: dict[str, FileEntry] = {}
+    files: dict[str, PreparedFile] = {}
 
 
-M = TypeVar("M", bound=Manifest)
+M = TypeVar("M", bound=PreparedManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Recipe(Generic[M]):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Generic[M]):
+class PreparedFolder(Generic[M]):
     """A prepared folder. `cached`: it was there already."""
 
     folder: Path
@@ -80,7 +80,7 @@ class Prepared(Generic[M]):
     cached: bool
 
 
-def made_or_found(to: Path, recipe: Recipe[M]) -> Prepared[M]:
+def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
     """Make the folder `to`, or find it there.
 
     Raises DataError if `to` is something else than a folder of this recipe's example, or cannot be written; and whatever
@@ -92,9 +92,9 @@ def made_or_found(to: Path, recipe: Recipe[M]) -> Prepared[M]:
         with _one_at_a_time(to):
             found = _usable(to, recipe)
             if found is not None:
-                return Prepared(to, found, cached=True)
+                return PreparedFolder(to, found, cached=True)
             _refuse_foreign(to, recipe.example)
-            return Prepared(to, _make(to, recipe), cached=False)
+            return PreparedFolder(to, _make(to, recipe), cached=False)
     except OSError as error:
         raise DataError(
             f"the example cannot be prepared here ({error.strerror or error})",
@@ -119,7 +119,7 @@ def _make(to: Path, recipe: Recipe[M]) -> M:
     return manifest
 
 
-def _text(manifest: Manifest) -> str:
+def _text(manifest: PreparedManifest) -> str:
     """As JSON, with the long list last."""
     facts = manifest.model_dump(mode="json")
     files = facts.pop("files")
@@ -188,10 +188,11 @@ def _one_at_a_time(to: Path) -> Iterator[None]:
         yield
 
 
-def _entries(folder: Path) -> dict[str, FileEntry]:
+def _entries(folder: Path) -> dict[str, PreparedFile]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): FileEntry(size=path.stat().st_size, sha256=_sha256(path)) for path in files
+        path.relative_to(folder).as_posix(): PreparedFile(size=path.stat().st_size, sha256=_sha256(path))
+        for path in files
     }
 
 

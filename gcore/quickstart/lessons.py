@@ -73,7 +73,7 @@ def to_jsonl(exercises: Iterable[Exercise]) -> str:
     return "".join(json.dumps({"prompt": e.prompt, "answer": e.answer}) + "\n" for e in exercises)
 
 
-def shuffled(exercises: Iterable[E], key: str) -> list[E]:
+def shuffle_exercises(exercises: Iterable[E], key: str) -> list[E]:
     """In the order of a hash, which no library's random generator can change."""
     return sorted(exercises, key=lambda e: hashlib.blake2b(f"{key} {e.prompt}".encode(), digest_size=16).digest())
 

@@ -84,7 +84,9 @@ def new_model(alphabet: Alphabet) -> SmallModel:
     return SmallModel(Qwen3ForCausalLM(config), alphabet)
 
 
-def responses(model: SmallModel, prompts: Sequence[str], tokens: int, generator: torch.Generator | None) -> list[str]:
+def generate_responses(
+    model: SmallModel, prompts: Sequence[str], tokens: int, generator: torch.Generator | None
+) -> list[str]:
     """What the model writes behind each prompt, up to the end of sequence or `tokens`: greedy without a generator, else
     sampled at temperature 1."""
     written = [""] * len(prompts)
@@ -111,7 +113,7 @@ def save_model(model: SmallModel, folder: Path) -> None:
 
 
 @contextmanager
-def deterministic(seed: int) -> Iterator[None]:
+def deterministic_torch(seed: int) -> Iterator[None]:
     """A fixed number of threads and a seeded random state; both as before afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
@@ -177,7 +179,7 @@ _IGNORE = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class TaughtModel:
     """The model, and the share of held-out prompts that it is right on greedily."""
 
     model: SmallModel
@@ -205,14 +207,14 @@ class _Demonstrations:
     labels_careless: Tensor
 
 
-def teach(
+def teach_model(
     lesson: Lesson, *, seed: int, updates: int, report: Callable[[TeachingProgress], None], must_fit: bool = True
-) -> Taught:
+) -> TaughtModel:
     """Train for `updates` and return the model as the last look within the lesson's band found it.
 
     Without `must_fit`, a model that was never within the band is returned as it ended. Raises DataError otherwise.
     """
-    with deterministic(seed):
+    with deterministic_torch(seed):
         model = new_model(Alphabet(lesson.characters))
         look = _train(model, lesson, seed, updates, report)
         if must_fit and not look.fits(lesson):
@@ -224,12 +226,12 @@ def teach(
                 fix="Use another seed",
             )
         model.network.load_state_dict(look.weights)
-        return Taught(model, look.accuracy)
+        return TaughtModel(model, look.accuracy)
 
 
-def right_once(model: SmallModel, lesson: Lesson, *, seed: int, samples: int) -> float:
+def any_sample_accuracy(model: SmallModel, lesson: Lesson, *, seed: int, samples: int) -> float:
     """The share of held-out prompts that one of so many samples is right on."""
-    with deterministic(seed):
+    with deterministic_torch(seed):
         generator = torch.Generator().manual_seed(seed)
         sampled = [_right(model, lesson, generator) for _ in range(samples)]
         return float(torch.stack(sampled).any(0).double().mean())
@@ -312,5 +314,5 @@ def _row(prompt: str, answer: str, alphabet: Alphabet, length: int) -> tuple[lis
 
 def _right(model: SmallModel, lesson: Lesson, generator: torch.Generator | None) -> Tensor:
     """[held-out prompts] bool: the response is the right answer, and ends there."""
-    given = responses(model, [e.prompt for e in lesson.held_out], lesson.longest_answer, generator)
+    given = generate_responses(model, [e.prompt for e in lesson.held_out], lesson.longest_answer, generator)
     return torch.tensor([response == e.answer for response, e in zip(given, lesson.held_out, strict=True)])

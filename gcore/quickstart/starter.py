@@ -104,10 +104,10 @@ SORTED_DIGITS = 5
 
 def _sort(number: int) -> Item:
     digits = f"{number % 10**SORTED_DIGITS:0{SORTED_DIGITS}}"
-    return Item(f"sort {digits}:", "".join(sorted(digits)), one_pass(digits))
+    return Item(f"sort {digits}:", "".join(sorted(digits)), bubble_pass(digits))
 
 
-def one_pass(digits: str) -> str:
+def bubble_pass(digits: str) -> str:
     """`digits` after going through them once, swapping neighbours that stand in the wrong order."""
     row = list(digits)
     for place in range(len(row) - 1):
@@ -194,11 +194,11 @@ def write_model(
     """
     from gcore.quickstart.pretraining import (
         save_model,  # imports torch
-        teach,
+        teach_model,
     )
 
     lesson = split_task(task, seed).lesson
-    taught = teach(lesson, seed=seed, updates=updates, report=report, must_fit=must_fit)
+    taught = teach_model(lesson, seed=seed, updates=updates, report=report, must_fit=must_fit)
     save_model(taught.model, folder)
     return taught.greedy_accuracy
 
@@ -232,7 +232,7 @@ _TEMPLATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class OwnModel:
+class UserModel:
     """A model that the user brought: a folder or a hub's name. `chat`: its prompts go through a chat template."""
 
     path: str
@@ -246,7 +246,7 @@ class StarterModel:
     accuracy: float
 
 
-def package_of(name: str) -> str:
+def package_name(name: str) -> str:
     """The Python package of a project. Raises UsageError if the project cannot be called so."""
     fix = "Use lower-case letters, digits, '-' and '_', beginning with a letter, at most 40 of them"
     if not _NAME.fullmatch(name):
@@ -272,12 +272,12 @@ def package_of(name: str) -> str:
     return package
 
 
-def files(name: str, task: StarterTask, model: OwnModel | StarterModel, *, seed: int) -> dict[str, str]:
+def project_files(name: str, task: StarterTask, model: UserModel | StarterModel, *, seed: int) -> dict[str, str]:
     """Every text file of the project but its data, by its path. Raises UsageError for a name that cannot be."""
-    package = package_of(name)
+    package = package_name(name)
     split = split_task(task, seed)
     shown = next(item for item in split.train if item.careless_answer != item.answer)
-    own = isinstance(model, OwnModel)
+    own = isinstance(model, UserModel)
     prompt = f"{task.instruction}\n\n{shown.given}" if own else shown.prompt
     facts = {
         "name": name,
@@ -289,8 +289,8 @@ def files(name: str, task: StarterTask, model: OwnModel | StarterModel, *, seed:
         "careless": shown.careless_answer,
         "entry": json.dumps({"prompt": prompt, "answer": shown.answer}),
         "own_model": own,
-        "model": model.path if isinstance(model, OwnModel) else "",
-        "chat": model.chat if isinstance(model, OwnModel) else False,
+        "model": model.path if isinstance(model, UserModel) else "",
+        "chat": model.chat if isinstance(model, UserModel) else False,
         "accuracy": model.accuracy if isinstance(model, StarterModel) else 0.0,
     }
     # Files for Python, YAML and TOML: what goes in is checked above or written as JSON, so nothing is to be escaped.

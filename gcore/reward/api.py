@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gcore.config.base import shortened
+from gcore.config.base import shorten_text
 from gcore.config.reward import LARGEST, RewardPart, RewardSpec
 from gcore.errors import GcoreError
-from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 
@@ -125,8 +125,8 @@ class CheckedReward:
         )
 
     def _raised(self, error: BaseException, when: str = "") -> RewardError:
-        said = " ".join(word for word in (f"reward {self._name!r} raised", sentence_of(error), when) if word)
-        return RewardError(said, fix="Correct the reward", trace=trace_of(error))
+        said = " ".join(word for word in (f"reward {self._name!r} raised", error_sentence(error), when) if word)
+        return RewardError(said, fix="Correct the reward", trace=plugin_trace(error))
 
     def _parts(self, result: RewardResult) -> list[tuple[Any, Any]]:
         try:
@@ -154,7 +154,7 @@ class CheckedReward:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as error:
-            shown = shortened(repr(value))
+            shown = shorten_text(repr(value))
             raise RewardError(f"reward {self._name!r} gave {shown} as {what}", fix="Correct the reward") from error
         if not math.isfinite(number) or abs(number) > LARGEST:
             raise RewardError(
@@ -250,27 +250,29 @@ class OpenReward:
         if not self._spec.parts:
             spec, reward = self._parts[0]
             return reward(response, fields, spec)
-        return composed(self._spec, [self._scored(number, response, fields) for number in range(len(self._parts))])
+        return compose_reward(
+            self._spec, [self._scored(number, response, fields) for number in range(len(self._parts))]
+        )
 
     def _scored(self, number: int, response: str, fields: Mapping[str, Any]) -> RewardResult:
         spec, reward = self._parts[number]
         try:
             return reward(response, fields, spec)
         except RewardError as error:
-            raise blamed(self._spec.parts[number], error) from error
+            raise blame_part(self._spec.parts[number], error) from error
 
 
-def blamed(part: RewardPart, error: RewardError) -> RewardError:
+def blame_part(part: RewardPart, error: RewardError) -> RewardError:
     """`error` of a part, which says which."""
     return RewardError(f"part {part.shown_as!r}: {error.what}", fix=error.fix, trace=error.trace)
 
 
-def is_only_shown(spec: RewardSpec, part: RewardPart) -> bool:
+def is_display_only(spec: RewardSpec, part: RewardPart) -> bool:
     """Whether it is a judge's part that changes no value, whatever the judge says."""
     return part.judge is not None and part.weight == 0 and spec.compose != "min"
 
 
-def composed(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
+def compose_reward(spec: RewardSpec, results: Sequence[RewardResult | None]) -> RewardResult:
     """What the parts of a reward come to, one result a part; None for one that is only shown, and that there is not.
 
     Raises RewardError if it is not finite in float32.

@@ -27,7 +27,7 @@ from gcore.reward.api import (
     word_option,
 )
 from gcore.system.clock import SystemClock
-from gcore.worker.sandbox.box import Box
+from gcore.worker.sandbox.box import ProgramSandbox
 
 OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests")
 
@@ -48,7 +48,7 @@ _FENCE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
+class ProgramChecks:
     """What a program is tested by: statements, or pairs of what it reads and what it should print."""
 
     statements: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class CodeReward:
     """
 
     def __init__(self) -> None:
-        self._boxes: dict[_Settings, Box] = {}
+        self._boxes: dict[_Settings, ProgramSandbox] = {}
 
     def start(self, spec: RewardSpec) -> None:
         """Prove that programs can be shut in here. Raises RewardError."""
@@ -95,21 +95,21 @@ class CodeReward:
         settings = _settings(spec)
         every = word_option(spec, "value", "all", ("all", "share")) == "all"
         most = int(number_option(spec, "most_tests", MOST_TESTS, least=1, whole=True))
-        tests = checks_of(answer_field(fields, spec), spec.answer, most)
-        program = before(fields, spec) + program_of(response)
+        tests = parse_checks(answer_field(fields, spec), spec.answer, most)
+        program = program_prefix(fields, spec) + extract_program(response)
         passed, ran = self._passed(self._box(settings), program, tests, settings.timeout_s)
         share = passed / tests.count
         value = float(passed == tests.count) if every else share
         return RewardResult(value, (("passed", share), ("ran", float(ran))))
 
-    def _box(self, settings: _Settings) -> Box:
+    def _box(self, settings: _Settings) -> ProgramSandbox:
         if settings not in self._boxes:
-            box = Box(settings.memory_mb, packages=settings.packages)
+            box = ProgramSandbox(settings.memory_mb, packages=settings.packages)
             box.prove()
             self._boxes[settings] = box
         return self._boxes[settings]
 
-    def _passed(self, box: Box, program: str, tests: Checks, timeout_s: float) -> tuple[int, bool]:
+    def _passed(self, box: ProgramSandbox, program: str, tests: ProgramChecks, timeout_s: float) -> tuple[int, bool]:
         """How many tests it passes, and whether it came to its end."""
         if tests.statements:
             done = box.run(program, tests.statements, timeout_s=timeout_s)
@@ -132,13 +132,13 @@ class CodeReward:
 code = CodeReward()
 
 
-def program_of(response: str) -> str:
+def extract_program(response: str) -> str:
     """The last block of Python between fences; all of it if there is no block."""
     blocks = _FENCE.findall(response)
     return str(blocks[-1]) if blocks else str(response)
 
 
-def before(fields: Mapping[str, Any], spec: RewardSpec) -> str:
+def program_prefix(fields: Mapping[str, Any], spec: RewardSpec) -> str:
     """What the option `before` puts in front of the program. Raises RewardError."""
     name = spec.options.get("before")
     if name is None:
@@ -149,7 +149,7 @@ def before(fields: Mapping[str, Any], spec: RewardSpec) -> str:
     return text
 
 
-def checks_of(answer: Any, field: str, most: int) -> Checks:
+def parse_checks(answer: Any, field: str, most: int) -> ProgramChecks:
     """The tests that an answer holds, the first `most` of them. Raises RewardError if it holds none."""
     found = _tests(_parsed(answer))
     if found is None or found.count == 0:
@@ -164,7 +164,7 @@ def checks_of(answer: Any, field: str, most: int) -> Checks:
                 f"the test {json.dumps(statement, ensure_ascii=False)[:100]} in field {field!r} {why}",
                 fix="Write what is to hold, as in assert f(2) == 4; a function that checks must be called too",
             )
-    return Checks(found.statements[:most], found.pairs[:most])
+    return ProgramChecks(found.statements[:most], found.pairs[:most])
 
 
 @lru_cache(maxsize=4096)
@@ -194,16 +194,18 @@ def _parsed(answer: Any) -> Any:
     return answer
 
 
-def _tests(answer: Any) -> Checks | None:
+def _tests(answer: Any) -> ProgramChecks | None:
     match answer:
         case str() if answer.strip():
-            return Checks(statements=(answer,))
+            return ProgramChecks(statements=(answer,))
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-            return Checks(pairs=tuple((_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)))
+            return ProgramChecks(
+                pairs=tuple((_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True))
+            )
         case list() if all(isinstance(one, str) and one.strip() for one in answer):
-            return Checks(statements=tuple(answer))
+            return ProgramChecks(statements=tuple(answer))
         case list() if all(isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in answer):
-            return Checks(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in answer))
+            return ProgramChecks(pairs=tuple((_text(one["input"]), _text(one["output"])) for one in answer))
     return None
 
 

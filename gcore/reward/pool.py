@@ -28,9 +28,8 @@ from gcore.plugins import PluginFault
 from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import CannotStart
-from gcore.worker.sandbox.pool import WAIT_S, Program, Scoring, Starter
-from gcore.worker.sandbox.process import Call as process_Call
-from gcore.worker.sandbox.process import ProcessEnded, RewardProcess, line_of
+from gcore.worker.sandbox.pool import WAIT_S, PoolStatus, ProcessStarter, SandboxProgram
+from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, ScoringCall, encode_line
 
 # -------------------- scoring
 # What scores responses for whoever has some: the interface that a controller uses, whichever process does the work.
@@ -41,7 +40,7 @@ from gcore.worker.sandbox.process import ProcessEnded, RewardProcess, line_of
 Scored = RewardResult | RewardError
 
 
-class Scorer(Protocol):
+class FunctionScorer(Protocol):
     """Scores responses by the rewards it was made for."""
 
     async def warm(self) -> None:
@@ -72,10 +71,10 @@ class DirectScorer:
         if reward is None:
             reward = OpenReward.of(spec)
             self._open.append((spec, reward))
-        return tuple(scored(reward, response, fields) for response in responses)
+        return tuple(score_response(reward, response, fields) for response in responses)
 
 
-def scored(reward: OpenReward, response: Response, fields: Mapping[str, Any]) -> Scored:
+def score_response(reward: OpenReward, response: Response, fields: Mapping[str, Any]) -> Scored:
     """The reward's result, or its error."""
     try:
         return reward(response, fields)
@@ -86,20 +85,20 @@ def scored(reward: OpenReward, response: Response, fields: Mapping[str, Any]) ->
 def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> bytes:
     """The first line to a process. `sources`: for each reward, the source that it is told by."""
     rewards = [[source, spec.model_dump(mode="json")] for source, spec in zip(sources, specs, strict=True)]
-    return line_of({"rewards": rewards, "memory_mb": memory_mb})
+    return encode_line({"rewards": rewards, "memory_mb": memory_mb})
 
 
-def batch_line(calls: Sequence[process_Call]) -> bytes:
+def batch_line(calls: Sequence[ScoringCall]) -> bytes:
     """A batch. An entry that neighbours share is written once."""
     groups: list[tuple[int, Mapping[str, Any], list[tuple[str, int | None, bool, float | None]]]] = []
     for reward, fields, response in calls:
         if not groups or groups[-1][0] != reward or groups[-1][1] is not fields:
             groups.append((reward, fields, []))
         groups[-1][2].append((response, response.tokens, response.truncated, response.environment))
-    return line_of(groups)
+    return encode_line(groups)
 
 
-def answer_of(value: Any) -> Scored:
+def parse_answer(value: Any) -> Scored:
     """Inverse of `answer_line`. Raises ValueError on anything else."""
     match value:
         case [float() | int() as number, list() as parts]:
@@ -117,7 +116,7 @@ BATCH_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class ScoringRequest:
     """Some responses that are scored together."""
 
     results: list[Scored | None]
@@ -127,10 +126,10 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ScoringItem:
     """One response."""
 
-    request: Request
+    request: ScoringRequest
     place: int
     reward: int
     fields: Mapping[str, Any]
@@ -140,10 +139,10 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class ProcessSlot:
     """Where a process is, and how long its responses take."""
 
-    process: RewardProcess | None = None
+    process: SandboxProcess | None = None
     seconds: float = BATCH_S
     """A moving average, seconds a response; at first, such that it gets one."""
 
@@ -174,7 +173,7 @@ WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LatencyTrend:
     """Of one reward. `usual`, `newest`: seconds a response; `streak`: slow ones in a row; `slow`: whether it was told."""
 
     usual: float = 0.0
@@ -183,7 +182,7 @@ class Pace:
     streak: int = 0
     slow: bool = False
 
-    def note(self, seconds: float) -> Pace:
+    def note(self, seconds: float) -> LatencyTrend:
         """A response has taken `seconds`."""
         if self.count < SETTLED:
             average = (self.usual * self.count + seconds) / (self.count + 1)
@@ -196,7 +195,7 @@ class Pace:
         usual = (1 - WEIGHT) * self.usual + WEIGHT * seconds
         return replace(self, usual=usual, newest=seconds, count=self.count + 1, streak=0, slow=False)
 
-    def news(self, before: Pace, name: str) -> str:
+    def news(self, before: LatencyTrend, name: str) -> str:
         """What is to be told since `before`, or nothing."""
         if self.slow and not before.slow:
             times = self.newest / max(self.usual, 1e-9)
@@ -237,18 +236,18 @@ class RewardPool:
         self._specs = tuple(rewards.values())
         self._scoring = scoring
         setup = setup_line(tuple(rewards), self._specs, scoring.memory_mb)
-        self._starter = Starter(
-            Program("gcore.reward", setup, "the rewards", "scoring", scoring.start_timeout_s, group), clock
+        self._starter = ProcessStarter(
+            SandboxProgram("gcore.reward", setup, "the rewards", "scoring", scoring.start_timeout_s, group), clock
         )
         self._clock = clock
         self._on_fault = on_fault
         self._on_pace = on_pace
-        self._paces = [Pace() for _ in self._specs]
+        self._paces = [LatencyTrend() for _ in self._specs]
         self._scored = 0
-        self._queue: deque[Call] = deque()
-        self._requests: set[Request] = set()
+        self._queue: deque[ScoringItem] = deque()
+        self._requests: set[ScoringRequest] = set()
         self._news = asyncio.Condition()
-        self._slots: list[Slot] = []
+        self._slots: list[ProcessSlot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._warming = asyncio.Lock()
         self._broken: GcoreError | None = None
@@ -265,7 +264,7 @@ class RewardPool:
                 await self._warm()
 
     async def _warm(self) -> None:
-        slots = [Slot() for _ in range(self._scoring.workers)]
+        slots = [ProcessSlot() for _ in range(self._scoring.workers)]
         starting = [asyncio.create_task(self._starter.started()) for _ in slots]
         try:
             done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
@@ -276,7 +275,7 @@ class RewardPool:
             for task in starting:
                 task.cancel()
             for started in await asyncio.gather(*starting, return_exceptions=True):
-                if isinstance(started, RewardProcess):
+                if isinstance(started, SandboxProcess):
                     await started.end()
             raise
         for slot, process in zip(slots, made, strict=True):
@@ -292,11 +291,13 @@ class RewardPool:
         if self._broken is not None:
             raise self._broken
         reward = self._specs.index(spec)
-        request = Request([None] * len(responses), asyncio.get_running_loop().create_future(), reward, len(responses))
+        request = ScoringRequest(
+            [None] * len(responses), asyncio.get_running_loop().create_future(), reward, len(responses)
+        )
         if not responses:
             return ()
         for place, response in enumerate(responses):
-            self._queue.append(Call(request, place, reward, fields, response))
+            self._queue.append(ScoringItem(request, place, reward, fields, response))
         self._requests.add(request)
         request.done.add_done_callback(lambda _: self._requests.discard(request))
         await self._notify()
@@ -311,19 +312,19 @@ class RewardPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
-    def scoring(self) -> Scoring:
+    def scoring(self) -> PoolStatus:
         """What is waited for now."""
         waiting = sum(request.missing for request in self._requests)
         names = " and ".join(sorted({f"{self._specs[request.reward].shown_as!r}" for request in self._requests}))
         count = "1 response waits" if waiting == 1 else f"{waiting} responses wait"
-        return Scoring(waiting, self._scored, f"{count} to be scored by reward {names}{self._lacks}")
+        return PoolStatus(waiting, self._scored, f"{count} to be scored by reward {names}{self._lacks}")
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The processes that score now."""
         return tuple(slot.process.pid for slot in self._slots if slot.process is not None)
 
-    async def _serve(self, slot: Slot) -> None:
+    async def _serve(self, slot: ProcessSlot) -> None:
         """One process after the other, until cancelled."""
         try:
             while True:
@@ -356,7 +357,7 @@ class RewardPool:
             if process is not None:
                 await process.end()
 
-    async def _take(self, slot: Slot) -> list[Call]:
+    async def _take(self, slot: ProcessSlot) -> list[ScoringItem]:
         async with self._news:
             while True:
                 while self._queue and self._queue[0].request.done.done():  # its caller has gone
@@ -370,7 +371,7 @@ class RewardPool:
             return alone
         fair = -(-len(self._queue) // len(self._slots))
         room = max(1, min(LARGEST_BATCH, fair, int(BATCH_S / max(slot.seconds, 1e-9))))
-        batch: list[Call] = []
+        batch: list[ScoringItem] = []
         # Of one reward only: an answer may wait for the next, so both must have the same limit.
         reward = self._queue[0].reward
         while self._queue and len(batch) < room and not self._queue[0].tried and self._queue[0].reward == reward:
@@ -379,7 +380,7 @@ class RewardPool:
                 batch.append(call)
         return batch
 
-    async def _through(self, slot: Slot, process: RewardProcess, batch: list[Call]) -> None:
+    async def _through(self, slot: ProcessSlot, process: SandboxProcess, batch: list[ScoringItem]) -> None:
         """Have a batch scored; what a dead process leaves goes back to the front of the queue."""
         if not batch:
             return
@@ -389,7 +390,7 @@ class RewardPool:
             limit = self._specs[call.reward].timeout_s
             asked = self._clock.monotonic()
             try:
-                self._settle(call, answer_of(await process.answer(limit)))
+                self._settle(call, parse_answer(await process.answer(limit)))
             except (TimeoutError, ProcessEnded, ValueError) as error:
                 # The answers before this one may have been on their way; they are made again.
                 place = max(number, min(process.begun, len(batch) - 1))
@@ -410,7 +411,7 @@ class RewardPool:
         if news := self._paces[reward].news(before, spec.shown_as):
             self._on_pace(news)
 
-    async def _lost(self, slot: Slot, call: Call, *, late: bool) -> None:
+    async def _lost(self, slot: ProcessSlot, call: ScoringItem, *, late: bool) -> None:
         """The process in `slot` hangs or has died at `call`."""
         limit = self._specs[call.reward].timeout_s
         how = await self._end(slot)
@@ -422,14 +423,14 @@ class RewardPool:
             call.tried = True
             self._queue.appendleft(call)
 
-    async def _back(self, calls: Sequence[Call]) -> None:
+    async def _back(self, calls: Sequence[ScoringItem]) -> None:
         """To the front of the queue, but behind one that is tried again."""
         first = [self._queue.popleft()] if self._queue and self._queue[0].tried else []
         self._queue.extendleft(reversed(calls))
         self._queue.extendleft(first)
         await self._notify()
 
-    def _settle(self, call: Call, scored: Scored) -> None:
+    def _settle(self, call: ScoringItem, scored: Scored) -> None:
         if isinstance(scored, RewardError) and scored.trace:
             self._on_fault(scored)
         request = call.request
@@ -440,7 +441,7 @@ class RewardPool:
         if request.missing == 0 and not request.done.done():
             request.done.set_result(None)
 
-    def _blame(self, call: Call, part: str, how: str) -> None:
+    def _blame(self, call: ScoringItem, part: str, how: str) -> None:
         spec = self._specs[call.reward]
         what = f"reward {spec.shown_as!r} {how}"
         log.warning("%s; the response began with %r", what, call.response[:100])
@@ -449,7 +450,7 @@ class RewardPool:
         else:
             self._settle(call, RewardResult(spec.timeout_value, ((part, 1.0),)))
 
-    async def _end(self, slot: Slot) -> str:
+    async def _end(self, slot: ProcessSlot) -> str:
         process, slot.process = slot.process, None
         return "" if process is None else await process.end()
 

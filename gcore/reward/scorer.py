@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gcore.config.reward import Fallback, JudgeSpec, RewardSpec
-from gcore.reward.api import Response, RewardError, RewardResult, blamed, composed, is_only_shown
-from gcore.reward.judges.judge import Judge, caught
+from gcore.reward.api import Response, RewardError, RewardResult, blame_part, compose_reward, is_display_only
+from gcore.reward.judges.judge import Judge, return_error
 from gcore.reward.judges.types import JudgeAway, JudgeError, Unjudgeable
-from gcore.reward.pool import Scored, Scorer
-from gcore.system.concurrency import all_or_none
+from gcore.reward.pool import FunctionScorer, Scored
+from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Prompt
 
 
-class Unjudged(RewardError):
+class ResponseNotJudged(RewardError):
     """A judge could not judge a response.
 
     `again`: the spec wants its prompt issued again, and that may help; `away`: the judge could not be asked, so that nothing is said of the response.
@@ -33,10 +33,10 @@ class Unjudged(RewardError):
 
 
 @dataclass(frozen=True)
-class Rewards:
-    """The rewards of a job on one controller. `rules` knows what `functions_of` gives; `judges`: by their names."""
+class Scorer:
+    """The rewards of a job on one controller. `rules` knows what `reward_functions` gives; `judges`: by their names."""
 
-    rules: Scorer
+    rules: FunctionScorer
     judges: Mapping[str, Judge]
 
     @property
@@ -52,7 +52,7 @@ class Rewards:
             results = await self._judged(spec.judge, spec, prompt, responses)
             return tuple(_shown_as(spec.judge, result) for result in results)
         work = [self._part(number, spec, prompt, responses) for number in range(len(spec.parts))]
-        by_part = await all_or_none(work)
+        by_part = await gather_or_cancel(work)
         return tuple(_whole(spec, of_response) for of_response in zip(*by_part, strict=True))
 
     async def judge_early(self, spec: RewardSpec, prompt: Prompt, response: Response) -> None:
@@ -61,7 +61,7 @@ class Rewards:
         Judges that compare responses, and what fails, wait for the group.
         """
         judges = [judge for name in spec.judges if (judge := self.judges[name]).spec.mode == "pointwise"]
-        await all_or_none([caught(judge.value(prompt, response)) for judge in judges])
+        await gather_or_cancel([return_error(judge.value(prompt, response)) for judge in judges])
 
     def forget(self, spec: RewardSpec, prompt: Prompt) -> None:
         """What judges could not judge of a prompt is asked again from now on: by whoever issues it again."""
@@ -86,7 +86,7 @@ class Rewards:
         instead: dict[int, Scored] = {}
         if failed and isinstance(on_error, Fallback):
             scored = await self.rules.score(
-                fallback_of(on_error, spec), prompt.fields, [responses[number] for number in failed]
+                fallback_reward(on_error, spec), prompt.fields, [responses[number] for number in failed]
             )
             instead = dict(zip(failed, scored, strict=True))
         results: list[Scored] = []
@@ -98,7 +98,7 @@ class Rewards:
         return tuple(results)
 
 
-def functions_of(reward: RewardSpec, judges: Mapping[str, JudgeSpec]) -> tuple[RewardSpec, ...]:
+def reward_functions(reward: RewardSpec, judges: Mapping[str, JudgeSpec]) -> tuple[RewardSpec, ...]:
     """The rewards that are functions, of which `reward` is made: itself, or its parts and what scores instead of a judge."""
     if not reward.judges:
         return (reward,)
@@ -106,19 +106,19 @@ def functions_of(reward: RewardSpec, judges: Mapping[str, JudgeSpec]) -> tuple[R
     for name in reward.judges:
         on_error = judges[name].on_error
         if isinstance(on_error, Fallback):
-            parts.append(fallback_of(on_error, reward))
+            parts.append(fallback_reward(on_error, reward))
     return tuple(parts)
 
 
-def fallback_of(fallback: Fallback, reward: RewardSpec) -> RewardSpec:
+def fallback_reward(fallback: Fallback, reward: RewardSpec) -> RewardSpec:
     """What scores in place of a judge of `reward`."""
     return RewardSpec(
         name=fallback.fallback, options=fallback.options, answer=reward.answer, timeout_s=reward.timeout_s
     )
 
 
-def _unjudged(name: str, error: JudgeError, *, retry: bool) -> Unjudged:
-    return Unjudged(
+def _unjudged(name: str, error: JudgeError, *, retry: bool) -> ResponseNotJudged:
+    return ResponseNotJudged(
         f"judge {name!r}: {error.what}",
         fix=error.fix,
         trace=error.trace,
@@ -135,15 +135,15 @@ def _whole(spec: RewardSpec, results: Sequence[Scored]) -> Scored:
     """What one response is worth, from what its parts are."""
     known: list[RewardResult | None] = []
     for part, result in zip(spec.parts, results, strict=True):
-        if isinstance(result, RewardError) and is_only_shown(spec, part):
+        if isinstance(result, RewardError) and is_display_only(spec, part):
             known.append(None)
             continue
-        if isinstance(result, Unjudged):
+        if isinstance(result, ResponseNotJudged):
             return result
         if isinstance(result, RewardError):
-            return blamed(part, result)
+            return blame_part(part, result)
         known.append(result)
     try:
-        return composed(spec, known)
+        return compose_reward(spec, known)
     except RewardError as error:
         return error

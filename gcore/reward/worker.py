@@ -17,12 +17,12 @@ from typing import Any
 from gcore.config.reward import RewardSpec
 from gcore.plugins import PluginFault
 from gcore.reward.api import OpenReward, Response, RewardError
-from gcore.reward.pool import Scored, scored
+from gcore.reward.pool import Scored, score_response
 from gcore.system.clock import SystemClock
-from gcore.worker.sandbox.process import Begun, Call, _told, line_of
+from gcore.worker.sandbox.process import ProgressCell, ScoringCall, _told, encode_line
 
 
-def calls_of(batch: Any) -> list[Call]:
+def parse_batch(batch: Any) -> list[ScoringCall]:
     """Inverse of `batch_line`."""
     return [
         (reward, fields, Response(text, *known)) for reward, fields, responses in batch for text, *known in responses
@@ -32,13 +32,13 @@ def calls_of(batch: Any) -> list[Call]:
 def answer_line(scored: Scored) -> bytes:
     """A response's reward, or why it has none."""
     if isinstance(scored, RewardError):
-        return line_of(_told(scored, scored.trace))
-    return line_of((scored.value, scored.parts))
+        return encode_line(_told(scored, scored.trace))
+    return encode_line((scored.value, scored.parts))
 
 
 def failed_line(fault: PluginFault) -> bytes:
     """A reward that cannot be had."""
-    return line_of({"failed": _told(fault, fault.trace)})
+    return encode_line({"failed": _told(fault, fault.trace)})
 
 
 TOGETHER_S = 0.002
@@ -47,46 +47,48 @@ TOGETHER_S = 0.002
 
 def main() -> None:
     """The process."""
-    line, begun = socket.socket(fileno=int(sys.argv[1])), Begun(int(sys.argv[2]))
-    keep_from_children(line)
+    line, begun = socket.socket(fileno=int(sys.argv[1])), ProgressCell(int(sys.argv[2]))
+    guard_answers(line)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with line, line.makefile("rb") as heard:
         setup = json.loads(heard.readline())
         limit_memory(setup["memory_mb"])
         try:
-            rewards = [opened(source, RewardSpec.model_validate(spec)) for source, spec in setup["rewards"]]
+            rewards = [open_reward(source, RewardSpec.model_validate(spec)) for source, spec in setup["rewards"]]
         except PluginFault as fault:
             line.sendall(failed_line(fault))
             return
-        line.sendall(line_of({"ready": True}))
+        line.sendall(encode_line({"ready": True}))
         try:
             for number, batch in enumerate(heard, 1):
-                answer(line, begun, number, batch, rewards)
+                answer_batch(line, begun, number, batch, rewards)
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
 
 
-def keep_from_children(line: socket.socket) -> None:
+def guard_answers(line: socket.socket) -> None:
     """A process that a reward forks cannot answer in this one's place: every answer after that would be another response's."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.set_inheritable(line.fileno(), False)
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, line.fileno(), inheritable=False))
 
 
-def answer(line: socket.socket, begun: Begun, number: int, batch: bytes, rewards: list[OpenReward]) -> None:
+def answer_batch(
+    line: socket.socket, begun: ProgressCell, number: int, batch: bytes, rewards: list[OpenReward]
+) -> None:
     """Score a batch, the `number`-th from 1."""
     clock = SystemClock()
     answers, since = [], clock.monotonic()
-    for place, (reward, fields, response) in enumerate(calls_of(json.loads(batch))):
+    for place, (reward, fields, response) in enumerate(parse_batch(json.loads(batch))):
         begun.write(number, place)
-        answers.append(answer_line(scored(rewards[reward], response, fields)))
+        answers.append(answer_line(score_response(rewards[reward], response, fields)))
         if (now := clock.monotonic()) - since > TOGETHER_S:
             line.sendall(b"".join(answers))
             answers, since = [], now
     line.sendall(b"".join(answers))
 
 
-def opened(source: str, spec: RewardSpec) -> OpenReward:
+def open_reward(source: str, spec: RewardSpec) -> OpenReward:
     """The reward of `source`, found and started. Raises PluginFault."""
     try:
         return OpenReward.of(spec)

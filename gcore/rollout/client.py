@@ -23,7 +23,7 @@ import httpx
 
 from gcore.api.tls import PLAIN, Connector
 from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineUnreachable
-from gcore.rollout.transport import STREAMED, PlainTransport, lines_of
+from gcore.rollout.transport import STREAMED, EngineTransport, split_lines
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
 # -------------------- native_api
@@ -50,7 +50,7 @@ def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
     return body
 
 
-def sample_of(answer: Mapping[str, Any]) -> Sample:
+def parse_sample(answer: Mapping[str, Any]) -> Sample:
     """What an answer tells of one response; of one that still grows the finish reason is "abort".
 
     Raises KeyError, TypeError, ValueError, IndexError for what is no such answer.
@@ -69,7 +69,7 @@ def sample_of(answer: Mapping[str, Any]) -> Sample:
     return Sample(tokens, logprobs, str(answer["text"]), reason, _spans(meta, count))
 
 
-def score_of(answer: Mapping[str, Any]) -> float | None:
+def parse_score(answer: Mapping[str, Any]) -> float | None:
     """What an answer of a classifier tells: one number; None: it was told to give up.
 
     Raises KeyError, TypeError, ValueError for what is no such answer.
@@ -85,13 +85,13 @@ def score_of(answer: Mapping[str, Any]) -> float | None:
     return score
 
 
-def is_growing(answer: Any) -> bool:
+def is_partial(answer: Any) -> bool:
     """Whether more words on this response are to come."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     return isinstance(meta, dict) and meta.get("finish_reason", "") is None
 
 
-def failure_of(answer: Any) -> tuple[int, str] | None:
+def parse_failure(answer: Any) -> tuple[int, str] | None:
     """The HTTP status and the sentence of a response that the engine could not serve, once its stream had begun with status 200.
 
     One that was aborted on request has no status.
@@ -101,7 +101,7 @@ def failure_of(answer: Any) -> tuple[int, str] | None:
     if not isinstance(ending, dict) or ending.get("type") != "abort":
         return None
     status = ending.get("status_code")
-    return (status, words_of(ending)) if isinstance(status, int) and status >= 400 else None
+    return (status, error_text(ending)) if isinstance(status, int) and status >= 400 else None
 
 
 def _as_float32(numbers: Sequence[float], what: str = "a log-probability") -> tuple[float, ...]:
@@ -122,7 +122,7 @@ def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(Version.parse(str(s["version"])), int(s["start"]), int(s["end"])) for s in told)
 
 
-def words_of(answer: Any) -> str:
+def error_text(answer: Any) -> str:
     """The engine's own sentence, in whichever of its shapes."""
     if isinstance(answer, dict):
         error = answer.get("error", answer.get("message", answer.get("detail", answer)))
@@ -194,7 +194,7 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Growing:
+class ProgressCallback:
     """Who is told of samples as they grow: every so many tokens all that there is of one, and its place in the request.
 
     What still grows has the finish reason "abort".
@@ -219,7 +219,7 @@ class EngineClient:
         self.base_url = base_url
         # Not httpx.AsyncClient: redirects, cookies, proxies and joining URLs are half of what a request costs, and an engine
         # has none of them. A controller of 64 engines sends hundreds of requests a step.
-        self._transport = transport or PlainTransport()
+        self._transport = transport or EngineTransport()
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._urls: dict[str, httpx.URL] = {}
         self._limit = _limits(timeout_s)
@@ -241,7 +241,7 @@ class EngineClient:
         *,
         seeds: Sequence[int],
         rid: str,
-        growing: Growing | None = None,
+        growing: ProgressCallback | None = None,
     ) -> tuple[Sample, ...]:
         """One sample a prompt, as one request, each with its seed; as many seeds as prompts, answers in their order.
 
@@ -268,11 +268,11 @@ class EngineClient:
         if not isinstance(answers, list) or len(answers) != len(seeds):
             raise EngineError(f"the engine did not answer with {len(seeds)} samples", where=self.base_url)
         try:
-            return tuple(sample_of(answer) for answer in answers)
+            return tuple(parse_sample(answer) for answer in answers)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's answer cannot be read ({error!r})", where=self.base_url) from error
 
-    async def _streamed(self, body: dict[str, Any], count: int, growing: Growing) -> Any:
+    async def _streamed(self, body: dict[str, Any], count: int, growing: ProgressCallback) -> Any:
         """The last word on each of `count` samples, in order; before that `growing` is told of them."""
         body["stream"] = True
         for one in body["sampling_params"]:
@@ -283,25 +283,25 @@ class EngineClient:
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 await response.aread()  # a server that does not stream answers at the end
                 return await self._parsed(response)
-            async for line in lines_of(response.aiter_bytes()):
+            async for line in split_lines(response.aiter_bytes()):
                 if not line.startswith(EVENT) or line == EVENT + DONE:
                     continue
                 answer = await self._read(line.removeprefix(EVENT))
                 place = answer.get("index") if isinstance(answer, dict) else None
                 if not isinstance(place, int) or place not in range(count):
-                    raise EngineError(f"the engine broke off ({words_of(answer)})", where=self.base_url)
-                if place in last and not is_growing(last[place]):
+                    raise EngineError(f"the engine broke off ({error_text(answer)})", where=self.base_url)
+                if place in last and not is_partial(last[place]):
                     continue  # nothing comes after the end
-                if (failure := failure_of(answer)) is not None:
+                if (failure := parse_failure(answer)) is not None:
                     raise self._failed("/generate", *failure)
                 last[place] = answer
                 with contextlib.suppress(KeyError, TypeError, ValueError, IndexError):
-                    growing.tell(place, sample_of(answer))
+                    growing.tell(place, parse_sample(answer))
         except httpx.HTTPError as error:
             raise self._unreachable("/generate", error) from error
         finally:
             await response.aclose()
-        ended = sum(not is_growing(answer) for answer in last.values())
+        ended = sum(not is_partial(answer) for answer in last.values())
         if ended < count:
             raise EngineUnreachable(f"the engine ended after {ended} of {count} samples", where=self.base_url)
         return [last[place] for place in range(count)]
@@ -319,7 +319,7 @@ class EngineClient:
         if not isinstance(answers, list) or len(answers) != len(questions):
             raise EngineError(f"the engine did not answer with {len(questions)} scores", where=self.base_url)
         try:
-            found = [score_of(answer) for answer in answers]
+            found = [parse_score(answer) for answer in answers]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"the engine's answer cannot be read ({error})", where=self.base_url) from error
         scores = tuple(score for score in found if score is not None)
@@ -533,7 +533,7 @@ def _reason(response: httpx.Response) -> str:
         answer = response.json()
     except ValueError:
         return response.text
-    return words_of(answer)
+    return error_text(answer)
 
 
 # -------------------- reaching
@@ -547,19 +547,19 @@ class EngineReach(Protocol):
     def __call__(self, url: str, *, timeout_s: float, instance: str) -> EngineClient: ...
 
 
-def reach_by(connector: Connector) -> EngineReach:
+def engine_reach(connector: Connector) -> EngineReach:
     """Over the connections of `connector`."""
 
     def reach(url: str, *, timeout_s: float, instance: str) -> EngineClient:
         key = connector.engine_key(instance)
         if not connector.secure:
             return EngineClient(url, timeout_s=timeout_s, key=key)
-        transport = PlainTransport(lambda: connector.http)
+        transport = EngineTransport(lambda: connector.http)
         secure = url.replace("http://", "https://", 1)
         return EngineClient(secure, timeout_s=timeout_s, transport=transport, key=key)
 
     return reach
 
 
-plain_reach: EngineReach = reach_by(PLAIN)
+plain_reach: EngineReach = engine_reach(PLAIN)
 """On loopback, without keys."""

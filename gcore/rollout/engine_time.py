@@ -31,7 +31,7 @@ PREFIX = "gcore_engine_"
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class EngineTimeSums:
     """Until `at`, monotonic seconds of the engine's clock, since it began.
 
     `active_s`: seconds in which there was anything to work on; `running_s`: the same, times the requests that had a row.
@@ -45,7 +45,7 @@ class Sums:
     active_s: float = 0.0
     running_s: float = 0.0
 
-    def until(self, now: float, doing: Doing, wanted: int, rows: int) -> Sums:
+    def until(self, now: float, doing: Doing, wanted: int, rows: int) -> EngineTimeSums:
         """With the time until `now`, in which it was `doing` that."""
         passed = now - self.at
         if passed <= 0:
@@ -66,13 +66,13 @@ class Sums:
         )
 
 
-class Meter:
+class EngineTimeMeter:
     """Of one engine. One thread notes, any may read: what they share is replaced, never changed."""
 
     def __init__(self, rows: int, now: float) -> None:
         """`rows`: requests that saturate it."""
         self.rows = rows
-        self._state: tuple[Sums, Doing, int] = Sums(now), "working", 0
+        self._state: tuple[EngineTimeSums, Doing, int] = EngineTimeSums(now), "working", 0
 
     def note(self, doing: Doing, wanted: int, now: float) -> None:
         """It is at this from now on."""
@@ -80,18 +80,18 @@ class Meter:
         if (before, had) != (doing, wanted):
             self._state = sums.until(now, before, had, self.rows), doing, wanted
 
-    def read(self, now: float) -> Sums:
+    def read(self, now: float) -> EngineTimeSums:
         """Everything until now."""
         sums, doing, wanted = self._state
         return sums.until(now, doing, wanted, self.rows)
 
 
-def doing_of(*, paused: bool, asleep: bool) -> Doing:
+def current_activity(*, paused: bool, asleep: bool) -> Doing:
     """What an engine is at that is so."""
     return "asleep" if asleep else "paused" if paused else "working"
 
 
-def told(sums: Sums, *, scale: float = 1.0) -> str:
+def prometheus_text(sums: EngineTimeSums, *, scale: float = 1.0) -> str:
     """As Prometheus reads it. `scale`: seconds that one of the sums' is."""
     lines = []
     for name, words in NAMES.items():
@@ -133,7 +133,7 @@ class EngineReading:
     """At one moment. `sums` None: the engine keeps none; then `decoding_s` may say more than `running` does."""
 
     at: float
-    sums: Sums | None
+    sums: EngineTimeSums | None
     running: float
     waiting: float
     tokens: int
@@ -157,7 +157,7 @@ class EngineTime:
     requests: int
 
 
-def read(text: str, asked: float, answered: float) -> EngineReading:
+def parse_reading(text: str, asked: float, answered: float) -> EngineReading:
     """Metrics in Prometheus' words, read between two moments of the reader's clock. What is not there is 0.
 
     An engine of the same machine has the same clock; one whose clock shows a time that cannot be is taken to have answered half-way.
@@ -169,7 +169,7 @@ def read(text: str, asked: float, answered: float) -> EngineReading:
         at=at,
         sums=None
         if clock is None
-        else Sums(clock, *(found.get(PREFIX + name, 0.0) for name in NAMES if name != CLOCK)),
+        else EngineTimeSums(clock, *(found.get(PREFIX + name, 0.0) for name in NAMES if name != CLOCK)),
         running=found.get(f"{SGLANG}num_running_reqs", 0.0),
         waiting=found.get(f"{SGLANG}num_queue_reqs", 0.0),
         tokens=int(found.get(f"{SGLANG}generation_tokens_total", 0.0)),
@@ -178,7 +178,7 @@ def read(text: str, asked: float, answered: float) -> EngineReading:
     )
 
 
-def between(one: EngineReading, other: EngineReading, rows: int) -> EngineTime | None:
+def time_between(one: EngineReading, other: EngineReading, rows: int) -> EngineTime | None:
     """What was between two readings of one engine; None if the other is not later, or not of the same process.
 
     `rows`: requests that saturate it, where it does not say how busy it was.
@@ -202,7 +202,7 @@ def between(one: EngineReading, other: EngineReading, rows: int) -> EngineTime |
 
 
 def _summed(
-    one: EngineReading, other: EngineReading, before: Sums, after: Sums, tokens: int, requests: int
+    one: EngineReading, other: EngineReading, before: EngineTimeSums, after: EngineTimeSums, tokens: int, requests: int
 ) -> EngineTime | None:
     parts = [
         after.busy_s - before.busy_s,

@@ -66,35 +66,35 @@ class SourceLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Siblings:
+class SiblingLengths:
     """Responses to one prompt: how many, and by how much the mean of their logarithms was above their source's."""
 
     count: int = 0
     above: float = 0.0
 
     @classmethod
-    def of(cls, source: SourceLengths, lengths: Sequence[int]) -> Siblings:
+    def of(cls, source: SourceLengths, lengths: Sequence[int]) -> SiblingLengths:
         """These, beside what is known of their source now."""
         if not lengths or not source.logs:
             return NONE
         return cls(len(lengths), math.fsum(map(_log, lengths)) / len(lengths) - source.mean)
 
-    def joined(self, others: Siblings) -> Siblings:
+    def joined(self, others: SiblingLengths) -> SiblingLengths:
         """Both."""
         count = self.count + others.count
         if not count:
             return NONE
-        return Siblings(count, (self.count * self.above + others.count * others.above) / count)
+        return SiblingLengths(count, (self.count * self.above + others.count * others.above) / count)
 
 
-NONE = Siblings()
+NONE = SiblingLengths()
 
 
-def expected(source: SourceLengths, siblings: Siblings, so_far: int, longest: int) -> float:
+def expected_length(source: SourceLengths, siblings: SiblingLengths, so_far: int, longest: int) -> float:
     """Tokens that a response which has `so_far` is expected to end with: never fewer than those, nor more than `longest`."""
     if not source.logs:
         return float(longest)
-    weight = weight_of(siblings.count, source.likeness)
+    weight = prompt_weight(siblings.count, source.likeness)
     middle = source.mean + weight * siblings.above
     narrow = math.sqrt(1.0 - source.likeness * weight)
     # Where the lengths that are above `so_far` begin among the source's, before these are moved and drawn together.
@@ -118,7 +118,7 @@ def _thinned(logs: Sequence[float]) -> tuple[float, ...]:
     return tuple(logs[(2 * part + 1) * len(logs) // (2 * MOST_LOGS)] for part in range(MOST_LOGS))
 
 
-def weight_of(count: int, likeness: float) -> float:
+def prompt_weight(count: int, likeness: float) -> float:
     """How far the mean of `count` responses tells where their prompt's lengths lie, 0 to 1."""
     return count * likeness / (1.0 + (count - 1) * likeness) if count else 0.0
 
@@ -172,8 +172,8 @@ HARDLY = 1e-12
 """A chance below which nothing is said by numbers any more."""
 
 
-def left(
-    source: SourceLengths, siblings: Siblings, finished: Sequence[int], growing: Sequence[int], longest: int
+def tokens_left(
+    source: SourceLengths, siblings: SiblingLengths, finished: Sequence[int], growing: Sequence[int], longest: int
 ) -> float:
     """Tokens still to come of a prompt's responses: of `growing`, which have so many, beside those that are `finished`.
 
@@ -185,7 +185,7 @@ def left(
         return float(sum(max(longest - so_far, 0) for so_far in growing))
     spread = max(source.spread, LEAST_SPREAD)
     between = max(source.likeness, LEAST_BETWEEN)
-    own, known = spread * math.sqrt(1.0 - between), weight_of(siblings.count, between)
+    own, known = spread * math.sqrt(1.0 - between), prompt_weight(siblings.count, between)
     middle, unsure = source.mean + known * siblings.above, spread * math.sqrt(between * (1.0 - known))
     counts = Counter(min(so_far, longest) for so_far in growing)
     ended = [math.log(max(length, 1)) for length in finished if length < longest]

@@ -30,7 +30,7 @@ from gcore.types import Group, Outcome, Prompt, Sample, VersionSpan
 # these are the prompt. Where they differ, what all begin with is, and the rest of each one's question stands in its sample as observed.
 
 
-def alike(prompt_ids: tuple[int, ...], samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[Sample, ...]]:
+def align_prompts(prompt_ids: tuple[int, ...], samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[Sample, ...]]:
     """The prompt's tokens, and the samples behind them. Raises RewardError if there is nothing that all begin with."""
     if all(sample.prompt_ids is None for sample in samples):
         return prompt_ids, tuple(samples)
@@ -77,20 +77,20 @@ def _behind(sample: Sample, rest: tuple[int, ...]) -> Sample:
 # an environment make nothing longer. The same formula over tensors, for whoever trains
 # without the rest of gcore, is `gcore.train.algorithms.shaping.overlong_penalty`.
 
-PART = "overlong"
+OVERLONG_PART = "overlong"
 """The reward part that holds what was taken off."""
 
 
-def overlong(length: int, *, longest: int, cache: int, penalty: float) -> float:
+def length_penalty(length: int, *, longest: int, cache: int, penalty: float) -> float:
     """What is added to the reward, 0 or less. Lengths in tokens."""
     return min(-(length - (longest - cache)) / cache * penalty, 0.0)
 
 
-def penalized(sample: Sample, *, longest: int, cache: int | None, penalty: float) -> Sample:
+def penalize_sample(sample: Sample, *, longest: int, cache: int | None, penalty: float) -> Sample:
     """A scored sample with its penalty; without a cache there is none. Raises RewardError if its reward is no float32."""
     if cache is None:
         return sample
-    off = overlong(sample.own_tokens, longest=longest, cache=cache, penalty=penalty)
+    off = length_penalty(sample.own_tokens, longest=longest, cache=cache, penalty=penalty)
     if off == 0.0:
         return sample
     reward = sample.reward + off
@@ -98,10 +98,10 @@ def penalized(sample: Sample, *, longest: int, cache: int | None, penalty: float
         raise RewardError(
             f"a reward of {sample.reward} less {-off} is not finite in float32", fix="Lower rollout.overlong_penalty"
         )
-    return replace(sample, reward=reward, reward_parts=(*sample.reward_parts, (PART, off)))
+    return replace(sample, reward=reward, reward_parts=(*sample.reward_parts, (OVERLONG_PART, off)))
 
 
-Policy = Literal["keep", "mask", "penalise", "drop_group"]
+TruncationPolicy = Literal["keep", "mask", "penalise", "drop_group"]
 
 
 TRUNCATED_PART = "truncated"
@@ -113,7 +113,7 @@ def is_truncated(sample: Sample) -> bool:
     return sample.finish_reason == "length"
 
 
-def dropped(samples: Sequence[Sample], policy: Policy) -> Outcome | None:
+def drop_truncated(samples: Sequence[Sample], policy: TruncationPolicy) -> Outcome | None:
     """The outcome of a group that is not to be trained, before anything is scored; None for all others."""
     cut_off = [sample for sample in samples if is_truncated(sample)]
     if policy == "drop_group" and cut_off:
@@ -124,7 +124,7 @@ def dropped(samples: Sequence[Sample], policy: Policy) -> Outcome | None:
     return None
 
 
-def treated(sample: Sample, policy: Policy, penalty: float) -> Sample:
+def treat_truncated(sample: Sample, policy: TruncationPolicy, penalty: float) -> Sample:
     """A scored sample as it is trained. Raises RewardError if its reward with the penalty is no float32."""
     if not is_truncated(sample) or policy in ("keep", "drop_group"):
         return sample
@@ -146,7 +146,7 @@ def treated(sample: Sample, policy: Policy, penalty: float) -> Sample:
 # found before (`gcore.rollout.truncated.dropped`).
 
 
-def scored_group(
+def make_scored_group(
     prompt: Prompt,
     samples: Sequence[Sample],
     results: Sequence[RewardResult],
@@ -158,12 +158,12 @@ def scored_group(
     scored = []
     for sample, result in zip(samples, results, strict=True):
         rewarded = replace(sample, reward=result.value, reward_parts=result.parts)
-        long = penalized(
+        long = penalize_sample(
             rewarded,
             longest=sampling.max_new_tokens,
             cache=rollout.overlong_tokens,
             penalty=rollout.overlong_penalty,
         )
-        scored.append(treated(long, rollout.truncated, rollout.truncated_penalty))
-    prompt_ids, behind = alike(prompt.token_ids, scored)
+        scored.append(treat_truncated(long, rollout.truncated, rollout.truncated_penalty))
+    prompt_ids, behind = align_prompts(prompt.token_ids, scored)
     return Group(prompt.ref, prompt_ids, behind, prompt.source, sampling.temperature)

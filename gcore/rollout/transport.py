@@ -55,7 +55,7 @@ def _system() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-class PlainTransport(httpx.AsyncBaseTransport):
+class EngineTransport(httpx.AsyncBaseTransport):
     """Belongs to the loop in which it is first used. Raises httpx.TransportError, as transports do."""
 
     def __init__(self, tls: Callable[[], ssl.SSLContext | None] = _system) -> None:
@@ -125,7 +125,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
             self._idle.pop().writer.close()
 
 
-async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The lines in `chunks`, without their ends, which are LF or CRLF. What no end follows has broken off, and is no line.
 
     Not httpx's lines, which end at U+2028 too, and wherever else Python's `splitlines` ends one: JSON may hold that as it is.
@@ -143,7 +143,7 @@ async def lines_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 class _Answer(httpx.AsyncByteStream):
     """What comes after one request on one connection. Closes the connection unless it was read to its end."""
 
-    def __init__(self, transport: PlainTransport, line: _Line, request: httpx.Request, limit_s: float | None) -> None:
+    def __init__(self, transport: EngineTransport, line: _Line, request: httpx.Request, limit_s: float | None) -> None:
         self._transport = transport
         self._line = line
         self._request = request

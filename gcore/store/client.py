@@ -23,11 +23,11 @@ from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store.connection import (
     REFUSALS,
     Action,
-    Caller,
-    Compacted,
-    Connection,
     ConnectionPool,
+    EtcdCaller,
+    EtcdConnection,
     Metadata,
+    RevisionCompacted,
     StoreRefused,
     StoreTls,
     StoreUser,
@@ -37,10 +37,10 @@ from gcore.store.types import (
     ALARMS,
     Compare,
     Delete,
+    KeyListing,
     KeyValue,
-    Listing,
     Put,
-    StoreStanding,
+    StoreMemberStatus,
     TxnResult,
     WatchBatch,
     WatchEvent,
@@ -82,7 +82,7 @@ def watch_event(event: Any) -> WatchEvent:
     return WatchEvent("delete" if event.type == event.DELETE else "put", key_value(event.kv))
 
 
-def transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> Any:
+def build_transaction(compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> Any:
     """A TxnRequest that makes `writes` if all `compares` hold, and nothing otherwise."""
     return rpc.TxnRequest(
         compare=[
@@ -128,8 +128,8 @@ LONGEST_PAUSE_S = 1.0
 """Between attempts to open a broken watch again."""
 
 
-async def watch(
-    caller: Caller, prefix: str, list_keys: Callable[[str], Awaitable[Listing]]
+async def watch_prefix(
+    caller: EtcdCaller, prefix: str, list_keys: Callable[[str], Awaitable[KeyListing]]
 ) -> AsyncIterator[WatchBatch]:
     """See `gcore.store.types.Store.watch`. Raises StoreRefused if the user may not read `prefix`."""
     known: int | None = None
@@ -148,7 +148,7 @@ async def watch(
                 batch = await stream.next()
                 known, pause = batch.revision, FIRST_PAUSE_S
                 yield batch
-        except Compacted as error:
+        except RevisionCompacted as error:
             log.info("what changed under %s since revision %s is gone, it is listed again: %s", prefix, known, error)
             known = None
         except _Denied as error:
@@ -179,10 +179,10 @@ class _Stream:
         self._call = call
 
     @classmethod
-    async def open(cls, caller: Caller, prefix: str, known: int) -> _Stream:
+    async def open(cls, caller: EtcdCaller, prefix: str, known: int) -> _Stream:
         """Opened behind `known`. Raises Compacted, StoreUnavailable, _Denied, StreamEnded."""
         if await _revision_now(caller, prefix) < known:
-            raise Compacted(f"the store stands before revision {known}, which it had reached")
+            raise RevisionCompacted(f"the store stands before revision {known}, which it had reached")
         connection = await caller.connection(caller.timeout_s)
         call: Any = None
         try:
@@ -236,13 +236,13 @@ class _Stream:
 def _why_cancelled(answer: Any) -> Exception:
     reason = str(answer.cancel_reason)
     if answer.compact_revision:
-        return Compacted(reason)
+        return RevisionCompacted(reason)
     if "permission denied" in reason:
         return _Denied(reason)
     return StreamEnded(reason)
 
 
-async def _revision_now(caller: Caller, prefix: str) -> int:
+async def _revision_now(caller: EtcdCaller, prefix: str) -> int:
     """The store's revision, linearizable: a member that lags behind asks its leader first."""
     request = rpc.RangeRequest(key=range_begin(prefix), range_end=range_end(prefix), count_only=True)
     answer = await caller.call(
@@ -269,7 +269,7 @@ def _cancel(call: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class RestoreCheck:
     """The newest of what a store's answers have said of it; zeros: nothing yet."""
 
     cluster: int = 0
@@ -306,10 +306,10 @@ SETTLE_S = 0.02
 class EtcdStore:
     """`gcore.store.types.Store` on etcd. Belongs to the event loop in which it was connected."""
 
-    def __init__(self, caller: Caller, lease_call_s: float | None = None) -> None:
+    def __init__(self, caller: EtcdCaller, lease_call_s: float | None = None) -> None:
         self._caller = caller
         self._lease_call_s = lease_call_s
-        self._heard = Heard()
+        self._heard = RestoreCheck()
 
     @classmethod
     async def connect(
@@ -326,22 +326,22 @@ class EtcdStore:
 
         `lease_call_s`: how long the renewal of a lease may take, where that is less than `timeout_s`.
         """
-        return cls(Caller(ConnectionPool.open(endpoints, tls), clock, user=user, timeout_s=timeout_s), lease_call_s)
+        return cls(EtcdCaller(ConnectionPool.open(endpoints, tls), clock, user=user, timeout_s=timeout_s), lease_call_s)
 
     async def get(self, key: str) -> KeyValue | None:
         """See `Store.get`."""
         answer = self._noted(await self._caller.call(_range(rpc.RangeRequest(key=key.encode())), repeatable=True))
         return key_value(answer.kvs[0]) if answer.kvs else None
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str) -> KeyListing:
         """See `Store.list`. Read in pages of one revision; if that is compacted meanwhile, from the beginning."""
         while True:
             try:
                 return await self._pages(prefix)
-            except Compacted:
+            except RevisionCompacted:
                 continue
 
-    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
         """See `Store.newest`."""
         request = rpc.RangeRequest(
             key=range_begin(prefix),
@@ -352,22 +352,22 @@ class EtcdStore:
             max_create_revision=0 if before is None else before - 1,
         )
         if before is not None and before <= 1:  # 0 would mean any
-            return Listing((), 0)
+            return KeyListing((), 0)
         answer = await self._caller.call(_range(request), repeatable=True)
-        return Listing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
+        return KeyListing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
 
-    async def between(self, first: str, behind: str, limit: int) -> Listing:
+    async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """See `Store.between`."""
         if first.encode() >= behind.encode():  # which etcd would take for nothing, or for a mistake
-            return Listing((), 0)
+            return KeyListing((), 0)
         request = rpc.RangeRequest(key=first.encode(), range_end=behind.encode(), limit=limit)
         answer = await self._caller.call(_range(request), repeatable=True)
-        return Listing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
+        return KeyListing(tuple(key_value(kv) for kv in answer.kvs), int(answer.header.revision))
 
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """See `Store.transact`."""
         check_transaction(compares, writes)
-        request = transaction(compares, writes)
+        request = build_transaction(compares, writes)
         answer = await self._caller.call(
             lambda connection, metadata, within: connection.kv.Txn(request, metadata=metadata, timeout=within),
             repeatable=False,
@@ -390,7 +390,7 @@ class EtcdStore:
         """See `Store.keep_alive`. A store that was put back to an older state has lost all leases, whatever it says of this one."""
         before = self._heard
 
-        async def renew(connection: Connection, metadata: Metadata, within: float) -> Any:
+        async def renew(connection: EtcdConnection, metadata: Metadata, within: float) -> Any:
             call = connection.lease.LeaseKeepAlive(metadata=metadata, timeout=within)
             try:
                 await call.write(rpc.LeaseKeepAliveRequest(ID=lease))
@@ -411,13 +411,13 @@ class EtcdStore:
             )
         return float(answer.TTL)
 
-    async def _is_put_back(self, before: Heard) -> bool:
+    async def _is_put_back(self, before: RestoreCheck) -> bool:
         """Ask the whole cluster, for the member that answered may only lag behind."""
         nothing = rpc.RangeRequest(key=b"\0", count_only=True)
         answer = await self._caller.call(_range(nothing), repeatable=True, within_s=self._lease_call_s)
         if not before.contradicts(answer.header):
             return False
-        self._heard = Heard.of(answer.header)
+        self._heard = RestoreCheck.of(answer.header)
         return True
 
     def _noted(self, answer: Any) -> Any:
@@ -439,7 +439,7 @@ class EtcdStore:
 
     def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
         """See `Store.watch`. Raises StoreRefused if the user may not read there."""
-        return watch(self._caller, prefix, self.list)
+        return watch_prefix(self._caller, prefix, self.list)
 
     async def versions(self) -> dict[str, str]:
         """The version ("3.4.23") of each member that answers, by host:port; "unknown" of one that will not say."""
@@ -447,27 +447,27 @@ class EtcdStore:
         told = await asyncio.gather(*(self._version(member) for member in members))
         return {member.endpoint.target: version for member, version in zip(members, told, strict=True) if version}
 
-    async def standing(self) -> dict[str, StoreStanding]:
+    async def standing(self) -> dict[str, StoreMemberStatus]:
         """What each member that answers says of its size and of alarms, by host:port."""
         members = self._caller.pool.all
         told = await asyncio.gather(*(self._status(member) for member in members), return_exceptions=True)
-        found: dict[str, StoreStanding] = {}
+        found: dict[str, StoreMemberStatus] = {}
         for member, status in zip(members, told, strict=True):
             if isinstance(status, grpc.aio.AioRpcError):
                 continue
             if isinstance(status, BaseException):
                 raise status
             alarms = frozenset(alarm for alarm in ALARMS if any(alarm in error for error in status.errors))
-            found[member.endpoint.target] = StoreStanding(int(status.dbSize), int(status.dbSizeInUse), alarms)
+            found[member.endpoint.target] = StoreMemberStatus(int(status.dbSize), int(status.dbSizeInUse), alarms)
         return found
 
-    async def _version(self, member: Connection) -> str:
+    async def _version(self, member: EtcdConnection) -> str:
         try:
             return str((await self._status(member)).version)
         except grpc.aio.AioRpcError as error:
             return "unknown" if error.code() in REFUSALS else ""
 
-    async def _status(self, member: Connection) -> rpc.StatusResponse:
+    async def _status(self, member: EtcdConnection) -> rpc.StatusResponse:
         """What a member says of itself. Raises grpc.aio.AioRpcError."""
         metadata = await self._caller.metadata(member, self._caller.timeout_s)
         timeout = self._caller.timeout_s
@@ -479,7 +479,7 @@ class EtcdStore:
         # gRPC's thread tells this loop of the end of what was cancelled a moment later, and complains if it is closed.
         await self._caller.clock.sleep(SETTLE_S)
 
-    async def _pages(self, prefix: str) -> Listing:
+    async def _pages(self, prefix: str) -> KeyListing:
         kvs: tuple[KeyValue, ...] = ()
         begin, revision = range_begin(prefix), 0
         while True:
@@ -488,7 +488,7 @@ class EtcdStore:
             kvs += tuple(key_value(kv) for kv in answer.kvs)
             revision = revision or int(answer.header.revision)
             if not answer.more:
-                return Listing(kvs, revision)
+                return KeyListing(kvs, revision)
             begin = bytes(answer.kvs[-1].key) + b"\0"
 
 

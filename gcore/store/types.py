@@ -28,7 +28,7 @@ class KeyValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class KeyListing:
     """Keys as of `revision`, ascending."""
 
     kvs: tuple[KeyValue, ...]
@@ -103,15 +103,15 @@ class Store(Protocol):
         """The key now (linearizable), or None."""
         ...
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str) -> KeyListing:
         """Every key that begins with `prefix`, of one revision."""
         ...
 
-    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
         """At most `limit` of the keys that begin with `prefix`, those first that were created last. `before`: only those that were created before this revision."""
         ...
 
-    async def between(self, first: str, behind: str, limit: int) -> Listing:
+    async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """The first `limit` keys from `first` on that come before `behind`, in the order of their bytes."""
         ...
 
@@ -290,7 +290,7 @@ ALARMS = ("NOSPACE", "CORRUPT")
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStanding:
+class StoreMemberStatus:
     """One member's."""
 
     database_bytes: int

@@ -31,7 +31,7 @@ class CannotLimit(GcoreError):
     """This machine keeps no such limits for this process."""
 
 
-def settings(*, memory_gib: float | None, cpus: float | None, pids: int | None) -> dict[str, str]:
+def limit_files(*, memory_gib: float | None, cpus: float | None, pids: int | None) -> dict[str, str]:
     """What is written into which file of a group."""
     found: dict[str, str] = {}
     if memory_gib is not None:
@@ -89,7 +89,7 @@ def remove_group(group: Path) -> bool:
     return True
 
 
-def enter(group: str) -> None:
+def enter_group(group: str) -> None:
     """Move this process there. Raises CannotLimit."""
     try:
         Path(group, PROCESSES).write_text(str(os.getpid()), encoding="ascii")

@@ -21,11 +21,11 @@ END_S = 5.0
 """For work that was told to end. Then it is left to itself."""
 
 
-class Unending(TimeoutError):
+class TaskHung(TimeoutError):
     """It did not come in time, and does not end when it is told to."""
 
 
-async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all; when one fails, the others are cancelled, and have ended, before its error is raised.
 
     Left to themselves they would load the engines beside the next try, or wait for a version that nobody serves again.
@@ -34,10 +34,10 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await end_all(tasks)
+        await cancel_all(tasks)
 
 
-async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel them, and wait until they have ended, however that is."""
     tasks = list(tasks)
     for task in tasks:
@@ -52,7 +52,7 @@ def is_cancelled() -> bool:
     return me is not None and me.cancelling() > 0
 
 
-class Hold:
+class Pausable:
     """Time that is not somebody's doing, and so does not count: while anybody is within `held`."""
 
     def __init__(self, clock: Clock) -> None:
@@ -80,20 +80,20 @@ class Hold:
         return self._past_s + (self._clock.monotonic() - self._since if self._holders else 0.0)
 
 
-async def in_time(work: Coroutine[Any, Any, T], seconds: float, clock: Clock, hold: Hold | None = None) -> T:
+async def wait_within(work: Coroutine[Any, Any, T], seconds: float, clock: Clock, hold: Pausable | None = None) -> T:
     """Its result, if it comes within `seconds` of `clock`, in which `hold` does not count. Raises TimeoutError otherwise; the work is
     cancelled, and has ended, or is left to itself: that is an Unending."""
     doing = asyncio.ensure_future(work)
     try:
-        if await _is_done_within(doing, seconds, clock, hold or Hold(clock)):
+        if await _is_done_within(doing, seconds, clock, hold or Pausable(clock)):
             return doing.result()
     finally:
-        has_ended = await told_to_end(doing, clock)
+        has_ended = await cancel_task(doing, clock)
     late = f"nothing within {seconds:g} s"
-    raise TimeoutError(late) if has_ended else Unending(late)
+    raise TimeoutError(late) if has_ended else TaskHung(late)
 
 
-async def told_to_end(task: asyncio.Task[Any], clock: Clock) -> bool:
+async def cancel_task(task: asyncio.Task[Any], clock: Clock) -> bool:
     """Cancel it; whether it has ended END_S later. Foreign code may keep its cancellation to itself: then nobody waits for it any more,
     at the end of the event loop either."""
     if task.done():
@@ -103,7 +103,7 @@ async def told_to_end(task: asyncio.Task[Any], clock: Clock) -> bool:
     try:
         await asyncio.wait((task, limit), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_all((limit,))
+        await cancel_all((limit,))
         task.add_done_callback(_not_asked_for)
         if not task.done():
             _leave(task)
@@ -124,7 +124,7 @@ def _not_asked_for(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-async def _is_done_within(doing: asyncio.Task[Any], seconds: float, clock: Clock, hold: Hold) -> bool:
+async def _is_done_within(doing: asyncio.Task[Any], seconds: float, clock: Clock, hold: Pausable) -> bool:
     before = hold.seconds
     limit = asyncio.ensure_future(clock.sleep(seconds))
     try:
@@ -137,4 +137,4 @@ async def _is_done_within(doing: asyncio.Task[Any], seconds: float, clock: Clock
                 return False
             limit = asyncio.ensure_future(clock.sleep(max(more, LOOK_AGAIN_S)))
     finally:
-        await end_all((limit,))
+        await cancel_all((limit,))

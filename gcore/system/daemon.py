@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TextIO, get_args
 
 from gcore.errors import CannotListen, GcoreError, UsageError
-from gcore.system.files import object_in
+from gcore.system.files import parse_object
 
 LogFormat = Literal["text", "json"]
 
@@ -53,7 +53,7 @@ Fields = Mapping[str, object]
 _about: ContextVar[Callable[[], Fields] | None] = ContextVar("about", default=None)
 
 
-def about(fields: Callable[[], Fields]) -> None:
+def set_log_context(fields: Callable[[], Fields]) -> None:
     """What this task, and all that it begins from now on, writes of. `fields` is called for each line."""
     _about.set(fields)
 
@@ -83,7 +83,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(tree, default=str)
 
 
-def set_up(
+def set_up_logging(
     fixed: Fields = MappingProxyType({}),
     *,
     level: str = "INFO",
@@ -97,7 +97,7 @@ def set_up(
     handler = logging.StreamHandler(stream or sys.stderr)
     is_json = environment.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(
-        JsonFormatter({**(object_in(environment.get(ABOUT_VARIABLE, "{}")) or {}), **fixed})
+        JsonFormatter({**(parse_object(environment.get(ABOUT_VARIABLE, "{}")) or {}), **fixed})
         if is_json
         else logging.Formatter(TEXT)
     )
@@ -106,12 +106,12 @@ def set_up(
     logging.basicConfig(level=known, handlers=[handler], force=True)
 
 
-def told_of(fields: Fields) -> dict[str, str]:
+def log_environment(fields: Fields) -> dict[str, str]:
     """The environment of a process whose lines are all about `fields`; what is empty or None is nothing."""
     return {ABOUT_VARIABLE: json.dumps({name: value for name, value in fields.items() if value not in ("", None)})}
 
 
-def choose(log_format: LogFormat, environment: MutableMapping[str, str] = os.environ) -> None:
+def choose_log_format(log_format: LogFormat, environment: MutableMapping[str, str] = os.environ) -> None:
     """What this process and those that it starts write, unless the environment says already."""
     environment.setdefault(FORMAT_VARIABLE, log_format)
 
@@ -160,7 +160,7 @@ class ServiceManager:
             line.sendto(message.encode(errors="replace"), address)
 
 
-def forget(environment: dict[str, str] | os._Environ[str]) -> None:
+def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
     """Take out what is this process's alone: its workers must not speak for it."""
     for name in (SOCKET, WATCHDOG_USEC, WATCHDOG_PID):
         environment.pop(name, None)
@@ -179,7 +179,7 @@ PASSING_NAMES = frozenset({socket.EAI_AGAIN})
 """Whoever resolves names does not answer yet."""
 
 
-def refused(what: str, error: OSError | None) -> GcoreError:
+def listen_error(what: str, error: OSError | None) -> GcoreError:
     """The error to raise. `what` cannot be done, and so says the system; None: it would not refuse any more."""
     said = "somebody else had it a moment ago" if error is None else error.strerror or str(error)
     if error is None or error.errno in (PASSING_NAMES if isinstance(error, socket.gaierror) else PASSING):
@@ -190,7 +190,7 @@ def refused(what: str, error: OSError | None) -> GcoreError:
     return UsageError(f"{what} ({said})", fix="Choose another address or port in the configuration")
 
 
-def asked(host: str, port: int) -> OSError | None:
+def describe_listen_error(host: str, port: int) -> OSError | None:
     """What the system says of listening there now, for servers that do not tell; None: nothing."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(

@@ -30,7 +30,7 @@ VARIABLE = "GCORE_FAULT_POINTS"
 When = Literal["before", "after"]
 
 
-class At(StrEnum):
+class FaultPoint(StrEnum):
     """Points that are no transaction of the ledger; those are named by their `TxnKind`."""
 
     NODE = "node"
@@ -59,7 +59,7 @@ class At(StrEnum):
     """A rank leaves copies of its state in the memory of nodes."""
 
 
-class Moving(StrEnum):
+class MoveFaultPoint(StrEnum):
     """Points within a move of the placement, and where a slot's memory changes hands."""
 
     SLEEP = "sleep"
@@ -72,7 +72,7 @@ class Moving(StrEnum):
     """A rank takes its memory again."""
 
 
-class Deed(StrEnum):
+class FaultEffect(StrEnum):
     """What happens at an armed point."""
 
     KILL = "kill"
@@ -83,20 +83,20 @@ class Deed(StrEnum):
     """As if the store's answer had not come. Only around transactions."""
 
 
-def folder_of(environment: Mapping[str, str]) -> Path | None:
+def fault_folder(environment: Mapping[str, str]) -> Path | None:
     """Where armed points stand; None: nowhere, which is so in production."""
     named = environment.get(VARIABLE)
     return Path(named) if named else None
 
 
-_FOLDER = folder_of(os.environ)
+_FOLDER = fault_folder(os.environ)
 
 
 _passes: dict[str, int] = {}
 """How often this process has come to a point while it was armed."""
 
 
-def point(what: str, when: When) -> None:
+def fault_point(what: str, when: When) -> None:
     """Do what the point is armed for, if it is. Raises StoreUnavailable where an answer is to be lost."""
     if _FOLDER is not None:
         _come_to(_FOLDER, f"{what}.{when}")
@@ -117,14 +117,14 @@ def _come_to(folder: Path, name: str) -> None:
     except FileNotFoundError:
         return  # another process was first: the fault is its
     _passes.pop(name)
-    if deed is Deed.LOSE:
+    if deed is FaultEffect.LOSE:
         raise StoreUnavailable(f"the answer is lost at fault point {name}", where=VARIABLE)
-    os.kill(os.getpid(), signal.SIGKILL if deed is Deed.KILL else signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL if deed is FaultEffect.KILL else signal.SIGSTOP)
 
 
-def _read(words: list[str], where: Path) -> tuple[Deed, int]:
+def _read(words: list[str], where: Path) -> tuple[FaultEffect, int]:
     """Raises UsageError: a test that arms a point wrongly must not pass for want of a fault."""
-    deeds = {str(deed): deed for deed in Deed}
+    deeds = {str(deed): deed for deed in FaultEffect}
     if not 1 <= len(words) <= 2 or words[0] not in deeds or not all(word.isdigit() for word in words[1:]):
         raise UsageError(
             f"a fault point is armed with {' '.join(words)!r}",

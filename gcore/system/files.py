@@ -25,7 +25,7 @@ class DiskFull(GcoreError):
     """There was no room for what had to be written; nothing half-written was left."""
 
 
-def whole_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
+def replace_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write `target` in place of what was there. For one writer at a time; whoever has the machine's power cut may find the
     old one. `mode` is less the umask's. Raises OSError; then what was there before still is, and nothing else.
     """
@@ -41,7 +41,7 @@ def whole_file(target: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None = None) -> Iterator[Path]:
+def replace_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None = None) -> Iterator[Path]:
     """Yields a new folder to fill; it becomes `target` at the end of the block, in place of one that was there.
 
     `owner` keeps two writers' unfinished folders apart. `drafts`: where it is filled, on the same file system, if not beside
@@ -55,13 +55,13 @@ def whole_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None
         yield temporary
         if durable:
             for path in temporary.rglob("*"):
-                sync(path)
-            sync(temporary)
+                sync_path(path)
+            sync_path(temporary)
         if drafts is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
         _take_name(temporary, target)
         if durable:
-            sync(target.parent)
+            sync_path(target.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -71,7 +71,7 @@ def whole_folder(target: Path, *, owner: str, durable: bool, drafts: Path | None
         raise
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Block until a file or folder is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def sweep(parent: Path, spared: Callable[[str], bool] = lambda target: False) -> None:
+def sweep_drafts(parent: Path, spared: Callable[[str], bool] = lambda target: False) -> None:
     """Remove the hidden remainders of writers that died, in `parent`; not those of targets whose name is `spared`.
 
     Only for whoever now is the only writer of the others.
@@ -114,7 +114,7 @@ MOST = 1e18
 """No time, count or size that is written down comes near it."""
 
 
-def object_in(line: str) -> dict[str, Any] | None:
+def parse_object(line: str) -> dict[str, Any] | None:
     """The object that the line is; None for anything else."""
     try:
         tree = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=_no_constant)
@@ -123,7 +123,7 @@ def object_in(line: str) -> dict[str, Any] | None:
     return tree if isinstance(tree, dict) else None
 
 
-def number(value: Any) -> float:
+def parse_number(value: Any) -> float:
     """A number of such an object. Raises TypeError for what is none, as text or a truth value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")

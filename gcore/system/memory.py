@@ -73,13 +73,13 @@ def group_limits(root: Path = CONTROL_GROUP) -> GroupLimits:
 # Giving memory back to the machine: what was freed, and what is still held but whose contents are elsewhere. No torch.
 
 
-def give_back_free_memory() -> None:
+def release_free_memory() -> None:
     """What the C library holds of freed memory goes back to the system (where that is Linux's)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def memory_at(address: int, size: int) -> memoryview:
+def view_memory(address: int, size: int) -> memoryview:
     """`size` bytes of this process from `address` on, to be read and written. Whoever owns them must live as long."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
@@ -107,7 +107,7 @@ def drop_pages(address: int, size: int) -> int:
 # A node's memory and cores belong to its workers. Linux with glibc; elsewhere nothing is given back, and nothing is lost.
 
 
-def slim_down() -> None:
+def limit_library_pools() -> None:
     """Before anything else is imported: no pools of threads, and no command line of a library's own.
 
     httpx brings one, and with it click, rich and pygments: 4 MB and 0.1 s that a daemon has no use for.
@@ -116,7 +116,7 @@ def slim_down() -> None:
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return freed memory to the system. Takes some milliseconds."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

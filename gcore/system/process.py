@@ -46,7 +46,7 @@ class ProcessStatus:
     state: str
 
 
-def status_of(pid: int) -> ProcessStatus | None:
+def process_status(pid: int) -> ProcessStatus | None:
     """The process that has `pid` now, a zombie too; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -57,15 +57,15 @@ def status_of(pid: int) -> ProcessStatus | None:
     return ProcessStatus(ProcessId(pid, int(fields[19])), fields[0])
 
 
-def identify(pid: int) -> ProcessId | None:
+def identify_process(pid: int) -> ProcessId | None:
     """The identity of the living process that has `pid` now; None if there is none."""
-    status = status_of(pid)
+    status = process_status(pid)
     return None if status is None or status.state in DEAD_STATES else status.identity
 
 
 def is_running(process: ProcessId) -> bool:
     """Whether `process` lives: the same pid, the same start, and no zombie."""
-    return identify(process.pid) == process
+    return identify_process(process.pid) == process
 
 
 def spawn_detached(
@@ -93,7 +93,9 @@ def spawn_detached(
             f"cannot start {command[0]!r} with output to {log_file} ({error.strerror or error})",
             fix="Check that the command exists and that the folder is writable",
         ) from error
-    status = status_of(process.pid)  # not reaped before the thread below runs, so it is there, as a zombie at least
+    status = process_status(
+        process.pid
+    )  # not reaped before the thread below runs, so it is there, as a zombie at least
     if status is None:
         raise CannotStart(f"{command[0]!r} (pid {process.pid}) cannot be seen under /proc", fix="Mount /proc")
     # While the starter lives it must collect what ended, or zombies pile up; the thread ends with either of them.
@@ -115,7 +117,7 @@ def send_signal(process: ProcessId, number: int) -> bool:
     return True
 
 
-async def child_ended(pid: int) -> None:
+async def wait_child_ended(pid: int) -> None:
     """Return when the child `pid` has ended; it is not collected yet, so the pid is nobody else's."""
     fd = os.pidfd_open(pid)
     loop = asyncio.get_running_loop()
@@ -128,7 +130,7 @@ async def child_ended(pid: int) -> None:
         os.close(fd)
 
 
-def wait_ended(process: ProcessId, timeout_s: float) -> bool:
+def wait_process_ended(process: ProcessId, timeout_s: float) -> bool:
     """Block until `process` has ended, at most `timeout_s`. Whether it has."""
     fd = _open(process)
     if fd is None:
@@ -141,17 +143,17 @@ def wait_ended(process: ProcessId, timeout_s: float) -> bool:
         os.close(fd)
 
 
-def terminate(process: ProcessId, grace_s: float) -> bool:
+def terminate_process(process: ProcessId, grace_s: float) -> bool:
     """End `process`: SIGTERM, then SIGKILL after `grace_s` seconds; returns when it has ended.
 
     Blocks; call it in a thread where an event loop runs. True if it ended by itself within the grace, or had ended
     before; False if it had to be killed. Raises GcoreError if it does not even die of SIGKILL (a process in an
     uninterruptible wait), PermissionError if it is another user's.
     """
-    if not send_signal(process, signal.SIGTERM) or wait_ended(process, grace_s):
+    if not send_signal(process, signal.SIGTERM) or wait_process_ended(process, grace_s):
         return True
     send_signal(process, signal.SIGKILL)
-    if not wait_ended(process, KILL_WAIT_S):
+    if not wait_process_ended(process, KILL_WAIT_S):
         raise GcoreError(
             f"process {process.pid} does not die, {KILL_WAIT_S:.0f} s after SIGKILL",
             fix="It hangs in the kernel (a disk, a device); look at /proc/PID/stack",
@@ -191,8 +193,8 @@ LAST_LINES = 3
 LAST_WORDS = 500
 
 
-def sentence(returncode: int, last_words: str, *, out_of_memory: bool) -> str:
-    """`returncode` as subprocess has it: negative for a signal. `last_words`: the log's end, may be empty."""
+def exit_sentence(returncode: int, last_words: str, *, out_of_memory: bool) -> str:
+    """`returncode` as subprocess has it: negative for a signal. `last_log_lines`: the log's end, may be empty."""
     if returncode >= 0:
         how = f"ended by itself with exit code {returncode}"
     elif returncode == -signal.SIGKILL and out_of_memory:
@@ -202,7 +204,7 @@ def sentence(returncode: int, last_words: str, *, out_of_memory: bool) -> str:
     return f"{how}: {last_words}" if last_words else how
 
 
-def last_words(log_file: Path, since: int) -> str:
+def last_log_lines(log_file: Path, since: int) -> str:
     """The last lines of what was logged from byte `since` on, joined by " | "; empty if there are none."""
     try:
         with log_file.open("rb") as log:

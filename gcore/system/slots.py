@@ -50,12 +50,12 @@ def bound_cores(slot: str) -> frozenset[int]:
     return frozenset(core for part in slot.removeprefix("cpu:").split(",") for core in _range(part))
 
 
-def cores_bound_by(slots: Iterable[str]) -> tuple[int, ...]:
+def worker_cores(slots: Iterable[str]) -> tuple[int, ...]:
     """The cores on which a worker of these slots runs, in order; none: wherever the system lets it."""
     return tuple(sorted(frozenset[int]().union(*(bound_cores(slot) for slot in slots))))
 
 
-def threads_of(slots: Iterable[str]) -> int:
+def count_threads(slots: Iterable[str]) -> int:
     """How many threads a worker of these slots may compute with: one for each core, and one beside GPUs."""
     return max(1, sum(len(bound_cores(slot)) or 1 for slot in slots if not is_cuda(slot)))
 

@@ -36,7 +36,7 @@ def main() -> None:
         close_fds=False,  # what the owner handed on
         process_group=0,
     )
-    close_handed_on()
+    close_inherited()
     wait_for_end(leader.pid)
     # Before it is collected, its pid, and so its group, cannot be anybody else's.
     with contextlib.suppress(ProcessLookupError):
@@ -45,10 +45,10 @@ def main() -> None:
     kill_orphans()
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)
-    end_as(code)
+    exit_like(code)
 
 
-def close_handed_on() -> None:
+def close_inherited() -> None:
     """Let go of what only the command shall hold: whoever is at the other end waits for it to be closed."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2:
@@ -62,22 +62,22 @@ def wait_for_end(pid: int) -> None:
     poll.register(os.pidfd_open(pid), select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
     while not poll.poll(REAP_MS):
-        for child in children():
+        for child in list_children():
             if child != pid:
-                collect(child, os.WNOHANG)
+                reap_child(child, os.WNOHANG)
 
 
 def kill_orphans() -> None:
     """What left the group (a session of its own) came to us when its parent died. Until there is none."""
-    while left := children():
+    while left := list_children():
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in left:
-            collect(pid, 0)
+            reap_child(pid, 0)
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """Of this process; none where the kernel does not tell."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
@@ -86,13 +86,13 @@ def children() -> list[int]:
         return []
 
 
-def collect(pid: int, how: int) -> None:
+def reap_child(pid: int, how: int) -> None:
     """Wait for it, or only look (WNOHANG)."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, how)
 
 
-def end_as(code: int) -> None:
+def exit_like(code: int) -> None:
     """Exit with the command's code, or die of its signal, without a core."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

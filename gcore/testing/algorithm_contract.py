@@ -17,10 +17,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from gcore.config.base import Option, explain
+from gcore.config.base import Option, explain_errors
 from gcore.config.train import TrainSpec
 from gcore.testing.contracts import ContractBroken
-from gcore.train.loss import own_advantage, own_loss
+from gcore.train.loss import find_plugin_advantage, find_plugin_loss
 
 OUTCOMES = ((1.0, 0.0, 1.0, 2.0, 0.5, -1.0), (0.0,) * 6, (1e6, -1e6, 3.0, 0.25, 0.25, 0.25))
 
@@ -36,8 +36,8 @@ def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -
 
     Ranks compute it each for itself, and a group's number means nothing. Raises ContractBroken, PluginFault.
     """
-    estimate = own_advantage(_train(advantage=name, advantage_options=dict(options or {})))
-    _promise(estimate is not None, f"{name!r} is gcore's own")
+    estimate = find_plugin_advantage(_train(advantage=name, advantage_options=dict(options or {})))
+    _check_promise(estimate is not None, f"{name!r} is gcore's own")
     assert estimate is not None
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     for outcomes in OUTCOMES:
@@ -54,8 +54,8 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
     Else it would depend on how samples are split over ranks and micro-batches. Raises ContractBroken, PluginFault.
     """
     train = _train(loss=name, loss_options=dict(options or {}))
-    loss = own_loss(train)
-    _promise(loss is not None, f"{name!r} is gcore's own")
+    loss = find_plugin_loss(train)
+    _check_promise(loss is not None, f"{name!r} is gcore's own")
     assert loss is not None
     logp = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -1.2, -0.3]], dtype=torch.float64)
     old = torch.tensor([[-1.2, -0.9, -1.5], [-0.7, -0.8, -0.9]], dtype=torch.float64)
@@ -71,7 +71,9 @@ def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> Non
         return token_loss.detach(), gradient
 
     both, gradient = of(slice(0, 2))
-    _promise(bool(both.isfinite().all() and gradient.isfinite().all()), f"loss {name!r} or its gradient is not finite")
+    _check_promise(
+        bool(both.isfinite().all() and gradient.isfinite().all()), f"loss {name!r} or its gradient is not finite"
+    )
     for row in range(2):
         alone, of_alone = of(slice(row, row + 1))
         _same(both[row : row + 1], alone, f"loss {name!r} of a row depends on the rows beside it")
@@ -86,14 +88,14 @@ def _train(**settings: Any) -> TrainSpec:
     try:
         return TrainSpec(**settings)
     except ValidationError as error:
-        raise ContractBroken("; ".join(f"train.{problem}" for problem in explain(error))) from error
+        raise ContractBroken("; ".join(f"train.{problem}" for problem in explain_errors(error))) from error
 
 
-def _promise(kept: bool, sentence: str) -> None:
+def _check_promise(kept: bool, sentence: str) -> None:
     if not kept:
         raise ContractBroken(sentence)
 
 
 def _same(one: Tensor, other: Tensor, sentence: str) -> None:
     scale = max(1.0, float(one.abs().max()))
-    _promise(bool(((one - other).abs() <= TOLERANCE * scale).all()), sentence)
+    _check_promise(bool(((one - other).abs() <= TOLERANCE * scale).all()), sentence)

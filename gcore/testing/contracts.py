@@ -22,16 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gcore.config.base import Option
-from gcore.config.load import settings_of
+from gcore.config.load import flow_settings
 from gcore.config.reward import RewardSpec
 from gcore.config.train import FilterSpec
 from gcore.data.curriculum import CurriculumError, CurriculumView, SourceStatistics, find_curriculum
 from gcore.errors import EngineUnreachable, GcoreError
 from gcore.flows.api import find_flow
-from gcore.flows.filters import CheckedFilter, FilterError, find_filters, misfit
-from gcore.plugins import trace_of
+from gcore.flows.filters import CheckedFilter, FilterError, find_filters, untrainable_reason
+from gcore.plugins import plugin_trace
 from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
-from gcore.testing.flows import Asked, FakeCluster, Script
+from gcore.testing.flows import AnswerScript, Asked, FakeCluster
 from gcore.testing.judges import group_of
 from gcore.types import Group
 
@@ -53,7 +53,7 @@ class ContractBroken(AssertionError):
 
 
 async def check_flow(
-    name: str, entries: Entries, script: Script | None = None, *, peers: int = 2, **settings: Mapping[str, Any]
+    name: str, entries: Entries, script: AnswerScript | None = None, *, peers: int = 2, **settings: Mapping[str, Any]
 ) -> FakeCluster:
     """Run a flow on `peers` peers to the end of its steps, and once more with engines, rewards and filters that fail.
 
@@ -61,10 +61,10 @@ async def check_flow(
     cluster of the quiet run, for assertions of one's own. Raises ContractBroken, and what the flow raises.
     """
     flow = find_flow(name)
-    for section in settings_of(flow):
+    for section in flow_settings(flow):
         _promise(section in ("flow", "rollout", "train", "reward", "checkpoint", "eval"), f"it sets {section!r}")
     mine: dict[str, Mapping[str, Any]] = {**settings, "flow": {**settings.get("flow", {}), "name": name}}
-    answers = script or by_turns
+    answers = script or alternate_answers
     quiet = FakeCluster(entries, answers, peers=peers, **mine)
     await _to_its_end(name, quiet)
     _check_steps(name, quiet)
@@ -146,7 +146,7 @@ def check_curriculum(name: str, entries: Entries, *, options: Mapping[str, Optio
     _refuses(f"curriculum {name!r} takes an option it cannot know", lambda: found(odd), CurriculumError)
 
 
-def by_turns(asked: Asked) -> str:
+def alternate_answers(asked: Asked) -> str:
     """Right and wrong in turn, as the entry's `answer` has it; greedy: right."""
     right = str(asked.prompt.fields.get("answer", ""))
     return right if asked.greedy or (asked.index + asked.prompt.ref.seq) % 2 == 0 else f"{right}?"
@@ -176,7 +176,7 @@ def _check_steps(name: str, cluster: FakeCluster) -> None:
             _promise(peer.name in state.published, f"flow {name!r} does not wait for step.publish() in step {number}")
         for group in groups:
             _check_group(name, group)
-            why = misfit(group, cluster.spec.train)
+            why = untrainable_reason(group, cluster.spec.train)
             _promise(why is None, f"flow {name!r} made a group that would fail its prompt: {why}")
     some = min(cluster.unfiltered, default=None)
     _promise(some is None, f"flow {name!r} gave the group of prompt {some} to its batch without peer.filter")
@@ -197,7 +197,7 @@ def _scored(name: str, reward: OpenReward, response: str, entry: Mapping[str, An
         return reward(Response(response, len(response) + 1), entry)
     except RewardError as error:
         shown = repr(response if len(response) < 40 else f"{response[:40]}…")
-        trace = trace_of(error)
+        trace = plugin_trace(error)
         raise ContractBroken(
             f"reward {name!r} cannot score the response {shown}: {error}; a response that is nonsense is worth little, and "
             f"is no error{f'{chr(10)}{trace}' if trace else ''}"
@@ -230,7 +230,7 @@ def _refuses(what: str, act: Callable[[], object], kind: type[GcoreError]) -> No
     try:
         act()
     except kind as error:
-        _promise(not trace_of(error), f"{what} and fails on it by accident: {error}")
+        _promise(not plugin_trace(error), f"{what} and fails on it by accident: {error}")
         return
     raise ContractBroken(f"{what}; a misspelt one would change nothing, in silence")
 
@@ -240,4 +240,6 @@ def _says_so(what: str, act: Callable[[], object], kind: type[GcoreError]) -> No
     try:
         act()
     except kind as error:
-        _promise(not trace_of(error), f"{what}: it fails by accident ({error}); raise {kind.__name__} with a sentence")
+        _promise(
+            not plugin_trace(error), f"{what}: it fails by accident ({error}); raise {kind.__name__} with a sentence"
+        )

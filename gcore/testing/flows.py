@@ -18,11 +18,11 @@ from gcore.config.load import new_spec
 from gcore.config.spec import JobSpec
 from gcore.errors import EngineError, SpecError
 from gcore.flows.api import Flow, Peer
-from gcore.flows.filters import FilterError, filtered, find_filters, given
-from gcore.ledger.collectives import check_given, summed
+from gcore.flows.filters import FilterError, apply_filters, check_production, find_filters
+from gcore.ledger.collectives import check_contribution, exact_sum
 from gcore.reward.api import Response, RewardError
-from gcore.reward.pool import DirectScorer, Scorer
-from gcore.rollout.postprocess import dropped, is_truncated, scored_group
+from gcore.reward.pool import DirectScorer, FunctionScorer
+from gcore.rollout.postprocess import drop_truncated, is_truncated, make_scored_group
 from gcore.testing.judges import sample_of, tokens_of
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version
 
@@ -133,7 +133,7 @@ class FakePeer:
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """What the spec's reward says of them, and what becomes of cut-off ones. Raises RewardError."""
         rollout, source = self.cluster.spec.rollout, training_sources(self.cluster.spec)[0]
-        if (outcome := dropped(samples, rollout.truncated)) is not None:
+        if (outcome := drop_truncated(samples, rollout.truncated)) is not None:
             return outcome
         responses = [Response(s.text, s.own_tokens, is_truncated(s)) for s in samples]
         results = []
@@ -141,13 +141,13 @@ class FakePeer:
             if isinstance(result, RewardError):
                 raise result
             results.append(result)
-        return scored_group(prompt, samples, results, rollout, source.sampling)
+        return make_scored_group(prompt, samples, results, rollout, source.sampling)
 
     async def filter(self, prompt: Prompt, group: Group | Outcome) -> Group | Outcome:
         """What the spec's filters make of it. Raises FilterError."""
         if isinstance(group, Outcome):
             return group
-        result = filtered(self.cluster.filters, group, prompt.fields)
+        result = apply_filters(self.cluster.filters, group, prompt.fields)
         if isinstance(result, Group):
             self._passed.add(prompt.ref)
         return result
@@ -214,7 +214,7 @@ class FakeStep:
 
     async def gather(self, name: str, value: Any) -> tuple[Any, ...]:
         """What all peers give. Raises ValueError."""
-        check_given(name, value)
+        check_contribution(name, value)
         if name in self._told:
             raise ValueError(f"{name!r} was used in this step; give what is told again another name")
         self._told.add(name)
@@ -228,8 +228,8 @@ class FakeStep:
 
     async def sum(self, name: str, value: float) -> float:
         """The sum of what all peers give. Raises ValueError."""
-        summed([value])
-        return summed(await self.gather(name, value))
+        exact_sum([value])
+        return exact_sum(await self.gather(name, value))
 
 
 class FakeBatch:
@@ -262,7 +262,7 @@ class FakeBatch:
     async def _produce(self, prompt: Prompt, produce: Coroutine[Any, Any, Group | Outcome]) -> None:
         cluster, ref = self._cluster, prompt.ref
         try:
-            result = given(await produce, ref)
+            result = check_production(await produce, ref)
             if self._step.state.closed:
                 cluster.taken.discard(ref)  # it lost the race
             elif isinstance(result, Group):
@@ -310,7 +310,7 @@ LONGEST = 64
 """Tokens of a response, at most; `rollout.max_new_tokens` of a made-up spec."""
 
 
-Script = Callable[[Asked], str]
+AnswerScript = Callable[[Asked], str]
 """Answers; raises EngineError where no engine would."""
 
 
@@ -320,17 +320,17 @@ class FakeCluster:
     def __init__(
         self,
         entries: Sequence[Mapping[str, Any]],
-        script: Script | None = None,
+        script: AnswerScript | None = None,
         *,
         peers: int = 1,
         **settings: Mapping[str, Any],
     ) -> None:
-        self.spec = made_spec(**settings)
+        self.spec = make_spec(**settings)
         if not entries:
             raise SpecError("a cluster needs prompts", fix="Give at least one entry")
         self.entries = entries
         self.script = script or (lambda asked: str(asked.prompt.fields.get("answer", "")))
-        self.scorer: Scorer = DirectScorer()
+        self.scorer: FunctionScorer = DirectScorer()
         self.filters = find_filters(self.spec.flow.filters)
         self.asked: list[Asked] = []
         """Every response that was asked for, in order."""
@@ -397,7 +397,7 @@ class FakeCluster:
         self.held.clear()
 
 
-def made_spec(**settings: Mapping[str, Any]) -> JobSpec:
+def make_spec(**settings: Mapping[str, Any]) -> JobSpec:
     """A small spec with `settings` in it; two steps of two groups, if nothing is said. Raises SpecError."""
     made: dict[str, Any] = {
         "name": "fake",

@@ -15,9 +15,9 @@ from typing import Any
 
 import h11
 
-from gcore.reward.judges.types import Answer, JudgeError, Valued, Why
+from gcore.reward.judges.types import Answer, ClassifierAnswer, JudgeError, Why
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.concurrency import end_all
+from gcore.system.concurrency import cancel_all
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 # -------------------- fake_judge
@@ -27,7 +27,7 @@ from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
-class AskedOf:
+class RecordedQuestion:
     """A question that a fake judge was asked, and the seeds of its answers."""
 
     question: str
@@ -41,12 +41,12 @@ class _Fake:
         self._clock = clock
         self.delay_s = delay_s
         self._failures = list(failures)
-        self.asked: list[AskedOf] = []
+        self.asked: list[RecordedQuestion] = []
         self.open = 0
         """Questions under way."""
 
     async def _begun(self, question: str, seeds: Sequence[int]) -> None:
-        self.asked.append(AskedOf(question, tuple(seeds)))
+        self.asked.append(RecordedQuestion(question, tuple(seeds)))
         failure = self._failures.pop(0) if self._failures else None
         self.open += 1
         try:
@@ -100,14 +100,14 @@ class FakeClassifier(_Fake):
         super().__init__(clock, delay_s, failures)
         self._value = value
 
-    async def __call__(self, question: str) -> Valued:
+    async def __call__(self, question: str) -> ClassifierAnswer:
         """As `Value`. Tokens are words."""
         await self._begun(question, ())
-        return Valued(self._value(question), len(question.split()))
+        return ClassifierAnswer(self._value(question), len(question.split()))
 
 
 @dataclass
-class HeardOf:
+class RecordingObserver:
     """`gcore.reward.generative.Seen`: keeps what it is told, without the judge's name."""
 
     asked_of: list[tuple[float, int, int]] = field(default_factory=list)
@@ -144,7 +144,7 @@ Say = Callable[[Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Failing:
+class FakeFailure:
     """What happens to one request. `status` None: its connection is closed without a word. `slow_s`: it is answered late.
 
     `body`: sent as it is, instead of a completion. `usage`: whether a completion says how many tokens it has.
@@ -157,7 +157,7 @@ class Failing:
     usage: bool = True
 
 
-WELL = Failing()
+WELL = FakeFailure()
 
 
 class FakeOpenAI:
@@ -168,7 +168,7 @@ class FakeOpenAI:
         self._say = say
         self.key = key
         self._clock = clock or SystemClock()
-        self.script: list[Failing] = []
+        self.script: list[FakeFailure] = []
         """What happens to the next requests, one after the other; to those after them nothing."""
         self.asked: list[dict[str, Any]] = []
         """The bodies of all requests with the right key."""
@@ -189,7 +189,7 @@ class FakeOpenAI:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        await end_all(self._lines)
+        await cancel_all(self._lines)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of the fake's own: of one that asyncio makes itself, its cancellation is logged as an error.

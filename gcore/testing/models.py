@@ -18,8 +18,14 @@ from typing import Any, Self
 import httpx
 
 from gcore.engines.launch import SglangLaunch
-from gcore.engines.sglang.adapter import Server, free_port, make_scratch
-from gcore.engines.sglang.command import check_engine_args, prepared, require_python, server_command, server_environment
+from gcore.engines.sglang.adapter import SglangServer, free_port, make_scratch
+from gcore.engines.sglang.command import (
+    check_engine_args,
+    prepare_head_bias,
+    require_python,
+    server_command,
+    server_environment,
+)
 from gcore.errors import EngineError
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import thread_environment
@@ -227,7 +233,9 @@ class SglangProcess:
         scratch = make_scratch()
         env = server_environment(launch, {**os.environ, **ENVIRONMENT}, scratch)
         self.base_url = f"http://{launch.host}:{port}"
-        self._server = Server(server_command(prepared(launch, scratch), port), env, scratch, sys.stderr.buffer)
+        self._server = SglangServer(
+            server_command(prepare_head_bias(launch, scratch), port), env, scratch, sys.stderr.buffer
+        )
         try:
             self._wait(SystemClock())
         except BaseException:

@@ -19,8 +19,8 @@ from gcore.store.types import (
     MIN_TTL_S,
     Compare,
     Delete,
+    KeyListing,
     KeyValue,
-    Listing,
     Put,
     TxnResult,
     WatchBatch,
@@ -115,24 +115,24 @@ class MemoryCluster:
         self._end_leases()
         return self._keys.get(key)
 
-    def listing(self, prefix: str) -> Listing:
+    def listing(self, prefix: str) -> KeyListing:
         """The keys with `prefix` now."""
         self._end_leases()
-        return Listing(
+        return KeyListing(
             tuple(self._keys[key] for key in sorted(self._keys) if key.startswith(prefix)), revision=self.revision
         )
 
-    def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+    def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
         """Those with `prefix` that were created last, and before a revision."""
         listing = self.listing(prefix)
         older = [kv for kv in listing.kvs if before is None or kv.create_revision < before]
         older.sort(key=lambda kv: -kv.create_revision)
-        return Listing(tuple(older[:limit]), listing.revision)
+        return KeyListing(tuple(older[:limit]), listing.revision)
 
-    def between(self, first: str, behind: str, limit: int) -> Listing:
+    def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """The first so many from `first` on and before `behind`."""
         found = [kv for kv in self.listing("").kvs if first <= kv.key < behind]
-        return Listing(tuple(found[:limit]), self.revision)
+        return KeyListing(tuple(found[:limit]), self.revision)
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
         """All or nothing."""
@@ -347,15 +347,15 @@ class MemoryStore:
         """See `Store.get`."""
         return await self._call(Call(self.name, "get", key), lambda: self.cluster.get(key))
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str) -> KeyListing:
         """See `Store.list`."""
         return await self._call(Call(self.name, "list", prefix), lambda: self.cluster.listing(prefix))
 
-    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
         """See `Store.newest`."""
         return await self._call(Call(self.name, "list", prefix), lambda: self.cluster.newest(prefix, limit, before))
 
-    async def between(self, first: str, behind: str, limit: int) -> Listing:
+    async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """See `Store.between`."""
         return await self._call(Call(self.name, "list", first), lambda: self.cluster.between(first, behind, limit))
 

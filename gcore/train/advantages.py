@@ -26,14 +26,14 @@ from gcore.train.algorithms.advantages import (
     less_kl,
     whitened,
 )
-from gcore.train.batching import MicroBatch, Place, Step
-from gcore.train.loss import OwnAdvantage
+from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
+from gcore.train.loss import PluginAdvantage
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
 """Outcomes [n] float64 and the numbers of their groups [n] int64, to advantages [n]."""
 
 
-class Summing(Protocol):
+class RankSum(Protocol):
     """Of each number over the ranks; a collective."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -42,13 +42,13 @@ class Summing(Protocol):
 
 
 def advantages(
-    step: Step,
+    step: StepTensors,
     train: TrainSpec,
-    penalties: Mapping[Place, Tensor],
-    over_ranks: Summing,
+    penalties: Mapping[BatchIndex, Tensor],
+    over_ranks: RankSum,
     targets: ValueTargets | None = None,
-    own: OwnAdvantage | None = None,
-) -> dict[Place, Tensor]:
+    own: PluginAdvantage | None = None,
+) -> dict[BatchIndex, Tensor]:
     """[b, 1] or [b, w] float32 by micro-batch; a row that is no sample's has 0, and so has all that is only imitated.
 
     `penalties` [b, w] float64: what each token's reward is worth less, for the KL inside it; may be empty. `targets`: of a
@@ -79,12 +79,12 @@ def advantages(
 class ValueTargets:
     """By micro-batch: advantages against the critic's values, and the returns that it is fitted to; [b, w] float64."""
 
-    advantages: dict[Place, Tensor]
-    returns: dict[Place, Tensor]
+    advantages: dict[BatchIndex, Tensor]
+    returns: dict[BatchIndex, Tensor]
 
 
 def value_targets(
-    step: Step, train: TrainSpec, values: Mapping[Place, Tensor], penalties: Mapping[Place, Tensor]
+    step: StepTensors, train: TrainSpec, values: Mapping[BatchIndex, Tensor], penalties: Mapping[BatchIndex, Tensor]
 ) -> ValueTargets:
     """By GAE from the values before each token [b, w]; 0 where nothing is computed. `penalties` as in `advantages`."""
     found, returns = {}, {}
@@ -95,7 +95,7 @@ def value_targets(
 
 
 def _by_group(
-    step: Step, estimate: Estimate, penalties: Mapping[Place, Tensor], over_ranks: Summing
+    step: StepTensors, estimate: Estimate, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankSum
 ) -> dict[SampleSlot, float]:
     """Of every sample of the step; a sample's outcome is its reward less the penalties of all its tokens."""
     every = sorted(slot for by_rank in step.work.layout.shares for share in by_rank for slot in share)
@@ -113,7 +113,7 @@ def _by_group(
     return dict(zip(every, values.tolist(), strict=True))
 
 
-def _spread(step: Step, values: Mapping[SampleSlot, float]) -> dict[Place, Tensor]:
+def _spread(step: StepTensors, values: Mapping[SampleSlot, float]) -> dict[BatchIndex, Tensor]:
     """Each sample's number as a row of its micro-batch, [b, 1]."""
     return {place: _rows(step.at(place), values) for place in step.places()}
 
@@ -123,13 +123,13 @@ def _rows(batch: MicroBatch, values: Mapping[SampleSlot, float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device=batch.mask.device).unsqueeze(1)
 
 
-def _returns(step: Step, gamma: float, penalties: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+def _returns(step: StepTensors, gamma: float, penalties: Mapping[BatchIndex, Tensor]) -> dict[BatchIndex, Tensor]:
     """Return to go of every token that is computed, [b, w] float64. A response of no tokens has none."""
     places = step.places()
     return {place: discounted(_token_rewards(step, place, penalties), step.at(place).scored, gamma) for place in places}
 
 
-def _token_rewards(step: Step, place: Place, penalties: Mapping[Place, Tensor]) -> Tensor:
+def _token_rewards(step: StepTensors, place: BatchIndex, penalties: Mapping[BatchIndex, Tensor]) -> Tensor:
     """What each token of a micro-batch is rewarded with, [b, w] float64."""
     batch = step.at(place)
     mine = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
@@ -142,7 +142,7 @@ def _token_rewards(step: Step, place: Place, penalties: Mapping[Place, Tensor]) 
     )  # the coefficient is in it
 
 
-def moments(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> Moments:
+def moments(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankSum) -> Moments:
     """Of values [b, w] over the step's trained tokens, wherever they are. A collective."""
     own = sum((Moments.of(value, step.at(place).mask) for place, value in values.items()), Moments())
     count, total = over_ranks.sum([own.count, own.mean * own.count])
@@ -152,13 +152,13 @@ def moments(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> 
     return Moments(int(count), mean, squares)
 
 
-def _whitened(step: Step, values: Mapping[Place, Tensor], over_ranks: Summing) -> dict[Place, Tensor]:
+def _whitened(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankSum) -> dict[BatchIndex, Tensor]:
     tokens = {place: value.double().expand(step.at(place).mask.shape) for place, value in values.items()}
     whole = moments(step, tokens, over_ranks)
     return {place: whitened(value, step.at(place).mask, whole).float() for place, value in tokens.items()}
 
 
-def _less_baseline(step: Step, returns: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+def _less_baseline(step: StepTensors, returns: Mapping[BatchIndex, Tensor]) -> dict[BatchIndex, Tensor]:
     """Every scored token's return to go less what its group's flow found to compare with, [b, w] float32."""
     found = {}
     for place, value in returns.items():

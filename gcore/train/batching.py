@@ -1,6 +1,6 @@
 """Samples as tensors, and their log-probabilities.
 
-What goes through the model (`Inputs`) is either one row of sequences end to end, or rows padded on the right. With causal
+What goes through the model (`ModelInputs`) is either one row of sequences end to end, or rows padded on the right. With causal
 attention no real token ever sees the padding, so no mask goes to the model. Logits are made only for what is scored: in
 one row for exactly those tokens, in rows for the columns that hold any.
 
@@ -25,8 +25,8 @@ from torch import Tensor
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.ledger.balance import SampleSlot
-from gcore.train.packing import Cutting, MicroPlan, MiniBatchPlan, Packing, Rectangle, plan_step
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.packing import CutSettings, MicroPlan, MiniBatchPlan, Packing, Rectangle, plan_step
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 
 # -------------------- logprobs
 # Log-probabilities and entropies of tokens from logits, in little memory.
@@ -110,7 +110,7 @@ DUMMY = Rectangle(1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
+class ModelInputs:
     """What a model is given. `tokens` [1, t] with `positions` [1, t], or [b, t] with None: each row counts from 0.
 
     Logits are wanted for `columns` [c] int64, and of those [b·c] for `rows` [n] int64; None: for all.
@@ -123,7 +123,7 @@ class Inputs:
     rows: Tensor | None
 
 
-LogitsOf = Callable[[Inputs], Tensor]
+LogitsOf = Callable[[ModelInputs], Tensor]
 """Inputs to the logits [n, vocabulary] of what is scored."""
 
 
@@ -139,7 +139,7 @@ class MicroBatch:
     """
 
     slots: tuple[SampleSlot, ...]
-    inputs: Inputs
+    inputs: ModelInputs
     targets: Tensor
     temperature: Tensor | None
     places: Tensor
@@ -178,7 +178,7 @@ class Feeding:
     device: torch.device
 
 
-def make_batch(work: Work, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
+def make_batch(work: StepInput, plan: MicroPlan, feeding: Feeding) -> MicroBatch:
     """The tensors of some samples; a dummy, with nothing in its mask, for none. Raises DataError."""
     if not plan.slots:
         return make_dummy(feeding)
@@ -190,7 +190,7 @@ def make_dummy(feeding: Feeding) -> MicroBatch:
     return _tensors((), (), (DUMMY,), feeding)
 
 
-def score(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
+def score_batch(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> Scores:
     """Log-probabilities and entropies of a micro-batch under a model. Gradients as the caller has them enabled.
 
     `entropic`: whether a gradient goes through the entropies too.
@@ -201,8 +201,8 @@ def score(logits_of: LogitsOf, batch: MicroBatch, *, entropic: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    group: HeldGroup
-    sample: HeldSample
+    group: TrainGroup
+    sample: TrainSample
     masked: bool
 
 
@@ -252,7 +252,7 @@ def _tensors(
     )
 
 
-def _rows(work: Work, plan: MicroPlan) -> list[_Row]:
+def _rows(work: StepInput, plan: MicroPlan) -> list[_Row]:
     rows = []
     for slot in plan.slots:
         sealed = work.seal.groups[slot.group]
@@ -287,21 +287,23 @@ def _starts(rectangles: Sequence[Rectangle]) -> list[int]:
 
 def _inputs(
     tokens: NDArray[np.int64], scored: NDArray[np.int64], rectangles: tuple[Rectangle, ...], feeding: Feeding
-) -> Inputs:
+) -> ModelInputs:
     """`tokens` [t]: rows end to end; `scored` [n]: those whose logits are wanted."""
     device = feeding.device
     flat = torch.from_numpy(tokens).to(device)
     if feeding.packing == "packed":
         positions = np.concatenate([np.tile(np.arange(one.length), one.rows) for one in rectangles])
         columns = torch.from_numpy(scored).to(device)
-        return Inputs(flat.unsqueeze(0), torch.from_numpy(positions).to(device).unsqueeze(0), rectangles, columns, None)
+        return ModelInputs(
+            flat.unsqueeze(0), torch.from_numpy(positions).to(device).unsqueeze(0), rectangles, columns, None
+        )
     (one,) = rectangles
     row, column = np.divmod(scored, one.length)
     first, last = int(column.min()), int(column.max())
     window = last + 1 - first
     rows = row * window + (column - first)
     everything = len(rows) == one.rows * window and bool((rows == np.arange(len(rows))).all())
-    return Inputs(
+    return ModelInputs(
         flat.view(one.rows, one.length),
         None,
         rectangles,
@@ -314,7 +316,7 @@ def _inputs(
 # A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
 
 
-class Place(NamedTuple):
+class BatchIndex(NamedTuple):
     """A micro-batch of the step."""
 
     mini_batch: int
@@ -322,20 +324,20 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class StepTensors:
     """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m."""
 
-    work: Work
+    work: StepInput
     plans: tuple[MiniBatchPlan, ...]
     batches: tuple[tuple[MicroBatch, ...], ...]
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[BatchIndex]:
         """All micro-batches, in order."""
         for number, batches in enumerate(self.batches):
             for k in range(len(batches)):
-                yield Place(number, k)
+                yield BatchIndex(number, k)
 
-    def at(self, place: Place) -> MicroBatch:
+    def at(self, place: BatchIndex) -> MicroBatch:
         """The micro-batch there."""
         return self.batches[place.mini_batch][place.micro_batch]
 
@@ -356,18 +358,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class PrecomputedPasses:
     """What is known before the updates. `old` may lack the first mini-batch; it is filled in on the way."""
 
-    advantages: dict[Place, Tensor]
-    old: dict[Place, Tensor]
-    reference: dict[Place, Tensor]
+    advantages: dict[BatchIndex, Tensor]
+    old: dict[BatchIndex, Tensor]
+    reference: dict[BatchIndex, Tensor]
 
 
-def cut_step(work: Work, train: TrainSpec, feeding: Feeding) -> Step:
+def cut_step(work: StepInput, train: TrainSpec, feeding: Feeding) -> StepTensors:
     """Raises DataError for tokens that the model does not know."""
     # The rewards of masked samples need their KL.
-    cutting = Cutting(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
+    cutting = CutSettings(train.micro_batch_tokens, feeding.packing, masked=train.rewards_kl)
     plans = plan_step(work.seal, work.layout, work.rank, cutting)
     batches = tuple(tuple(make_batch(work, one, feeding) for one in plan.micro_batches) for plan in plans)
-    return Step(work, plans, batches)
+    return StepTensors(work, plans, batches)

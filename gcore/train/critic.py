@@ -31,12 +31,12 @@ from transformers.utils import logging as transformers_logging
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import MODEL_FILE
-from gcore.train.advantages import Summing, ValueTargets, moments, value_targets
+from gcore.train.advantages import RankSum, ValueTargets, moments, value_targets
 from gcore.train.algorithms.losses import loss_sum, value_clip_tokens, value_loss
 from gcore.train.algorithms.schedules import learning_rate
-from gcore.train.backends.deepspeed import Optimizing, TrainedModel, UpdateResult
-from gcore.train.batching import Feeding, MicroBatch, Place, Step
-from gcore.train.hf_models import REMEDIES, check_names, explained, load_module
+from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, UpdateResult
+from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors
+from gcore.train.hf_models import REMEDIES, check_names, explain_memory_error, load_module
 from gcore.train.loss import Losses
 from gcore.train.rank.launch import RankLaunch
 
@@ -77,14 +77,14 @@ class ValueModel(nn.Module):
         return TokenClassifierOutput(logits=self.get_submodule(HEAD)(hidden[:, logits_to_keep]))
 
 
-class Critic(TrainedModel):
+class Critic(DeepSpeedBackend):
     """A model of values being trained."""
 
     @classmethod
     def of(cls, module: ValueModel, train: TrainSpec, feeding: Feeding) -> Critic:
         """A module in float32, ready to train, Adam's state zero; fed as the policy is."""
         assert train.critic is not None
-        return cls(module, Optimizing.of(train, train.critic), feeding)
+        return cls(module, OptimizerSettings.of(train, train.critic), feeding)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """The value before each scored token of a micro-batch, [b, w] float32, 0 elsewhere."""
@@ -181,7 +181,9 @@ class ValueTally:
         self._updates = 0
         self._rate = 0.0
 
-    def before(self, step: Step, targets: ValueTargets, values: Mapping[Place, Tensor], over_ranks: Summing) -> None:
+    def before(
+        self, step: StepTensors, targets: ValueTargets, values: Mapping[BatchIndex, Tensor], over_ranks: RankSum
+    ) -> None:
         """The step's values and what they lead to, before the updates. A collective."""
         exact = {place: value.double() for place, value in values.items()}
         left = {place: targets.returns[place] - value for place, value in exact.items()}
@@ -209,7 +211,7 @@ class ValueTally:
         if result.applied:
             self._norms.append(result.grad_norm)
 
-    def metrics(self, over_ranks: Summing) -> dict[str, float]:
+    def metrics(self, over_ranks: RankSum) -> dict[str, float]:
         """The step's. A collective."""
         loss, clipped, tokens = over_ranks.sum([self._loss, self._clipped, self._tokens])
         found = self._found | {
@@ -222,7 +224,7 @@ class ValueTally:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-class Critique:
+class CriticTrainer:
     """A critic in a job."""
 
     def __init__(self, critic: Critic, launch: RankLaunch, losses: Losses) -> None:
@@ -236,14 +238,16 @@ class Critique:
         own = self.launch.spec.train.critic
         return own is not None and step <= own.warmup_steps
 
-    def begin(self, step: Step, penalties: Mapping[Place, Tensor], over_ranks: Summing, tell: Tell) -> CriticStep:
+    def begin(
+        self, step: StepTensors, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankSum, tell: Tell
+    ) -> CriticStep:
         """Values of the whole step, and what follows from them. A collective."""
         train, values = self.launch.spec.train, {}
         with torch.no_grad():
             for place in step.places():
                 tell("values")
                 batch = step.at(place)
-                with explained(f"values: {batch.size}", train, REMEDIES):
+                with explain_memory_error(f"values: {batch.size}", train, REMEDIES):
                     values[place] = self.critic.values(batch)
         targets = value_targets(step, train, values, penalties)
         tally = ValueTally()
@@ -256,10 +260,10 @@ class CriticStep:
 
     def __init__(
         self,
-        critique: Critique,
-        step: Step,
+        critique: CriticTrainer,
+        step: StepTensors,
         targets: ValueTargets,
-        values: Mapping[Place, Tensor],
+        values: Mapping[BatchIndex, Tensor],
         tally: ValueTally,
     ) -> None:
         assert critique.launch.spec.train.critic is not None
@@ -281,8 +285,8 @@ class CriticStep:
         divisor *= self._step.work.seal.padding_scale
         for k, batch in enumerate(batches):
             tell("critic")
-            with explained(f"critic: {batch.size}", self._train, REMEDIES):
-                self._backward(batch, Place(number, k), divisor, last=k + 1 == len(batches))
+            with explain_memory_error(f"critic: {batch.size}", self._train, REMEDIES):
+                self._backward(batch, BatchIndex(number, k), divisor, last=k + 1 == len(batches))
         launch = self._critique.launch
         rate = learning_rate(
             made,
@@ -291,16 +295,16 @@ class CriticStep:
             schedule=self._train.schedule,
             total_updates=launch.critic_updates(self._step.work.seal.planned_steps),
         )
-        with explained("critic: the optimizer", self._train, ("zero_stage", "offload_reference")):
+        with explain_memory_error("critic: the optimizer", self._train, ("zero_stage", "offload_reference")):
             result = self._critique.critic.update(rate)
         self._tally.updated(result, rate)
         return result
 
-    def metrics(self, over_ranks: Summing) -> dict[str, float]:
+    def metrics(self, over_ranks: RankSum) -> dict[str, float]:
         """The step's. A collective."""
         return self._tally.metrics(over_ranks)
 
-    def _backward(self, batch: MicroBatch, place: Place, divisor: float, *, last: bool) -> None:
+    def _backward(self, batch: MicroBatch, place: BatchIndex, divisor: float, *, last: bool) -> None:
         values, returns, old = self._critique.critic.values(batch), self._returns[place], self._values[place]
         token_loss = value_loss(values, returns, old, self._own.clip)
         loss = loss_sum(token_loss, batch.mask, self._train.aggregation, self._critique.losses.horizon) / divisor

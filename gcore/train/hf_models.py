@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError
 from gcore.train.backends.packed_attention import PACKED
-from gcore.train.batching import Inputs, LogitsOf
+from gcore.train.batching import LogitsOf, ModelInputs
 
 # -------------------- memory
 # What running out of memory is called, and which field of the spec to lower.
@@ -43,14 +43,14 @@ class OutOfMemory(GcoreError):
 
 
 @contextlib.contextmanager
-def explained(doing: str, train: TrainSpec, fields: tuple[str, ...]) -> Iterator[None]:
+def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) -> Iterator[None]:
     """Turn running out of memory in the block into OutOfMemory. `fields`: of `remedies`, those that would help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
-        known = remedies(train)
+        known = list_remedies(train)
         fix = ", or ".join(known[name] for name in fields if name in known)
         raise OutOfMemory(
             f"out of memory while {doing} ({_first_line(error)})",
@@ -58,14 +58,14 @@ def explained(doing: str, train: TrainSpec, fields: tuple[str, ...]) -> Iterator
         ) from error
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is what torch or Python raise when there is no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
 
 
-def remedies(train: TrainSpec) -> dict[str, str]:
+def list_remedies(train: TrainSpec) -> dict[str, str]:
     """What can still be changed in the spec, by field, in the order in which to try."""
     found = {"micro_batch_tokens": f"lower train.micro_batch_tokens (now {train.micro_batch_tokens})"}
     if not train.activation_checkpointing:
@@ -107,7 +107,7 @@ def load_module(folder: Path, dtype: torch.dtype, *, trust_remote_code: bool = F
 def logits_of(call: Callable[..., Any]) -> LogitsOf:
     """The logits of a module, or of an engine around one, that takes what Hugging Face models take."""
 
-    def logits(inputs: Inputs) -> Tensor:
+    def logits(inputs: ModelInputs) -> Tensor:
         more = {}
         if inputs.positions is not None:
             PACKED.lay(inputs.rectangles, inputs.tokens.device)
@@ -156,7 +156,7 @@ def checkpoint_activations(module: nn.Module, folder: Path) -> None:
         )
 
 
-def evaluate(module: nn.Module) -> None:
+def set_evaluation_mode(module: nn.Module) -> None:
     """Evaluation mode, in which layers are checkpointed if that was asked for."""
     module.eval()
     for layer in module.modules():

@@ -12,7 +12,7 @@ from torch import Tensor
 from gcore.config.base import Option
 from gcore.config.spec import JobSpec
 from gcore.config.train import ADVANTAGES, LOSSES, TrainSpec, is_own_advantage, is_own_loss
-from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.train.algorithms.losses import (
     cispo_clip_fraction_tokens,
     cispo_loss,
@@ -62,7 +62,7 @@ class _Own:
         try:
             found = self.function(*tensors, **more, **self.options)
         except RAISED as error:  # the edge to foreign code
-            raise self.fault(f"raised {sentence_of(error)}", trace_of(error)) from error
+            raise self.fault(f"raised {error_sentence(error)}", plugin_trace(error)) from error
         if not isinstance(found, Tensor) or found.shape != shape:
             what = (
                 f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -80,7 +80,7 @@ class _Own:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnAdvantage:
+class PluginAdvantage:
     """An estimator whose every result is checked."""
 
     own: _Own
@@ -94,7 +94,7 @@ class OwnAdvantage:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnLoss:
+class PluginLoss:
     """A loss whose every result is checked."""
 
     own: _Own
@@ -107,21 +107,21 @@ class OwnLoss:
         return self.own.called(logp.shape, logp, old, gain, mask, clip_low=clip_low, clip_high=clip_high)
 
 
-def own_advantage(train: TrainSpec) -> OwnAdvantage | None:
+def find_plugin_advantage(train: TrainSpec) -> PluginAdvantage | None:
     """The spec's estimator, tried, if it is not one of gcore's. Raises PluginFault."""
     if not is_own_advantage(train.advantage):
         return None
     function = find_plugin(ADVANTAGES, train.advantage)
-    found = OwnAdvantage(_Own(ADVANTAGES, train.advantage, function, train.advantage_options))
+    found = PluginAdvantage(_Own(ADVANTAGES, train.advantage, function, train.advantage_options))
     found(torch.tensor([0.0, 1.0, 0.5, 2.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1]))
     return found
 
 
-def own_loss(train: TrainSpec) -> OwnLoss | None:
+def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
     """The spec's loss, tried, if it is not one of gcore's. Raises PluginFault."""
     if not is_own_loss(train.loss):
         return None
-    found = OwnLoss(_Own(LOSSES, train.loss, find_plugin(LOSSES, train.loss), train.loss_options))
+    found = PluginLoss(_Own(LOSSES, train.loss, find_plugin(LOSSES, train.loss), train.loss_options))
     logp = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -1.2, -0.3]], requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     gain = torch.tensor([[1.0], [-1.0]])
@@ -152,13 +152,13 @@ class Losses:
     train: TrainSpec
     correction: str
     horizon: float
-    own: OwnLoss | None = None
+    own: PluginLoss | None = None
 
     @classmethod
     def of(cls, spec: JobSpec) -> Losses:
         """As the spec says. Raises PluginFault for a loss of the user's own that cannot be had."""
         horizon = spec.train.horizon or spec.rollout.max_new_tokens
-        return cls(spec.train, spec.rollout.correction, float(horizon), own_loss(spec.train))
+        return cls(spec.train, spec.rollout.correction, float(horizon), find_plugin_loss(spec.train))
 
     @property
     def entropic(self) -> bool:

@@ -38,7 +38,7 @@ from gcore.train.backends.deepspeed import UpdateResult
 from gcore.train.batching import MicroBatch, Scores
 from gcore.train.loss import Losses, Targets
 
-Count = Literal[
+CountName = Literal[
     "loss",
     "entropy",
     "kl",
@@ -72,10 +72,10 @@ Count = Literal[
 ]
 
 
-COUNTS: tuple[Count, ...] = Count.__args__  # type: ignore[attr-defined]
+COUNTS: tuple[CountName, ...] = CountName.__args__  # type: ignore[attr-defined]
 
 
-class Sums(Protocol):
+class RankReductions(Protocol):
     """Of each number over the ranks. Both are collectives."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -87,11 +87,11 @@ class Sums(Protocol):
         ...
 
 
-class Tally:
+class TrainStepMetrics:
     """One rank's counts of one step."""
 
     def __init__(self) -> None:
-        self._sums: dict[Count, float] = dict.fromkeys(COUNTS, 0.0)
+        self._sums: dict[CountName, float] = dict.fromkeys(COUNTS, 0.0)
         self._norms: list[float] = []
         self._updates = 0
         self._rate = 0.0
@@ -179,12 +179,12 @@ class Tally:
         if result.applied:
             self._norms.append(result.grad_norm)
 
-    def metrics(self, over_ranks: Sums) -> dict[str, float]:
+    def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
         """The step's metrics. A collective."""
         totals = over_ranks.sum([self._sums[name] for name in COUNTS])
         low, high = self._ratios
         largest, below, ratio_max = over_ranks.max([self._largest_mismatch, -low, high])
-        sums: dict[Count, float] = dict(zip(COUNTS, totals, strict=True))
+        sums: dict[CountName, float] = dict(zip(COUNTS, totals, strict=True))
         found = {
             "loss": _ratio(sums["loss"], self._updates),
             "grad_norm": _ratio(math.fsum(self._norms), len(self._norms)),
@@ -221,7 +221,7 @@ def _masked(values: Tensor, mask: Tensor) -> float:
     return float(torch.where(mask, values, torch.zeros_like(values)).sum())
 
 
-def _correlation(sums: dict[Count, float]) -> float:
+def _correlation(sums: dict[CountName, float]) -> float:
     """Pearson's, of the engine's and the trainer's probabilities; not a number if either is constant."""
     n = sums["mismatch_tokens"]
     one = n * sums["engine_squares"] - sums["engine"] ** 2

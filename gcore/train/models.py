@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import critic_folder
-from gcore.train.backends.deepspeed import Optimizing, TrainedModel, quieten
-from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedAttention
-from gcore.train.batching import Feeding, Inputs, LogitsOf
+from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, silence_deepspeed
+from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
+from gcore.train.batching import Feeding, LogitsOf, ModelInputs
 from gcore.train.critic import Critic, load_backbone, make_value_model
 from gcore.train.hf_models import (
     cast_parameters,
@@ -42,13 +42,13 @@ from gcore.train.rank.launch import RankLaunch
 # The policy: the model whose log-probabilities are trained, and whose weights engines serve.
 
 
-class Policy(TrainedModel):
+class PolicyModel(DeepSpeedBackend):
     """A causal language model being trained."""
 
     @classmethod
-    def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> Policy:
+    def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> PolicyModel:
         """A module in float32, ready to train, Adam's state zero. The module is the policy's from now on."""
-        return cls(module, Optimizing.of(train, train), Feeding(packing, vocabulary_of(module), device))
+        return cls(module, OptimizerSettings.of(train, train), Feeding(packing, vocabulary_of(module), device))
 
     @property
     def logits_of(self) -> LogitsOf:
@@ -103,7 +103,7 @@ class Reference:
 
 
 def _partitioned(module: nn.Module, train: TrainSpec) -> Any:
-    quieten()
+    silence_deepspeed()
     buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
     zero: dict[str, Any] = {"stage": 3}
     if train.offload_reference and torch.cuda.is_available():
@@ -146,31 +146,31 @@ ROWS = ((Rectangle(2, 9), (9, 8)), (Rectangle(2, 5), (5, 5)), (Rectangle(1, 3), 
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FeedingChoice:
     """How the model is fed, and, if bucketed though packed was allowed, why."""
 
     packing: Packing
     reason: str = ""
 
 
-def fit(
+def choose_feeding(
     module: nn.Module,
     train: TrainSpec,
     context: int | None,
     most: Callable[[Sequence[float]], list[float]],
     *,
     beside: nn.Module | None = None,
-) -> Fit:
+) -> FeedingChoice:
     """Try, decide, and leave the module with the attention that goes with it. Raises DataError.
 
     `context`: the longest sequence, in tokens, if the job has a limit. `most`: each number's largest over the ranks.
     `beside`: another model that is fed the same micro-batches; it is decided for both.
     """
     if train.packing == "bucketed":
-        return Fit("bucketed")
+        return FeedingChoice("bucketed")
     every: list[Any] = [module] if beside is None else [module, beside]
     before = [one.config._attn_implementation for one in every]
-    unfit, reason = next(((one, why) for one in every if (why := why_not(one, context))), (module, ""))
+    unfit, reason = next(((one, why) for one in every if (why := packing_obstacle(one, context))), (module, ""))
     if any(most([float(bool(reason))])):
         for one, own in zip(every, before, strict=True):
             if one.config._attn_implementation != own:
@@ -181,11 +181,11 @@ def fit(
                 f"a {_kind(unfit)} cannot be packed: {reason}", where="train.packing", fix="Set it to auto or bucketed"
             )
         log.info("sequences are bucketed: %s", reason)
-        return Fit("bucketed", reason)
-    return Fit("packed")
+        return FeedingChoice("bucketed", reason)
+    return FeedingChoice("packed")
 
 
-def why_not(module: nn.Module, context: int | None) -> str:
+def packing_obstacle(module: nn.Module, context: int | None) -> str:
     """Why the model cannot be packed, and it has its own attention as before; or nothing, and it has gcore's."""
     model: Any = module
     config = model.config
@@ -200,7 +200,15 @@ def why_not(module: nn.Module, context: int | None) -> str:
     PACKED.context = min(context, limit) if context and limit else context or limit
     try:
         error = _error(model, before)
-    except (UnsupportedAttention, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as problem:
+    except (
+        UnsupportedPackedAttention,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ) as problem:
         model.set_attn_implementation(before)
         return " ".join(str(problem).split())[:200]
     if error <= TOLERANCE:
@@ -225,7 +233,7 @@ def _error(model: Any, before: str) -> float:
     model.set_attn_implementation(NAME)
     every = torch.cat([block.flatten() for block in rows])
     positions = torch.cat([torch.arange(one.length).repeat(one.rows) for one in shapes])
-    logits = logits_of(model)(Inputs(every[None], positions[None], tuple(shapes), torch.arange(len(every)), None))
+    logits = logits_of(model)(ModelInputs(every[None], positions[None], tuple(shapes), torch.arange(len(every)), None))
     found, start = [], 0
     for shape, reals in ROWS:
         for real in reals:
@@ -248,10 +256,10 @@ Most = Callable[[Sequence[float]], list[float]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Models:
+class RankModels:
     """What a rank trains, and what it is held against. `critic`: of jobs that have one."""
 
-    policy: Policy
+    policy: PolicyModel
     reference: Reference | None
     critic: Critic | None = None
 
@@ -262,7 +270,7 @@ Fill = Callable[[str, nn.Module], None]
 
 def load_models(
     launch: RankLaunch, device: torch.device, most: Most, tell: Callable[[], None], fill: Fill | None = None
-) -> Models:
+) -> RankModels:
     """All of them, ready for the first step. `fill`: of a world that starts from copies. Raises DataError. A collective."""
     train, model = launch.spec.train, launch.spec.model
     folder = launch.checkpoint_path or launch.model_path
@@ -270,7 +278,7 @@ def load_models(
     check_names(folder, module)
     tell()
     backbone = _other_backbone(launch, module)
-    packing = fit(module, train, model.max_length, most, beside=backbone).packing
+    packing = choose_feeding(module, train, model.max_length, most, beside=backbone).packing
     tell()
     original = _original(launch, module, packing) if train.kl_coef > 0 else None
     if train.critic is not None and backbone is None:
@@ -285,12 +293,12 @@ def load_models(
     if packing == "packed":
         dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
         PACKED.use_fastest(module.config, dtype, device, beside=None if backbone is None else backbone.config)
-    policy = Policy.of(module, train, packing, device)
+    policy = PolicyModel.of(module, train, packing, device)
     tell()
     reference = Reference(original, train, device) if original is not None else None
     tell()
     if backbone is None:
-        return Models(policy, reference)
+        return RankModels(policy, reference)
     value_model = make_value_model(backbone, _head_folder(launch))
     if fill is not None:
         fill("critic", value_model)
@@ -299,7 +307,7 @@ def load_models(
     policy.feeding = dataclasses.replace(policy.feeding, vocabulary=vocabulary)
     critic = Critic.of(value_model, train, policy.feeding)
     tell()
-    return Models(policy, reference, critic)
+    return RankModels(policy, reference, critic)
 
 
 def _other_backbone(launch: RankLaunch, policy: nn.Module) -> nn.Module | None:

@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
-from gcore.system.fault_injection import Moving, point
-from gcore.system.memory import drop_pages, give_back_free_memory, memory_at
-from gcore.train.backends.deepspeed import TrainedModel
+from gcore.system.fault_injection import MoveFaultPoint, fault_point
+from gcore.system.memory import drop_pages, release_free_memory, view_memory
+from gcore.train.backends.deepspeed import DeepSpeedBackend
 from gcore.train.backends.distributed import Collective
-from gcore.train.hf_models import explained
-from gcore.train.models import Models
-from gcore.train.rank.feed import PartWork, Work
-from gcore.train.rank.launch import OPTIMIZER, WEIGHTS, CannotRest, StepResult
+from gcore.train.hf_models import explain_memory_error
+from gcore.train.models import RankModels
+from gcore.train.rank.feed import StepInput, StepPartInput
+from gcore.train.rank.launch import OPTIMIZER, WEIGHTS, CannotOffload, StepResult
 from gcore.train.step import StepTrainer
 
 Tell = Callable[[str], None]
@@ -50,7 +50,7 @@ CHUNK_BYTES = 64 << 20
 """Written, read and hashed at once."""
 
 
-class AsideLost(GcoreError):
+class OffloadedLost(GcoreError):
     """What was put aside is not what comes back."""
 
 
@@ -72,10 +72,10 @@ class _Part:
     file: IO[bytes] | None = None
 
 
-class Resting:
+class MemoryOffloader:
     """Of one rank."""
 
-    def __init__(self, models: Models, train: TrainSpec, device: torch.device, clock: Clock) -> None:
+    def __init__(self, models: RankModels, train: TrainSpec, device: torch.device, clock: Clock) -> None:
         self._models = models
         self._train = train
         self._device = device
@@ -92,27 +92,27 @@ class Resting:
         return frozenset(self._parts)
 
     def rest(self, what: Collection[str], tell: Tell) -> None:
-        """Have exactly these parts released. Raises CannotRest, and each part is released or as it was; AsideLost, OutOfMemory."""
+        """Have exactly these parts released. Raises CannotOffload, and each part is released or as it was; OffloadedLost, OutOfMemory."""
         if self._device.type != "cpu":
             torch.cuda.synchronize()  # of what is released nothing may be in use on any stream
         began = self._clock.monotonic()
         fewer, more = self.released - set(what), set(what) - self.released
         if fewer:
             tell("restoring")
-            point(Moving.RESTORE, "before")
+            fault_point(MoveFaultPoint.RESTORE, "before")
             for name in sorted(fewer, reverse=True):
-                with explained(f"taking memory for the {name} again", self._train, ()):
+                with explain_memory_error(f"taking memory for the {name} again", self._train, ()):
                     self._restore(name, tell)
-            point(Moving.RESTORE, "after")
+            fault_point(MoveFaultPoint.RESTORE, "after")
             self._seconds["restore_s"] += self._clock.monotonic() - began
         if more:
             began = self._clock.monotonic()
             tell("releasing")
-            point(Moving.RELEASE, "before")
+            fault_point(MoveFaultPoint.RELEASE, "before")
             for name in sorted(more):
                 self._release(name, tell)
             self._give_back()
-            point(Moving.RELEASE, "after")
+            fault_point(MoveFaultPoint.RELEASE, "after")
             self._seconds["release_s"] += self._clock.monotonic() - began
 
     def costs(self, collective: Collective) -> Mapping[str, float]:
@@ -154,7 +154,7 @@ class Resting:
                 _bytes_of(one.storage, self._device).copy_(one.host)
                 tell("restoring")
             elif _read(part.file, one, tell) != one.sha256:
-                raise AsideLost(
+                raise OffloadedLost(
                     f"the {name} that were put aside came back damaged",
                     where=tempfile.gettempdir(),
                     fix="See whether the disk there is sound, or let TMPDIR name another folder",
@@ -170,11 +170,11 @@ class Resting:
             found = forward
         else:
             assert name == OPTIMIZER
-            every = _unique(tensor for model in self._trained() for tensor in tensors_of(model.updater))
+            every = _unique(tensor for model in self._trained() for tensor in optimizer_tensors(model.updater))
             found = {key: storage for key, storage in every.items() if key not in forward}
         return [storage for storage in found.values() if self._worth_it(storage)]
 
-    def _trained(self) -> Iterator[TrainedModel]:
+    def _trained(self) -> Iterator[DeepSpeedBackend]:
         yield self._models.policy
         if self._models.critic is not None:
             yield self._models.critic
@@ -196,32 +196,32 @@ class Resting:
 
     def _give_back(self) -> None:
         if self._device.type == "cpu":
-            give_back_free_memory()
+            release_free_memory()
         else:
             torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
-class RestingTrainer:
+class OffloadingTrainer:
     """A trainer of which every step takes the rank's memory first."""
 
-    resting: Resting
+    resting: MemoryOffloader
     collective: Collective
     trainer: StepTrainer
 
-    def accumulate(self, part: PartWork, tell: Tell) -> None:
+    def accumulate(self, part: StepPartInput, tell: Tell) -> None:
         """Add a READY part of the step to come to its gradients."""
         self.resting.rest((), tell)
         self.trainer.accumulate(part, tell)
 
-    def run(self, work: Work, tell: Tell) -> StepResult:
+    def run(self, work: StepInput, tell: Tell) -> StepResult:
         """Train on a step; what resting has cost stands in its report. A collective."""
         self.resting.rest((), tell)
         result = self.trainer.run(work, tell)
         return replace(result, metrics={**result.metrics, **self.resting.costs(self.collective)})
 
 
-def tensors_of(root: object) -> Iterator[Tensor]:
+def optimizer_tensors(root: object) -> Iterator[Tensor]:
     """All tensors that an optimizer of DeepSpeed's holds: in its attributes, in what they contain, in what torch's own keeps, and in
     what hangs on tensors. Not those of modules, which are the forward pass's."""
     seen: set[int] = set()
@@ -265,13 +265,13 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def _chunks(storage: torch.UntypedStorage) -> Iterator[memoryview]:
-    whole = memory_at(storage.data_ptr(), storage.nbytes())
+    whole = view_memory(storage.data_ptr(), storage.nbytes())
     for start in range(0, len(whole), CHUNK_BYTES):
         yield whole[start : start + CHUNK_BYTES]
 
 
 def _written(aside: Iterable[_Aside], name: str, tell: Tell) -> IO[bytes]:
-    """A file with the bytes of all of them, one behind the other. Raises CannotRest."""
+    """A file with the bytes of all of them, one behind the other. Raises CannotOffload."""
     file = tempfile.TemporaryFile(prefix="gcore-rests-")  # noqa: SIM115  # open until they are back
     try:
         for one in aside:
@@ -284,7 +284,7 @@ def _written(aside: Iterable[_Aside], name: str, tell: Tell) -> IO[bytes]:
         file.flush()
     except OSError as error:
         file.close()
-        raise CannotRest(
+        raise CannotOffload(
             f"the {name} cannot be put aside ({error.strerror or error})",
             where=tempfile.gettempdir(),
             fix="Make room there, or let TMPDIR name another folder",

@@ -34,7 +34,7 @@ COST_STEPS = 16
 """The cost that micro-batches stay below is found to one part in so many."""
 
 
-def length(seal: Seal, slot: SampleSlot) -> int:
+def sample_length(seal: Seal, slot: SampleSlot) -> int:
     """Prompt and response of a sample, in tokens."""
     group = seal.groups[slot.group]
     return group.prompt_tokens + group.response_tokens[slot.sample]
@@ -81,7 +81,7 @@ class MiniBatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Cutting:
+class CutSettings:
     """How a step is cut. `budget`: tokens of a micro-batch. `masked`: whether masked samples are computed, too."""
 
     budget: int
@@ -89,7 +89,7 @@ class Cutting:
     masked: bool = False
 
 
-def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tuple[MiniBatchPlan, ...]:
+def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: CutSettings) -> tuple[MiniBatchPlan, ...]:
     """The mini-batches of a step as `rank` runs them."""
     plans = []
     for number in range(layout.mini_batches):
@@ -97,7 +97,7 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tu
         computed = [[slot for slot in share if cutting.masked or not is_masked(seal, slot)] for share in shares]
         count = max(sum(1 for _ in _cut(_sorted(seal, share), cutting, None)) for share in computed)
         # One rank waits for nobody.
-        own = even_cut(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
+        own = cut_evenly(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
         responses = [
             seal.groups[slot.group].own_tokens[slot.sample]
             for share in shares
@@ -114,7 +114,7 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: Cutting) -> tu
     return tuple(plans)
 
 
-def even_cut(seal: Seal, slots: list[SampleSlot], cutting: Cutting, count: int) -> tuple[MicroPlan, ...]:
+def cut_evenly(seal: Seal, slots: list[SampleSlot], cutting: CutSettings, count: int) -> tuple[MicroPlan, ...]:
     """Micro-batches within the budget: the fewest, or `count` of them, the costliest about as cheap as can be.
 
     `count` is 1, or at least as many as the budget alone asks for.
@@ -149,7 +149,7 @@ class _Weighed:
 
 def _sorted(seal: Seal, slots: list[SampleSlot]) -> list[_Weighed]:
     """Longest first; of equal ones the lower slot."""
-    lengths = ((-length(seal, slot), slot) for slot in slots)
+    lengths = ((-sample_length(seal, slot), slot) for slot in slots)
     return [_Weighed(slot, -n, sample_cost(-n, seal.attention_equals_at)) for n, slot in sorted(lengths)]
 
 
@@ -165,7 +165,7 @@ class _Draft:
         self._length = 0
         self._real = 0
 
-    def add(self, one: _Weighed, cutting: Cutting) -> bool:
+    def add(self, one: _Weighed, cutting: CutSettings) -> bool:
         """Take a sample in, if it fits by tokens."""
         area = (self._rows + 1) * self._length
         if self._rows and PADDING * (area - self._real - one.length) <= area and self._area + area <= cutting.budget:
@@ -193,7 +193,7 @@ class _Draft:
             self._rows = 0
 
 
-def _cut(ordered: list[_Weighed], cutting: Cutting, cap: int | None) -> Iterator[MicroPlan]:
+def _cut(ordered: list[_Weighed], cutting: CutSettings, cap: int | None) -> Iterator[MicroPlan]:
     """In order, each as full as budget and `cap` on the cost allow."""
     draft = _Draft()
     for one in ordered:

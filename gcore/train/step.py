@@ -35,24 +35,33 @@ from torch import Tensor
 from gcore.config.spec import SamplesSpec
 from gcore.ledger.records.chain import Seal
 from gcore.observability import samples as folder
-from gcore.observability.samples import KeptAdvantage, chosen
+from gcore.observability.samples import KeptAdvantage, choose_groups
 from gcore.system.clock import Clock
-from gcore.system.fault_injection import At, point
+from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.train.advantages import advantages
 from gcore.train.algorithms.losses import kl_estimate
 from gcore.train.algorithms.schedules import learning_rate
 from gcore.train.backends.distributed import Collective
-from gcore.train.batching import Known, LogitsOf, MicroBatch, Place, Scores, Step, cut_step, score
-from gcore.train.checkpoint.replicas import Copier
-from gcore.train.checkpoint.run_files import CHECKPOINT, ReceiptBook
-from gcore.train.checkpoint.writer import Progress, Saver
-from gcore.train.critic import CriticStep, Critique
-from gcore.train.hf_models import REMEDIES, explained
-from gcore.train.loss import Losses, Targets, own_advantage
-from gcore.train.metrics import Tally
-from gcore.train.models import Models
-from gcore.train.rank.feed import PartWork, Work, parts_left
-from gcore.train.rank.launch import PhaseTimer, RankLaunch, StepResult
+from gcore.train.batching import (
+    BatchIndex,
+    LogitsOf,
+    MicroBatch,
+    PrecomputedPasses,
+    Scores,
+    StepTensors,
+    cut_step,
+    score_batch,
+)
+from gcore.train.checkpoint.replicas import StateReplicator
+from gcore.train.checkpoint.run_files import CHECKPOINT, ReceiptWriter
+from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
+from gcore.train.critic import CriticStep, CriticTrainer
+from gcore.train.hf_models import REMEDIES, explain_memory_error
+from gcore.train.loss import Losses, Targets, find_plugin_advantage
+from gcore.train.metrics import TrainStepMetrics
+from gcore.train.models import RankModels
+from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
+from gcore.train.rank.launch import PhaseStopwatch, RankLaunch, StepResult
 from gcore.types import Version
 
 # -------------------- counted
@@ -63,7 +72,7 @@ from gcore.types import Version
 # responses as they are: what is left out is not trained, but it was answered.
 
 
-class Summing(Protocol):
+class CountSum(Protocol):
     """Of each number over the ranks; a collective."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -80,18 +89,20 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class TrainedMask:
     """`masks` [b, w] bool by micro-batch of this rank, `counts` by mini-batch."""
 
-    masks: Mapping[Place, Tensor]
+    masks: Mapping[BatchIndex, Tensor]
     counts: tuple[Count, ...]
 
 
-def trained(step: Step, losses: Losses, old: Mapping[Place, Tensor], over_ranks: Summing) -> Trained:
+def trained_mask(
+    step: StepTensors, losses: Losses, old: Mapping[BatchIndex, Tensor], over_ranks: CountSum
+) -> TrainedMask:
     """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective."""
     counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
     if not losses.drops:
-        return Trained({place: step.at(place).mask for place in step.places()}, tuple(counts))
+        return TrainedMask({place: step.at(place).mask for place in step.places()}, tuple(counts))
     masks = {place: losses.kept(step.at(place), old[place]) for place in step.places()}
     lost = [[0.0, 0.0] for _ in counts]
     for place, mask in masks.items():
@@ -100,7 +111,7 @@ def trained(step: Step, losses: Losses, old: Mapping[Place, Tensor], over_ranks:
         lost[place.mini_batch][1] += int((before.any(dim=1) & ~mask.any(dim=1)).sum())
     everywhere = iter(over_ranks.sum([number for pair in lost for number in pair]))
     left = [Count(c.tokens - int(next(everywhere)), c.sequences - int(next(everywhere))) for c in counts]
-    return Trained(masks, tuple(left))
+    return TrainedMask(masks, tuple(left))
 
 
 # -------------------- streamed
@@ -114,20 +125,20 @@ def trained(step: Step, losses: Losses, old: Mapping[Place, Tensor], over_ranks:
 
 
 @dataclass
-class Streamed:
+class PartialStep:
     """The parts of one step so far."""
 
-    timer: PhaseTimer
-    tally: Tally
+    timer: PhaseStopwatch
+    tally: TrainStepMetrics
     tokens: int = 0
     sequences: int = 0
     provisional: float = 0.0
     """What losses are divided by; 0: nothing was trained yet."""
     flushed: bool = False
     """Whether the gradients of the last part are with the optimizer."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepTensors] = field(default_factory=list)
     """Kept only where the step's samples are shown to people, like `advantages`."""
-    advantages: dict[Place, Tensor] = field(default_factory=dict)
+    advantages: dict[BatchIndex, Tensor] = field(default_factory=dict)
 
     def add(self, count: Count, losses: Losses) -> None:
         """What one more part trains, over all ranks."""
@@ -136,18 +147,18 @@ class Streamed:
         if not self.provisional and count.tokens:
             self.provisional = losses.denominator(tokens=count.tokens, sequences=count.sequences)
 
-    def keep(self, step: Step, advantages: dict[Place, Tensor]) -> None:
+    def keep(self, step: StepTensors, advantages: dict[BatchIndex, Tensor]) -> None:
         """A part, for people."""
         number = len(self.steps)
         self.steps.append(step)
-        self.advantages |= {Place(number, place.micro_batch): value for place, value in advantages.items()}
+        self.advantages |= {BatchIndex(number, place.micro_batch): value for place, value in advantages.items()}
 
-    def whole(self, work: Work) -> Step:
+    def whole(self, work: StepInput) -> StepTensors:
         """All parts that were kept, as one step."""
         plans = tuple(plan for step in self.steps for plan in step.plans)
         batches = tuple(batch for step in self.steps for batch in step.batches)
         groups = {digest: group for step in self.steps for digest, group in step.work.groups.items()}
-        return Step(replace(work, groups=groups, begun=0), plans, batches)
+        return StepTensors(replace(work, groups=groups, begun=0), plans, batches)
 
     def factor(self, losses: Losses, padding_scale: float) -> float:
         """What gradients and loss are to be multiplied by."""
@@ -162,20 +173,24 @@ class Streamed:
 log = logging.getLogger(__name__)
 
 
-def show_advantages(run_dir: Path, spec: SamplesSpec, step: Step, advantages: Mapping[Place, Tensor]) -> None:
+def show_advantages(
+    run_dir: Path, spec: SamplesSpec, step: StepTensors, advantages: Mapping[BatchIndex, Tensor]
+) -> None:
     """Write them down if the step's samples are kept. `advantages`: [b, 1] or [b, w] by micro-batch."""
     token = step.work.seal.token
     if not spec.due(token.step):
         return
-    wanted = {group.digest for group in chosen(step.work.seal, spec.groups)}
+    wanted = {group.digest for group in choose_groups(step.work.seal, spec.groups)}
     found = list(_advantages(step, advantages, wanted))
     try:
-        folder.write(run_dir, Version(token.lineage, token.step), folder.advantages_name(step.work.rank), found)
+        folder.write_samples(run_dir, Version(token.lineage, token.step), folder.advantages_name(step.work.rank), found)
     except OSError as error:
         log.warning("the advantages of step %d are not kept: %s", token.step, error)
 
 
-def _advantages(step: Step, advantages: Mapping[Place, Tensor], wanted: set[str]) -> Iterator[KeptAdvantage]:
+def _advantages(
+    step: StepTensors, advantages: Mapping[BatchIndex, Tensor], wanted: set[str]
+) -> Iterator[KeptAdvantage]:
     for place in step.places():
         batch, values = step.at(place), advantages[place].detach()
         for row, slot in enumerate(batch.slots):
@@ -213,11 +228,11 @@ class StepTrainer:
         self,
         launch: RankLaunch,
         collective: Collective,
-        models: Models,
-        saver: Saver,
+        models: RankModels,
+        saver: CheckpointWriter,
         clock: Clock,
-        progress: Progress,
-        copier: Copier | None = None,
+        progress: UpdateCounts,
+        copier: StateReplicator | None = None,
         start_s: float = 0.0,
     ) -> None:
         """`start_s`: what this rank's start took, which is what a world that is formed anew costs."""
@@ -231,44 +246,44 @@ class StepTrainer:
         self._start_s = start_s
         self._clock = clock
         self._losses = Losses.of(launch.spec)
-        self._estimator = own_advantage(launch.spec.train)
+        self._estimator = find_plugin_advantage(launch.spec.train)
         critic = models.critic
-        self._critique = None if critic is None else Critique(critic, launch, self._losses)
-        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, saver.writer.folder)
+        self._critique = None if critic is None else CriticTrainer(critic, launch, self._losses)
+        self._receipts = ReceiptWriter(launch.run_path, launch.world, launch.rank, saver.writer.folder)
         self.progress = progress
-        self._streamed: Streamed | None = None
+        self._streamed: PartialStep | None = None
 
-    def accumulate(self, part: PartWork, tell: Tell) -> None:
+    def accumulate(self, part: StepPartInput, tell: Tell) -> None:
         """Add a READY part of the step to come to its gradients. Raises as `run`."""
         if self._streamed is None:
-            self._streamed = Streamed(PhaseTimer(self._clock), Tally())
+            self._streamed = PartialStep(PhaseStopwatch(self._clock), TrainStepMetrics())
         self._learn_part(part, self._streamed, tell, last=False)
 
-    def run(self, work: Work, tell: Tell) -> StepResult:
-        """Train on a step. Raises WorldDiverged, NotTaken, and whatever torch raises."""
-        point(At.STEP, "before")
+    def run(self, work: StepInput, tell: Tell) -> StepResult:
+        """Train on a step. Raises WorldDiverged, WriteRefused, and whatever torch raises."""
+        fault_point(FaultPoint.STEP, "before")
         if not work.seal.parts:
             self._agree(work)
         if self._copier is not None:
             self._copier.begin(work.seal.step)
-        streamed, self._streamed = self._streamed or Streamed(PhaseTimer(self._clock), Tally()), None
+        streamed, self._streamed = self._streamed or PartialStep(PhaseStopwatch(self._clock), TrainStepMetrics()), None
         timer, tally = streamed.timer, streamed.tally
         critic = None
         if work.seal.parts:
             self._learn_rest(work, streamed, tell)
         elif work.seal.groups:  # the last step of a job may have none: it is there for its checkpoint
             critic = self._learn(work, timer, tally, tell)
-        point(At.STEP, "after")
+        fault_point(FaultPoint.STEP, "after")
         metrics = tally.metrics(self._collective) | (critic.metrics(self._collective) if critic is not None else {})
         with timer.phase("saving"):
             tell("saving")
             version = Version(self._launch.lineage, work.seal.step)
-            point(At.STAGE, "before")
+            fault_point(FaultPoint.STAGE, "before")
             weights = self._saver.stage(version, partial(tell, "saving"), self._collective.max)
-            point(At.STAGE, "after")
-            point(At.RECEIPT, "before")
+            fault_point(FaultPoint.STAGE, "after")
+            fault_point(FaultPoint.RECEIPT, "before")
             self._write_receipt(work, metrics.get("loss"), partial(tell, "saving"))
-            point(At.RECEIPT, "after")
+            fault_point(FaultPoint.RECEIPT, "after")
         self._checkpoint(work.seal, version, timer, tell)
         if self._copier is not None and self._copier.wanted:
             with timer.phase("copies"):
@@ -279,25 +294,25 @@ class StepTrainer:
         metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
         return StepResult(metrics, weights)
 
-    def _learn(self, work: Work, timer: PhaseTimer, tally: Tally, tell: Tell) -> CriticStep | None:
+    def _learn(self, work: StepInput, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell) -> CriticStep | None:
         """Everything up to the new weights."""
         with timer.phase("cut"):
             step = cut_step(work, self._train, self._policy.feeding)
         known, critic = self._know(step, timer, tally, tell)
         show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
-        kept = trained(step, self._losses, known.old, self._collective)
+        kept = trained_mask(step, self._losses, known.old, self._collective)
         with timer.phase("update"):
             self._updates(step, known, kept, critic, tally, tell)
         return critic
 
-    def _learn_part(self, part: PartWork, streamed: Streamed, tell: Tell, *, last: bool) -> None:
+    def _learn_part(self, part: StepPartInput, streamed: PartialStep, tell: Tell, *, last: bool) -> None:
         """Everything up to the gradients of a part. `last`: it is the step's last."""
         self._agree(part.work)
         timer, tally = streamed.timer, streamed.tally
         with timer.phase("cut"):
             step = cut_step(part.work, self._train, self._policy.feeding)
         known, _ = self._know(step, timer, tally, tell)
-        kept = trained(step, self._losses, known.old, self._collective)
+        kept = trained_mask(step, self._losses, known.old, self._collective)
         streamed.add(kept.counts[0], self._losses)
         if self._launch.spec.samples.due(part.work.seal.step):
             streamed.keep(step, known.advantages)
@@ -306,13 +321,13 @@ class StepTrainer:
                 self._gradients(step, 0, known, kept, tally, tell, divisor=streamed.provisional, last=last)
             streamed.flushed = last
 
-    def _learn_rest(self, work: Work, streamed: Streamed, tell: Tell) -> None:
+    def _learn_rest(self, work: StepInput, streamed: PartialStep, tell: Tell) -> None:
         """The parts that were not begun before, then the one update of them all.
 
         Ranks may have begun different numbers of them: each part is agreed on in its turn, and the whole behind the last.
         """
         parts = len(work.seal.parts)
-        for part in parts_left(work):
+        for part in remaining_parts(work):
             if work.seal.parts[part.number]:
                 self._learn_part(part, streamed, tell, last=part.number + 1 == parts)
         self._agree(work)
@@ -329,7 +344,9 @@ class StepTrainer:
             streamed.tally.rescaled(factor)
             self._update(work.seal, streamed.tally)
 
-    def _know(self, step: Step, timer: PhaseTimer, tally: Tally, tell: Tell) -> tuple[Known, CriticStep | None]:
+    def _know(
+        self, step: StepTensors, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell
+    ) -> tuple[PrecomputedPasses, CriticStep | None]:
         """What must be known before the updates."""
         with timer.phase("reference"):
             reference = self._reference_pass(step, tell)
@@ -341,9 +358,9 @@ class StepTrainer:
                 critic = self._critique.begin(step, penalties, self._collective, tell)
         targets = None if critic is None else critic.targets
         found = advantages(step, self._train, penalties, self._collective, targets, self._estimator)
-        return Known(found, old, reference), critic
+        return PrecomputedPasses(found, old, reference), critic
 
-    def _agree(self, work: Work) -> None:
+    def _agree(self, work: StepInput) -> None:
         seal = int.from_bytes(hashlib.sha256(work.seal.encode()).digest()[:7], "big")
         self._collective.agree(
             "what they apply (lineage, step, attempt, seal, updates and skipped ones of policy and critic)",
@@ -351,14 +368,14 @@ class StepTrainer:
         )
 
     @torch.no_grad()
-    def _reference_pass(self, step: Step, tell: Tell) -> dict[Place, Tensor]:
+    def _reference_pass(self, step: StepTensors, tell: Tell) -> dict[BatchIndex, Tensor]:
         if self._reference is None:
             return {}
         with self._reference.awake() as logits_of:
             return self._score(logits_of, step, step.places(), "reference", tell)
 
     @torch.no_grad()
-    def _old_pass(self, step: Step, tally: Tally, tell: Tell) -> dict[Place, Tensor]:
+    def _old_pass(self, step: StepTensors, tally: TrainStepMetrics, tell: Tell) -> dict[BatchIndex, Tensor]:
         """The policy's log-probabilities before the first update, where they must be known by then."""
         train = self._train
         warming = self._warms_up(step)  # no update will score the first mini-batch
@@ -372,8 +389,8 @@ class StepTrainer:
         return found
 
     def _score(
-        self, logits_of: LogitsOf, step: Step, places: Iterable[Place], phase: str, tell: Tell
-    ) -> dict[Place, Tensor]:
+        self, logits_of: LogitsOf, step: StepTensors, places: Iterable[BatchIndex], phase: str, tell: Tell
+    ) -> dict[BatchIndex, Tensor]:
         found = {}
         for place in places:
             tell(phase)
@@ -381,12 +398,16 @@ class StepTrainer:
         return found
 
     def _scored(self, logits_of: LogitsOf, batch: MicroBatch, phase: str, *, entropic: bool = False) -> Scores:
-        with explained(f"{phase}: {batch.size}", self._train, REMEDIES):
-            return score(logits_of, batch, entropic=entropic)
+        with explain_memory_error(f"{phase}: {batch.size}", self._train, REMEDIES):
+            return score_batch(logits_of, batch, entropic=entropic)
 
     def _penalties(
-        self, step: Step, old: dict[Place, Tensor], reference: dict[Place, Tensor], tally: Tally
-    ) -> dict[Place, Tensor]:
+        self,
+        step: StepTensors,
+        old: dict[BatchIndex, Tensor],
+        reference: dict[BatchIndex, Tensor],
+        tally: TrainStepMetrics,
+    ) -> dict[BatchIndex, Tensor]:
         """What the KL takes off each token's reward, where it stands there."""
         for slot in step.work.layout.of_rank(step.work.rank):
             tally.sample(step.reward(slot), step.work.seal.groups[slot.group], slot.sample)
@@ -400,11 +421,17 @@ class StepTrainer:
                 penalties[place] = self._train.kl_coef * kl.double()
         return penalties
 
-    def _warms_up(self, step: Step) -> bool:
+    def _warms_up(self, step: StepTensors) -> bool:
         return self._critique is not None and self._critique.warms_up(step.work.seal.step)
 
     def _updates(
-        self, step: Step, known: Known, kept: Trained, critic: CriticStep | None, tally: Tally, tell: Tell
+        self,
+        step: StepTensors,
+        known: PrecomputedPasses,
+        kept: TrainedMask,
+        critic: CriticStep | None,
+        tally: TrainStepMetrics,
+        tell: Tell,
     ) -> None:
         warming = self._warms_up(step)
         for epoch in range(self._train.epochs):
@@ -423,11 +450,11 @@ class StepTrainer:
 
     def _gradients(
         self,
-        step: Step,
+        step: StepTensors,
         number: int,
-        known: Known,
-        kept: Trained,
-        tally: Tally,
+        known: PrecomputedPasses,
+        kept: TrainedMask,
+        tally: TrainStepMetrics,
         tell: Tell,
         *,
         divisor: float,
@@ -438,7 +465,7 @@ class StepTrainer:
         count = len(step.plans[number].micro_batches)
         for k in range(count):
             tell("update")
-            place = Place(number, k)
+            place = BatchIndex(number, k)
             part = _Part(kept.masks[place], divisor, last and k + 1 == count, untouched)
             self._backward(step.at(place), place, known, tally, part)
 
@@ -449,7 +476,9 @@ class StepTrainer:
             more, skipped = now.critic_updates + 1, now.critic_skipped + (not result.applied)
             self.progress = dataclasses.replace(now, critic_updates=more, critic_skipped=skipped)
 
-    def _backward(self, batch: MicroBatch, place: Place, known: Known, tally: Tally, part: _Part) -> None:
+    def _backward(
+        self, batch: MicroBatch, place: BatchIndex, known: PrecomputedPasses, tally: TrainStepMetrics, part: _Part
+    ) -> None:
         scores = self._scored(self._policy.logits_of, batch, "update", entropic=self._losses.entropic)
         own = scores.logp.detach()
         if part.untouched and place not in known.old and not self._losses.supervised:
@@ -464,11 +493,11 @@ class StepTrainer:
         old = own if self._losses.supervised else old
         targets = Targets(batch, known.advantages[place], old, known.reference.get(place), part.mask)
         loss = self._losses.sum(scores, targets) / part.divisor
-        with explained(f"update: {batch.size}", self._train, REMEDIES):
+        with explain_memory_error(f"update: {batch.size}", self._train, REMEDIES):
             self._policy.backward(loss, last=part.last)
         tally.trained(float(loss.detach()), scores, targets, self._losses)
 
-    def _update(self, seal: Seal, tally: Tally) -> None:
+    def _update(self, seal: Seal, tally: TrainStepMetrics) -> None:
         rate = learning_rate(
             self.progress.updates,
             peak=self._train.learning_rate,
@@ -476,13 +505,13 @@ class StepTrainer:
             schedule=self._train.schedule,
             total_updates=self._launch.total_updates(seal.planned_steps),
         )
-        with explained("update: the optimizer", self._train, ("zero_stage", "offload_reference")):
+        with explain_memory_error("update: the optimizer", self._train, ("zero_stage", "offload_reference")):
             result = self._policy.update(rate)
         now = self.progress
         self.progress = dataclasses.replace(now, updates=now.updates + 1, skipped=now.skipped + (not result.applied))
         tally.updated(result, rate)
 
-    def _write_receipt(self, work: Work, loss: float | None, tell: Callable[[], None]) -> None:
+    def _write_receipt(self, work: StepInput, loss: float | None, tell: Callable[[], None]) -> None:
         """Once, on each rank: who has written its own only waits for the others. A collective."""
         left = [work]
 
@@ -494,7 +523,7 @@ class StepTrainer:
         what, where = f"a receipt of step {work.seal.step}", self._receipts.file.parent
         self._saver.insisting.until_taken(what, where, write, self._collective.max, tell)
 
-    def _checkpoint(self, seal: Seal, version: Version, timer: PhaseTimer, tell: Tell) -> None:
+    def _checkpoint(self, seal: Seal, version: Version, timer: PhaseStopwatch, tell: Tell) -> None:
         """Copy a checkpoint that is due and begin to write it, once the one before it is written."""
         spec = self._launch.spec
         last = seal.last or seal.step == spec.flow.steps
@@ -503,5 +532,5 @@ class StepTrainer:
         with timer.phase("checkpoint_wait"):
             tell(CHECKPOINT)
             self._saver.drain(self._collective.max, partial(tell, CHECKPOINT))
-        with timer.phase("checkpoint"), explained("copying the state for a checkpoint", self._train, ()):
+        with timer.phase("checkpoint"), explain_memory_error("copying the state for a checkpoint", self._train, ()):
             self._saver.checkpoint(version, self.progress, partial(tell, CHECKPOINT), insist=last)

@@ -27,16 +27,16 @@ from typing import Any, NamedTuple
 
 from gcore.system import daemon as logs
 from gcore.system import process as death
-from gcore.system.cgroups import CannotLimit, enter
-from gcore.system.process import CannotStart, child_ended, status_of, thread_environment
+from gcore.system.cgroups import CannotLimit, enter_group
+from gcore.system.process import CannotStart, process_status, thread_environment, wait_child_ended
 from gcore.worker.lifecycle import (
     ChildEnded,
     ChildFailed,
     ChildListens,
     ChildProgressed,
     ChildServes,
-    Event,
     LineClosed,
+    WorkerEvent,
 )
 from gcore.worker.records import LaunchSpec
 
@@ -62,7 +62,7 @@ CONTROL_FD = "GCORE_CONTROL_FD"
 ORPHANED_EXIT = 70
 
 
-class Control:
+class ControlLine:
     """The line, from the child's side. `send` may be called from any thread."""
 
     def __init__(self, sock: socket.socket, on_broken: Callable[[], None] | None = None) -> None:
@@ -76,7 +76,7 @@ class Control:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     @classmethod
-    def inherit(cls) -> Control | None:
+    def inherit(cls) -> ControlLine | None:
         """The line named in the environment, or None when the process was started by hand."""
         fd = os.environ.get(CONTROL_FD)
         return cls(socket.socket(fileno=int(fd))) if fd else None
@@ -123,11 +123,11 @@ LONGEST_SCRATCH = 60
 """Characters. Programs make sockets in their folder for temporary files, and a socket's path has 107 at most."""
 
 
-def confine(spec: LaunchSpec) -> None:
+def confine_process(spec: LaunchSpec) -> None:
     """Confine this process as `spec` says. Raises CannotStart."""
     if spec.cgroup:
         try:
-            enter(spec.cgroup)
+            enter_group(spec.cgroup)
         except CannotLimit as error:
             log.warning("runs without its job's limits: %s", error)
     if spec.cpus:
@@ -186,7 +186,7 @@ class _Spawned(NamedTuple):
     log: LogPart
 
 
-def understand(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> WorkerEvent | None:
     """What the child said. None: something this version does not know."""
     try:
         message = json.loads(line)
@@ -213,7 +213,7 @@ def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int
         **thread_environment(spec.threads),
         **scratch_environment(spec.folder, base),
         **spec.env,
-        **logs.told_of(spec.about),
+        **logs.log_environment(spec.about),
         CONTROL_FD: str(control_fd),
     }
 
@@ -239,7 +239,7 @@ class ChildProcess:
     @classmethod
     async def start(cls, spec: LaunchSpec) -> ChildProcess:
         """Start the child of `spec` and send it its launch document. Raises CannotStart."""
-        confine(spec)
+        confine_process(spec)
         oom_kills = death.out_of_memory_kills()
         ours, theirs = socket.socketpair()
         try:
@@ -263,7 +263,7 @@ class ChildProcess:
 
     def is_stopped(self) -> bool:
         """Whether a signal stopped it (SIGSTOP)."""
-        status = None if self._ended else status_of(self.pid)
+        status = None if self._ended else process_status(self.pid)
         return status is not None and status.state == "T"
 
     def tell(self, command: str, **fields: Any) -> None:
@@ -276,11 +276,11 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    async def run(self, emit: Callable[[Event], None]) -> None:
+    async def run(self, emit: Callable[[WorkerEvent], None]) -> None:
         """Report what it says, and last, `ChildEnded`. Cancelling this kills the child."""
         listener = asyncio.create_task(self._listen(emit))
         try:
-            await child_ended(self.pid)
+            await wait_child_ended(self.pid)
             self.kill()  # what it left behind
             await asyncio.wait({listener}, timeout=LAST_WORD_S)
         finally:
@@ -290,13 +290,13 @@ class ChildProcess:
             self._ended = True
             self._writer.close()
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        words = death.last_words(self._log.path, self._log.start)
-        emit(ChildEnded(death.sentence(self._process.returncode, words, out_of_memory=out_of_memory)))
+        words = death.last_log_lines(self._log.path, self._log.start)
+        emit(ChildEnded(death.exit_sentence(self._process.returncode, words, out_of_memory=out_of_memory)))
 
-    async def _listen(self, emit: Callable[[Event], None]) -> None:
+    async def _listen(self, emit: Callable[[WorkerEvent], None]) -> None:
         try:
             while line := await self._reader.readline():
-                event = understand(line)
+                event = parse_event(line)
                 if event is not None:
                     emit(event)
         except ValueError:

@@ -35,14 +35,14 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RegistrationRefused:
     """The registration cannot be made, now or later: another has the rank, or the world is gone."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class StatePublished:
     """The store shows `state` now."""
 
     state: WorkerState
@@ -125,23 +125,23 @@ class ChildEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopRequested:
     """The worker shall go."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Tick:
     """Time has passed. `stopped`: the child's process was seen stopped by a signal."""
 
     stopped: bool = False
 
 
-Event = (
+WorkerEvent = (
     Registered
-    | Refused
-    | Shown
+    | RegistrationRefused
+    | StatePublished
     | StoreSeen
     | NodeWatched
     | NodeRead
@@ -153,8 +153,8 @@ Event = (
     | ChildFailed
     | LineClosed
     | ChildEnded
-    | StopAsked
-    | Looked
+    | StopRequested
+    | Tick
 )
 
 
@@ -164,12 +164,12 @@ class StartChild:
 
 
 @dataclass(frozen=True, slots=True)
-class TellStop:
+class SendStop:
     """Tell the child to stop."""
 
 
 @dataclass(frozen=True, slots=True)
-class TellRendezvous:
+class SendRendezvous:
     """Tell the child where rank 0 listens."""
 
     address: str
@@ -193,13 +193,13 @@ class ReadNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class EndSupervisor:
     """Revoke the lease and end with `code`."""
 
     code: int
 
 
-Instruction = StartChild | TellStop | TellRendezvous | PublishRendezvous | KillChild | ReadNode | Leave
+Instruction = StartChild | SendStop | SendRendezvous | PublishRendezvous | KillChild | ReadNode | EndSupervisor
 
 
 # -------------------- watchdog
@@ -218,19 +218,19 @@ PATIENT = frozenset({"waiting"})
 LOADING = "loading"
 
 
-STOPPED = "stopped by a signal"
+SIGNAL_STOPPED = "stopped by a signal"
 """The phase named in the verdict on a child in process state T."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class ProgressOk:
     """Nothing is wrong. `until`: the monotonic second at which it would be, if nothing is heard; None: never."""
 
     until: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Hung:
+class ProgressStalled:
     """No progress in `phase` since the monotonic second `since`."""
 
     phase: str
@@ -269,13 +269,13 @@ class Watchdog:
 
     @property
     def due(self) -> float | None:
-        """The monotonic second from which on the verdict is `Hung`, if nothing is heard; None: never."""
+        """The monotonic second from which on the verdict is `ProgressStalled`, if nothing is heard; None: never."""
         return min((suspicion.at for suspicion in self._suspicions()), default=None)
 
-    def verdict(self, now: float) -> Alive | Hung:
+    def verdict(self, now: float) -> ProgressOk | ProgressStalled:
         """Whether it hangs, as of `now`."""
         hung = next((suspicion.hung for suspicion in self._suspicions() if suspicion.at <= now), None)
-        return hung or Alive(self.due)
+        return hung or ProgressOk(self.due)
 
     def _suspicions(self) -> list[_Suspicion]:
         return [suspicion for suspicion in (self._stopped(), self._stalled()) if suspicion is not None]
@@ -283,13 +283,13 @@ class Watchdog:
     def _stopped(self) -> _Suspicion | None:
         if self.stopped_since is None:
             return None
-        return _Suspicion(self.stopped_since + self.limit_s, Hung(STOPPED, self.stopped_since))
+        return _Suspicion(self.stopped_since + self.limit_s, ProgressStalled(SIGNAL_STOPPED, self.stopped_since))
 
     def _stalled(self) -> _Suspicion | None:
         if self.phase in PATIENT:
             return None
         limit = self.loading_limit_s if self.phase == LOADING else self.limit_s
-        return _Suspicion(self.since + limit, Hung(self.phase, self.since))
+        return _Suspicion(self.since + limit, ProgressStalled(self.phase, self.since))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +297,10 @@ class _Suspicion:
     """If nothing is heard, the verdict is `hung` from `at` on."""
 
     at: float
-    hung: Hung
+    hung: ProgressStalled
 
 
-LIFECYCLE_STOPPED = 0
+STOPPED = 0
 
 
 FAILED = 1
@@ -318,7 +318,7 @@ SHOW_LIMIT_S = 60.0
 """How long a failure waits for the store to take it: what fails with the store, of a full disk, would never be told."""
 
 
-class Child(Enum):
+class ChildState(Enum):
     """What there is of the child."""
 
     NONE = "none"
@@ -327,7 +327,7 @@ class Child(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class SupervisorState:
     """Everything the supervisor decides from. Times are monotonic seconds.
 
     `serve_by`: when it must serve, at the latest. `kill_at`: when what still runs of the child is killed. `leave_at`:
@@ -340,7 +340,7 @@ class Life:
     state: WorkerState = "starting"
     address: str = ""
     reason: str = ""
-    child: Child = Child.NONE
+    child: ChildState = ChildState.NONE
     child_pid: int | None = None
     killed: bool = False
     watchdog: Watchdog | None = None
@@ -354,7 +354,7 @@ class Life:
     left: bool = False
 
     @classmethod
-    def begin(cls, spec: LaunchSpec, now: float) -> Life:
+    def begin(cls, spec: LaunchSpec, now: float) -> SupervisorState:
         """Before anything has happened."""
         return cls(spec, serve_by=now + spec.start_limit_s)
 
@@ -365,26 +365,26 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Transition:
     """The life after an event, and what is to be done, in order."""
 
-    life: Life
+    life: SupervisorState
     instructions: tuple[Instruction, ...] = ()
 
 
-def decide(life: Life, event: Event, now: float) -> Decision:
+def decide(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
     """What follows from `event`, and from the time being `now`. A life that was left decides nothing any more."""
     if life.left:
-        return Decision(life)
+        return Transition(life)
     taken = _take(_pardon(life, now), event, now)
     looked = _look(taken.life, now)
-    return Decision(looked.life, taken.instructions + looked.instructions)
+    return Transition(looked.life, taken.instructions + looked.instructions)
 
 
-def wake_at(life: Life) -> float | None:
+def wake_at(life: SupervisorState) -> float | None:
     """When to look next if nothing happens; None: not before something does."""
     times = [life.leave_at]
-    if life.child is Child.RUNNING:
+    if life.child is ChildState.RUNNING:
         times.append(None if life.killed else life.kill_at)
     if not life.ending:
         times.append(None if life.address else life.serve_by)
@@ -396,7 +396,7 @@ def wake_at(life: Life) -> float | None:
     return min((time for time in times if time is not None), default=None)
 
 
-def _pardon(life: Life, now: float) -> Life:
+def _pardon(life: SupervisorState, now: float) -> SupervisorState:
     """A supervisor that was paused (SIGSTOP, a frozen machine) has not heard its child: start counting anew."""
     planned = wake_at(life)
     if planned is None or now <= planned + OVERSLEPT_S:
@@ -405,139 +405,139 @@ def _pardon(life: Life, now: float) -> Life:
     return replace(life, watchdog=watchdog, serve_by=max(life.serve_by, now + OVERSLEPT_S))
 
 
-def _take(life: Life, event: Event, now: float) -> Decision:
+def _take(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
     """What follows from the event alone."""
     match event:
         case Registered():
-            begun = life.child is not Child.NONE or life.ending
-            return Decision(life, () if begun else (StartChild(),))
-        case Refused(reason) | ChildFailed(reason):
+            begun = life.child is not ChildState.NONE or life.ending
+            return Transition(life, () if begun else (StartChild(),))
+        case RegistrationRefused(reason) | ChildFailed(reason):
             grace = LINE_GRACE_S if isinstance(event, ChildFailed) else 0.0
             return _fail(life, reason, now, grace_s=grace)
-        case Shown(state):
-            return Decision(_linger(replace(life, shown=True), now) if life.state == state == "failed" else life)
+        case StatePublished(state):
+            return Transition(_linger(replace(life, shown=True), now) if life.state == state == "failed" else life)
         case StoreSeen(answers):
             since = life.away_since if life.away_since is not None else now
-            return Decision(replace(life, away_since=None if answers else since))
+            return Transition(replace(life, away_since=None if answers else since))
         case NodeWatched() | NodeRead():
             return _node(life, event, now)
         case RendezvousKnown(address):
-            tell = life.child is Child.RUNNING and not life.ending
-            return Decision(life, (TellRendezvous(address),) if tell else ())
-        case StopAsked(why):
+            tell = life.child is ChildState.RUNNING and not life.ending
+            return Transition(life, (SendRendezvous(address),) if tell else ())
+        case StopRequested(why):
             return _stop(life, why, now)
-        case Looked(stopped):
-            return Decision(_heard(life, lambda dog: dog.note_stopped(stopped=stopped, now=now)))
+        case Tick(stopped):
+            return Transition(_heard(life, lambda dog: dog.note_stopped(stopped=stopped, now=now)))
         case _:
             return _take_child(life, event, now)
 
 
-def _take_child(life: Life, event: Event, now: float) -> Decision:
+def _take_child(life: SupervisorState, event: WorkerEvent, now: float) -> Transition:
     """What follows from something about the child."""
     match event:
         case ChildStarted(pid):
             spec = life.spec
             dog = Watchdog(spec.watchdog_s, spec.start_limit_s, phase=LOADING, since=now)
             serve_by = now + spec.start_limit_s
-            return Decision(replace(life, child=Child.RUNNING, child_pid=pid, watchdog=dog, serve_by=serve_by))
+            return Transition(replace(life, child=ChildState.RUNNING, child_pid=pid, watchdog=dog, serve_by=serve_by))
         case ChildServes(address) if not life.ending:
             # Whoever serves waits for work, until it says otherwise.
             life = _heard(life, lambda dog: dog.note("waiting", dog.progress, now))
-            return Decision(replace(life, state="serving", address=address))
+            return Transition(replace(life, state="serving", address=address))
         case ChildListens(address) if not life.ending:
-            return Decision(life, (PublishRendezvous(address),))
+            return Transition(life, (PublishRendezvous(address),))
         case ChildProgressed(phase, progress):
-            return Decision(_heard(life, lambda dog: dog.note(phase, progress, now)))
-        case LineClosed() if life.child is Child.RUNNING and life.kill_at is None:
+            return Transition(_heard(life, lambda dog: dog.note(phase, progress, now)))
+        case LineClosed() if life.child is ChildState.RUNNING and life.kill_at is None:
             reason = f"closed its control line and was still there {LINE_GRACE_S:.0f} s later"
-            return Decision(replace(life, kill_at=now + LINE_GRACE_S, kill_reason=reason))
+            return Transition(replace(life, kill_at=now + LINE_GRACE_S, kill_reason=reason))
         case ChildEnded(how):
             return _ended(life, how, now)
         case _:
-            return Decision(life)
+            return Transition(life)
 
 
-def _look(life: Life, now: float) -> Decision:
+def _look(life: SupervisorState, now: float) -> Transition:
     """What is due at `now`."""
     if life.leave_at is not None and now >= life.leave_at:
-        return Decision(replace(life, left=True), (Leave(FAILED),))
-    running = life.child is Child.RUNNING
+        return Transition(replace(life, left=True), (EndSupervisor(FAILED),))
+    running = life.child is ChildState.RUNNING
     if running and life.kill_at is not None and now >= life.kill_at and not life.killed:
         if not life.ending:
             return _fail(life, life.kill_reason, now, grace_s=0.0)
-        return Decision(replace(life, killed=True), (KillChild(),))
+        return Transition(replace(life, killed=True), (KillChild(),))
     if life.ending:
-        return Decision(life)
+        return Transition(life)
     return _look_at_the_living(life, now)
 
 
-def _look_at_the_living(life: Life, now: float) -> Decision:
+def _look_at_the_living(life: SupervisorState, now: float) -> Transition:
     spec = life.spec
     verdict = life.watchdog.verdict(now) if life.watchdog else None
     if not life.address and now >= life.serve_by:
-        waited = "did not serve" if life.child is Child.RUNNING else "could not register in the store"
+        waited = "did not serve" if life.child is ChildState.RUNNING else "could not register in the store"
         return _fail(life, f"{waited} within {spec.start_limit_s:g} s of its start", now, grace_s=0.0)
-    if isinstance(verdict, Hung):
+    if isinstance(verdict, ProgressStalled):
         return _fail(life, verdict.reason(now), now, grace_s=0.0)
     if life.away_since is not None and now >= life.away_since + spec.store_grace_s:
         return _stop(life, f"the store has been away for {now - life.away_since:.0f} s", now)
     if life.absent_since is not None and not life.asked and now >= life.absent_since + spec.orphan_grace_s:
-        return Decision(replace(life, asked=True), (ReadNode(),))
-    return Decision(life)
+        return Transition(replace(life, asked=True), (ReadNode(),))
+    return Transition(life)
 
 
-def _node(life: Life, event: NodeWatched | NodeRead, now: float) -> Decision:
+def _node(life: SupervisorState, event: NodeWatched | NodeRead, now: float) -> Transition:
     if event.present:
-        return Decision(replace(life, absent_since=None, asked=False))
+        return Transition(replace(life, absent_since=None, asked=False))
     since = now if life.absent_since is None else life.absent_since
     if isinstance(event, NodeWatched):
-        return Decision(replace(life, absent_since=since))
+        return Transition(replace(life, absent_since=since))
     life = replace(life, absent_since=since, asked=False)
     if life.ending or now < since + life.spec.orphan_grace_s:
-        return Decision(life)
+        return Transition(life)
     return _stop(life, f"orphaned: node {life.spec.node} has had no controller for {now - since:.0f} s", now)
 
 
-def _stop(life: Life, why: str, now: float) -> Decision:
+def _stop(life: SupervisorState, why: str, now: float) -> Transition:
     if life.state == "stopping":  # asked again: who asks twice does not want to wait
-        return Decision(replace(life, kill_at=now))
+        return Transition(replace(life, kill_at=now))
     if life.state == "failed":
-        return Decision(replace(life, leave_at=now) if life.child is not Child.RUNNING else life)
+        return Transition(replace(life, leave_at=now) if life.child is not ChildState.RUNNING else life)
     # Who has not served yet has nothing to drain, and hears nothing while it imports and loads.
     grace_s = life.spec.stop_grace_s if life.address else 0.0
     life = replace(life, state="stopping", reason=why, kill_at=now + grace_s)
-    if life.child is Child.RUNNING:
-        return Decision(life, (TellStop(),))
-    return Decision(replace(life, left=True), (Leave(LIFECYCLE_STOPPED),))
+    if life.child is ChildState.RUNNING:
+        return Transition(life, (SendStop(),))
+    return Transition(replace(life, left=True), (EndSupervisor(STOPPED),))
 
 
-def _fail(life: Life, reason: str, now: float, *, grace_s: float) -> Decision:
+def _fail(life: SupervisorState, reason: str, now: float, *, grace_s: float) -> Transition:
     """The first reason stands: what follows is its consequence."""
     if life.ending:
-        return Decision(life)
+        return Transition(life)
     life = replace(life, state="failed", reason=reason)
-    if life.child is not Child.RUNNING:
-        return Decision(_linger(life, now))
+    if life.child is not ChildState.RUNNING:
+        return Transition(_linger(life, now))
     if grace_s > 0:
-        return Decision(replace(life, kill_at=now + grace_s))
-    return Decision(replace(life, kill_at=now, killed=True), (KillChild(),))
+        return Transition(replace(life, kill_at=now + grace_s))
+    return Transition(replace(life, kill_at=now, killed=True), (KillChild(),))
 
 
-def _linger(life: Life, now: float) -> Life:
+def _linger(life: SupervisorState, now: float) -> SupervisorState:
     """A failure stays in the store for a while, once it stands there and nothing of the child is left."""
-    if life.child is Child.RUNNING:
+    if life.child is ChildState.RUNNING:
         return life
     return replace(life, leave_at=now + (life.spec.linger_s if life.shown else SHOW_LIMIT_S))
 
 
-def _ended(life: Life, how: str, now: float) -> Decision:
-    life = replace(life, child=Child.ENDED, watchdog=None)
+def _ended(life: SupervisorState, how: str, now: float) -> Transition:
+    life = replace(life, child=ChildState.ENDED, watchdog=None)
     if life.state == "stopping":
-        return Decision(replace(life, left=True), (Leave(LIFECYCLE_STOPPED),))
+        return Transition(replace(life, left=True), (EndSupervisor(STOPPED),))
     if life.state == "failed":
-        return Decision(_linger(life, now))
+        return Transition(_linger(life, now))
     return _fail(life, how, now, grace_s=0.0)
 
 
-def _heard(life: Life, note: Callable[[Watchdog], Watchdog]) -> Life:
+def _heard(life: SupervisorState, note: Callable[[Watchdog], Watchdog]) -> SupervisorState:
     return life if life.watchdog is None else replace(life, watchdog=note(life.watchdog))

@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 
 from gcore.errors import GcoreError, UsageError
-from gcore.schema import NEWEST_VERSION, PIN, UnreadableRecord, spoken
-from gcore.store.reference import connect
+from gcore.schema import NEWEST_VERSION, PIN, UnreadableRecord, written_version
+from gcore.store.reference import connect_store
 from gcore.store.types import LeaseTimes
 from gcore.system import daemon as logs
 from gcore.system.clock import SystemClock
-from gcore.system.files import whole_file
-from gcore.system.process import CannotStart, ProcessId, spawn_detached, status_of
+from gcore.system.files import replace_file
+from gcore.system.process import CannotStart, ProcessId, process_status, spawn_detached
 from gcore.worker.records import LaunchSpec
 from gcore.worker.supervisor import Supervisor
 
@@ -48,9 +48,9 @@ def main() -> None:
     arguments = parser.parse_args()
     code = 0
     try:
-        logs.set_up()
+        logs.set_up_logging()
         spec = read_launch(arguments.launch)
-        logs.set_up(spec.about)
+        logs.set_up_logging(spec.about)
         code = asyncio.run(supervise(spec))
     except* GcoreError as errors:
         code = _explain(errors)
@@ -69,11 +69,11 @@ def read_launch(path: Path) -> LaunchSpec:
 
 async def supervise(spec: LaunchSpec) -> int:
     """Run the worker of `spec` until it has ended; its exit code. SIGTERM and SIGINT stop it."""
-    me = status_of(os.getpid())
+    me = process_status(os.getpid())
     if me is None:
         raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
     clock = SystemClock()
-    store = await connect(spec.store, clock, LeaseTimes.of(spec.lease_ttl_s).call_s)
+    store = await connect_store(spec.store, clock, LeaseTimes.of(spec.lease_ttl_s).call_s)
     try:
         supervisor = Supervisor(spec, store, clock, me.identity)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -125,7 +125,7 @@ def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
     launch_file = home / "workers" / f"{spec.instance}.json"
     try:
         launch_file.parent.mkdir(parents=True, exist_ok=True)
-        whole_file(launch_file, spec.encode(), mode=0o600)
+        replace_file(launch_file, spec.encode(), mode=0o600)
         sweep_launches(launch_file)
     except OSError as error:
         raise CannotStart(
@@ -133,7 +133,7 @@ def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
             where=str(launch_file),
             fix="Make the home folder writable",
         ) from error
-    pinned = {PIN: str(spoken())} if spoken() < NEWEST_VERSION else {}
+    pinned = {PIN: str(written_version())} if written_version() < NEWEST_VERSION else {}
     return spawn_detached(
         worker_command(home, launch_file),
         env={**os.environ, **pinned},

@@ -15,7 +15,7 @@ from gcore.schema import Record
 from gcore.store.reference import StoreRef
 from gcore.system.process import ProcessId
 
-Role = Literal["rollout", "reward", "train"]
+WorkerRole = Literal["rollout", "reward", "train"]
 
 
 WorkerState = Literal["starting", "serving", "failed", "stopping"]
@@ -28,7 +28,7 @@ class WorkerRecord(Record):
 
     instance: str
     node: str
-    role: Role
+    role: WorkerRole
     job_uid: str
     slot: str
     pid: int
@@ -66,7 +66,7 @@ class LaunchSpec(Record):
 
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
-    role: Role
+    role: WorkerRole
     job_uid: str
     slot: str
     store: StoreRef

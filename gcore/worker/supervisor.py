@@ -22,32 +22,32 @@ from gcore.store import keys
 from gcore.store.session import Session
 from gcore.store.types import Compare, KeyValue, Put, Store
 from gcore.system.clock import Clock
-from gcore.system.fault_injection import At, point
+from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.process import CannotStart, ProcessId
 from gcore.worker import lifecycle
 from gcore.worker.control import ChildProcess
 from gcore.worker.lifecycle import (
     ChildFailed,
     ChildStarted,
-    Event,
+    EndSupervisor,
     Instruction,
     KillChild,
-    Leave,
-    Life,
-    Looked,
     NodeRead,
     NodeWatched,
     PublishRendezvous,
     ReadNode,
-    Refused,
     Registered,
+    RegistrationRefused,
     RendezvousKnown,
-    Shown,
+    SendRendezvous,
+    SendStop,
     StartChild,
-    StopAsked,
+    StatePublished,
+    StopRequested,
     StoreSeen,
-    TellRendezvous,
-    TellStop,
+    SupervisorState,
+    Tick,
+    WorkerEvent,
 )
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
@@ -83,7 +83,7 @@ class _Claim:
 class Registrar:
     """One worker's registration. `emit` is told what became of it."""
 
-    def __init__(self, spec: LaunchSpec, store: Store, clock: Clock, emit: Callable[[Event], None]) -> None:
+    def __init__(self, spec: LaunchSpec, store: Store, clock: Clock, emit: Callable[[WorkerEvent], None]) -> None:
         self._spec = spec
         self._store = store
         self._clock = clock
@@ -152,28 +152,28 @@ class Registrar:
         there = None if self._mute else await self._store.get(self._key)
         if there is not None and not _is_of(there, record):
             self._mute = True
-            self._emit(Refused(f"another process is registered as worker {self._spec.instance}"))
+            self._emit(RegistrationRefused(f"another process is registered as worker {self._spec.instance}"))
         if self._mute:
-            self._emit(Shown(record.state))  # as far as it can be: whoever waits for it may go on
+            self._emit(StatePublished(record.state))  # as far as it can be: whoever waits for it may go on
             return True
         claim = _Claim((), ()) if self._refused else await self._claim()
-        if isinstance(claim, Refused):
+        if isinstance(claim, RegistrationRefused):
             self._refused = True
             self._emit(claim)
             return False
         compares = (Compare(self._key, there.mod_revision if there else 0), *claim.compares)
-        point(At.WORKER, "before")
+        fault_point(FaultPoint.WORKER, "before")
         result = await self._store.transact(compares, (Put(self._key, record.encode(), lease), *claim.puts))
-        point(At.WORKER, "after")
+        fault_point(FaultPoint.WORKER, "after")
         if not result.won:
             return False
         if not self._refused:
             self._registered = True
             self._emit(Registered())
-        self._emit(Shown(record.state))
+        self._emit(StatePublished(record.state))
         return True
 
-    async def _claim(self) -> _Claim | Refused:
+    async def _claim(self) -> _Claim | RegistrationRefused:
         """What the registration of a train rank compares and writes besides."""
         spec = self._spec
         if spec.world is None or spec.rank is None:
@@ -182,11 +182,11 @@ class Registrar:
         there = await self._store.get(key)
         if there is None:
             if self._registered:
-                return Refused(f"world {spec.world} is gone from the store")
+                return RegistrationRefused(f"world {spec.world} is gone from the store")
             return _Claim((Compare(key, 0),), (Put(key, RankClaim(instance=spec.instance).encode()),))
         holder = RankClaim.decode(there.value, key).instance
         if holder != spec.instance:
-            return Refused(f"rank {spec.rank} of world {spec.world} is taken by worker {holder}")
+            return RegistrationRefused(f"rank {spec.rank} of world {spec.world} is taken by worker {holder}")
         return _Claim((Compare(key, there.mod_revision),), ())
 
     async def _away(self) -> None:
@@ -210,7 +210,7 @@ class Supervisor:
         self._store = store
         self._clock = clock
         self._me = me
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self._registrar = Registrar(spec, store, clock, self._events.put_nowait)
         self._tasks = asyncio.TaskGroup()
         self._begun: list[asyncio.Task[None]] = []
@@ -218,7 +218,7 @@ class Supervisor:
 
     def stop(self, why: str) -> None:
         """Ask it to end; in the event loop, e.g. from a signal handler. The second time the child is killed at once."""
-        self._events.put_nowait(StopAsked(why))
+        self._events.put_nowait(StopRequested(why))
 
     async def run(self) -> int:
         """Until the worker has ended. Returns the exit code."""
@@ -232,7 +232,7 @@ class Supervisor:
         return code
 
     async def _live(self) -> int:
-        life = Life.begin(self._spec, self._clock.monotonic())
+        life = SupervisorState.begin(self._spec, self._clock.monotonic())
         while True:
             self._registrar.show(self._record(life))
             event = await self._next(lifecycle.wake_at(life))
@@ -242,11 +242,11 @@ class Supervisor:
             if (life.state, life.reason) != (before.state, before.reason):
                 log.info("%s%s", life.state, f": {life.reason}" if life.reason else f" at {life.address}")
             for instruction in decision.instructions:
-                if isinstance(instruction, Leave):
+                if isinstance(instruction, EndSupervisor):
                     return instruction.code
                 await self._carry_out(instruction)
 
-    async def _next(self, wake_at: float | None) -> Event:
+    async def _next(self, wake_at: float | None) -> WorkerEvent:
         """The next event; at `wake_at` at the latest, and now and then to see whether the child was stopped."""
         pause = self._spec.watchdog_s / 2
         if wake_at is not None:
@@ -259,17 +259,17 @@ class Supervisor:
 
     async def _alarm(self, pause: float) -> None:
         await self._clock.sleep(pause)
-        self._events.put_nowait(Looked(stopped=self._child is not None and self._child.is_stopped()))
+        self._events.put_nowait(Tick(stopped=self._child is not None and self._child.is_stopped()))
 
     async def _carry_out(self, instruction: Instruction) -> None:
         child = self._child
         match instruction:
             case StartChild():
                 await self._start_child()
-            case TellStop():
+            case SendStop():
                 if child is not None:
                     child.tell("stop")
-            case TellRendezvous(address):
+            case SendRendezvous(address):
                 if child is not None:
                     child.tell("rendezvous", address=address)
             case KillChild():
@@ -280,7 +280,7 @@ class Supervisor:
                     self._begin(self._publish_rendezvous(self._spec.world, address))
             case ReadNode():
                 self._begin(self._read_node())
-            case Leave():
+            case EndSupervisor():
                 pass
             case _:
                 assert_never(instruction)
@@ -337,9 +337,9 @@ class Supervisor:
             try:
                 there = await self._store.get(key)
                 if there is None:
-                    point(At.RENDEZVOUS, "before")
+                    fault_point(FaultPoint.RENDEZVOUS, "before")
                     await self._store.transact((Compare(key, 0),), (Put(key, address.encode()),))
-                    point(At.RENDEZVOUS, "after")
+                    fault_point(FaultPoint.RENDEZVOUS, "after")
                     continue  # whoever won, read it
             except StoreUnavailable:
                 await self._clock.sleep(RETRY_S)
@@ -350,7 +350,7 @@ class Supervisor:
                 )
             return
 
-    def _record(self, life: Life) -> WorkerRecord:
+    def _record(self, life: SupervisorState) -> WorkerRecord:
         spec = self._spec
         return WorkerRecord(
             instance=spec.instance,

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from gcore.config.base import Section, shortened
+from gcore.config.base import Section, shorten_text
 from gcore.errors import UsageError, did_you_mean
 
 # -------------------- devices
@@ -33,7 +33,7 @@ NODE_GIB = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Accelerator:
     """One accelerator. `memory_gib` None: a share of its host's. `launch_s`: what a layer costs in time however little it does.
 
     `tflops`: 1e12 operations a second; `bandwidth_gb_s`: of its memory, 1e9 bytes a second; `link_gb_s`: to another of its node, one
@@ -59,18 +59,18 @@ GPU_LAUNCH_S = 2e-5
 CPU_LAUNCH_S = 8e-4
 
 
-DEVICES: Mapping[str, Device] = {
-    "a10": Device(22.5, 125.0, 600.0, 32.0, GPU_LAUNCH_S, "NVIDIA A10 data sheet"),
-    "a100-40gb": Device(40.0, 312.0, 1555.0, 300.0, GPU_LAUNCH_S, "NVIDIA A100 data sheet (SXM, 40 GB)"),
-    "a100-80gb": Device(80.0, 312.0, 2039.0, 300.0, GPU_LAUNCH_S, "NVIDIA A100 data sheet (SXM, 80 GB)"),
-    "b200": Device(179.0, 2250.0, 8000.0, 900.0, GPU_LAUNCH_S, "NVIDIA DGX B200 data sheet, an eighth"),
-    "h100": Device(79.6, 989.0, 3350.0, 450.0, GPU_LAUNCH_S, "NVIDIA H100 data sheet (SXM)"),
-    "h100-pcie": Device(79.6, 756.0, 2000.0, 64.0, GPU_LAUNCH_S, "NVIDIA H100 data sheet (PCIe)"),
-    "h200": Device(140.4, 989.0, 4800.0, 450.0, GPU_LAUNCH_S, "NVIDIA H200 data sheet (SXM)"),
-    "l4": Device(22.5, 121.0, 300.0, 32.0, GPU_LAUNCH_S, "NVIDIA L4 data sheet"),
-    "l40s": Device(45.0, 362.0, 864.0, 32.0, GPU_LAUNCH_S, "NVIDIA L40S data sheet"),
-    "rtx-4090": Device(24.0, 165.0, 1008.0, 32.0, GPU_LAUNCH_S, "NVIDIA Ada architecture paper, appendix A"),
-    "cpu-core": Device(None, 0.14, 8.0, 4.0, CPU_LAUNCH_S, "benchmarks/results/engine.json and trainer.json"),
+DEVICES: Mapping[str, Accelerator] = {
+    "a10": Accelerator(22.5, 125.0, 600.0, 32.0, GPU_LAUNCH_S, "NVIDIA A10 data sheet"),
+    "a100-40gb": Accelerator(40.0, 312.0, 1555.0, 300.0, GPU_LAUNCH_S, "NVIDIA A100 data sheet (SXM, 40 GB)"),
+    "a100-80gb": Accelerator(80.0, 312.0, 2039.0, 300.0, GPU_LAUNCH_S, "NVIDIA A100 data sheet (SXM, 80 GB)"),
+    "b200": Accelerator(179.0, 2250.0, 8000.0, 900.0, GPU_LAUNCH_S, "NVIDIA DGX B200 data sheet, an eighth"),
+    "h100": Accelerator(79.6, 989.0, 3350.0, 450.0, GPU_LAUNCH_S, "NVIDIA H100 data sheet (SXM)"),
+    "h100-pcie": Accelerator(79.6, 756.0, 2000.0, 64.0, GPU_LAUNCH_S, "NVIDIA H100 data sheet (PCIe)"),
+    "h200": Accelerator(140.4, 989.0, 4800.0, 450.0, GPU_LAUNCH_S, "NVIDIA H200 data sheet (SXM)"),
+    "l4": Accelerator(22.5, 121.0, 300.0, 32.0, GPU_LAUNCH_S, "NVIDIA L4 data sheet"),
+    "l40s": Accelerator(45.0, 362.0, 864.0, 32.0, GPU_LAUNCH_S, "NVIDIA L40S data sheet"),
+    "rtx-4090": Accelerator(24.0, 165.0, 1008.0, 32.0, GPU_LAUNCH_S, "NVIDIA Ada architecture paper, appendix A"),
+    "cpu-core": Accelerator(None, 0.14, 8.0, 4.0, CPU_LAUNCH_S, "benchmarks/results/engine.json and trainer.json"),
 }
 """By the names that a cluster file may say."""
 
@@ -123,7 +123,7 @@ class NodeKind(Section):
     def _is_described(self) -> NodeKind:
         if self.device is not None and self.device not in DEVICES:
             raise ValueError(
-                f"there is no device {shortened(repr(self.device))}{did_you_mean(self.device, DEVICES)}; known are "
+                f"there is no device {shorten_text(repr(self.device))}{did_you_mean(self.device, DEVICES)}; known are "
                 f"{', '.join(sorted(DEVICES))}, or leave device out and give memory_gib, tflops, bandwidth_gb_s and link_gb_s"
             )
         if self.device is None:
@@ -133,7 +133,7 @@ class NodeKind(Section):
         return self
 
     @property
-    def each(self) -> Device:
+    def each(self) -> Accelerator:
         """One accelerator of it."""
         base = None if self.device is None else DEVICES[self.device]
         given = {
@@ -141,10 +141,12 @@ class NodeKind(Section):
         }
         known = {} if base is None else {name: getattr(base, name) for name in given}
         told = known | {name: value for name, value in given.items() if value is not None}
-        return Device(**{"launch_s": GPU_LAUNCH_S} | told, source="the cluster's file" if base is None else base.source)
+        return Accelerator(
+            **{"launch_s": GPU_LAUNCH_S} | told, source="the cluster's file" if base is None else base.source
+        )
 
 
-class Cluster(Section):
+class ClusterSpec(Section):
     """What there is."""
 
     nodes: Annotated[tuple[NodeKind, ...], Field(min_length=1, max_length=64)]
@@ -154,7 +156,7 @@ class Cluster(Section):
     """How fast weights come to the shared folder, or from it, for each node."""
 
     @model_validator(mode="after")
-    def _is_not_too_large(self) -> Cluster:
+    def _is_not_too_large(self) -> ClusterSpec:
         if self.slots > MOST_SLOTS:
             raise ValueError(f"it has {self.slots} accelerators, and {MOST_SLOTS} can be planned for")
         if len({kind.each.is_gpu for kind in self.nodes}) > 1:
@@ -184,10 +186,10 @@ class Cluster(Section):
         return len({kind.each for kind in self.nodes}) == 1
 
     @property
-    def device(self) -> Device:
+    def device(self) -> Accelerator:
         """The weakest in each respect."""
         every = [kind.each for kind in self.nodes]
-        return Device(
+        return Accelerator(
             memory_gib=min((one.memory_gib for one in every if one.memory_gib is not None), default=None),
             tflops=min(one.tflops for one in every),
             bandwidth_gb_s=min(one.bandwidth_gb_s for one in every),
@@ -202,10 +204,10 @@ class Cluster(Section):
         return min(kind.host_memory_gib / kind.accelerators for kind in self.nodes)
 
 
-def cluster_of(tree: Mapping[str, Any], *, where: str) -> Cluster:
+def parse_cluster(tree: Mapping[str, Any], *, where: str) -> ClusterSpec:
     """What a cluster's file says. Raises UsageError, one sentence for the first mistake."""
     try:
-        return Cluster.model_validate(tree)
+        return ClusterSpec.model_validate(tree)
     except ValidationError as error:
         raise UsageError(_said(error), where=where, fix="See examples/clusters for files that are right") from error
 
@@ -215,10 +217,10 @@ def _said(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "the file"
     if problem["type"] == "extra_forbidden":
         last = str(problem["loc"][-1])
-        known = NodeKind.model_fields if "nodes" in problem["loc"] else Cluster.model_fields
-        return f"unknown key {shortened(repr(key))}{did_you_mean(last, known)}"
+        known = NodeKind.model_fields if "nodes" in problem["loc"] else ClusterSpec.model_fields
+        return f"unknown key {shorten_text(repr(key))}{did_you_mean(last, known)}"
     if problem["type"] == "missing":
         return f"{key!r} is missing"
     message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-    shown = f" (got {shortened(repr(problem['input']))})" if isinstance(problem["input"], str | int | float) else ""
+    shown = f" (got {shorten_text(repr(problem['input']))})" if isinstance(problem["input"], str | int | float) else ""
     return f"{key}: {message[:1].lower()}{message[1:]}{shown}"

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from placement.mapping.cluster import GIB, NODE_GIB, Cluster
-from placement.mapping.workload import ModelShape, Served, Training, Way, Workload
-from placement.slots import Bounds, Split, counted, feasible
+from placement.mapping.cluster import GIB, NODE_GIB, ClusterSpec
+from placement.mapping.workload import EngineWorkload, ModelShape, PoolLayout, TrainWorkload, Workload
+from placement.slots import Split, SplitBounds, count_noun, feasible
 
 BUCKET = 500_000_000
 """Numbers that DeepSpeed sends at once, at most."""
@@ -49,7 +49,7 @@ SLACK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes that one process takes of its slot: `stays` whatever it does, `works` on top of that while it computes."""
 
     name: str
@@ -57,7 +57,7 @@ class Need:
     works: int
 
 
-def activations(shape: ModelShape, training: Training, ranks: int) -> int:
+def activation_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
     """What the backward pass of the largest micro-batch needs, and its logits."""
     item = 2 if training.half else 4
     tokens = micro_tokens(training, ranks)
@@ -70,7 +70,7 @@ def activations(shape: ModelShape, training: Training, ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainMemory:
     """Bytes of a model that is trained, on one rank."""
 
     weights: int
@@ -84,7 +84,7 @@ class Trained:
         return self.weights + self.optimizer, self.gradients + self.activations
 
 
-def trained(shape: ModelShape, training: Training, ranks: int, *, gpu: bool) -> Trained:
+def train_memory(shape: ModelShape, training: TrainWorkload, ranks: int, *, gpu: bool) -> TrainMemory:
     """A model of the ranks', on one of them."""
     item, count = 2 if training.half else 4, shape.parameters
     part = -(-count // ranks)
@@ -98,10 +98,10 @@ def trained(shape: ModelShape, training: Training, ranks: int, *, gpu: bool) -> 
         weights = item * count
         gradients = item * (count if training.stage == 1 else part) + bucket
     gradients += 4 * part  # as the optimizer takes them
-    working = activations(shape, training, ranks)
+    working = activation_bytes(shape, training, ranks)
     if training.half and not gpu:  # while it loads, its weights are there in float32 as well
         working = max(working, 4 * count)
-    return Trained(weights, gradients, (MASTER + MOMENTS) * part, working)
+    return TrainMemory(weights, gradients, (MASTER + MOMENTS) * part, working)
 
 
 def _attention_numbers(shape: ModelShape) -> int:
@@ -110,28 +110,32 @@ def _attention_numbers(shape: ModelShape) -> int:
     return 3 * queries + 2 * keys + 2 * (queries + keys) * shape.head_norms
 
 
-def micro_tokens(training: Training, ranks: int) -> int:
+def micro_tokens(training: TrainWorkload, ranks: int) -> int:
     """Tokens of the largest micro-batch: what the spec allows, if a rank has as many; never less than the longest sample."""
     own = -(-training.samples // (ranks * training.mini_batches)) * training.longest
     return max(training.longest, min(training.micro_tokens, own))
 
 
-def reference_bytes(shape: ModelShape, training: Training, ranks: int) -> int:
+def reference_bytes(shape: ModelShape, training: TrainWorkload, ranks: int) -> int:
     """The frozen model that the policy is held against, on one rank."""
     item = 2 if training.half else 4
     return item * (-(-shape.parameters // ranks) if training.stage == 3 else shape.parameters)
 
 
-def rank_needs(training: Training, ranks: int, *, gpu: bool) -> tuple[Need, ...]:
+def rank_needs(training: TrainWorkload, ranks: int, *, gpu: bool) -> tuple[MemoryNeed, ...]:
     """One rank: each model that it trains, and the reference, which on a GPU may lie in host memory until it is used."""
-    needs = [Need(name, *trained(shape, training, ranks, gpu=gpu).need) for name, shape in training.models.items()]
+    needs = [
+        MemoryNeed(name, *train_memory(shape, training, ranks, gpu=gpu).need) for name, shape in training.models.items()
+    ]
     if training.reference:
         size = reference_bytes(training.models["policy training"], training, ranks)
-        needs.append(Need("reference", 0, size) if gpu and training.offloads else Need("reference", size, 0))
+        needs.append(
+            MemoryNeed("reference", 0, size) if gpu and training.offloads else MemoryNeed("reference", size, 0)
+        )
     return tuple(needs)
 
 
-def rank_host_bytes(training: Training) -> int:
+def rank_host_bytes(training: TrainWorkload) -> int:
     """Host memory that a rank of GPUs takes while it loads, all of its models whole in float32, and its reference besides."""
     loading = sum(4 * shape.parameters for shape in training.models.values())
     return loading + (
@@ -139,13 +143,13 @@ def rank_host_bytes(training: Training) -> int:
     )
 
 
-def checkpoint_bytes(training: Training) -> int:
+def checkpoint_bytes(training: TrainWorkload) -> int:
     """Host memory of rank 0, for the copy that goes to the disk beside the steps: twelve bytes a parameter."""
     return sum((MASTER + MOMENTS) * shape.parameters for shape in training.models.values())
 
 
 @dataclass(frozen=True, slots=True)
-class EngineNeed:
+class EngineMemory:
     """An engine's memory on one of the slots that it spans, in bytes. `cell`: one token's place in the cache.
 
     `least` and `wanted`: cells with which it serves one longest request, and all that it may run at once.
@@ -163,7 +167,7 @@ class EngineNeed:
         return self.weights + self.cell * cells
 
 
-def engine_need(served: Served, *, size: int, rows: int, gpu: bool) -> EngineNeed:
+def engine_memory(served: EngineWorkload, *, size: int, rows: int, gpu: bool) -> EngineMemory:
     """An engine over `size` slots that runs at most `rows` requests at once."""
     item, shape = 2 if gpu else 4, served.shape
     if served.longest_written == 0:  # it reads a question and keeps nothing
@@ -184,7 +188,7 @@ def engine_need(served: Served, *, size: int, rows: int, gpu: bool) -> EngineNee
     cell = -(-item * (shape.cache_numbers + shape.kv_heads * (served.engine == "torch")) // size)
     # In host memory the file that is read is there beside the weights, while no request is.
     loading = 0 if gpu else weights - cell * wanted
-    return EngineNeed(
+    return EngineMemory(
         served.name,
         weights=weights,
         works=max(reading // size, drawing // size, loading),
@@ -194,7 +198,7 @@ def engine_need(served: Served, *, size: int, rows: int, gpu: bool) -> EngineNee
     )
 
 
-def rows_in(served: Served, cells: int, rows: int) -> int:
+def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
     """Requests that run at once in a cache of so many cells."""
     if served.longest_written == 0:
         return rows
@@ -226,7 +230,7 @@ HOST_RESERVE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
+class MemoryExcess:
     """Who is together on each of `slots` slots, and by how many bytes that is more than `memory`. `where`: of what memory, if not
     the slots'; `engines`: whether engines are among them."""
 
@@ -239,12 +243,12 @@ class Excess:
 
     def __str__(self) -> str:
         verb = "exceed" if len(self.names) > 1 else "exceeds"
-        what = self.where or f"{self.memory / GIB:.4g} GiB on {counted(self.slots, 'slot')}"
-        return f"{' + '.join(self.names)} {verb} {what} by {gib(self.over)}"
+        what = self.where or f"{self.memory / GIB:.4g} GiB on {count_noun(self.slots, 'slot')}"
+        return f"{' + '.join(self.names)} {verb} {what} by {format_gib(self.over)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryFit:
     """A way that fits. `used`: bytes of the fullest slot of each pool; `cells`, `rows`: of each engine's cache, and what runs in
     it at once, by name; `bound`: engines that have less cache than they want."""
 
@@ -256,7 +260,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SlotMemory:
     """What a slot has. `limit`: bytes that may be planned with, `all_of_it`: bytes that there are."""
 
     limit: float
@@ -265,7 +269,7 @@ class Memory:
     process: float
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Memory:
+    def of(cls, cluster: ClusterSpec) -> SlotMemory:
         """Of the weakest slot. A CPU slot has its part of its host's memory."""
         device = cluster.device
         if device.memory_gib is None:
@@ -275,21 +279,23 @@ class Memory:
         return cls(device.memory_gib * GIB * (1 - RESERVE), device.memory_gib * GIB, True, PROCESS_GIB * GIB)
 
 
-def room(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Room | Excess:
+def fit_memory(
+    way: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory
+) -> MemoryFit | MemoryExcess:
     """How it fits, or why not: into the slots, and into their hosts."""
     found = _on_slots(way, workload, memory)
-    if isinstance(found, Excess):
+    if isinstance(found, MemoryExcess):
         return found
     return _host_excess(way, workload, cluster, memory) or found
 
 
-def world_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Excess | None:
+def world_excess(way: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory) -> MemoryExcess | None:
     """Why its ranks do not fit on slots of their own, whatever the other slots do."""
     alone = _together("train", rank_needs(workload.training, way.ranks, gpu=memory.gpu), [], way.ranks, memory)
-    return alone if isinstance(alone, Excess) else _host_excess(way, workload, cluster, memory)
+    return alone if isinstance(alone, MemoryExcess) else _host_excess(way, workload, cluster, memory)
 
 
-def _on_slots(way: Way, workload: Workload, memory: Memory) -> Room | Excess:
+def _on_slots(way: PoolLayout, workload: Workload, memory: SlotMemory) -> MemoryFit | MemoryExcess:
     ranks = rank_needs(workload.training, way.ranks, gpu=memory.gpu)
     rollout = [_engine(workload.rollout, way.rollout_size, way.split.rollout // way.rollout_size, memory)]
     judges = [_engine(judge, way.reward_size, judge_replicas(judge, way), memory) for judge in workload.judges]
@@ -304,10 +310,10 @@ def _on_slots(way: Way, workload: Workload, memory: Memory) -> Room | Excess:
     ]
     if judges:
         parts.append(_together("reward", (), judges, way.split.reward, memory, asleep=int(workload.resident)))
-    return _worst(parts) or _joined([part for part in parts if isinstance(part, Room)])
+    return _worst(parts) or _joined([part for part in parts if isinstance(part, MemoryFit)])
 
 
-def judge_replicas(judge: Served, way: Way) -> int:
+def judge_replicas(judge: EngineWorkload, way: PoolLayout) -> int:
     """Engines of a judge."""
     most = max(1, way.split.reward // way.reward_size)
     return most if judge.replicas is None else min(most, judge.replicas)
@@ -315,25 +321,25 @@ def judge_replicas(judge: Served, way: Way) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    served: Served
-    need: EngineNeed
+    served: EngineWorkload
+    need: EngineMemory
     rows: int
 
 
-def _engine(served: Served, size: int, replicas: int, memory: Memory) -> _Engine:
+def _engine(served: EngineWorkload, size: int, replicas: int, memory: SlotMemory) -> _Engine:
     rows = max(1, min(served.rows, -(-served.requests // max(1, replicas))))
-    return _Engine(served, engine_need(served, size=size, rows=rows, gpu=memory.gpu), rows)
+    return _Engine(served, engine_memory(served, size=size, rows=rows, gpu=memory.gpu), rows)
 
 
 def _together(
     pool: str,
-    ranks: Sequence[Need],
+    ranks: Sequence[MemoryNeed],
     engines: Sequence[_Engine],
     slots: int,
-    memory: Memory,
+    memory: SlotMemory,
     *,
     asleep: int = 0,
-) -> Room | Excess:
+) -> MemoryFit | MemoryExcess:
     """All of these on one slot at the same time: ranks and engines compute in turn, engines beside one another.
 
     `asleep`: engines that sleep there besides, of which the process remains.
@@ -344,7 +350,9 @@ def _together(
     return _with_caches(pool, [need.name for need in ranks], engines, held, slots, memory)
 
 
-def _asleep(way: Way, ranks: Sequence[Need], engines: Sequence[_Engine], memory: Memory) -> Room | Excess:
+def _asleep(
+    way: PoolLayout, ranks: Sequence[MemoryNeed], engines: Sequence[_Engine], memory: SlotMemory
+) -> MemoryFit | MemoryExcess:
     """Engines while ranks sleep, and ranks while engines sleep; what sleeps keeps its process."""
     processes = memory.process * (len(engines) + 1)
     training = processes + sum(need.stays for need in ranks) + max(need.works for need in ranks)
@@ -352,17 +360,17 @@ def _asleep(way: Way, ranks: Sequence[Need], engines: Sequence[_Engine], memory:
     found = _with_caches("every slot", [], engines, serving, way.split.rollout, memory)
     if training > memory.limit:
         names, over = tuple(need.name for need in ranks), training - memory.limit
-        return _worst([found, Excess(names, way.ranks, memory.all_of_it, over, engines=False)]) or found
-    if isinstance(found, Excess):
+        return _worst([found, MemoryExcess(names, way.ranks, memory.all_of_it, over, engines=False)]) or found
+    if isinstance(found, MemoryExcess):
         return found
     slept = sum(need.stays for need in ranks) + sum(one.need.weights for one in engines)
     used = (("every slot", max(training, found.used[0][1])),)
-    return Room(used, found.cells, found.rows, found.bound, slept)
+    return MemoryFit(used, found.cells, found.rows, found.bound, slept)
 
 
 def _with_caches(
-    pool: str, names: Sequence[str], engines: Sequence[_Engine], held: float, slots: int, memory: Memory
-) -> Room | Excess:
+    pool: str, names: Sequence[str], engines: Sequence[_Engine], held: float, slots: int, memory: SlotMemory
+) -> MemoryFit | MemoryExcess:
     """Engines beside what is `held`. Some take a share of the memory, whatever they need; what is left is the others'."""
     shared = [one for one in engines if memory.gpu and one.served.share is not None]
     free = [one for one in engines if one not in shared]
@@ -371,7 +379,7 @@ def _with_caches(
     left = memory.limit - held - sum(one.need.stays(one.need.least) for one in free)
     if left < 0:
         named = (*names, *(one.need.name for one in engines))
-        problems.append(Excess(named, slots, memory.all_of_it, -left, engines=bool(engines)))
+        problems.append(MemoryExcess(named, slots, memory.all_of_it, -left, engines=bool(engines)))
     if (worst := _worst(problems)) is not None:
         return worst
     more = [one.need.cell * (one.need.wanted - one.need.least) for one in free]
@@ -379,34 +387,36 @@ def _with_caches(
     cells = [(one, one.need.least + int(part * (one.need.wanted - one.need.least))) for one in free]
     used = held + sum(one.need.stays(count) for one, count in cells)
     cells += [(one, int((_share(one, memory) - one.need.weights) // max(1, one.need.cell))) for one in shared]
-    return Room(
+    return MemoryFit(
         used=((pool, used),),
         cells=tuple((one.need.name, count) for one, count in cells),
-        rows=tuple((one.need.name, rows_in(one.served, count, one.rows)) for one, count in cells),
+        rows=tuple((one.need.name, rows_in_cache(one.served, count, one.rows)) for one, count in cells),
         bound=tuple(one.need.name for one in free if part < 1.0),
     )
 
 
-def _share(one: _Engine, memory: Memory) -> float:
+def _share(one: _Engine, memory: SlotMemory) -> float:
     return (one.served.share or 0.0) * memory.all_of_it
 
 
-def _share_excess(one: _Engine, slots: int, memory: Memory) -> Excess | None:
+def _share_excess(one: _Engine, slots: int, memory: SlotMemory) -> MemoryExcess | None:
     """Why the share that an engine takes does not hold what it needs at least."""
     share, least = _share(one, memory), one.need.stays(one.need.least)
     if least <= share:
         return None
     what = f"SGLang's {one.served.share:g} of {memory.all_of_it / GIB:.4g} GiB"
-    return Excess((f"{one.need.name} with one longest request",), slots, share, least - share, engines=True, where=what)
+    return MemoryExcess(
+        (f"{one.need.name} with one longest request",), slots, share, least - share, engines=True, where=what
+    )
 
 
-def _worst(found: Sequence[Room | Excess | None]) -> Excess | None:
+def _worst(found: Sequence[MemoryFit | MemoryExcess | None]) -> MemoryExcess | None:
     """Of what does not fit, that which lacks most."""
-    return max((one for one in found if isinstance(one, Excess)), key=lambda one: one.over, default=None)
+    return max((one for one in found if isinstance(one, MemoryExcess)), key=lambda one: one.over, default=None)
 
 
-def _joined(rooms: Sequence[Room]) -> Room:
-    return Room(
+def _joined(rooms: Sequence[MemoryFit]) -> MemoryFit:
+    return MemoryFit(
         used=tuple(pair for one in rooms for pair in one.used),
         cells=tuple(pair for one in rooms for pair in one.cells),
         rows=tuple(pair for one in rooms for pair in one.rows),
@@ -414,7 +424,7 @@ def _joined(rooms: Sequence[Room]) -> Room:
     )
 
 
-def _host_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory) -> Excess | None:
+def _host_excess(way: PoolLayout, workload: Workload, cluster: ClusterSpec, memory: SlotMemory) -> MemoryExcess | None:
     """GPUs' hosts: ranks load whole models there, and rank 0 keeps a copy of the checkpoint that is being written."""
     if not memory.gpu:
         return None
@@ -429,11 +439,11 @@ def _host_excess(way: Way, workload: Workload, cluster: Cluster, memory: Memory)
     if needed <= limit:
         return None
     names = tuple(workload.training.models)
-    what = f"{kind.host_memory_gib:.4g} GiB of host memory with {counted(ranks, 'rank')} a node"
-    return Excess(names, way.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
+    what = f"{kind.host_memory_gib:.4g} GiB of host memory with {count_noun(ranks, 'rank')} a node"
+    return MemoryExcess(names, way.ranks, kind.host_memory_gib * GIB, needed - limit, engines=False, where=what)
 
 
-def _slept_of_engines(way: Way, workload: Workload) -> float:
+def _slept_of_engines(way: PoolLayout, workload: Workload) -> float:
     """Bytes of weights that wait in host memory, at most, for each slot of GPUs."""
     policy = 2 * workload.rollout.shape.parameters / way.rollout_size
     judges = sum(2 * judge.shape.parameters for judge in workload.judges) / way.reward_size
@@ -442,7 +452,7 @@ def _slept_of_engines(way: Way, workload: Workload) -> float:
     return max(policy, judges) if workload.resident and way.split.mode == "coexisting" else 0.0
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """`1,220 GiB`, `11 GiB`, `0.4 GiB`."""
     if size >= 100 * GIB:
         return f"{size / GIB:,.0f} GiB"
@@ -457,19 +467,22 @@ def gib(size: float) -> str:
 # nothing is left out for that. Where nothing would be left, nothing is left out: estimates are estimates, and a job that is there goes on.
 
 
-def within_memory(bounds: Bounds, workload: Workload, cluster: Cluster, now: int | None = None) -> Bounds:
+def bound_by_memory(
+    bounds: SplitBounds, workload: Workload, cluster: ClusterSpec, now: int | None = None
+) -> SplitBounds:
     """`bounds` without what does not fit. `now`: ranks of the world that is there, which fits whatever is estimated."""
-    memory = Memory.of(cluster)
+    memory = SlotMemory.of(cluster)
     together = bounds.all_together()
     colocated = False
     if together is not None:
-        way = Way(together, bounds.rollout_size, bounds.reward_size, workload.turns[-1 if memory.gpu else 0])
-        colocated = isinstance(room(way, workload, cluster, memory), Room)
+        way = PoolLayout(together, bounds.rollout_size, bounds.reward_size, workload.turns[-1 if memory.gpu else 0])
+        colocated = isinstance(fit_memory(way, workload, cluster, memory), MemoryFit)
 
     def fits(size: int) -> bool:
         split = Split("coexisting", bounds.slots - size, 0, size)
         return (
-            world_excess(Way(split, bounds.rollout_size, bounds.reward_size, False), workload, cluster, memory) is None
+            world_excess(PoolLayout(split, bounds.rollout_size, bounds.reward_size, False), workload, cluster, memory)
+            is None
         )
 
     keeps = {now, together.train if together is not None and colocated else None}

@@ -13,22 +13,22 @@ from typing import Any
 from gcore.config.spec import JobSpec
 from gcore.errors import DataError, UsageError
 from gcore.ledger.records.cluster import ModelConfigs, SlotFacts
-from placement.mapping.cluster import Cluster, Device, cluster_of
-from placement.mapping.memory import Excess, Memory, Room, judge_replicas, room
+from placement.mapping.cluster import Accelerator, ClusterSpec, parse_cluster
+from placement.mapping.memory import MemoryExcess, MemoryFit, SlotMemory, fit_memory, judge_replicas
 from placement.mapping.workload import (
-    Lengths,
+    EngineWorkload,
+    JobShapes,
+    MeanLengths,
     ModelShape,
-    Served,
-    Shapes,
-    Training,
-    Way,
+    PoolLayout,
+    TrainWorkload,
     Workload,
-    shape_of,
-    ways,
-    ways_within,
-    workload_of,
+    all_layouts,
+    layouts_within,
+    make_workload,
+    read_shape,
 )
-from placement.slots import Bounds, NodeSlots, Split
+from placement.slots import NodeSlots, Split, SplitBounds
 
 # -------------------- speed
 # How long the parts of a step take on given devices, by what they compute, read and send. Pure.
@@ -66,7 +66,7 @@ UPDATE_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class EngineReplica:
     """An engine: slots that it spans, rows that it runs at once."""
 
     size: int
@@ -74,15 +74,15 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineSpeed:
     """What there is, as far as time depends on it. `network_gb_s`: between ranks of different nodes, None where there is one node."""
 
-    device: Device
+    device: Accelerator
     network_gb_s: float | None
     storage_gb_s: float
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Machine:
+    def of(cls, cluster: ClusterSpec) -> MachineSpeed:
         """The weakest of its devices."""
         network = cluster.network_gb_s if cluster.node_count > 1 else None
         return cls(cluster.device, network, cluster.storage_gb_s)
@@ -92,7 +92,7 @@ class Machine:
         """Bytes of a served weight."""
         return 2 if self.device.is_gpu else 4
 
-    def serve_s(self, served: Served, replicas: int, replica: Replica) -> float:
+    def serve_s(self, served: EngineWorkload, replicas: int, replica: EngineReplica) -> float:
         """Until all that a step asks of a model is answered, by so many replicas.
 
         The last one is as long as any may be, and runs alone at its end.
@@ -122,7 +122,7 @@ class Machine:
     def _read_s(self, shape: ModelShape, tokens: float, length: float, size: int) -> float:
         speed = self.device.tflops * 1e12 * READING_SHARE
         body = shape.layers * shape.layer_parameters
-        return tokens * (2 * body + attention(shape, length)) / size / speed + self._share_s(shape, tokens, size)
+        return tokens * (2 * body + attention_ops(shape, length)) / size / speed + self._share_s(shape, tokens, size)
 
     def _share_s(self, shape: ModelShape, tokens: float, size: int) -> float:
         """What slots of one replica tell each other of `tokens`: two sums a layer."""
@@ -131,12 +131,12 @@ class Machine:
         sent = 2 * tokens * shape.width * self.item * (size - 1) / size
         return 2 * shape.layers * (SEND_S + sent / (self.device.link_gb_s * 1e9 * SENDING_SHARE))
 
-    def train_s(self, training: Training, ranks: int) -> float:
+    def train_s(self, training: TrainWorkload, ranks: int) -> float:
         """A step's passes and updates on so many ranks."""
         device, total = self.device, 0.0
         tokens = training.samples * training.tokens
         for name, shape in training.models.items():
-            forward = 2 * shape.computing + attention(shape, training.tokens)
+            forward = 2 * shape.computing + attention_ops(shape, training.tokens)
             passes = float((4 if training.recomputes else 3) * training.epochs)
             passes += training.forwards if name == "policy training" else 1.0
             total += tokens * forward * passes / ranks / (device.tflops * 1e12 * TRAINING_SHARE)
@@ -147,7 +147,9 @@ class Machine:
             total += self._exchange_s(shape, training, ranks, updates, micro)
         return total
 
-    def _exchange_s(self, shape: ModelShape, training: Training, ranks: int, updates: float, micro: float) -> float:
+    def _exchange_s(
+        self, shape: ModelShape, training: TrainWorkload, ranks: int, updates: float, micro: float
+    ) -> float:
         """What ranks tell each other: gradients and new weights of each update; at stage 3 the weights of each pass."""
         if ranks == 1:
             return 0.0
@@ -160,7 +162,7 @@ class Machine:
         link = self.device.link_gb_s
         return link if self.network_gb_s is None or ranks == 1 else min(link, self.network_gb_s)
 
-    def publish_s(self, served: Served) -> float:
+    def publish_s(self, served: EngineWorkload) -> float:
         """New weights to the shared folder, and from there to each node."""
         return 2 * self.item * served.shape.parameters / (self.storage_gb_s * 1e9)
 
@@ -169,7 +171,7 @@ class Machine:
         return 2 * slept / (SWITCH_GB_S * 1e9)
 
 
-def attention(shape: ModelShape, length: float) -> float:
+def attention_ops(shape: ModelShape, length: float) -> float:
     """Operations of a token's attention over half of `length` tokens, in all layers."""
     return 2 * shape.layers * shape.heads * shape.head_dim * length
 
@@ -179,7 +181,7 @@ BETTER = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class PredictedTimes:
     """Predicted seconds of a step's parts. `ahead`: the next responses are made while this step is trained."""
 
     rollout: float
@@ -201,49 +203,49 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FittingLayout:
     """A way that fits, and what it is predicted to take."""
 
-    way: Way
-    room: Room
-    times: Times
+    way: PoolLayout
+    room: MemoryFit
+    times: PredictedTimes
 
 
 @dataclass(frozen=True, slots=True)
-class Misfits:
+class RejectedLayouts:
     """Ways of one kind that do not fit: the one that is nearest to it, and how many there are."""
 
-    way: Way
-    excess: Excess
+    way: PoolLayout
+    excess: MemoryExcess
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LayoutSearchResult:
     """`fits`: the best first. `misfits`: the nearest first. `hints`: sentences about the spec."""
 
-    fits: tuple[Fit, ...]
-    misfits: tuple[Misfits, ...]
+    fits: tuple[FittingLayout, ...]
+    misfits: tuple[RejectedLayouts, ...]
     hints: tuple[str, ...]
 
     @property
-    def first(self) -> Fit | None:
+    def first(self) -> FittingLayout | None:
         """What the job can be started with."""
         return next((fit for fit in self.fits if fit.way.starts), None)
 
 
-def search(workload: Workload, cluster: Cluster) -> Found:
+def search_layouts(workload: Workload, cluster: ClusterSpec) -> LayoutSearchResult:
     """Try them all."""
-    fits, misfits = _tried(ways(cluster, workload), workload, cluster)
-    return Found(fits, misfits, tuple(_hints(workload, cluster, fits)))
+    fits, misfits = _tried(all_layouts(cluster, workload), workload, cluster)
+    return LayoutSearchResult(fits, misfits, tuple(_hints(workload, cluster, fits)))
 
 
 @dataclass(frozen=True, slots=True)
-class First:
+class FirstLayout:
     """What a job begins with before anything of it was measured: the best of `count` ways that fit. `untimed`: why it is only the first
     of them, for want of figures."""
 
-    fit: Fit
+    fit: FittingLayout
     count: int
     untimed: str = ""
 
@@ -279,52 +281,56 @@ class First:
         return f"{', '.join(rooms)} and takes more unless it is told not to ({told})" if bound else ""
 
 
-def first_split(workload: Workload, cluster: Cluster, bounds: Bounds, untimed: str = "") -> First | Misfits | None:
+def choose_first_layout(
+    workload: Workload, cluster: ClusterSpec, bounds: SplitBounds, untimed: str = ""
+) -> FirstLayout | RejectedLayouts | None:
     """What a job begins with, of what can be started as its spec stands: ways in which an engine that is left to itself would take more
     than there is come last. Misfits: nothing fits, and this is the nearest to it. None: there are too few slots. `untimed`: why no time
     can be predicted."""
     gpu = cluster.device.is_gpu
-    fits, misfits = _tried(ways_within(bounds, workload, gpu=gpu), workload, cluster)
+    fits, misfits = _tried(layouts_within(bounds, workload, gpu=gpu), workload, cluster)
     if not fits:
         return next(iter(misfits), None)
     if untimed:
-        order = {way: number for number, way in enumerate(ways_within(bounds, workload, gpu=gpu))}
-        return First(min(fits, key=lambda fit: (bool(fit.room.bound), order[fit.way])), len(fits), untimed)
-    return First(min(fits, key=lambda fit: (bool(fit.room.bound), fit.times.step, fit.way)), len(fits))
+        order = {way: number for number, way in enumerate(layouts_within(bounds, workload, gpu=gpu))}
+        return FirstLayout(min(fits, key=lambda fit: (bool(fit.room.bound), order[fit.way])), len(fits), untimed)
+    return FirstLayout(min(fits, key=lambda fit: (bool(fit.room.bound), fit.times.step, fit.way)), len(fits))
 
 
-def _tried(some: Iterable[Way], workload: Workload, cluster: Cluster) -> tuple[tuple[Fit, ...], tuple[Misfits, ...]]:
-    memory, machine = Memory.of(cluster), Machine.of(cluster)
-    fits: list[Fit] = []
-    failed: dict[tuple[object, ...], Misfits] = {}
+def _tried(
+    some: Iterable[PoolLayout], workload: Workload, cluster: ClusterSpec
+) -> tuple[tuple[FittingLayout, ...], tuple[RejectedLayouts, ...]]:
+    memory, machine = SlotMemory.of(cluster), MachineSpeed.of(cluster)
+    fits: list[FittingLayout] = []
+    failed: dict[tuple[object, ...], RejectedLayouts] = {}
     for way in some:
-        found = room(way, workload, cluster, memory)
-        if isinstance(found, Room):
-            fits.append(Fit(way, found, predicted(way, found, workload, machine)))
+        found = fit_memory(way, workload, cluster, memory)
+        if isinstance(found, MemoryFit):
+            fits.append(FittingLayout(way, found, predict_times(way, found, workload, machine)))
             continue
         spans = (way.rollout_size, way.reward_size) if found.engines else ()
         kind = (way.split.mode, way.asleep, spans, found.names, bool(found.where))
         known = failed.get(kind)
         if known is None:
-            failed[kind] = Misfits(way, found, 1)
+            failed[kind] = RejectedLayouts(way, found, 1)
         else:
             nearer = (found.over, not way.starts, way) < (known.excess.over, not known.way.starts, known.way)
-            nearest = Misfits(way, found, 0) if nearer else known
+            nearest = RejectedLayouts(way, found, 0) if nearer else known
             failed[kind] = replace(nearest, count=known.count + 1)
     fits.sort(key=lambda fit: (fit.times.step, fit.way))
     misfits = sorted(failed.values(), key=lambda one: (one.excess.over, one.way))
     return tuple(fits), tuple(misfits)
 
 
-def predicted(way: Way, room: Room, workload: Workload, machine: Machine) -> Times:
+def predict_times(way: PoolLayout, room: MemoryFit, workload: Workload, machine: MachineSpeed) -> PredictedTimes:
     """The step's parts."""
     rows = dict(room.rows)
-    rollout = Replica(way.rollout_size, rows["rollout"])
+    rollout = EngineReplica(way.rollout_size, rows["rollout"])
     judging = sum(
-        machine.serve_s(judge, judge_replicas(judge, way), Replica(way.reward_size, rows[judge.name]))
+        machine.serve_s(judge, judge_replicas(judge, way), EngineReplica(way.reward_size, rows[judge.name]))
         for judge in workload.judges
     )
-    return Times(
+    return PredictedTimes(
         rollout=machine.serve_s(workload.rollout, way.split.rollout // way.rollout_size, rollout),
         judging=judging,
         training=machine.train_s(workload.training, way.ranks),
@@ -335,11 +341,11 @@ def predicted(way: Way, room: Room, workload: Workload, machine: Machine) -> Tim
     )
 
 
-def _hints(workload: Workload, cluster: Cluster, fits: Sequence[Fit]) -> Iterator[str]:
+def _hints(workload: Workload, cluster: ClusterSpec, fits: Sequence[FittingLayout]) -> Iterator[str]:
     now = next((fit for fit in fits if fit.way.starts), None)
     for words, training in _alternatives(workload.training):
         other = replace(workload, training=training)
-        others, _ = _tried(ways(cluster, other), other, cluster)
+        others, _ = _tried(all_layouts(cluster, other), other, cluster)
         best = next((fit for fit in others if fit.way.starts), None)
         if best is None:
             continue
@@ -351,7 +357,7 @@ def _hints(workload: Workload, cluster: Cluster, fits: Sequence[Fit]) -> Iterato
         yield "What fits has engines that span several slots, which SGLang's can: set engine: sglang, and plan anew"
 
 
-def _alternatives(training: Training) -> Iterator[tuple[str, Training]]:
+def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]]:
     for stage in (1, 2, 3):
         if stage != training.stage:
             yield f"train.zero_stage: {stage}", replace(training, stage=stage)
@@ -392,14 +398,14 @@ NO_FIGURES: dict[str, Any] = {"tflops": 1.0, "bandwidth_gb_s": 1.0, "link_gb_s":
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class KnownNodes:
     """The nodes that are there. `untimed`: why no time can be predicted; empty where it can."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     untimed: str = ""
 
 
-def seen(nodes: Sequence[NodeSlots]) -> Seen | str:
+def describe_nodes(nodes: Sequence[NodeSlots]) -> KnownNodes | str:
     """What the nodes are, or why that is not known."""
     there = [node for node in nodes if node.slots]
     silent = sorted(node.node for node in there if node.facts is None)
@@ -422,26 +428,26 @@ def seen(nodes: Sequence[NodeSlots]) -> Seen | str:
     unknown = sorted({device for _, device, is_core in kinds if not is_core and device not in CALLED})
     tree = [_tree(*key) | kind for key, kind in kinds.items()]
     try:
-        cluster = cluster_of({"nodes": tree}, where="the nodes that are there")
+        cluster = parse_cluster({"nodes": tree}, where="the nodes that are there")
     except UsageError as error:
         return error.what
-    return Seen(cluster, f"how fast {unknown[0] or 'a GPU'} is is not known" if unknown else "")
+    return KnownNodes(cluster, f"how fast {unknown[0] or 'a GPU'} is is not known" if unknown else "")
 
 
-def work_of(spec: JobSpec, models: ModelConfigs | None) -> Workload | str:
+def describe_workload(spec: JobSpec, models: ModelConfigs | None) -> Workload | str:
     """What a step of the job is, or why that is not known."""
     if models is None:
         return "what the job's models are was not kept"
     served = [judge.name for judge in spec.served_judges]
     try:
-        shapes = Shapes(
-            policy=shape_of(models.policy, where="model.path"),
-            critic=None if models.critic is None else shape_of(models.critic, where="train.critic.path"),
-            judges={name: shape_of(models.judges.get(name, {}), where=f"judge {name}") for name in served},
+        shapes = JobShapes(
+            policy=read_shape(models.policy, where="model.path"),
+            critic=None if models.critic is None else read_shape(models.critic, where="train.critic.path"),
+            judges={name: read_shape(models.judges.get(name, {}), where=f"judge {name}") for name in served},
         )
     except DataError as error:
         return f"{error.where}: {error.what}"
-    return workload_of(spec, shapes, Lengths.guessed(spec, shapes.policy))
+    return make_workload(spec, shapes, MeanLengths.guessed(spec, shapes.policy))
 
 
 def _silent(nodes: Sequence[str]) -> str:

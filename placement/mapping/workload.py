@@ -17,8 +17,8 @@ from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.errors import DataError, did_you_mean
 from gcore.ledger.records.cluster import ConfigValue
-from placement.mapping.cluster import Cluster
-from placement.slots import Bounds, Split, counted, feasible
+from placement.mapping.cluster import ClusterSpec
+from placement.slots import Split, SplitBounds, count_noun, feasible
 
 # -------------------- shapes
 # How large a model is, from its configuration alone: parameters, the cache of a token, operations. Pure.
@@ -53,7 +53,7 @@ READ = (
     "tie_word_embeddings",
     "mlp_bias",
 )
-"""What of a configuration `shape_of` looks at."""
+"""What of a configuration `read_shape` looks at."""
 
 
 LONGEST_WORD = 64
@@ -119,7 +119,7 @@ class ModelShape:
         return replace(self, tied=False, outputs=1, head_bias=bias)
 
 
-def shape_of(config: Mapping[str, Any], *, where: str) -> ModelShape:
+def read_shape(config: Mapping[str, Any], *, where: str) -> ModelShape:
     """`config`: a model's config.json. Raises DataError for an architecture that is not known, or a size that is none."""
     kind = config.get("model_type")
     if kind not in KNOWN:
@@ -158,8 +158,8 @@ def shape_of(config: Mapping[str, Any], *, where: str) -> ModelShape:
     )
 
 
-def sizes_in(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
-    """What of `config` is to be kept, so that `shape_of` says of it what it says of the whole: short, whatever stands there."""
+def relevant_sizes(config: Mapping[str, Any]) -> dict[str, ConfigValue]:
+    """What of `config` is to be kept, so that `read_shape` says of it what it says of the whole: short, whatever stands there."""
     kept: dict[str, ConfigValue] = {}
     for name in READ:
         value = config.get(name)
@@ -204,7 +204,7 @@ CHARACTERS_OF_A_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class JobShapes:
     """The job's models. `critic` None: it has none, or starts from the policy's. Judges by name, those that the cluster serves."""
 
     policy: ModelShape
@@ -213,7 +213,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class MeanLengths:
     """Mean tokens of a prompt and of a response."""
 
     prompt: float
@@ -222,7 +222,7 @@ class Lengths:
     @classmethod
     def guessed(
         cls, spec: JobSpec, shape: ModelShape, prompt: float | None = None, response: float | None = None
-    ) -> Lengths:
+    ) -> MeanLengths:
         """Those given; else half of the longest."""
         longest = spec.rollout.max_new_tokens
         return cls(
@@ -232,7 +232,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class EngineWorkload:
     """A model that engines serve. A step asks `requests` of it, each of `read` tokens, answered in `written`, on average.
 
     `longest`: question and answer together at most; `longest_written`: the answer alone. `shared`: requests that begin with the same
@@ -255,7 +255,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainWorkload:
     """What the train ranks do in a step. `models`: each that is trained, by name; `samples` of `tokens` each, on average.
 
     `scored`: the largest part of a micro-batch's tokens whose logits are made. `forwards`: passes over the step without a
@@ -284,24 +284,24 @@ class Workload:
     and engines have the memory in turns; both, where the spec leaves it open. `resident`: whether each model has an engine on every slot
     that does not train, asleep where the slot is another pool's."""
 
-    rollout: Served
-    judges: tuple[Served, ...]
-    training: Training
+    rollout: EngineWorkload
+    judges: tuple[EngineWorkload, ...]
+    training: TrainWorkload
     ahead: bool
     turns: tuple[bool, ...] = (False,)
     resident: bool = False
 
     @property
-    def served(self) -> tuple[Served, ...]:
+    def served(self) -> tuple[EngineWorkload, ...]:
         """Every model that engines serve."""
         return (self.rollout, *self.judges)
 
 
-def workload_of(spec: JobSpec, shapes: Shapes, lengths: Lengths) -> Workload:
+def make_workload(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths) -> Workload:
     """What `spec` says a step is."""
     samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt
     longest = min(_context(spec, shapes.policy), longest_prompt(spec, shapes.policy) + spec.rollout.max_new_tokens)
-    rollout = Served(
+    rollout = EngineWorkload(
         name="rollout",
         shape=shapes.policy,
         engine=spec.rollout.engine,
@@ -349,7 +349,7 @@ def _context(spec: JobSpec, shape: ModelShape) -> int:
     return min(shape.context, spec.model.max_length or shape.context)
 
 
-def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: Lengths, longest: int) -> Served:
+def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: MeanLengths, longest: int) -> EngineWorkload:
     assert judge.model is not None
     classifies = judge.kind == "classifier"
     template = _template_tokens(judge)
@@ -357,7 +357,7 @@ def _judge(judge: JudgeSpec, shape: ModelShape, spec: JobSpec, lengths: Lengths,
     shown = 2 if judge.mode == "pairwise" else 1
     most_written = 0 if classifies else judge.max_new_tokens
     context = min(shape.context, judge.model.max_length or shape.context)
-    return Served(
+    return EngineWorkload(
         name=f"judge {judge.name}",
         shape=shape.with_one_output(bias=False) if classifies else shape,
         engine=judge.serving.engine,
@@ -393,7 +393,7 @@ def _share(engine: str, arguments: Sequence[str]) -> float | None:
     return SGLANG_SHARE
 
 
-def _training(spec: JobSpec, shapes: Shapes, lengths: Lengths, longest: int) -> Training:
+def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: int) -> TrainWorkload:
     train = spec.train
     models = {"policy training": shapes.policy}
     if train.critic is not None:
@@ -401,7 +401,7 @@ def _training(spec: JobSpec, shapes: Shapes, lengths: Lengths, longest: int) -> 
     written = spec.rollout.max_new_tokens
     later = train.mini_batches - 1 if train.epochs == 1 and train.critic is None else train.mini_batches
     recomputed = later / train.mini_batches if train.old_logprobs == "recompute" and train.loss != "sft" else 0.0
-    return Training(
+    return TrainWorkload(
         models=models,
         reference=train.kl_coef > 0,
         offloads=train.offload_reference,
@@ -433,7 +433,7 @@ GRID = 24
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Way:
+class PoolLayout:
     """One of them. `rollout_size`, `reward_size`: slots of a replica; `ranks`: train ranks, a slot each; `asleep`: co-located, and
     who is not at work sleeps; `starts`: whether the spec's engines can span so many slots, which SGLang's alone can."""
 
@@ -456,13 +456,13 @@ class Way:
             spans.append(f"judges over {self.reward_size}")
         if self.split.mode == "colocated":
             turns = "memory in turns" if self.asleep else "memory kept"
-            slots, ranks = counted(self.split.rollout, "slot"), counted(self.ranks, "rank")
+            slots, ranks = count_noun(self.split.rollout, "slot"), count_noun(self.ranks, "rank")
             return ", ".join([f"co-located: {slots} in turn, {ranks}, {turns}", *spans])
         reward = f", {self.split.reward} reward" if self.split.reward else ""
         return ", ".join([f"co-existing: {self.split.rollout} rollout{reward}, {self.split.train} train", *spans])
 
 
-def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
+def all_layouts(cluster: ClusterSpec, workload: Workload) -> Iterator[PoolLayout]:
     """All of them, in an order of its own. Where memory is the host's, nothing is gained by sleeping, so it is not tried unasked."""
     slots, judged = cluster.slots, bool(workload.judges)
     trains = _sizes(max(1, min(slots, workload.training.samples // workload.training.mini_batches)))
@@ -471,24 +471,24 @@ def ways(cluster: Cluster, workload: Workload) -> Iterator[Way]:
     for rollout_size in _spans(cluster, [workload.rollout.shape]):
         for reward_size in reward_sizes:
             starts = _starts(workload, rollout_size, reward_size)
-            bounds = Bounds(slots, rollout_size, reward_size, trains, judged, colocated=False)
+            bounds = SplitBounds(slots, rollout_size, reward_size, trains, judged, colocated=False)
             for split in _splits(bounds):
-                yield Way(split, rollout_size, reward_size, False, starts)
+                yield PoolLayout(split, rollout_size, reward_size, False, starts)
             if slots < max(rollout_size, reward_size):
                 continue
             rollout, reward = (slots // size * size for size in (rollout_size, reward_size))
             for train in trains:
                 split = Split("colocated", rollout, reward if judged else 0, train)
                 for asleep in turns:
-                    yield Way(split, rollout_size, reward_size, asleep, starts)
+                    yield PoolLayout(split, rollout_size, reward_size, asleep, starts)
 
 
-def ways_within(bounds: Bounds, workload: Workload, *, gpu: bool) -> Iterator[Way]:
+def layouts_within(bounds: SplitBounds, workload: Workload, *, gpu: bool) -> Iterator[PoolLayout]:
     """Those in which a job can be begun as its spec stands: within `bounds`, and on shared slots the memory had as it would be, which is
     in turns on GPUs where the spec leaves it open."""
     asleep = workload.turns[-1 if gpu else 0]
     for split in _splits(bounds):
-        yield Way(split, bounds.rollout_size, bounds.reward_size, asleep if split.mode == "colocated" else False)
+        yield PoolLayout(split, bounds.rollout_size, bounds.reward_size, asleep if split.mode == "colocated" else False)
 
 
 def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
@@ -496,7 +496,7 @@ def _starts(workload: Workload, rollout_size: int, reward_size: int) -> bool:
     return all(served.engine == "sglang" for served in wide)
 
 
-def _splits(bounds: Bounds) -> Iterator[Split]:
+def _splits(bounds: SplitBounds) -> Iterator[Split]:
     """Those of `feasible`; on many slots only those with one of the numbers of judges that are tried, without counting through the rest:
     of a hundred thousand slots there are a billion."""
     if bounds.slots <= FEW or not bounds.judged:
@@ -523,7 +523,7 @@ def _sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in powers | even | {most} if size <= most))
 
 
-def _spans(cluster: Cluster, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
+def _spans(cluster: ClusterSpec, shapes: Sequence[ModelShape]) -> tuple[int, ...]:
     """Slots that a replica of each of these models may span: within a node, and by which the heads can be divided."""
     if not cluster.device.is_gpu:
         return (1,)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from gcore.plugins import PluginKind, find_plugin
-from placement.measurements import Measured
-from placement.slots import SINGLE, Bounds, Sizes, Split
+from placement.measurements import MeasuredStep
+from placement.slots import SINGLE, ReplicaSizes, Split, SplitBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Situation:
     `steps_left` None: nobody knows. `overlaps`: pools with slots of their own make a batch while they train on the one before.
     `lends`: replicas are lent within a step."""
 
-    bounds: Bounds
+    bounds: SplitBounds
     now: Split | None
-    history: Sequence[Measured]
+    history: Sequence[MeasuredStep]
     costs: SwitchCosts
     steps_left: int | None
     overlaps: bool = False
@@ -71,20 +71,20 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class PolicyStart:
     """What a policy is made with. `first`: the split that the spec says to begin with, else all slots in turn; `rollout_rows`,
     `reward_rows`: requests that an engine runs at once, at most; `sizes`: slots of an engine."""
 
     first: Split
     rollout_rows: int
     reward_rows: int
-    sizes: Sizes = SINGLE
+    sizes: ReplicaSizes = SINGLE
 
 
-class NewPolicy(Protocol):
+class PolicyFactory(Protocol):
     """Makes a policy."""
 
-    def __call__(self, start: Start) -> Policy:
+    def __call__(self, start: PolicyStart) -> Policy:
         """For one job, on one controller."""
         ...
 
@@ -95,6 +95,6 @@ class NewPolicy(Protocol):
 KIND = PluginKind("placement policy", "gcore.placement", "placement.policy")
 
 
-def find_policy(name: str) -> NewPolicy:
+def find_policy(name: str) -> PolicyFactory:
     """What makes the policy. Raises PluginFault."""
-    return cast(NewPolicy, find_plugin(KIND, name))
+    return cast(PolicyFactory, find_plugin(KIND, name))

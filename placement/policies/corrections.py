@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.forecast import REWARD, ROLLOUT, TOGETHER, TRAIN, Shapes, shapes_of
-from placement.laws import POOLS, Floats, Law, plainly_off
-from placement.measurements import EngineSpeed, Measured
+from placement.laws import POOLS, DecodeLaw, Floats, plain_offset
+from placement.measurements import EngineSpeed, MeasuredStep
 from placement.policies.base import SwitchCosts
-from placement.policies.simple import possible
-from placement.slots import Bounds, Mode, Split
+from placement.policies.simple import feasible_splits
+from placement.slots import Mode, Split, SplitBounds
 
 # -------------------- hindered
 # What engines of a pool take longer for a token in one mode than in the other. Pure but for what it remembers.
@@ -44,7 +44,7 @@ LEAST = 1.25
 
 
 @dataclass
-class Hindered:
+class ModeSlowdown:
     """Of one job."""
 
     _first: Mode | None = None
@@ -52,7 +52,7 @@ class Hindered:
     _times: dict[str, dict[int, float]] = field(default_factory=dict)
     """By pool, and step of the other mode: how many times as long tokens took as the law of the first says."""
 
-    def righted(self, step: Measured, law: Callable[[str], Law | None]) -> Measured:
+    def righted(self, step: MeasuredStep, law: Callable[[str], DecodeLaw | None]) -> MeasuredStep:
         """The step with times as if in the mode that was measured first; the same one, where nothing is to be taken out. `law`: a pool's,
         by the steps before; None: they do not have it."""
         if not step.speed:
@@ -80,7 +80,7 @@ class Hindered:
             pool: {step: times for step, times in of.items() if step < since} for pool, of in self._times.items()
         }
 
-    def _learn(self, step: Measured, pool: str, law: Callable[[str], Law | None]) -> None:
+    def _learn(self, step: MeasuredStep, pool: str, law: Callable[[str], DecodeLaw | None]) -> None:
         seen, known = [one for one in step.speed if one.pool == pool], self._times.setdefault(pool, {})
         if not seen or (step.step not in known and len(known) >= LEARNED):
             return
@@ -89,7 +89,7 @@ class Hindered:
             known[step.step] = _times_as_long(seen, before)
 
 
-def _times_as_long(seen: list[EngineSpeed], law: Law) -> float:
+def _times_as_long(seen: list[EngineSpeed], law: DecodeLaw) -> float:
     said = law.at(np.array([one.running for one in seen]))
     return float(median((np.array([one.token_s for one in seen]) / np.maximum(said, 1e-9)).tolist()))
 
@@ -101,7 +101,7 @@ def _times_as_long(seen: list[EngineSpeed], law: Law) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choices:
+class SplitChoices:
     """`splits`: in their order; `at`: which of them a split is; `shapes`: of each, as forecasts are made of them."""
 
     splits: tuple[Split, ...]
@@ -130,10 +130,10 @@ class Choices:
 
 
 @lru_cache(maxsize=16)
-def choices(bounds: Bounds) -> Choices:
+def list_choices(bounds: SplitBounds) -> SplitChoices:
     """Every feasible split, in order."""
-    splits = possible(bounds)
-    return Choices(splits, {split: number for number, split in enumerate(splits)}, shapes_of(splits))
+    splits = feasible_splits(bounds)
+    return SplitChoices(splits, {split: number for number, split in enumerate(splits)}, shapes_of(splits))
 
 
 DRAWN = 20.0
@@ -195,7 +195,7 @@ class _Mean:
 
 
 @dataclass
-class Errors:
+class ForecastErrors:
     """Of one job. Logarithms."""
 
     spread: float = UNTRIED
@@ -228,7 +228,7 @@ class Errors:
         """What the forecast of its production is to be multiplied by."""
         return self._factor(_shape(split))
 
-    def factors(self, there: Choices) -> Floats:
+    def factors(self, there: SplitChoices) -> Floats:
         """The same of all of them, [splits]: those that were never tried have that of their mode."""
         found = np.empty(len(there.splits))
         for mode in ("coexisting", "colocated"):
@@ -254,7 +254,7 @@ class Errors:
             others = [off for _, of, off in self._newest if of != shape][-OTHERS:]
         if len(own) < FEWEST_OWN or len(others) < FEWEST_OTHERS:
             return None
-        if plainly_off(others, own, LEAST_SPREAD, PLAIN) <= 0:
+        if plain_offset(others, own, LEAST_SPREAD, PLAIN) <= 0:
             return None
         return (sum(own) + median(others)) / (len(own) + 1)
 

@@ -23,21 +23,31 @@ from statistics import median
 
 import numpy as np
 
-from placement.forecast import Batch, Forecast, Pools
-from placement.laws import SPEEDS, Floats, Law, Paces, law_of, points_of, since_jump, slope, train_law
-from placement.measurements import Measured
-from placement.policies.base import Decision, Policy, Situation, Start
-from placement.policies.corrections import Choices, Errors, Hindered, choices
+from placement.forecast import Forecast, LengthProfile, PoolLimits
+from placement.laws import (
+    SPEEDS,
+    DecodeLaw,
+    Floats,
+    PaceTracker,
+    fit_decode_law,
+    fit_train_law,
+    pool_points,
+    since_jump,
+    slope,
+)
+from placement.measurements import MeasuredStep
+from placement.policies.base import Decision, Policy, PolicyStart, Situation
+from placement.policies.corrections import ForecastErrors, ModeSlowdown, SplitChoices, list_choices
 from placement.policies.simple import utilisation
-from placement.slots import Split, turns
+from placement.slots import Split, count_turns
 
 
-def dynamic(start: Start) -> Policy:
+def dynamic(start: PolicyStart) -> Policy:
     """By forecast."""
-    from placement.forecast import Pools
+    from placement.forecast import PoolLimits
 
     sizes = start.sizes
-    return Dynamic(Pools(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)
+    return DynamicPolicy(PoolLimits(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)
 
 
 # -------------------- weighing
@@ -62,7 +72,7 @@ FEWEST = 2
 
 
 @dataclass(frozen=True)
-class Weighed:
+class SplitSavings:
     """`splits`: that there are, of which `here` is the one in use. `each`: what a step of each batch takes on each, seconds, [batches,
     splits]; `cost`: seconds of the change to each, [splits]; `ahead`: steps in which a change must pay; `band`: seconds of a step by which
     forecasts are wrong."""
@@ -166,27 +176,27 @@ TREND_AHEAD = 8
 
 
 @dataclass
-class Dynamic:
+class DynamicPolicy:
     """Keeps what it has learned of its forecasts. `first`: the split before anything was measured."""
 
-    pools: Pools
+    pools: PoolLimits
     first: Split
-    _steps: list[Measured] = field(default_factory=list)
+    _steps: list[MeasuredStep] = field(default_factory=list)
     """Known ones, with what engines hold one another up by taken out of their times."""
-    _told: dict[int, Measured] = field(default_factory=dict)
+    _told: dict[int, MeasuredStep] = field(default_factory=dict)
     """The same as they were told, by number."""
-    _hindered: Hindered = field(default_factory=Hindered)
-    _batches: list[Batch] = field(default_factory=list)
-    _errors: Errors = field(default_factory=Errors)
+    _hindered: ModeSlowdown = field(default_factory=ModeSlowdown)
+    _batches: list[LengthProfile] = field(default_factory=list)
+    _errors: ForecastErrors = field(default_factory=ForecastErrors)
     _last: Split | None = None
     _since: int = 0
     """Steps that the split there was last has been there."""
     _stretch: int = 0
-    _paces: Paces = field(default_factory=Paces)
+    _paces: PaceTracker = field(default_factory=PaceTracker)
 
     def plan(self, situation: Situation) -> Decision:
         """As the module says."""
-        there, now = choices(situation.bounds), situation.now
+        there, now = list_choices(situation.bounds), situation.now
         if now is None or not situation.history:
             first = self.first if self.first in there.at else there.splits[0]
             return Decision(now if now in there.at and now is not None else first, "nothing is measured yet")
@@ -199,7 +209,7 @@ class Dynamic:
         forecast = self._forecast(situation, stretch, min(ahead, TREND_AHEAD) / 2)
         return self._decided(situation, there, forecast.each(there.shapes, self._errors.factors(there)), ahead)
 
-    def _decided(self, situation: Situation, there: Choices, each: Floats, ahead: int) -> Decision:
+    def _decided(self, situation: Situation, there: SplitChoices, each: Floats, ahead: int) -> Decision:
         """`each`: what a step of each batch takes on each split, seconds, [batches, splits]."""
         now, idle, splits = situation.now, _idle(situation.history[-1]), there.splits
         assert now is not None
@@ -212,7 +222,7 @@ class Dynamic:
         here = there.at[now]
         before = float(each[:, here].mean())
         band = max(LEAST_BAND, BAND * self._errors.spread) * before
-        weighed = Weighed(splits, here, each, cost, ahead, band)
+        weighed = SplitSavings(splits, here, each, cost, ahead, band)
         best = weighed.best
         if best == here:
             return Decision(now, weighed.why_not(), before, before, idle=idle)
@@ -248,17 +258,17 @@ class Dynamic:
         self._told = {step.step: self._told[step.step] for step in self._steps}
         return self._stretch
 
-    def _righted(self, step: Measured) -> Measured:
+    def _righted(self, step: MeasuredStep) -> MeasuredStep:
         self._told[step.step] = step
         before = [one for one in self._steps if one.step < step.step]
 
-        def law(pool: str) -> Law | None:
+        def law(pool: str) -> DecodeLaw | None:
             most = self.pools.rollout_most if pool == "rollout" else self.pools.reward_most
-            return law_of(before, pool, most, self._paces.since(pool)) if points_of(before, pool) else None
+            return fit_decode_law(before, pool, most, self._paces.since(pool)) if pool_points(before, pool) else None
 
         return self._hindered.righted(step, law)
 
-    def _give_up(self, history: Sequence[Measured]) -> None:
+    def _give_up(self, history: Sequence[MeasuredStep]) -> None:
         """Steps that were rolled back are none any more, whether or not they were made anew since: those are new ones."""
         there, newest = {one.step: one for one in history}, history[-1].step
         gone = (i for i, one in enumerate(self._steps) if one.step > newest or _is_another(there.get(one.step), one))
@@ -281,9 +291,9 @@ class Dynamic:
         self._stretch += 1
         self._stretch = min(self._stretch, *(logs.size - since_jump(logs.tolist()) for logs in self._logs()))
 
-    def _batch(self, step: Measured, at: int) -> Batch:
+    def _batch(self, step: MeasuredStep, at: int) -> LengthProfile:
         """The step's; while nobody knows what its judgements were like, they count as those before."""
-        batch = Batch.of(step)
+        batch = LengthProfile.of(step)
         if batch.judgement > 0 or at == 0:
             return batch
         return replace(batch, judgement=self._batches[at - 1].judgement)
@@ -307,15 +317,15 @@ class Dynamic:
         )
 
     def _forecast_of(
-        self, situation: Situation, batches: tuple[Batch, ...], longer: Floats, wordier: Floats
+        self, situation: Situation, batches: tuple[LengthProfile, ...], longer: Floats, wordier: Floats
     ) -> Forecast:
-        in_turn_s = turns(judged=situation.bounds.judged) * situation.costs.turn_s
+        in_turn_s = count_turns(judged=situation.bounds.judged) * situation.costs.turn_s
         apart, together = self._others(in_turn_s)
         return Forecast(
             self.pools,
-            law_of(self._steps, "rollout", self.pools.rollout_most, self._paces.since("rollout")),
-            law_of(self._steps, "reward", self.pools.reward_most, self._paces.since("reward")),
-            train_law(self._steps),
+            fit_decode_law(self._steps, "rollout", self.pools.rollout_most, self._paces.since("rollout")),
+            fit_decode_law(self._steps, "reward", self.pools.reward_most, self._paces.since("reward")),
+            fit_train_law(self._steps),
             batches,
             longer,
             wordier,
@@ -327,14 +337,14 @@ class Dynamic:
             situation.bounds.group,
         )
 
-    def _learn(self, situation: Situation, newest: Measured) -> None:
+    def _learn(self, situation: Situation, newest: MeasuredStep) -> None:
         """What the newest step's production took, beside what the model says of its lengths on its split. Where batches are made ahead and
         that was not measured, it was no longer than the step: a forecast that is longer is wrong by so much at least."""
         took = newest.produce_s if newest.produce_s is not None else newest.step_s
         if took is None or took <= 0:
             return
         model = self._forecast_of(situation, (self._batches[-1],), np.ones(1), np.ones(1))
-        shapes = choices(situation.bounds).beside(newest.split)
+        shapes = list_choices(situation.bounds).beside(newest.split)
         said = float(model.produce_s(shapes)[0, 0])  # beside the others, for lending reaches them
         if newest.produce_s is None and said * self._errors.factor(newest.split) <= took:
             return
@@ -355,14 +365,14 @@ class Dynamic:
         return apart, together if together is not None else apart + in_turn_s
 
 
-def _idle(newest: Measured) -> dict[str, float]:
+def _idle(newest: MeasuredStep) -> dict[str, float]:
     """Share of each pool's time that was not used; nothing where that was not measured."""
     if not newest.busy or not newest.seconds:
         return {}
     return {pool: 1.0 - share for pool, share in utilisation(newest).items()}
 
 
-def _is_another(told: Measured | None, known: Measured) -> bool:
+def _is_another(told: MeasuredStep | None, known: MeasuredStep) -> bool:
     """Whether a step is not the one that is known by its number, of which books may tell more by now."""
     if told is None or told is known:
         return False

@@ -10,33 +10,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from placement.measurements import Measured
-from placement.policies.base import Decision, Policy, Situation, Start
-from placement.slots import Bounds, Split, distance, feasible
+from placement.measurements import MeasuredStep
+from placement.policies.base import Decision, Policy, PolicyStart, Situation
+from placement.slots import Split, SplitBounds, feasible, split_distance
 
 
-def static(start: Start) -> Policy:
+def static(start: PolicyStart) -> Policy:
     """One split for ever: for whoever wants to see what nothing would do."""
 
-    return Static(start.first)
+    return StaticPolicy(start.first)
 
 
-def colocated(start: Start) -> Policy:
+def colocated(start: PolicyStart) -> Policy:
     """All slots in turn."""
 
-    return Colocated(start.first)
+    return ColocatedPolicy(start.first)
 
 
-def hill_climb(start: Start) -> Policy:
+def hill_climb(start: PolicyStart) -> Policy:
     """One unit at a time, from the pool that is used least to the one that is used most."""
 
-    return HillClimb(start.first)
+    return HillClimbPolicy(start.first)
 
 
-def threshold(start: Start) -> Policy:
+def threshold(start: PolicyStart) -> Policy:
     """The same, only between pools that are used little and much."""
 
-    return climbing_threshold(start.first)
+    return new_threshold_policy(start.first)
 
 
 # -------------------- fixed
@@ -44,7 +44,7 @@ def threshold(start: Start) -> Policy:
 
 
 @dataclass(frozen=True)
-class Static:
+class StaticPolicy:
     """One split; while slots are away, the nearest that there is."""
 
     split: Split
@@ -53,13 +53,13 @@ class Static:
         """The same."""
         return Decision(self.nearest(situation.bounds), "the split is fixed")
 
-    def nearest(self, bounds: Bounds) -> Split:
+    def nearest(self, bounds: SplitBounds) -> Split:
         """The feasible split that is most like it, of the same mode if there is one."""
-        return nearest(bounds, self.split)
+        return nearest_split(bounds, self.split)
 
 
 @dataclass(frozen=True)
-class Colocated:
+class ColocatedPolicy:
     """All slots in turn; where they cannot be, the nearest to a split of its own."""
 
     otherwise: Split
@@ -68,36 +68,36 @@ class Colocated:
         """All of them."""
         together = situation.bounds.all_together()
         if together is None:
-            return Decision(nearest(situation.bounds, self.otherwise), "a slot cannot hold all models")
+            return Decision(nearest_split(situation.bounds, self.otherwise), "a slot cannot hold all models")
         return Decision(together, "all slots in turn")
 
 
 @lru_cache(maxsize=64)
-def possible(bounds: Bounds) -> tuple[Split, ...]:
+def feasible_splits(bounds: SplitBounds) -> tuple[Split, ...]:
     """Every feasible split, in order."""
     return tuple(feasible(bounds))
 
 
 @lru_cache(maxsize=4096)
-def nearest(bounds: Bounds, split: Split) -> Split:
+def nearest_split(bounds: SplitBounds, split: Split) -> Split:
     """The feasible split that is most like `split`, of the same mode if there is one."""
-    every = possible(bounds)
+    every = feasible_splits(bounds)
     found = [one for one in every if one.mode == split.mode] or every
-    return min(found, key=lambda one: (distance(one, split), one))
+    return min(found, key=lambda one: (split_distance(one, split), one))
 
 
-def even(bounds: Bounds) -> Split:
+def even_split(bounds: SplitBounds) -> Split:
     """What a person would write without having measured anything: half for rollout, and the other half shared out."""
     quarter = bounds.slots // 4
     reward = quarter if bounds.judged else 0
-    return nearest(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
+    return nearest_split(bounds, Split("coexisting", bounds.slots - 2 * quarter, reward, quarter))
 
 
 LOW, HIGH = 0.4, 0.7
 
 
 @dataclass(frozen=True)
-class HillClimb:
+class HillClimbPolicy:
     """One unit at a time. `low`, `high`: only between pools that are used less, and more."""
 
     first: Split
@@ -106,7 +106,7 @@ class HillClimb:
 
     def plan(self, situation: Situation) -> Decision:
         """As the module says."""
-        now = nearest(situation.bounds, situation.now or self.first)
+        now = nearest_split(situation.bounds, situation.now or self.first)
         if not situation.history or situation.history[-1].seconds is None:
             return Decision(now, "nothing is measured of the newest step")
         used = utilisation(situation.history[-1])
@@ -114,32 +114,32 @@ class HillClimb:
         least, most = min(used, key=lambda one: used[one]), max(used, key=lambda one: used[one])
         if used[least] == used[most] or used[least] > self.low or used[most] < self.high:
             return Decision(now, "no pool is used much less than another", idle=idle)
-        better = shifted(situation.bounds, now, least, most)
+        better = shift_slots(situation.bounds, now, least, most)
         if better is None:
             return Decision(now, f"{most} cannot take a unit of {least}", idle=idle)
         cost = situation.costs.of(now, better)
         return Decision(better, f"{least} is used {used[least]:.0%}, {most} {used[most]:.0%}", cost_s=cost, idle=idle)
 
 
-def climbing_threshold(first: Split) -> HillClimb:
+def new_threshold_policy(first: Split) -> HillClimbPolicy:
     """RLinf's."""
-    return HillClimb(first, LOW, HIGH)
+    return HillClimbPolicy(first, LOW, HIGH)
 
 
-def utilisation(step: Measured) -> dict[str, float]:
+def utilisation(step: MeasuredStep) -> dict[str, float]:
     """Of each pool that has slots: busy slot-seconds beside all of them."""
     split, seconds = step.split, step.seconds or 1.0
     slots = {"rollout": split.rollout, "reward": split.reward, "train": split.train}
     return {pool: min(step.busy.get(pool, 0.0) / (count * seconds), 1.0) for pool, count in slots.items() if count}
 
 
-def shifted(bounds: Bounds, now: Split, source: str, target: str) -> Split | None:
+def shift_slots(bounds: SplitBounds, now: Split, source: str, target: str) -> Split | None:
     """The nearest split with more slots for `target` and fewer for `source`."""
     fitting = [
         one
-        for one in possible(bounds)
+        for one in feasible_splits(bounds)
         if one.mode == "coexisting"
         and getattr(one, source) < getattr(now, source)
         and getattr(one, target) > getattr(now, target)
     ]
-    return min(fitting, key=lambda one: (distance(one, now), one), default=None)
+    return min(fitting, key=lambda one: (split_distance(one, now), one), default=None)

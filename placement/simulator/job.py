@@ -17,12 +17,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.laws import Paces
-from placement.lending import Rows, speeds_of
-from placement.measurements import EngineSpeed, Measured, least_of
-from placement.simulator.kernel import BY_RULE, NEVER, play
-from placement.simulator.scenario import Engine, Scenario
-from placement.slots import Split, feasible, turns
+from placement.laws import PaceTracker
+from placement.lending import EngineRows, pool_speeds
+from placement.measurements import EngineSpeed, MeasuredStep, least_requests
+from placement.simulator.kernel import BY_RULE, NEVER, play_batch
+from placement.simulator.scenario import Scenario, ScenarioEngine
+from placement.slots import Split, count_turns, feasible
 
 # -------------------- workload
 # What a step of a simulated job has to do: drawn once for each scenario, seed and step, whatever policy meets it. Pure.
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SimulatedWorkload:
     """`lengths`, `judged`: tokens of each response and of its judgement, [n]; `train_tokens`: of the groups that are kept. `pace`: what
     this step's training takes beside what it usually would."""
 
@@ -41,7 +41,7 @@ class Workload:
     pace: float
 
 
-def workload(scenario: Scenario, seed: int, step: int) -> Workload:
+def draw_workload(scenario: Scenario, seed: int, step: int) -> SimulatedWorkload:
     """Of a step, from 0 on."""
     draw = np.random.default_rng((seed, step, 1))
     groups = max(scenario.groups, round(scenario.groups / (1 - scenario.filtered)))
@@ -50,7 +50,7 @@ def workload(scenario: Scenario, seed: int, step: int) -> Workload:
     kept = lengths.reshape(groups, -1)[draw.permutation(groups)[: scenario.groups]]
     tokens = float(kept.sum()) + scenario.prompt * kept.size
     pace = float(np.exp(draw.normal(0.0, scenario.noise.train)))
-    return Workload(lengths, judged, tokens, pace)
+    return SimulatedWorkload(lengths, judged, tokens, pace)
 
 
 def replica_pace(scenario: Scenario, seed: int) -> Floats:
@@ -90,11 +90,11 @@ LOADS = (1.0, 3.0, 9.0)
 """Of engines whose law is known: a line goes through what they take."""
 
 
-NOBODYS = Measured(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
+NOBODYS = MeasuredStep(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
+class LendingKnowledge:
     """By pool, [2, 4], and of responses by how many are left, [2, left], as `placement.simulate.kernel.play` takes them; all zeros:
     nothing is known."""
 
@@ -102,39 +102,39 @@ class Told:
     tail: Floats = field(default_factory=lambda: np.zeros((2, 1)))
 
 
-UNKNOWN = Told()
+UNKNOWN = LendingKnowledge()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lend:
+class LendingSetup:
     """How replicas are lent within a step: what it costs each of them, and what the rule is told (`placement.simulate.kernel`). `late`:
     replicas that were lent in the step before, and come back in the first `late_s` seconds; above 0 to rollout, below 0 to the judges."""
 
     cost_s: float
-    told: Told
+    told: LendingKnowledge
     late: int = 0
     late_s: float = 0.0
 
 
-def told_of(history: Sequence[Measured], scenario: Scenario, paces: Paces) -> Told:
+def estimated_knowledge(history: Sequence[MeasuredStep], scenario: Scenario, paces: PaceTracker) -> LendingKnowledge:
     """After so much was measured. `paces`: was shown the history."""
-    rows = Rows(scenario.rollout.running, scenario.reward.running)
-    speeds = speeds_of(history, rows, paces.since("rollout"), paces.since("reward"))
+    rows = EngineRows(scenario.rollout.running, scenario.reward.running)
+    speeds = pool_speeds(history, rows, paces.since("rollout"), paces.since("reward"))
     if speeds is None:
         return UNKNOWN
     both = speeds.rollout, speeds.reward
     pools = [[one.alone_s, one.saturating, one.tokens, one.residual] for one in both]
-    return Told(np.array(pools), np.array(speeds.rollout.tail).T)
+    return LendingKnowledge(np.array(pools), np.array(speeds.rollout.tail).T)
 
 
-def truth_of(step: int, scenario: Scenario, work: Workload) -> Told:
+def true_knowledge(step: int, scenario: Scenario, work: SimulatedWorkload) -> LendingKnowledge:
     """What nobody knows before: the step's own."""
     speed = (*_exact(scenario.rollout, "rollout"), *_exact(scenario.reward_at(step), "reward"))
     lengths, judged = tuple(work.lengths.tolist()), tuple(work.judged.tolist())
-    return told_of([replace(NOBODYS, lengths=lengths, judged=judged, speed=speed)], scenario, Paces())
+    return estimated_knowledge([replace(NOBODYS, lengths=lengths, judged=judged, speed=speed)], scenario, PaceTracker())
 
 
-def _exact(engine: Engine, pool: str) -> tuple[EngineSpeed, ...]:
+def _exact(engine: ScenarioEngine, pool: str) -> tuple[EngineSpeed, ...]:
     return tuple(EngineSpeed(pool, load, engine.token_s + engine.sequence_s * load) for load in LOADS)
 
 
@@ -146,7 +146,7 @@ NO_MOVES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Produced:
+class SimulatedBatch:
     """A batch. `spans`: replica-seconds by pool and number of running requests. `moves`: replicas that were lent; `away`: that are at
     the end, above 0 with the judges; `back_s`: until all are where they were."""
 
@@ -158,7 +158,7 @@ class Produced:
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
+class SimulatedPhases:
     """Of a step, in seconds. `busy`: slot-seconds by pool."""
 
     produce_s: float
@@ -174,18 +174,18 @@ class SimulatedJob:
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
-        self.work = cache(lambda step: workload(scenario, seed, step))
-        self._truth = cache(lambda step: truth_of(step, scenario, self.work(step)))
+        self.work = cache(lambda step: draw_workload(scenario, seed, step))
+        self._truth = cache(lambda step: true_knowledge(step, scenario, self.work(step)))
         counts = {scenario.slots_at(step) for step in range(scenario.steps)}
         self._possible = {slots: frozenset(feasible(scenario.bounds_of(slots))) for slots in counts}
         self.splits: tuple[Split, ...] = tuple(sorted(set().union(*self._possible.values())))
         self._pace = replica_pace(scenario, seed)
         self._tables: dict[float | None, Floats] = {}
-        self._measured: dict[tuple[int, Split], Measured] = {}
-        self._plain: dict[tuple[int, Split], Produced] = {}
-        self._lent: dict[tuple[int, Split], dict[float, Produced]] = {}
+        self._measured: dict[tuple[int, Split], MeasuredStep] = {}
+        self._plain: dict[tuple[int, Split], SimulatedBatch] = {}
+        self._lent: dict[tuple[int, Split], dict[float, SimulatedBatch]] = {}
 
-    def seconds(self, step: int, split: Split, produced: Produced | None = None) -> float:
+    def seconds(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> float:
         """What the step takes, without what led to the split. `produced`: its batch; None: made with nothing lent."""
         made = produced or self.produced(step, split)
         train_s, other_s = self._others(step, split, made)
@@ -212,7 +212,7 @@ class SimulatedJob:
             ]
         )
 
-    def _knowing(self, step: int, split: Split, lend_s: float | None) -> Produced:
+    def _knowing(self, step: int, split: Split, lend_s: float | None) -> SimulatedBatch:
         """The batch, lent by who knows the truth of the step."""
         if lend_s is None or not self._lends(split):
             return self.produced(step, split)
@@ -220,13 +220,13 @@ class SimulatedJob:
         if lend_s not in lent:
             # Where nothing was lent at a lower cost, nothing is at a higher one.
             same = next((one for cost, one in lent.items() if cost < lend_s and not one.moves), None)
-            lent[lend_s] = same or self._played(step, split, Lend(lend_s, self._truth(step)))
+            lent[lend_s] = same or self._played(step, split, LendingSetup(lend_s, self._truth(step)))
         return lent[lend_s]
 
     def _lends(self, split: Split) -> bool:
         return split.mode == "coexisting" and self.scenario.lendable
 
-    def produced(self, step: int, split: Split, lend: Lend | None = None) -> Produced:
+    def produced(self, step: int, split: Split, lend: LendingSetup | None = None) -> SimulatedBatch:
         """The step's batch on the split. All responses are asked for when it begins."""
         if lend is not None and self._lends(split):
             return self._played(step, split, lend)
@@ -235,7 +235,7 @@ class SimulatedJob:
             known = self._plain[step, split] = self._played(step, split, None)
         return known
 
-    def phases(self, step: int, split: Split, produced: Produced) -> Phases:
+    def phases(self, step: int, split: Split, produced: SimulatedBatch) -> SimulatedPhases:
         """The step on the split, part by part."""
         told = self.scenario
         train_s, other_s = self._others(step, split, produced)
@@ -245,7 +245,7 @@ class SimulatedJob:
             "reward": _busy(spans[1], told.reward),
             "train": train_s * split.train,
         }
-        return Phases(
+        return SimulatedPhases(
             produced.seconds,
             train_s,
             other_s,
@@ -254,7 +254,7 @@ class SimulatedJob:
             (*_speeds(spans[0], told.rollout, "rollout"), *_speeds(spans[1], told.reward_at(step), "reward")),
         )
 
-    def measured(self, step: int, split: Split, produced: Produced | None = None) -> Measured:
+    def measured(self, step: int, split: Split, produced: SimulatedBatch | None = None) -> MeasuredStep:
         """What the controllers would know of the step: with errors, and now and then without the speeds and times. `produced`: its batch;
         None: made with nothing lent."""
         plain = self.produced(step, split)
@@ -265,7 +265,7 @@ class SimulatedJob:
             known = self._measured[step, split] = self._seen(step, split, plain)
         return known
 
-    def _seen(self, step: int, split: Split, produced: Produced) -> Measured:
+    def _seen(self, step: int, split: Split, produced: SimulatedBatch) -> MeasuredStep:
         work, phases, noise = self.work(step), self.phases(step, split, produced), self.scenario.noise
         draw = np.random.default_rng((self.seed, step, 3))
 
@@ -273,7 +273,7 @@ class SimulatedJob:
             return value * float(np.exp(draw.normal(0.0, noise.measured)))
 
         missing = bool(draw.random() < noise.missing)
-        return Measured(
+        return MeasuredStep(
             step=step,
             split=split,
             lengths=tuple(work.lengths.tolist()),
@@ -297,11 +297,11 @@ class SimulatedJob:
         found = [self._others(step, split, NOTHING) for split in self._possible[self.scenario.slots_at(step)]]
         return min(one for one, _ in found), min(other for _, other in found)
 
-    def _others(self, step: int, split: Split, produced: Produced) -> tuple[float, float]:
+    def _others(self, step: int, split: Split, produced: SimulatedBatch) -> tuple[float, float]:
         """Training, and what is neither that nor production."""
         told, work = self.scenario, self.work(step)
         train_s = (told.training.fixed_s + work.train_tokens / (told.training.rate * split.train)) * work.pace
-        changes = 0 if split.mode == "coexisting" else turns(judged=told.judging is not None)
+        changes = 0 if split.mode == "coexisting" else count_turns(judged=told.judging is not None)
         late_s = 0.0 if told.overlaps else max(produced.back_s - train_s, 0.0)
         return train_s, told.training.sync_s + told.wake_s * changes + late_s
 
@@ -310,7 +310,7 @@ class SimulatedJob:
             return max(produce_s, train_s + other_s)
         return produce_s + train_s + other_s
 
-    def _played(self, step: int, split: Split, lend: Lend | None) -> Produced:
+    def _played(self, step: int, split: Split, lend: LendingSetup | None) -> SimulatedBatch:
         told, work = self.scenario, self.work(step)
         judged = told.judging is not None
         if split.mode == "coexisting":
@@ -336,7 +336,7 @@ class SimulatedJob:
         reward = self._served(
             work.judged, NO_TOKENS, self._replicas(0, split.reward, told.reward.size), None, step, None, turned=True
         )
-        return Produced(rollout.seconds + reward.seconds, rollout.spans + reward.spans[::-1])
+        return SimulatedBatch(rollout.seconds + reward.seconds, rollout.spans + reward.spans[::-1])
 
     def _replicas(self, first: int, slots: int, size: int) -> Floats:
         return self._pace[first : first + slots // size * size : size]
@@ -348,13 +348,13 @@ class SimulatedJob:
         pace: Floats,
         rollout: int | None,
         step: int,
-        lend: Lend | None,
+        lend: LendingSetup | None,
         *,
         turned: bool = False,
-    ) -> Produced:
+    ) -> SimulatedBatch:
         engines = (self.scenario.rollout, self.scenario.reward_at(step))[:: -1 if turned else 1]
         told = lend or NONE
-        end, _, spans, moves, away, settling_s = play(
+        end, _, spans, moves, away, settling_s = play_batch(
             lengths,
             judged,
             pace,
@@ -370,30 +370,32 @@ class SimulatedJob:
             told.late,
             told.late_s,
         )
-        return Produced(float(end), spans, int(moves), int(away), float(settling_s) + (told.cost_s if away else 0.0))
+        return SimulatedBatch(
+            float(end), spans, int(moves), int(away), float(settling_s) + (told.cost_s if away else 0.0)
+        )
 
 
-NONE = Lend(0.0, UNKNOWN)
+NONE = LendingSetup(0.0, UNKNOWN)
 
 
 NO_TOKENS: NDArray[np.float64] = np.zeros(0)
 
 
-NOTHING = Produced(0.0, np.zeros((2, 1)))
+NOTHING = SimulatedBatch(0.0, np.zeros((2, 1)))
 
 
-def _busy(spans: Floats, engine: Engine) -> float:
+def _busy(spans: Floats, engine: ScenarioEngine) -> float:
     """Slot-seconds, each by the share of what saturates the engine."""
     running = np.arange(spans.size)
     saturating = min(engine.token_s / engine.sequence_s, engine.running)
     return float((spans * np.minimum(running / saturating, 1.0)).sum()) * engine.size
 
 
-def _speeds(spans: Floats, engine: Engine, pool: str) -> tuple[EngineSpeed, ...]:
+def _speeds(spans: Floats, engine: ScenarioEngine, pool: str) -> tuple[EngineSpeed, ...]:
     """What a pool's engines report: what a token took at the loads they had."""
     found, load, whole = [], 0, float(spans[1:].sum())
-    while (least := least_of(load)) < spans.size:
-        span = spans[least : least_of(load + 1)]
+    while (least := least_requests(load)) < spans.size:
+        span = spans[least : least_requests(load + 1)]
         seconds = float(span.sum())
         if seconds > 0.02 * whole:
             running = float((span * np.arange(least, least + span.size)).sum()) / seconds

@@ -22,7 +22,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.lending import doubling, left_s, lent, of_each, spared
+from placement.lending import doubling_requests, mean_tokens_left, remaining_s, replicas_to_lend, spare_replicas
 
 # -------------------- compiled
 # Compiles the simulator's inner loops where numba is installed (the extra `simulate`), and else leaves them as they are: the same
@@ -37,7 +37,7 @@ R = TypeVar("R")
 COMPILES = find_spec("numba") is not None
 
 
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
+def compile_lazily(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, compiled when it is first called."""
     if not COMPILES:
         return function
@@ -47,7 +47,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return made
 
 
-def inlined(function: Callable[P, R]) -> Callable[P, R]:
+def compile_inline(function: Callable[P, R]) -> Callable[P, R]:
     """The same, as a part of each function that calls it: calls with many arrays take longer than what is done in them."""
     if not COMPILES:
         return function
@@ -79,19 +79,19 @@ ALONE_S, SATURATING, TOKENS, RESIDUAL = 0, 1, 2, 3
 """What the rule is told of a pool, in the words of `placement.lending.left_s`; nothing is known where `ALONE_S` is 0."""
 
 
-_lent, _left_s, _spared = compiled(lent), compiled(left_s), compiled(spared)
+_lent, _left_s, _spared = compile_lazily(replicas_to_lend), compile_lazily(remaining_s), compile_lazily(spare_replicas)
 
 
-_doubling, _of_each = compiled(doubling), compiled(of_each)
+_doubling, _of_each = compile_lazily(doubling_requests), compile_lazily(mean_tokens_left)
 
 
-@inlined
+@compile_inline
 def _token_s(k: int, seats: Ints, laws: Floats, pace: Floats) -> float:
     pool = seats[POOL, k]
     return float((laws[pool, 0] + laws[pool, 1] * seats[RUNNING, k]) * pace[k])
 
 
-@inlined
+@compile_inline
 def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace: Floats, spans: Floats) -> None:
     """The replica's requests have made what they made until now; nothing, before a late one is there."""
     running, spent = seats[RUNNING, k], max(now - clock[SEEN, k], 0.0)
@@ -101,7 +101,7 @@ def _catch_up(k: int, now: float, clock: Floats, seats: Ints, laws: Floats, pace
     clock[SEEN, k] = max(now, clock[SEEN, k])
 
 
-@inlined
+@compile_inline
 def _look_ahead(k: int, clock: Floats, seats: Ints, aims: Floats, laws: Floats, pace: Floats) -> None:
     """When the replica's next request ends."""
     clock[NEXT, k] = np.inf
@@ -110,7 +110,7 @@ def _look_ahead(k: int, clock: Floats, seats: Ints, aims: Floats, laws: Floats, 
         clock[NEXT, k] = clock[SEEN, k] + left * _token_s(k, seats, laws, pace)
 
 
-@inlined
+@compile_inline
 def _sit(k: int, request: int, tokens: float, clock: Floats, seats: Ints, aims: Floats, whose: Ints) -> None:
     """The request runs on the replica, which has caught up."""
     at = seats[RUNNING, k]
@@ -123,7 +123,7 @@ def _sit(k: int, request: int, tokens: float, clock: Floats, seats: Ints, aims: 
     seats[RUNNING, k] = at + 1
 
 
-@inlined
+@compile_inline
 def _stand_up(k: int, at: int, seats: Ints, aims: Floats, whose: Ints) -> int:
     """The request of that seat leaves; the last one takes the seat."""
     request = whose[k, at]
@@ -138,7 +138,7 @@ def _stand_up(k: int, at: int, seats: Ints, aims: Floats, whose: Ints) -> int:
     return int(request)
 
 
-@inlined
+@compile_inline
 def _admit(
     pool: int,
     now: float,
@@ -175,7 +175,7 @@ def _admit(
         _look_ahead(k, clock, seats, aims, laws, pace)
 
 
-@compiled
+@compile_lazily
 def _leave(
     pool: int,
     count: int,
@@ -212,7 +212,7 @@ def _leave(
         clock[NEXT, k], clock[READY, k] = np.inf, now + cost_s
 
 
-@compiled
+@compile_lazily
 def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, seats: Ints) -> int:
     """What the rule says of now, from counts, as a controller that asks every engine has them."""
     awake, asked = np.zeros(2, np.int64), np.zeros(2)
@@ -241,8 +241,8 @@ def _by_rule(cost_s: float, ends: Ints, told: Floats, tail: Floats, most: Ints, 
     return int(_spared(count, awake[0], asked[0], most[0], awake[1], asked[1], most[1]))
 
 
-@compiled
-def play(
+@compile_lazily
+def play_batch(
     lengths: Floats,
     judged: Floats,
     pace: Floats,

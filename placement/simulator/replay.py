@@ -24,15 +24,23 @@ import numpy as np
 from pydantic import ValidationError
 
 from gcore.errors import UsageError
-from gcore.ledger.records.slot_accounting import BookLine, EngineSums, engines_of, lines_of
+from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, read_lines, sum_engines
 from gcore.observability import samples as folder
-from gcore.system.files import object_in
+from gcore.system.files import parse_object
 from gcore.types import Version
-from placement.laws import law_of, train_law
-from placement.measurements import EngineSpeed, Measured
-from placement.simulator.job import Floats, SimulatedJob, Workload
-from placement.simulator.scenario import MOST_RESPONSES, Engine, Judging, Lengths, Scenario, Training, problem_of
-from placement.slots import SINGLE, Sizes, Split
+from placement.laws import fit_decode_law, fit_train_law
+from placement.measurements import EngineSpeed, MeasuredStep
+from placement.simulator.job import Floats, SimulatedJob, SimulatedWorkload
+from placement.simulator.scenario import (
+    MOST_RESPONSES,
+    Scenario,
+    ScenarioEngine,
+    ScenarioJudging,
+    ScenarioLengths,
+    ScenarioTraining,
+    scenario_problem,
+)
+from placement.slots import SINGLE, ReplicaSizes, Split
 
 LEAST_STEPS = 4
 """Fewer say too little."""
@@ -58,12 +66,12 @@ SPREAD = 0.8
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayScenario:
     """A run as a scenario, its steps as they were, what they took, in seconds, and on how many slots they were trained. `lend_s`: the middle
     of what its changes took."""
 
     scenario: Scenario
-    steps: tuple[Workload, ...]
+    steps: tuple[SimulatedWorkload, ...]
     taken_s: tuple[float, ...]
     trained_on: tuple[int, ...]
     lend_s: float | None
@@ -72,7 +80,7 @@ class Replay:
 class ReplayedJob(SimulatedJob):
     """A simulated job whose steps have the lengths of a run."""
 
-    def __init__(self, replay: Replay, seed: int) -> None:
+    def __init__(self, replay: ReplayScenario, seed: int) -> None:
         super().__init__(replay.scenario, seed)
         self.work = cache(lambda step: replay.steps[step])
 
@@ -83,11 +91,11 @@ class _Step:
 
     version: Version
     metrics: Mapping[str, float]
-    books: tuple[BookLine, ...]
+    books: tuple[AccountLine, ...]
 
     def engines(self, pool: str) -> EngineSums:
         """What the pool's engines did, all nodes together."""
-        return engines_of(line.book for line in self.books).get(pool, EngineSums())
+        return sum_engines(line.book for line in self.books).get(pool, EngineSums())
 
     @property
     def trained(self) -> int | None:
@@ -111,7 +119,9 @@ class _Step:
         return len({(line.node, slot) for line in self.books for slot in _slots_at(line, "busy train")}) or 1
 
 
-def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: Sizes = SINGLE) -> Replay:
+def read_run(
+    run_dir: Path, *, slots: int | None = None, staleness: int = 0, sizes: ReplicaSizes = SINGLE
+) -> ReplayScenario:
     """The run in that folder. `slots`: how many the simulated job has, if others than the run; `sizes`: slots of its engines, whose speed
     was measured. Raises UsageError."""
     try:
@@ -130,9 +140,9 @@ def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, siz
         scenario = _scenario(run_dir, steps, work, slots or there, staleness, sizes)
     except ValidationError as error:
         raise UsageError(
-            f"what stands in the run's folder is no job: {problem_of(error)}", where=str(run_dir)
+            f"what stands in the run's folder is no job: {scenario_problem(error)}", where=str(run_dir)
         ) from error
-    return Replay(
+    return ReplayScenario(
         scenario,
         work,
         tuple(step.metrics["seconds"] for step in steps),
@@ -143,12 +153,12 @@ def read_run(run_dir: Path, *, slots: int | None = None, staleness: int = 0, siz
 
 def _steps(run_dir: Path) -> list[_Step]:
     """The steps on the run's chain that have numbers and books, in order: of one that was made anew, the newest."""
-    booked: dict[Version, list[BookLine]] = {}
-    for line in lines_of(run_dir):
+    booked: dict[Version, list[AccountLine]] = {}
+    for line in read_lines(run_dir):
         booked.setdefault(line.book.version, []).append(line)
     chain: dict[int, _Step] = {}
     text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    for tree in filter(None, map(object_in, text.splitlines())):  # the last line of a run that was killed is none
+    for tree in filter(None, map(parse_object, text.splitlines())):  # the last line of a run that was killed is none
         at, metrics = tree.get("step"), _metrics(tree.get("metrics"))
         if not isinstance(at, int):
             continue
@@ -194,12 +204,12 @@ def _all_of(step: _Step, kept: Floats, width: float) -> Floats:
     mean = float(kept.mean())
     of_trained = max(step.metrics["response_length"], 1.0) if trained > kept.size else mean
     rest = (step.mean_length * count - of_trained * trained) / (count - trained) if count > trained else 0.0
-    found = [drawn_from(kept, trained, of_trained / mean, draw)]
-    found.append(drawn_from(kept, count - trained, rest / mean if rest > 0 else 1.0, draw))
+    found = [resample_lengths(kept, trained, of_trained / mean, draw)]
+    found.append(resample_lengths(kept, count - trained, rest / mean if rest > 0 else 1.0, draw))
     return np.concatenate(found)
 
 
-def drawn_from(kept: Floats, count: int, times: float, draw: np.random.Generator) -> Floats:
+def resample_lengths(kept: Floats, count: int, times: float, draw: np.random.Generator) -> Floats:
     """So many lengths, spread as the kept ones, and so many times as long: each as often as the others, but for those that are left over
     then, which are drawn. As many as there are, and as long: they themselves."""
     whole, over = divmod(count, kept.size)
@@ -207,22 +217,22 @@ def drawn_from(kept: Floats, count: int, times: float, draw: np.random.Generator
     return found if times == 1.0 else np.maximum(np.rint(found * times), 1.0)
 
 
-def _workload(step: _Step, lengths: Floats) -> Workload:
+def _workload(step: _Step, lengths: Floats) -> SimulatedWorkload:
     reward = step.engines("reward")
     judged = np.full(lengths.size, reward.tokens / lengths.size if lengths.size else 0.0)
-    return Workload(lengths, judged, step.metrics["tokens"], 1.0)
+    return SimulatedWorkload(lengths, judged, step.metrics["tokens"], 1.0)
 
 
 def _scenario(
     run_dir: Path,
     steps: list[_Step],
-    work: tuple[Workload, ...],
+    work: tuple[SimulatedWorkload, ...],
     slots: int,
     staleness: int,
-    sizes: Sizes,
+    sizes: ReplicaSizes,
 ) -> Scenario:
     history = [_measured(step) for step in steps]
-    training, judged = train_law(history), any(one.judged.any() for one in work)
+    training, judged = fit_train_law(history), any(one.judged.any() for one in work)
     between = [step.metrics.get("exchange_s", 0.0) + step.metrics.get("publish_s", 0.0) for step in steps]
     worlds = {1, 2, 4, 8, 16, 32, 64, 128, *(step.trained_on for step in steps)}
     made = float(np.mean([one.lengths.size for one in work]))
@@ -239,9 +249,11 @@ def _scenario(
         rollout=_engine(history, "rollout", sizes.rollout),
         reward=_engine(history, "reward", sizes.reward),
         lengths=_spread_of(work),
-        judging=Judging(tokens=max(float(np.mean([one.judged.mean() for one in work])), 1.0)) if judged else None,
+        judging=ScenarioJudging(tokens=max(float(np.mean([one.judged.mean() for one in work])), 1.0))
+        if judged
+        else None,
         prompt=max(round(_prompt(steps, work)), 1),
-        training=Training(
+        training=ScenarioTraining(
             fixed_s=training.fixed_s,
             rate=1.0 / max(training.slot_s, 1e-12),
             sync_s=median(between),
@@ -252,14 +264,14 @@ def _scenario(
     )
 
 
-def _spread_of(work: tuple[Workload, ...]) -> Lengths:
+def _spread_of(work: tuple[SimulatedWorkload, ...]) -> ScenarioLengths:
     """As the run's were, all steps together: the first split is chosen by them."""
     every = np.concatenate([one.lengths for one in work])
     mean = max(float(every.mean()), 1.0)
-    return Lengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
+    return ScenarioLengths(mean=mean, spread=max(float(every.std()) / mean, 0.01))
 
 
-def _prompt(steps: Iterable[_Step], work: Iterable[Workload]) -> float:
+def _prompt(steps: Iterable[_Step], work: Iterable[SimulatedWorkload]) -> float:
     """What was trained on besides the responses, by response."""
     return median(
         step.metrics["tokens"] / (step.trained or max(one.lengths.size, 1)) - step.metrics["response_length"]
@@ -267,14 +279,14 @@ def _prompt(steps: Iterable[_Step], work: Iterable[Workload]) -> float:
     )
 
 
-def _engine(history: list[Measured], pool: str, size: int) -> Engine:
+def _engine(history: list[MeasuredStep], pool: str, size: int) -> ScenarioEngine:
     loads = [one.running for step in history for one in step.speed if one.pool == pool]
-    law = law_of(history, pool, 64)
+    law = fit_decode_law(history, pool, 64)
     running = max(round(max(loads, default=1.0)), 8)
-    return Engine(token_s=law.token_s, sequence_s=law.sequence_s, running=running, size=size)
+    return ScenarioEngine(token_s=law.token_s, sequence_s=law.sequence_s, running=running, size=size)
 
 
-def _measured(step: _Step) -> Measured:
+def _measured(step: _Step) -> MeasuredStep:
     """As far as engines and training are fitted to it."""
     speed = tuple(
         EngineSpeed(pool, one.running_s / one.active_s, one.running_s / one.tokens)
@@ -284,12 +296,12 @@ def _measured(step: _Step) -> Measured:
         if one.active_s > 0 and one.tokens > 0
     )
     metrics, split = step.metrics, Split("coexisting", 1, 1, step.trained_on)
-    return Measured(
+    return MeasuredStep(
         step.version.step, split, (), (), metrics["tokens"], None, metrics.get("train_s"), None, speed, {}, None
     )
 
 
-def _slots_at(line: BookLine, state: str) -> Iterator[tuple[str, str]]:
+def _slots_at(line: AccountLine, state: str) -> Iterator[tuple[str, str]]:
     for slot, spans in line.spans.items():
         if any(state in span.seconds for span in spans):
             yield line.node, slot

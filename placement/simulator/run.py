@@ -9,17 +9,30 @@ from statistics import NormalDist
 
 import numpy as np
 
-from placement.forecast import Batch, Forecast, Pools, shapes_of
-from placement.laws import Law, Paces, TrainLaw
-from placement.measurements import Measured
+from placement.forecast import Forecast, LengthProfile, PoolLimits, shapes_of
+from placement.laws import DecodeLaw, PaceTracker, TrainLaw
+from placement.measurements import MeasuredStep
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
-from placement.policies.dynamic import Dynamic
-from placement.policies.simple import Colocated, HillClimb, Static, climbing_threshold, possible
-from placement.simulator.job import UNKNOWN, Lend, Produced, SimulatedJob, Told, told_of
+from placement.policies.dynamic import DynamicPolicy
+from placement.policies.simple import (
+    ColocatedPolicy,
+    HillClimbPolicy,
+    StaticPolicy,
+    feasible_splits,
+    new_threshold_policy,
+)
+from placement.simulator.job import (
+    UNKNOWN,
+    LendingKnowledge,
+    LendingSetup,
+    SimulatedBatch,
+    SimulatedJob,
+    estimated_knowledge,
+)
 from placement.simulator.job import Floats as job_Floats
-from placement.simulator.kernel import BY_RULE, BY_SCHEDULE, NEVER, Floats, Ints, play
-from placement.simulator.scenario import Engine, Scenario
-from placement.slots import Split, turns
+from placement.simulator.kernel import BY_RULE, BY_SCHEDULE, NEVER, Floats, Ints, play_batch
+from placement.simulator.scenario import Scenario, ScenarioEngine
+from placement.slots import Split, count_turns
 
 # -------------------- within
 # What could have been had within one step: the best lending in a few moments, exact on small cases, and a bound for large ones.
@@ -31,7 +44,7 @@ NO_MOVES = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LendingSchedule:
     """When the last request has ended, and how many replicas were lent in each moment."""
 
     seconds: float
@@ -50,22 +63,22 @@ def best_schedule(
     every_s: float,
     moments: int,
     at_once: int = 1,
-) -> Lent:
+) -> LendingSchedule:
     """Of every schedule that moves up to `at_once` replicas in each of so many moments, by trying all of them: (2 * at_once + 1) ** moments."""
     found = []
     several = sorted(range(-at_once, at_once + 1), key=lambda count: (abs(count), -count))
     for moves in product(several, repeat=moments):
         schedule = np.array(moves, dtype=np.int64)
         told = lengths, judged, pace, rollout, laws, most, BY_SCHEDULE, cost_s, every_s
-        found.append(Lent(float(play(*told, UNKNOWN.pools, UNKNOWN.tail, schedule, 0, 0.0)[0]), moves))
+        found.append(LendingSchedule(float(play_batch(*told, UNKNOWN.pools, UNKNOWN.tail, schedule, 0, 0.0)[0]), moves))
     return min(found, key=lambda one: one.seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class LendingTimes:
     """Seconds until a batch is whole: lent in the best way, by the rule, and with nothing lent."""
 
-    best: Lent
+    best: LendingSchedule
     by_rule: float
     never: float
 
@@ -75,7 +88,7 @@ class Reached:
         return min(self.by_rule, self.never)
 
 
-def reached(
+def compare_lending(
     lengths: Floats,
     judged: Floats,
     pace: Floats,
@@ -83,21 +96,21 @@ def reached(
     laws: Floats,
     most: Ints,
     *,
-    told: Told,
+    told: LendingKnowledge,
     cost_s: float,
     moments: int,
-) -> Reached:
+) -> LendingTimes:
     """All three, if it is looked at so many moments whether to lend, evenly over the time that it takes with nothing lent. `told`: what the
     rule knows.
 
     None is shorter than the best: to lend nothing is one of the schedules, and the rule lends in those moments only, or takes longer than
     if nothing were lent."""
     work = lengths, judged, pace, rollout, laws, most
-    never = float(play(*work, NEVER, cost_s, 1.0, UNKNOWN.pools, UNKNOWN.tail, NO_MOVES, 0, 0.0)[0])
+    never = float(play_batch(*work, NEVER, cost_s, 1.0, UNKNOWN.pools, UNKNOWN.tail, NO_MOVES, 0, 0.0)[0])
     every_s = never / moments
-    by_rule = float(play(*work, BY_RULE, cost_s, every_s, told.pools, told.tail, NO_MOVES, 0, 0.0)[0])
+    by_rule = float(play_batch(*work, BY_RULE, cost_s, every_s, told.pools, told.tail, NO_MOVES, 0, 0.0)[0])
     best = best_schedule(*work, cost_s=cost_s, every_s=every_s, moments=moments, at_once=pace.size)
-    return Reached(best, by_rule, never)
+    return LendingTimes(best, by_rule, never)
 
 
 def within_bound(lengths: Floats, judged: Floats, laws: Floats, most: Ints, replicas: int) -> float:
@@ -112,7 +125,7 @@ KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SimulatedMove:
     """Before a step, and what it cost."""
 
     step: int
@@ -121,13 +134,13 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class JobRun:
     """All of a run. `step_s`: without what moves took."""
 
     seconds: float
     step_s: tuple[float, ...]
     splits: tuple[Split, ...]
-    moves: tuple[Moved, ...]
+    moves: tuple[SimulatedMove, ...]
 
 
 class _Lending:
@@ -135,27 +148,29 @@ class _Lending:
 
     def __init__(self, job: SimulatedJob, cost_s: float) -> None:
         self._job, self._cost_s = job, cost_s
-        self._paces = Paces()
-        self._before: tuple[Split, Produced] | None = None
+        self._paces = PaceTracker()
+        self._before: tuple[Split, SimulatedBatch] | None = None
 
-    def now(self, split: Split, history: list[Measured]) -> Lend:
+    def now(self, split: Split, history: list[MeasuredStep]) -> LendingSetup:
         """How the next step is lent in."""
         self._paces.see(history)
-        told, before = told_of(history, self._job.scenario, self._paces), self._before
+        told, before = estimated_knowledge(history, self._job.scenario, self._paces), self._before
         if before is None or before[0] != split or not self._job.scenario.overlaps:
-            return Lend(self._cost_s, told)  # a change of split has brought all that was lent to its place
-        return Lend(self._cost_s, told, before[1].away, before[1].back_s)
+            return LendingSetup(self._cost_s, told)  # a change of split has brought all that was lent to its place
+        return LendingSetup(self._cost_s, told, before[1].away, before[1].back_s)
 
-    def after(self, split: Split, produced: Produced) -> None:
+    def after(self, split: Split, produced: SimulatedBatch) -> None:
         """The step's batch is whole."""
         self._before = split, produced
 
 
-def played(job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchCosts, *, lends: bool = False) -> Played:
+def play_job(
+    job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchCosts, *, lends: bool = False
+) -> JobRun:
     """The whole job. `prior`: what changes are taken to cost before one was seen; `lends`: whether replicas are lent within steps."""
     now: Split | None = None
-    history: list[Measured] = []
-    moves: list[Moved] = []
+    history: list[MeasuredStep] = []
+    moves: list[SimulatedMove] = []
     step_s, splits = [], []
     known, total, steps = prior, 0.0, job.scenario.steps
     lending = _Lending(job, costs.move_s) if lends else None
@@ -166,7 +181,7 @@ def played(job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchC
         )
         cost = costs.of(now, decision.split) if now is not None else 0.0
         if decision.split != now:
-            moves.append(Moved(step, decision, cost))
+            moves.append(SimulatedMove(step, decision, cost))
             known = costs if now is not None else known
         now = decision.split
         produced = job.produced(step, now, lending.now(now, newest) if lending is not None else None)
@@ -177,7 +192,7 @@ def played(job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchC
         step_s.append(seconds)
         splits.append(now)
         history.append(job.measured(step, now, produced))
-    return Played(total, tuple(step_s), tuple(splits), tuple(moves))
+    return JobRun(total, tuple(step_s), tuple(splits), tuple(moves))
 
 
 # -------------------- oracle
@@ -188,7 +203,7 @@ def played(job: SimulatedJob, policy: Policy, costs: SwitchCosts, prior: SwitchC
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OracleRun:
     """Seconds of the whole run, and the split of each step. `step_s`: without what changes took."""
 
     seconds: float
@@ -196,19 +211,19 @@ class Found:
     step_s: tuple[float, ...]
 
 
-def best_static(job: SimulatedJob, costs: SwitchCosts) -> Found:
+def best_static(job: SimulatedJob, costs: SwitchCosts) -> OracleRun:
     """One split for all steps, nothing lent; while slots are away, the nearest one that there is."""
     table, at = job.table(), {split: i for i, split in enumerate(job.splits)}
     found = []
     for split in job.splits:
-        path = [Static(split).nearest(job.scenario.bounds(step)) for step in range(job.scenario.steps)]
+        path = [StaticPolicy(split).nearest(job.scenario.bounds(step)) for step in range(job.scenario.steps)]
         step_s = tuple(float(table[step, at[one]]) for step, one in enumerate(path))
         seconds = sum(step_s) + sum(costs.of(one, after) for one, after in pairwise(path))
-        found.append(Found(seconds, tuple(path), step_s))
+        found.append(OracleRun(seconds, tuple(path), step_s))
     return min(found, key=lambda one: one.seconds)
 
 
-def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[Played] = ()) -> Found:
+def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[JobRun] = ()) -> OracleRun:
     """A split for each step, lending by the rule or not; changes take what they cost. By dynamic programming over splits; the first
     one is free. `runs`: of policies, at the same costs: in a step that one of them had done sooner on the same split, for the rule was
     luckier with what it was told there, it is that."""
@@ -217,7 +232,7 @@ def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[Played]
     for run in runs:
         for step, (split, seconds) in enumerate(zip(run.splits, run.step_s, strict=True)):
             table[step, at[split]] = min(table[step, at[split]], seconds)
-    change = changes(job.splits, costs.of)
+    change = change_costs(job.splits, costs.of)
     total, came = table[0], []
     for row in table[1:]:
         with_change = total[:, None] + change
@@ -229,15 +244,15 @@ def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[Played]
         path.append(int(via[path[-1]]))
     path.reverse()
     step_s = tuple(float(table[step, i]) for step, i in enumerate(path))
-    return Found(seconds, tuple(job.splits[i] for i in path), step_s)
+    return OracleRun(seconds, tuple(job.splits[i] for i in path), step_s)
 
 
-def changes(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> job_Floats:
+def change_costs(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> job_Floats:
     """What each change costs, [before, after]."""
     return np.array([[of(one, other) for other in splits] for one in splits])
 
 
-def bound(job: SimulatedJob) -> float:
+def lower_bound(job: SimulatedJob) -> float:
     """Seconds that no way of splitting, lending and moving can be below: a fluid that flows wherever it is needed at no cost, the
     longest response and its judgement alone on the fastest replica, training on the largest world."""
     return sum(_bound(job, step) for step in range(job.scenario.steps))
@@ -256,7 +271,7 @@ def _bound(job: SimulatedJob, step: int) -> float:
     return max(produce_s, train_s + other_s) if told.overlaps else produce_s + train_s + other_s
 
 
-def _least(engine: Engine) -> float:
+def _least(engine: ScenarioEngine) -> float:
     """Slot-seconds that a token takes at least, on an engine that is full."""
     return (engine.token_s / engine.running + engine.sequence_s) * engine.size
 
@@ -280,7 +295,7 @@ LENDS = frozenset({"dynamic"})
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PolicyResult:
     """A policy's run. `regret`: beside the best split for each step; `behind`: beside the best static split in hindsight."""
 
     policy: str
@@ -298,22 +313,22 @@ def switch_costs(scenario: Scenario, seed: int, move_s: float) -> SwitchCosts:
 
 def policies(scenario: Scenario, seed: int) -> Mapping[str, Callable[[], Policy]]:
     """All begin with the same split, the first placement."""
-    first, pools = start(scenario, seed), pools_of(scenario)
+    first, pools = choose_start(scenario, seed), pool_limits(scenario)
     return {
-        "static": lambda: Static(first),
-        "colocated": lambda: Colocated(first),
-        "hill_climb": lambda: HillClimb(first),
-        "threshold": lambda: climbing_threshold(first),
-        "dynamic": lambda: Dynamic(pools, first),
+        "static": lambda: StaticPolicy(first),
+        "colocated": lambda: ColocatedPolicy(first),
+        "hill_climb": lambda: HillClimbPolicy(first),
+        "threshold": lambda: new_threshold_policy(first),
+        "dynamic": lambda: DynamicPolicy(pools, first),
     }
 
 
-def pools_of(scenario: Scenario) -> Pools:
+def pool_limits(scenario: Scenario) -> PoolLimits:
     """What stays as it is."""
-    return Pools(scenario.rollout.size, scenario.reward.size, scenario.rollout.running, scenario.reward.running)
+    return PoolLimits(scenario.rollout.size, scenario.reward.size, scenario.rollout.running, scenario.reward.running)
 
 
-def start(scenario: Scenario, seed: int) -> Split:
+def choose_start(scenario: Scenario, seed: int) -> Split:
     """The split that is best by estimates from before the job: of speeds, lengths and judgements, each wrong by its own factor."""
     draw = np.random.default_rng((seed, 0, 5))
 
@@ -328,48 +343,55 @@ def start(scenario: Scenario, seed: int) -> Split:
     lengths = mean * np.exp(width * np.array([NormalDist().inv_cdf(float(rank)) for rank in ranks]) - width**2 / 2)
     trained = scenario.groups * scenario.samples * (mean + scenario.prompt)
     expected = Forecast(
-        pools_of(scenario),
-        Law(*engines[0]),
-        Law(*engines[1]),
+        pool_limits(scenario),
+        DecodeLaw(*engines[0]),
+        DecodeLaw(*engines[1]),
         TrainLaw(train.fixed_s, 1.0 / guess(train.rate)),
-        (Batch.made(lengths, guess(judging.tokens) if judging is not None else 0.0, trained),),
+        (LengthProfile.made(lengths, guess(judging.tokens) if judging is not None else 0.0, trained),),
         np.ones(1),
         np.ones(1),
         train.sync_s,
-        train.sync_s + turns(judged=judging is not None) * scenario.wake_s,
+        train.sync_s + count_turns(judged=judging is not None) * scenario.wake_s,
         scenario.overlaps,
         None,
     )
-    splits = possible(scenario.bounds(0))
+    splits = feasible_splits(scenario.bounds(0))
     return splits[int(expected.seconds(shapes_of(splits)).argmin())]
 
 
-def policy_of(name: str, scenario: Scenario, seed: int) -> Policy:
+def new_policy(name: str, scenario: Scenario, seed: int) -> Policy:
     """One of those above, or one of another package, which is made as a controller makes it. Raises PluginFault."""
     own = policies(scenario, seed).get(name)
     if own is not None:
         return own()
     from placement.policies.base import (
-        Start,  # gcore's own need none of what a live job has
+        PolicyStart,  # gcore's own need none of what a live job has
         find_policy,
     )
 
-    return find_policy(name)(Start(start(scenario, seed), scenario.rollout.running, scenario.reward.running))
+    return find_policy(name)(
+        PolicyStart(choose_start(scenario, seed), scenario.rollout.running, scenario.reward.running)
+    )
 
 
-def play_policy(job: SimulatedJob, name: str, move_s: float) -> Played:
+def play_policy(job: SimulatedJob, name: str, move_s: float) -> JobRun:
     """One policy on the job. Raises PluginFault."""
     costs = switch_costs(job.scenario, job.seed, move_s)
     prior = SwitchCosts(PRIOR.move_s, PRIOR.world_s, costs.turn_s)
-    return played(job, policy_of(name, job.scenario, job.seed), costs, prior, lends=name in LENDS)
+    return play_job(job, new_policy(name, job.scenario, job.seed), costs, prior, lends=name in LENDS)
 
 
-def compared(job: SimulatedJob, move_s: float) -> tuple[Row, ...]:
+def compare_policies(job: SimulatedJob, move_s: float) -> tuple[PolicyResult, ...]:
     """All policies on the job."""
     costs = switch_costs(job.scenario, job.seed, move_s)
     runs = {name: play_policy(job, name, move_s) for name in policies(job.scenario, job.seed)}
     best, fixed = best_each_step(job, costs, runs.values()).seconds, best_static(job, costs).seconds
-    rows = [Row("best each step", best, 0.0, best / fixed - 1, 0), Row("best static", fixed, fixed / best - 1, 0.0, 0)]
+    rows = [
+        PolicyResult("best each step", best, 0.0, best / fixed - 1, 0),
+        PolicyResult("best static", fixed, fixed / best - 1, 0.0, 0),
+    ]
     for name, run in runs.items():
-        rows.append(Row(name, run.seconds, run.seconds / best - 1, run.seconds / fixed - 1, len(run.moves) - 1))
+        rows.append(
+            PolicyResult(name, run.seconds, run.seconds / best - 1, run.seconds / fixed - 1, len(run.moves) - 1)
+        )
     return tuple(rows)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from gcore.config.base import shortened
+from gcore.config.base import shorten_text
 from gcore.errors import SpecError, did_you_mean
-from placement.slots import Bounds
+from placement.slots import SplitBounds
 
 MOST_SLOTS = 4096
 
@@ -26,7 +26,7 @@ MOST_RESPONSES = 1_000_000
 MOST_SCENARIO_BYTES = 1 << 20
 
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+Proportion = Annotated[float, Field(ge=0, lt=1)]
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
@@ -42,7 +42,7 @@ Spread = Annotated[float, Field(ge=0, le=10)]
 Tokens = Annotated[float, Field(gt=0, le=1e7)]
 
 
-Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+StepNumber = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 
 
 Slots = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
@@ -52,7 +52,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Engine(_Section):
+class ScenarioEngine(_Section):
     """A token of `b` running sequences takes `token_s + sequence_s * b` seconds; more than `running` wait."""
 
     token_s: Longer = 0.02
@@ -61,7 +61,7 @@ class Engine(_Section):
     size: Slots = Field(1, description="Slots of a replica")
 
 
-class Lengths(_Section):
+class ScenarioLengths(_Section):
     """Log-normal, cut off at `cap`; `same_prompt` is the correlation of two responses to one prompt, of their logarithms."""
 
     mean: Tokens = 500.0
@@ -69,11 +69,11 @@ class Lengths(_Section):
     same_prompt: float = Field(0.5, ge=0, le=1)
     cap: Annotated[PositiveInt, Field(le=10_000_000)] = 8192
     growth: Longer = Field(1.0, description="Of the mean, from the first step to the last")
-    jump_at: Annotated[Step, Field(ge=1)] | None = None
+    jump_at: Annotated[StepNumber, Field(ge=1)] | None = None
     jump: Longer = 1.0
 
 
-class Judging(_Section):
+class ScenarioJudging(_Section):
     """Tokens of a judgement, and steps from `slow_from` to `slow_until` in which it takes `slow` times as many, and a token of it `paced`
     times as long."""
 
@@ -81,11 +81,11 @@ class Judging(_Section):
     spread: Annotated[Spread, Field(gt=0)] = 0.3
     slow: Longer = 1.0
     paced: Longer = 1.0
-    slow_from: Step = 0
-    slow_until: Step = 0
+    slow_from: StepNumber = 0
+    slow_until: StepNumber = 0
 
 
-class Training(_Section):
+class ScenarioTraining(_Section):
     """`fixed_s + tokens / (rate * slots)`, then `sync_s` until the new weights are with the engines."""
 
     fixed_s: Seconds = 2.0
@@ -94,22 +94,22 @@ class Training(_Section):
     sizes: Annotated[tuple[Slots, ...], Field(max_length=MOST_SLOTS)] = (2, 4, 8, 16)
 
 
-class Loss(_Section):
+class ScenarioLoss(_Section):
     """Slots that are away from step `at` to step `until`."""
 
-    at: Annotated[Step, Field(ge=1)]
-    until: Annotated[Step, Field(ge=1)]
+    at: Annotated[StepNumber, Field(ge=1)]
+    until: Annotated[StepNumber, Field(ge=1)]
     slots: Slots
 
 
-class Noise(_Section):
+class ScenarioNoise(_Section):
     """Relative standard deviations: of a replica's speed, hidden and for ever; of each step of training; of what is measured. `missing`:
     how often a step's measurements are not there."""
 
     replica: Spread = 0.05
     train: Spread = 0.03
     measured: Spread = 0.1
-    missing: Share = 0.1
+    missing: Proportion = 0.1
 
 
 class Scenario(_Section):
@@ -121,17 +121,17 @@ class Scenario(_Section):
     steps: Annotated[PositiveInt, Field(le=MOST_STEPS)] = 200
     groups: Annotated[PositiveInt, Field(le=MOST_RESPONSES)] = 32
     samples: Annotated[PositiveInt, Field(le=MOST_RESPONSES)] = 8
-    staleness: Step = 0
-    filtered: Share = Field(0.0, description="Share of the groups that are judged and not trained")
-    rollout: Engine = Engine()
-    reward: Engine = Engine()
-    lengths: Lengths = Lengths()
-    judging: Judging | None = Judging()
-    training: Training = Training()
+    staleness: StepNumber = 0
+    filtered: Proportion = Field(0.0, description="Share of the groups that are judged and not trained")
+    rollout: ScenarioEngine = ScenarioEngine()
+    reward: ScenarioEngine = ScenarioEngine()
+    lengths: ScenarioLengths = ScenarioLengths()
+    judging: ScenarioJudging | None = ScenarioJudging()
+    training: ScenarioTraining = ScenarioTraining()
     prompt: Annotated[PositiveInt, Field(le=10_000_000)] = 200
     wake_s: Seconds = Field(1.0, description="Sleep and wake of what takes its turn on co-located slots")
-    losses: Annotated[tuple[Loss, ...], Field(max_length=1000)] = ()
-    noise: Noise = Noise()
+    losses: Annotated[tuple[ScenarioLoss, ...], Field(max_length=1000)] = ()
+    noise: ScenarioNoise = ScenarioNoise()
     colocated: bool = Field(True, description="Whether the memory of a slot holds all models")
 
     @model_validator(mode="after")
@@ -151,7 +151,7 @@ class Scenario(_Section):
         """Whether replicas can be lent within a step: each of either pool fills the same slots."""
         return self.judging is not None and self.rollout.size == self.reward.size
 
-    def reward_at(self, step: int) -> Engine:
+    def reward_at(self, step: int) -> ScenarioEngine:
         """A judge's engine in that step."""
         told = self.judging
         if told is None or told.paced == 1.0 or not told.slow_from <= step < told.slow_until:
@@ -163,13 +163,13 @@ class Scenario(_Section):
         """How many there are in a step."""
         return self.slots - sum(loss.slots for loss in self.losses if loss.at <= step < loss.until)
 
-    def bounds(self, step: int) -> Bounds:
+    def bounds(self, step: int) -> SplitBounds:
         """What a split of that step must keep to."""
         return self.bounds_of(self.slots_at(step))
 
-    def bounds_of(self, slots: int) -> Bounds:
+    def bounds_of(self, slots: int) -> SplitBounds:
         """What a split of so many slots must keep to."""
-        return Bounds(
+        return SplitBounds(
             slots,
             self.rollout.size,
             self.reward.size,
@@ -184,13 +184,13 @@ class Scenario(_Section):
 
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
-    "rollout": Engine,
-    "reward": Engine,
-    "lengths": Lengths,
-    "judging": Judging,
-    "training": Training,
-    "losses": Loss,
-    "noise": Noise,
+    "rollout": ScenarioEngine,
+    "reward": ScenarioEngine,
+    "lengths": ScenarioLengths,
+    "judging": ScenarioJudging,
+    "training": ScenarioTraining,
+    "losses": ScenarioLoss,
+    "noise": ScenarioNoise,
 }
 
 
@@ -208,7 +208,7 @@ def read_scenario(path: Path) -> Scenario:
         ) from error
     except ValidationError as error:
         raise SpecError(
-            f"the scenario {path} is not one: {problem_of(error)}",
+            f"the scenario {path} is not one: {scenario_problem(error)}",
             fix="docs/placement-simulation.md has all its fields",
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -219,14 +219,14 @@ def read_scenario(path: Path) -> Scenario:
         ) from error
 
 
-def problem_of(error: ValidationError) -> str:
+def scenario_problem(error: ValidationError) -> str:
     """The first one, in words."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         section = next((kind for name, kind in SECTIONS.items() if first["loc"][0] == name), Scenario)
         known = (section if len(first["loc"]) > 1 else Scenario).model_fields
-        return f"unknown key {shortened(repr(key))}{did_you_mean(str(first['loc'][-1]), known)}"
+        return f"unknown key {shorten_text(repr(key))}{did_you_mean(str(first['loc'][-1]), known)}"
     if first["type"] == "missing":
         return f"{key!r} is missing"
     message = first["msg"].removeprefix("Value error, ")

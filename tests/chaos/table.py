@@ -37,7 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness import RESULTS, circumstances  # noqa: E402
 from gcore.store.etcd import EtcdBinary, find_etcd  # noqa: E402
-from gcore.system.files import whole_file  # noqa: E402
+from gcore.system.files import replace_file  # noqa: E402
 
 FOLDER = ROOT / ".cache" / "chaos"
 MOMENTS = 5
@@ -166,7 +166,7 @@ def written(file: Path, done: Sequence[Result]) -> None:
     tree |= {"what": "Real clusters on one machine with a fault at a random moment; each run ends with the audit."}
     tree |= {"recovery_of_a_killed_controller": recovery(done), "faults": summary(done), "runs": list(done)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    whole_file(file, (json.dumps(tree, indent=1) + "\n").encode())
+    replace_file(file, (json.dumps(tree, indent=1) + "\n").encode())
 
 
 def read(file: Path) -> list[Result]:

@@ -7,9 +7,9 @@ import pytest
 from engine_contract import Serving, chosen, plain_logprobs
 
 from gcore.data.renderer import PromptRenderer
-from gcore.rollout.agents.chat_protocol import Rules
-from gcore.rollout.agents.server import Endpoint
-from gcore.rollout.agents.session import Limits, Served
+from gcore.rollout.agents.chat_protocol import SamplingRules
+from gcore.rollout.agents.server import AgentHttpServer
+from gcore.rollout.agents.session import AgentSession, DialogueLimits
 from gcore.rollout.client import EngineClient, SamplingParams
 from gcore.system.clock import SystemClock
 from gcore.types import Sample
@@ -23,15 +23,15 @@ async def test_what_is_recorded_of_a_conversation_has_the_models_log_probabiliti
 ) -> None:
     folder = serving.weights[0]
     renderer = PromptRenderer.load(folder, chat=True)
-    endpoint = Endpoint()
+    endpoint = AgentHttpServer()
 
     async def say(tokens: tuple[int, ...], most: int, stop: tuple[str, ...], made: int) -> Sample:
         params = SamplingParams(temperature=0.8, max_new_tokens=most, stop=stop)
         (sample,) = await client.generate(tokens, params, seeds=(100 + made,), rid=f"agent-{streams}-{made}")
         return sample
 
-    limits = Limits(turns=TURNS, own=100, room=400, context=renderer.max_length, own_s=60)
-    served = Served(renderer, say, Rules((0.8,), (1.0,), 100), limits, SystemClock(), stop=("0",))
+    limits = DialogueLimits(turns=TURNS, own=100, room=400, context=renderer.max_length, own_s=60)
+    served = AgentSession(renderer, say, SamplingRules((0.8,), (1.0,), 100), limits, SystemClock(), stop=("0",))
     url = endpoint.base_url(await endpoint.begin(served))
     messages = [{"role": "system", "content": "add"}]
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:

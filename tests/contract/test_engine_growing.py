@@ -6,7 +6,7 @@ import pytest
 from engine_contract import Serving
 
 from gcore.errors import EngineError
-from gcore.rollout.client import EngineClient, Growing, SamplingParams
+from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.types import Sample
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=40)
@@ -16,7 +16,7 @@ async def test_what_was_told_of_a_sample_is_its_beginning_and_the_end_is_the_sam
     serving: Serving, client: EngineClient
 ) -> None:
     told: dict[int, list[Sample]] = {0: [], 1: []}
-    growing = Growing(8, lambda place, sample: told[place].append(sample))
+    growing = ProgressCallback(8, lambda place, sample: told[place].append(sample))
     prompts = [(1, 2, 3), (4, 5)]
     made = await client.generate_each(prompts, GREEDY, seeds=[1, 2], rid="growing", growing=growing)
     plain = await client.generate_each(prompts, GREEDY, seeds=[1, 2], rid="plain")
@@ -40,7 +40,7 @@ async def test_each_sample_has_its_own_limits(client: EngineClient) -> None:
 
 
 async def test_what_is_refused_is_refused_when_it_would_be_told_of_too(client: EngineClient) -> None:
-    growing = Growing(8, lambda place, sample: None)
+    growing = ProgressCallback(8, lambda place, sample: None)
     too_long = tuple(range(1, 5)) * 10_000
     with pytest.raises(EngineError):
         await client.generate_each([too_long], GREEDY, seeds=[1], rid="long", growing=growing)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from engine_contract import CONTEXT, ENDLESS, Serving, begin, chosen, generate, plain_logprobs, post
 
-from gcore.engines.detokenizer import Text
+from gcore.engines.detokenizer import Detokenizer
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CHAT = "/v1/chat/completions"
@@ -43,7 +43,7 @@ async def test_a_completion_is_what_generate_makes(http: httpx.AsyncClient, serv
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * 12
-    ids = list(Text.load(serving.weights[0]).encode("1+2="))  # type: ignore[union-attr]
+    ids = list(Detokenizer.load(serving.weights[0]).encode("1+2="))  # type: ignore[union-attr]
     assert (await post(http, TEXT, **body | {"prompt": ids}))["choices"] == told["choices"]
 
 
@@ -56,7 +56,7 @@ async def test_a_chat_is_shown_through_the_models_template(http: httpx.AsyncClie
     assert choice["message"]["content"] == made["text"]
     assert choice["finish_reason"] == "length"
     assert told["usage"]["prompt_tokens"] == made["meta_info"]["prompt_tokens"]
-    ids = list(Text.load(serving.weights[0]).encode(SHOWN))  # type: ignore[union-attr]
+    ids = list(Detokenizer.load(serving.weights[0]).encode(SHOWN))  # type: ignore[union-attr]
     plain = chosen(plain_logprobs(serving.weights[0], ids + made["output_ids"]), ids + made["output_ids"])
     content = choice["logprobs"]["content"]
     assert [entry["logprob"] for entry in content] == pytest.approx(plain[len(ids) - 1 :].tolist(), abs=1e-4)

@@ -15,13 +15,13 @@ import pytest
 from emulated_hosts import hosting
 from engine_contract import CONTEXT, SLOTS, begin, generate, post, prompt, reason, spans
 
-from gcore.engines.emulated.law import Law
+from gcore.engines.emulated.law import TimingModel
 from gcore.rollout.client import EngineClient
 from gcore.testing.models import engine_process, make_tiny_model
 
 ALL = ["kv_cache", "weights"]
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
-LAW = Law(speedup=20.0, decode_s=0.1, load_s=0.0)
+LAW = TimingModel(speedup=20.0, decode_s=0.1, load_s=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import asyncio
 
 from engine_contract import Serving
 
-from gcore.rollout.client import EngineClient, Growing, SamplingParams
+from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.types import Version
 
 LONG = SamplingParams(temperature=1.0, max_new_tokens=400)
@@ -15,7 +15,7 @@ async def test_an_engine_sleeps_with_its_work_handed_back_and_serves_what_it_is_
 ) -> None:
     before = await client.served()
     began = asyncio.Event()
-    told = Growing(4, lambda _, __: began.set())
+    told = ProgressCallback(4, lambda _, __: began.set())
     running = asyncio.create_task(client.generate_each([[5, 6]], LONG, seeds=[1], rid="sleeps", growing=told))
     await began.wait()
     try:

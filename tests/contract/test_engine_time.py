@@ -9,18 +9,18 @@ import pytest
 from engine_contract import SLOTS, Serving
 
 from gcore.rollout.client import EngineClient, SamplingParams
-from gcore.rollout.engine_time import EngineReading, EngineTime, between, read
+from gcore.rollout.engine_time import EngineReading, EngineTime, parse_reading, time_between
 
 LONG = SamplingParams(temperature=1.0, max_new_tokens=48, min_new_tokens=48)
 
 
 async def now(client: EngineClient) -> EngineReading:
     asked = monotonic()
-    return read(await client.metrics(), asked, monotonic())
+    return parse_reading(await client.metrics(), asked, monotonic())
 
 
 async def since(client: EngineClient, before: EngineReading) -> EngineTime:
-    found = between(before, await now(client), SLOTS)
+    found = time_between(before, await now(client), SLOTS)
     assert found is not None
     parts = found.busy_s, found.idle_s, found.paused_s, found.asleep_s
     assert min(parts) >= 0

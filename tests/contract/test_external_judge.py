@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from gcore.config.reward import JudgeSpec
-from gcore.reward.judges.external import ExternalAsk
-from gcore.reward.judges.rate_limit import Cause, Gate
+from gcore.reward.judges.external import ExternalJudgeClient
+from gcore.reward.judges.rate_limit import Cause, RateLimiter
 from gcore.reward.judges.types import JudgeAway, JudgeError, JudgeLate
 from gcore.system.clock import SystemClock
-from gcore.testing.judges import Failing, FakeOpenAI
+from gcore.testing.judges import FakeFailure, FakeOpenAI
 from gcore.testing.models import engine_process
 
 KEY = "sk-of-the-test"
@@ -54,13 +54,13 @@ def said(body: Mapping[str, Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def asking(url: str, book: Book, *, key: str | None = KEY, **more: Any) -> AsyncIterator[ExternalAsk]:
+async def asking(url: str, book: Book, *, key: str | None = KEY, **more: Any) -> AsyncIterator[ExternalJudgeClient]:
     outside = {"url": url, "model": "any", "requests_per_s": 1000.0} | more.pop("external", {})
     tree = {"name": "x", "template": "{{ response }}", "external": outside, "system": "add", "temperature": 1.0}
     spec = JudgeSpec.model_validate(tree | {"max_new_tokens": LONGEST, "timeout_s": 60} | more)
     assert spec.external is not None
     clock = SystemClock()
-    ask = ExternalAsk(spec, key, Gate("x", spec.external, book, book, clock), book, book, clock)
+    ask = ExternalJudgeClient(spec, key, RateLimiter("x", spec.external, book, book, clock), book, book, clock)
     try:
         yield ask
     finally:
@@ -98,16 +98,18 @@ async def test_a_judge_answers_each_seed_and_is_paid_by_tokens_and_answers_the_s
 @pytest.mark.parametrize(
     ("failing", "error"),
     [
-        pytest.param(Failing(429, {"retry-after": str(LATER_S)}), JudgeAway, id="too many"),
-        pytest.param(Failing(500), JudgeAway, id="broken"),
-        pytest.param(Failing(None), JudgeAway, id="closed"),
-        pytest.param(Failing(body=b"<html>"), JudgeAway, id="a page"),
-        pytest.param(Failing(slow_s=30), JudgeLate, id="slow"),
-        pytest.param(Failing(400), JudgeError, id="refused"),
-        pytest.param(Failing(302, {"location": "http://127.0.0.1:1/"}), JudgeError, id="elsewhere"),
+        pytest.param(FakeFailure(429, {"retry-after": str(LATER_S)}), JudgeAway, id="too many"),
+        pytest.param(FakeFailure(500), JudgeAway, id="broken"),
+        pytest.param(FakeFailure(None), JudgeAway, id="closed"),
+        pytest.param(FakeFailure(body=b"<html>"), JudgeAway, id="a page"),
+        pytest.param(FakeFailure(slow_s=30), JudgeLate, id="slow"),
+        pytest.param(FakeFailure(400), JudgeError, id="refused"),
+        pytest.param(FakeFailure(302, {"location": "http://127.0.0.1:1/"}), JudgeError, id="elsewhere"),
     ],
 )
-async def test_what_a_server_does_to_one_request_the_next_gets_over(failing: Failing, error: type[JudgeError]) -> None:
+async def test_what_a_server_does_to_one_request_the_next_gets_over(
+    failing: FakeFailure, error: type[JudgeError]
+) -> None:
     book, began = Book(), SystemClock().monotonic()
     async with FakeOpenAI(said, key=KEY) as fake, asking(fake.url, book, timeout_s=0.5) as ask:
         fake.script = [failing]
@@ -131,7 +133,7 @@ async def test_nobody_is_there() -> None:
 
 async def test_no_more_requests_are_open_than_may_be_and_all_are_answered() -> None:
     async with FakeOpenAI(said, key=KEY) as fake, asking(fake.url, Book(), external={"in_flight": 3}) as ask:
-        fake.script = [Failing(slow_s=0.05)] * 30
+        fake.script = [FakeFailure(slow_s=0.05)] * 30
         answers = await asyncio.gather(*(ask(f"{i}", (i,)) for i in range(30)))
         assert [one.text.split()[0] for (one,) in answers] == [str(i) for i in range(30)]
         assert fake.most_open == 3
@@ -154,7 +156,7 @@ async def test_with_a_wrong_key_questions_wait_and_none_fails() -> None:
 async def test_a_server_without_usage_is_told_once() -> None:
     book = Book()
     async with FakeOpenAI(said, key=KEY) as fake, asking(fake.url, book) as ask:
-        fake.script = [Failing(usage=False), Failing(usage=False)]
+        fake.script = [FakeFailure(usage=False), FakeFailure(usage=False)]
         await ask("1+2=", (1, 2))
     assert book.paid == [(0, 0), (0, 0)]
     assert book.troubles == ["judge 'x' does not say how many tokens its answers have"]

@@ -9,11 +9,11 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["controllers.api"]):
-    from controllers.api.fleet import asked_usage
-    from controllers.api.job_messages import updated, wanted
+    from controllers.api.fleet import parse_usage_query
+    from controllers.api.job_messages import parse_query, update_change
     from controllers.api.jobs import check_creation
-    from controllers.api.logs import check, time_of
-    from controllers.api.streams import place_of
+    from controllers.api.logs import check_log_request, line_time
+    from controllers.api.streams import parse_position
 
 from google.protobuf.message import DecodeError
 
@@ -23,17 +23,17 @@ from gcore.ledger.records.cluster import Claim
 
 LOOKS = (
     (pb.CreateJobRequest, check_creation),
-    (pb.ListJobsRequest, lambda request: wanted(request, None)),
-    (pb.StreamLogsRequest, check),
-    (pb.StreamMetricsRequest, place_of),
-    (pb.UpdateJobRequest, lambda request: updated(request)(Claim())),
-    (pb.GetUsageRequest, lambda request: asked_usage(request, 1e9)),
+    (pb.ListJobsRequest, lambda request: parse_query(request, None)),
+    (pb.StreamLogsRequest, check_log_request),
+    (pb.StreamMetricsRequest, parse_position),
+    (pb.UpdateJobRequest, lambda request: update_change(request)(Claim())),
+    (pb.GetUsageRequest, lambda request: parse_usage_query(request, 1e9)),
 )
 
 
 def one(data: bytes) -> None:
     """Raises what is a defect."""
-    time_of(data.decode(errors="replace"))
+    line_time(data.decode(errors="replace"))
     for kind, look in LOOKS:
         with contextlib.suppress(DecodeError, GcoreError):
             look(kind.FromString(data))

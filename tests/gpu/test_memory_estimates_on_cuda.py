@@ -19,19 +19,19 @@ from ready_seals import ready_seal
 
 from gcore.config import parse_spec
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.main import start
-from gcore.ledger.balance import balance
+from gcore.engines.torch.main import start_engine
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
-from gcore.train.backends.distributed import Collective, Meeting, open_store
-from gcore.train.checkpoint.writer import Progress, Saver
+from gcore.train.backends.distributed import Collective, Rendezvous, open_store
+from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
 from gcore.train.models import load_models
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.train.step import StepTrainer
 from gcore.types import PromptRef, Version
-from placement.mapping.memory import engine_need, rank_needs
-from placement.mapping.workload import Lengths, Shapes, Workload, shape_of, workload_of
+from placement.mapping.memory import engine_memory, rank_needs
+from placement.mapping.workload import JobShapes, MeanLengths, Workload, make_workload, read_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def world() -> Iterator[Collective]:
     assert torch.cuda.is_available(), "no CUDA device: this is make test-gpu's business"
-    meeting = Meeting(0, 1, "127.0.0.1")
+    meeting = Rendezvous(0, 1, "127.0.0.1")
     opened = open_store(meeting)
     world = Collective.join(meeting, opened.store)
     yield world
@@ -83,18 +83,18 @@ def planned(model: Path, **train: Any) -> tuple[dict[str, Any], Workload]:
         "train": {"old_logprobs": "engine", "micro_batch_tokens": 4096} | train,
         "checkpoint": {"every": 9},
     }
-    shape = shape_of(json.loads((model / "config.json").read_text()), where=str(model))
-    return tree, workload_of(parse_spec(tree), Shapes(shape, None, {}), Lengths(PROMPT, RESPONSE))
+    shape = read_shape(json.loads((model / "config.json").read_text()), where=str(model))
+    return tree, make_workload(parse_spec(tree), JobShapes(shape, None, {}), MeanLengths(PROMPT, RESPONSE))
 
 
-def ready(step: int) -> Work:
+def ready(step: int) -> StepInput:
     """Samples of one length."""
     rng = np.random.default_rng(step)
     sealed, held = [], {}
     for number in range(SAMPLES // 8):
         digest = f"{step:016x}{number:016x}"
         samples = {
-            index: HeldSample(
+            index: TrainSample(
                 rng.integers(0, 1000, RESPONSE).astype(np.int32),
                 rng.normal(-10, 0.1, RESPONSE).astype(np.float32),
                 float(index % 2),
@@ -102,7 +102,7 @@ def ready(step: int) -> Work:
             for index in range(8)
         }
         ref = PromptRef(0, number, step)
-        held[digest] = HeldGroup(ref, digest, rng.integers(0, 1000, PROMPT).astype(np.int32), samples)
+        held[digest] = TrainGroup(ref, digest, rng.integers(0, 1000, PROMPT).astype(np.int32), samples)
         sealed.append(
             SealedGroup(
                 ref=ref,
@@ -114,7 +114,7 @@ def ready(step: int) -> Work:
             )
         )
     seal = ready_seal(sealed, step=step)
-    return Work(seal, balance(seal), 0, held)
+    return StepInput(seal, balance_samples(seal), 0, held)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -128,7 +128,9 @@ def test_a_rank_allocates_about_what_was_estimated(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     models = load_models(launch, world.device, world.max, lambda: None)
-    trainer = StepTrainer(launch, world, models, Saver(launch, models.policy), SystemClock(), Progress(0, 0))
+    trainer = StepTrainer(
+        launch, world, models, CheckpointWriter(launch, models.policy), SystemClock(), UpdateCounts(0, 0)
+    )
     trainer.run(ready(1), lambda phase: None)
     torch.cuda.reset_peak_memory_stats()
     trainer.run(ready(2), lambda phase: None)
@@ -147,12 +149,12 @@ def test_an_engine_allocates_about_what_was_estimated(model: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
     launch = EngineLaunch(model=str(model), device="cuda", dtype="bfloat16", batch_slots=SAMPLES, cache_tokens=1 << 20)
     with torch.no_grad():
-        core = start(launch, None)
+        core = start_engine(launch, None)
         core.submit([task(n, prompt(n, PROMPT, 1000), RESPONSE) for n in range(SAMPLES)])
         while core.can_work:
             core.cycle()
     taken = torch.cuda.max_memory_allocated() - before
-    need = engine_need(workload.rollout, size=1, rows=SAMPLES, gpu=True)
+    need = engine_memory(workload.rollout, size=1, rows=SAMPLES, gpu=True)
     guess = need.stays(need.wanted) + need.works
     assert TOO_LITTLE <= guess / taken - 1 <= 2 * TOO_MUCH, (
         f"estimated {guess / 1e6:.0f} MB, allocated {taken / 1e6:.0f} MB"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from controllers.cluster.registration import node_facts
-from placement.mapping.search import Seen, seen
+from placement.mapping.search import KnownNodes, describe_nodes
 from placement.slots import NodeSlots
 
 pytestmark = pytest.mark.gpu
@@ -19,4 +19,4 @@ async def test_a_gpu_is_told_with_the_memory_that_torch_finds_and_can_be_planned
     found = min(torch.cuda.get_device_properties(number).total_memory for number in range(len(slots))) / 2**30
     # The driver keeps a little for itself.
     assert all(slot.memory_gib is not None and found <= slot.memory_gib < 1.03 * found for slot in facts.slots)
-    assert isinstance(seen([NodeSlots("n", slots, facts)]), Seen)
+    assert isinstance(describe_nodes([NodeSlots("n", slots, facts)]), KnownNodes)

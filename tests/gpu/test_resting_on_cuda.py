@@ -8,8 +8,8 @@ from torch import nn
 
 from gcore.config import parse_spec
 from gcore.testing import FakeClock
-from gcore.train.models import Models
-from gcore.train.offload import Resting, tensors_of
+from gcore.train.models import RankModels
+from gcore.train.offload import MemoryOffloader, optimizer_tensors
 from gcore.train.rank.launch import PARTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -43,14 +43,14 @@ class Wide:
         return float(loss.detach())
 
     def everything(self) -> list[torch.Tensor]:
-        return [*self.module.state_dict().values(), *tensors_of(self.updater)]
+        return [*self.module.state_dict().values(), *optimizer_tensors(self.updater)]
 
 
 def test_the_device_has_the_memory_while_a_rank_rests_and_every_bit_comes_back() -> None:
     model = Wide()
     torch.cuda.empty_cache()
     before = [one.detach().clone().cpu() for one in model.everything()]
-    rank = Resting(Models(model, None), SPEC.train, torch.device("cuda", 0), FakeClock())  # type: ignore[arg-type]
+    rank = MemoryOffloader(RankModels(model, None), SPEC.train, torch.device("cuda", 0), FakeClock())  # type: ignore[arg-type]
     for _ in range(2):  # the second time its place in host memory is there already
         full = torch.cuda.mem_get_info()[0]
         rank.rest({"optimizer"}, lambda _: None)

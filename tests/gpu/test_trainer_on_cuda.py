@@ -19,18 +19,18 @@ from safetensors.torch import load_file
 
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
-from gcore.train.backends.distributed import Collective, Meeting, open_store
+from gcore.train.backends.distributed import Collective, Rendezvous, open_store
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import Feeding, make_dummy
-from gcore.train.checkpoint.writer import Progress, Saver, restore_critic, restore_optimizer
-from gcore.train.hf_models import OutOfMemory, explained, load_module
-from gcore.train.models import Models, Reference, load_models
+from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
+from gcore.train.hf_models import OutOfMemory, explain_memory_error, load_module
+from gcore.train.models import RankModels, Reference, load_models
 from gcore.train.packing import Rectangle
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.train.rank.launch import RankLaunch, StepResult
 from gcore.train.rank.main import _manifest
 from gcore.train.step import StepTrainer
@@ -60,7 +60,7 @@ CONFIGS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def world() -> Iterator[Collective]:
     assert torch.cuda.is_available(), "no CUDA device: this is make test-gpu's business"
-    meeting = Meeting(0, 1, "127.0.0.1")
+    meeting = Rendezvous(0, 1, "127.0.0.1")
     opened = open_store(meeting)
     world = Collective.join(meeting, opened.store)
     assert world.device.type == "cuda"
@@ -78,13 +78,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_work(step: int, mini_batches: int = 2) -> Work:
+def make_work(step: int, mini_batches: int = 2) -> StepInput:
     rng = np.random.default_rng(step)
     sealed, held = [], {}
     for number in range(4):
         prompt = rng.integers(0, VOCABULARY, 3 + 5 * number).astype(np.int32)
         samples = {
-            index: HeldSample(
+            index: TrainSample(
                 rng.integers(0, VOCABULARY, n).astype(np.int32),
                 rng.normal(-4.8, 0.2, n).astype(np.float32),
                 float(rng.integers(0, 3)),
@@ -92,7 +92,7 @@ def make_work(step: int, mini_batches: int = 2) -> Work:
             for index, n in enumerate(rng.integers(1, 60, 4).tolist())
         }
         digest = f"{step:016x}{number:016x}"
-        held[digest] = HeldGroup(PromptRef(0, number, step), digest, prompt, samples)
+        held[digest] = TrainGroup(PromptRef(0, number, step), digest, prompt, samples)
         sealed.append(
             SealedGroup(
                 ref=PromptRef(0, number, step),
@@ -104,7 +104,7 @@ def make_work(step: int, mini_batches: int = 2) -> Work:
             )
         )
     seal = ready_seal(sealed, step=step, mini_batches=mini_batches)
-    return Work(seal, balance(seal), 0, held)
+    return StepInput(seal, balance_samples(seal), 0, held)
 
 
 def launch_of(model: Path, run: Path, start: dict[str, Any] | None = None, **train: Any) -> RankLaunch:
@@ -121,16 +121,16 @@ def launch_of(model: Path, run: Path, start: dict[str, Any] | None = None, **tra
     return rank_launch(spec, run, start=start)
 
 
-def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, Models]:
+def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, RankModels]:
     manifest = _manifest(launch)
     models = load_models(launch, world.device, world.max, lambda: None)
-    progress = Progress(0, 0)
+    progress = UpdateCounts(0, 0)
     if manifest is not None and launch.checkpoint_path is not None:
         restore_optimizer(models.policy, launch.checkpoint_path, manifest)
         if models.critic is not None:
             restore_critic(models.critic, launch.checkpoint_path, manifest)
-        progress = Progress.of(manifest)
-    saver = Saver(launch, models.policy, models.critic)
+        progress = UpdateCounts.of(manifest)
+    saver = CheckpointWriter(launch, models.policy, models.critic)
     return StepTrainer(launch, world, models, saver, SystemClock(), progress), models
 
 
@@ -296,7 +296,7 @@ def test_the_variable_length_kernel_computes_what_the_plain_way_does_or_is_not_u
 def test_a_device_without_memory_names_the_field_to_lower(world: Collective) -> None:
     with (
         pytest.raises(GcoreError, match=r"train\.micro_batch_tokens") as caught,
-        explained("update", TrainSpec(), ("micro_batch_tokens",)),
+        explain_memory_error("update", TrainSpec(), ("micro_batch_tokens",)),
     ):
         torch.empty(1 << 50, dtype=torch.uint8, device=world.device)
     assert isinstance(caught.value, OutOfMemory)

@@ -8,11 +8,11 @@ import threading
 import torch
 from torch import distributed
 
-from gcore.worker.control import Control
+from gcore.worker.control import ControlLine
 
 
 def main() -> None:
-    control = Control.inherit()
+    control = ControlLine.inherit()
     assert control is not None
     store = distributed.FileStore(control.launch["meet"], 2)
     # The time-out is as useless as it is in a rank: an hour.

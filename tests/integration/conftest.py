@@ -7,7 +7,7 @@ import pytest
 from cluster_run import gcore, processes_of
 
 from gcore.quickstart import arithmetic as arithmetic_judge
-from gcore.quickstart.arithmetic import prepare
+from gcore.quickstart.arithmetic import prepare_arithmetic
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def example() -> Path:
     """The prepared example's folder; cached between runs as it is for a user."""
     folder = ROOT / ".cache" / "examples" / "arithmetic"
-    prepare(folder, progress=False)
+    prepare_arithmetic(folder, progress=False)
     return folder
 
 
@@ -24,7 +24,7 @@ def example() -> Path:
 def judge() -> Path:
     """The folder of the example's prepared judge; cached likewise."""
     folder = ROOT / ".cache" / "examples" / "arithmetic-judge"
-    arithmetic_judge.arithmetic_judge_prepare(folder, progress=False)
+    arithmetic_judge.prepare_arithmetic_judge(folder, progress=False)
     return folder
 
 

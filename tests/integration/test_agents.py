@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from plug_in_package import installer
 
-from controllers.flow.episodes import Acting, Conversation, Stage, new_responding, new_worlds
-from controllers.inference.rules import Seat
+from controllers.flow.episodes import AgentEndpoint, AgentEpisodes, EpisodeRequest, new_episode_pool, new_episode_runner
+from controllers.inference.rules import Affinity
 from gcore.config import parse_spec
 from gcore.config.rollout import AgentSpec
 from gcore.errors import EngineError
@@ -23,9 +23,9 @@ from gcore.rollout.agents.server import try_agent
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT
 from gcore.system.clock import SystemClock
-from gcore.system.process import identify, is_running
+from gcore.system.process import identify_process, is_running
 from gcore.types import FinishReason, Prompt, PromptRef, Sample, Version, VersionSpan
-from gcore.worker.sandbox.pool import Scoring
+from gcore.worker.sandbox.pool import PoolStatus
 
 CODE = """
 import asyncio, ctypes, json, os, sys, threading, time, urllib.error, urllib.request
@@ -160,7 +160,7 @@ class Engines:
         follow: Any = None,
         decode: Any = None,
         *,
-        seat: Seat,
+        seat: Affinity,
     ) -> tuple[Sample, ...]:
         last, seat.instance = seat.instance, seat.instance or f"e{len(self.asked) % 2}"
         before = ChatLetters().decode(prompts[0])
@@ -173,7 +173,7 @@ class Engines:
         return (Sample(ids, (-1.0,) * len(ids), "", self._reason, (span,)),)
 
 
-Open = Callable[..., AbstractAsyncContextManager[tuple[Acting, Stage, list[str]]]]
+Open = Callable[..., AbstractAsyncContextManager[tuple[AgentEpisodes, AgentEndpoint, list[str]]]]
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def acting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "odd_agents"))
 
     @asynccontextmanager
-    async def opened(engines: Engines, **section: Any) -> AsyncIterator[tuple[Acting, Stage, list[str]]]:
+    async def opened(engines: Engines, **section: Any) -> AsyncIterator[tuple[AgentEpisodes, AgentEndpoint, list[str]]]:
         told: list[str] = []
         section = {"name": "odd", "workers": 2, "time_limit_s": 20, "memory_mb": 256, "max_turns": 3} | section
         spec = parse_spec(
@@ -197,10 +197,10 @@ def acting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
             }
         )
         clock = SystemClock()
-        stage = new_worlds(spec, clock, lambda what, trace: told.append(what))
-        assert isinstance(stage, Stage)
-        made = new_responding(spec, engines, stage, clock, lambda what, trace: told.append(what))  # type: ignore[arg-type]
-        assert isinstance(made, Acting)
+        stage = new_episode_pool(spec, clock, lambda what, trace: told.append(what))
+        assert isinstance(stage, AgentEndpoint)
+        made = new_episode_runner(spec, engines, stage, clock, lambda what, trace: told.append(what))  # type: ignore[arg-type]
+        assert isinstance(made, AgentEpisodes)
         try:
             yield made, stage, told
         finally:
@@ -209,9 +209,9 @@ def acting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     return opened
 
 
-def conversation() -> Conversation:
+def conversation() -> EpisodeRequest:
     prompt = Prompt(PromptRef(0, 0, 0), "6*7=", tuple(map(ord, "6*7=")), {"question": "6*7="}, "data")
-    return Conversation(HEAD, prompt, ChatLetters(), PARAMS)  # type: ignore[arg-type]
+    return EpisodeRequest(HEAD, prompt, ChatLetters(), PARAMS)  # type: ignore[arg-type]
 
 
 async def test_agents_run_side_by_side_each_on_the_engine_that_knows_it(acting: Open) -> None:
@@ -316,8 +316,8 @@ async def test_a_production_that_is_given_up_ends_its_agents_and_all_they_starte
             while not stage.endpoint._served or not any(one._dialogue for one in stage.endpoint._served.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         (process,) = stage.pool._crew._running
-        known = identify(process.pid)
-        assert stage.waits == Scoring(1, 0, "1 response waits for a free process of agent 'odd'")
+        known = identify_process(process.pid)
+        assert stage.waits == PoolStatus(1, 0, "1 response waits for a free process of agent 'odd'")
         doing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await doing

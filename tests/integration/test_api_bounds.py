@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from listed_jobs import create
 
-from controllers.api.edge.server import MOST_REQUEST, StreamRoom, new_server, reflect
+from controllers.api.edge.server import MOST_REQUEST, StreamLimiter, add_reflection, new_server
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
+from controllers.api.store_reader import StoreReader
 from controllers.telemetry.events import Event
-from gcore.api.rpc import told
+from gcore.api.rpc import parse_refusal
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.config.node import ApiConfig
@@ -64,19 +64,19 @@ class Api:
     async def __aenter__(self) -> Api:
         store = MemoryStore(MemoryCluster(FakeClock()))
         await create(store, "e", "ended", JobPhase.FAILED)
-        room = StreamRoom(self.config.streams)
+        room = StreamLimiter(self.config.streams)
 
         async def submissions() -> Any:
             from pathlib import Path
 
-            from controllers.api.submission.submit import Submissions
+            from controllers.api.submission.submit import Submitter
 
-            return Submissions(store, StoredJobs(store), Path("/nowhere"), Path("/nowhere"), FakeClock())
+            return Submitter(store, StoreReader(store), Path("/nowhere"), Path("/nowhere"), FakeClock())
 
-        self.service = self.kind(StoredJobs(store), submissions, lambda uid: None, SystemClock(), str, room)
+        self.service = self.kind(StoreReader(store), submissions, lambda uid: None, SystemClock(), str, room)
         self.server = new_server([], self.config)
         jobs_pb2_grpc.add_JobsServicer_to_server(self.service, self.server)  # type: ignore[no-untyped-call]
-        reflect(self.server, self.config)
+        add_reflection(self.server, self.config)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
         self.channel = grpc.aio.insecure_channel(self.address, options=[("grpc.max_send_message_length", -1)])
@@ -165,7 +165,7 @@ async def test_more_streams_than_there_is_room_for_are_refused_and_may_come_late
             await one.read()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await api.stub.WatchJob(pb.WatchJobRequest(job="ended")).read()
-        assert (error.value.code(), told(error.value).reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
+        assert (error.value.code(), parse_refusal(error.value).reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
         first[0].cancel()
         service: Any = api.service
         await until(lambda: service._room.taken < 2)

@@ -17,7 +17,7 @@ from corruptions import CORRUPTIONS, Refuted, Scene
 from gcore.config.local_cluster import LocalCluster
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put, WatchBatch, WatchEvent
@@ -47,11 +47,11 @@ async def move_to_the_archive(home: Path, uid: str, run_dir: Path) -> None:
         assert mirror.head is not None
         assert mirror.checkpoints is not None
         log = {seq: stored.record for seq, stored in mirror.log.items()}
-        old = chain.prunable(mirror.head.record, mirror.checkpoints.record.entries, log, keep=3)
+        old = chain.prunable_entries(mirror.head.record, mirror.checkpoints.record.entries, log, keep=3)
         assert len(old) >= 2
-        archive.append(run_dir, "test", [log[seq] for seq in old])
+        archive.append_entries(run_dir, "test", [log[seq] for seq in old])
         txn = transactions.prune(keys, mirror.head, mirror.checkpoints, old)
-        assert (await Ledger(store, keys).run(txn)).outcome is TxnOutcome.WON
+        assert (await TransactionExecutor(store, keys).run(txn)).outcome is TxnOutcome.WON
 
 
 async def records_of(home: Path, uid: str) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from corruptions import (
 from recorded_job import KEYS, UID, RecordedJob, a_job_under_way
 
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
+from controllers.api.store_reader import StoreReader
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.store import keys
 from gcore.store.client import EtcdStore
@@ -60,7 +60,7 @@ async def address(store: EtcdStore) -> AsyncIterator[str]:
         raise NotImplementedError
 
     server = grpc.aio.server()
-    service = JobsService(StoredJobs(store), submissions, lambda uid: None, CLOCK)
+    service = JobsService(StoreReader(store), submissions, lambda uid: None, CLOCK)
     jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

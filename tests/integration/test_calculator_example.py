@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_run import gcore, run_to_the_end
 
-from gcore.quickstart.calculator import prepare
+from gcore.quickstart.calculator import prepare_calculator
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos]
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def prepared() -> Path:
     folder = ROOT / ".cache" / "examples" / "calculator"
-    prepare(folder, progress=False)
+    prepare_calculator(folder, progress=False)
     return folder
 
 

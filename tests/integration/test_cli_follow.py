@@ -8,13 +8,13 @@ import pytest
 
 from controllers.cli.commands import run as creating
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client import JobsClient, Patience
+from gcore.client import JobsClient, WaitPolicy
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable, UsageError
 from gcore.observability.events import JobEvent
 from gcore.system.clock import SystemClock
 from gcore.testing.jobs import FakeJobs, Script
 
-QUICK = Patience(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=0.4)
+QUICK = WaitPolicy(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=0.4)
 
 
 def steps(first: int, last: int) -> list[JobEvent]:
@@ -55,7 +55,7 @@ class SlowJobs(FakeJobs):
         return await super().CreateJob(request, context)
 
 
-IMPATIENT = Patience(call_s=0.05, probe_s=5.0)
+IMPATIENT = WaitPolicy(call_s=0.05, probe_s=5.0)
 
 
 async def test_a_creation_that_takes_longer_than_other_calls_is_waited_for(script):
@@ -89,7 +89,7 @@ async def test_who_waits_long_for_a_creation_is_told_what_for(script, monkeypatc
 
 async def test_a_creation_goes_to_another_controller_when_the_first_says_nothing_more(script):
     slow, other = await SlowJobs(script).start(), await FakeJobs(script).start()
-    patience = Patience(call_s=0.05, probe_s=0.1)
+    patience = WaitPolicy(call_s=0.05, probe_s=0.1)
     async with JobsClient([slow.address, other.address], clock=SystemClock(), patience=patience) as jobs:
         waiting = asyncio.create_task(jobs.create_job("{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
         await slow.asked.wait()
@@ -144,7 +144,7 @@ async def test_following_waits_for_a_controller_that_comes_back(script):
     port = int(first.address.rsplit(":", 1)[1])
     script.play(steps(1, 2))
     seen = []
-    patience = Patience(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=20.0)
+    patience = WaitPolicy(call_s=2.0, quiet_s=0.1, probe_s=0.1, retry_s=0.02, lost_s=20.0)
     jobs = JobsClient([first.address], clock=SystemClock(), patience=patience)
     async with jobs, aclosing(jobs.follow("sums")) as events:
         async for event in events:

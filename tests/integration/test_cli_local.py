@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from controllers.cli import local
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError, UsageError
-from gcore.store.etcd import NoEtcd
+from gcore.store.etcd import EtcdNotFound
 from gcore.system.clock import SystemClock
-from gcore.system.process import is_running, send_signal, wait_ended
+from gcore.system.process import is_running, send_signal, wait_process_ended
 
 pytestmark = pytest.mark.serial
 CLOCK = SystemClock()
@@ -31,11 +31,11 @@ CLOCK = SystemClock()
 def home(tmp_path):
     folder = tmp_path / "home"
     yield folder
-    local.down(folder, clock=CLOCK, grace_s=0)
+    local.stop_cluster(folder, clock=CLOCK, grace_s=0)
 
 
 def up(home: Path, **options) -> local.UpResult:
-    return asyncio.run(local.up(local.UpRequest(home, 2, "cpu:2"), clock=CLOCK, **options))
+    return asyncio.run(local.start_cluster(local.UpRequest(home, 2, "cpu:2"), clock=CLOCK, **options))
 
 
 def gcore(*words: str, cwd: Path) -> subprocess.Popen[str]:
@@ -71,11 +71,11 @@ def job(tmp_path):
 def test_a_cluster_comes_up_twice_the_same_and_goes_down_without_a_trace(home):
     first = up(home)
     assert (first.started, len(first.cluster.controllers), first.cluster.slots) == (True, 2, ("cpu:0", "cpu:1"))
-    assert {p.kind for p in processes_of(home)} == {"controller", "etcd"}
+    assert {p.kind for p in home_processes(home)} == {"controller", "etcd"}
     second = up(home)
     assert (second.started, second.absent, second.cluster) == (False, (), first.cluster)
-    assert local.down(home, clock=CLOCK).ended == 3
-    assert processes_of(home) == ()
+    assert local.stop_cluster(home, clock=CLOCK).ended == 3
+    assert home_processes(home) == ()
     assert LocalCluster.load(home) is None
     assert not any(is_running(c.process) for c in first.cluster.controllers)
 
@@ -84,7 +84,7 @@ def test_a_daemon_that_died_in_a_living_cluster_is_waited_for(home):
     cluster = up(home).cluster
     victim = cluster.controllers[0].process
     send_signal(victim, signal.SIGKILL)
-    assert wait_ended(victim, 10)
+    assert wait_process_ended(victim, 10)
     again = up(home)
     assert (again.started, again.absent) == (False, ())
     assert again.cluster.controllers[0].process != victim
@@ -98,7 +98,7 @@ def test_a_dead_remnant_is_replaced_and_the_jobs_stay(home, job):
     assert code == 0
     for process in (*(c.process for c in cluster.controllers), cluster.etcd.process):
         send_signal(process, signal.SIGKILL)
-        assert wait_ended(process, 10)
+        assert wait_process_ended(process, 10)
     assert up(home).started
     code, listed, _ = finished(gcore("list", "-o", "json", "--home", str(home), cwd=job.parent))
     assert (code, [one["uid"] for one in json.loads(listed)]) == (0, [json.loads(out)["uid"]])
@@ -111,7 +111,7 @@ def test_a_daemon_that_ends_at_once_leaves_nothing_running(home, tmp_path):
     with pytest.raises(GcoreError, match=r"node-\d ended right after its start.*the reason it gave") as caught:
         up(home, command=lambda folder, file: [sys.executable, str(program), "--home", folder, "--config", file])
     assert "node-" in str(caught.value)
-    assert processes_of(home) == ()
+    assert home_processes(home) == ()
     assert LocalCluster.load(home) is None
 
 
@@ -121,21 +121,21 @@ def test_a_port_that_is_taken_is_one_sentence_and_leaves_nothing_running(home):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"port {port} is in use"):
-            asyncio.run(local.up(local.UpRequest(home, 1, "cpu:1", port=port), clock=CLOCK))
+            asyncio.run(local.start_cluster(local.UpRequest(home, 1, "cpu:1", port=port), clock=CLOCK))
         with pytest.raises(UsageError, match=f"--etcd-port: port {port} is in use"):
-            asyncio.run(local.up(local.UpRequest(home, 1, "cpu:1", etcd_port=port), clock=CLOCK))
-    assert processes_of(home) == ()
+            asyncio.run(local.start_cluster(local.UpRequest(home, 1, "cpu:1", etcd_port=port), clock=CLOCK))
+    assert home_processes(home) == ()
 
 
 def test_without_an_etcd_it_says_where_to_get_one_and_names_no_option_it_has_not(home, monkeypatch):
     def find_etcd() -> None:
-        raise NoEtcd("no etcd is to be found", fix="Name one with --etcd-endpoints")
+        raise EtcdNotFound("no etcd is to be found", fix="Name one with --etcd-endpoints")
 
     monkeypatch.setattr("gcore.store.etcd.find_etcd", find_etcd)
-    with pytest.raises(NoEtcd, match="on PATH") as caught:
+    with pytest.raises(EtcdNotFound, match="on PATH") as caught:
         up(home)
     assert "--etcd-endpoints" not in str(caught.value)
-    assert processes_of(home) == ()
+    assert home_processes(home) == ()
 
 
 def test_two_at_a_time_do_not_get_in_each_others_way(home):
@@ -146,8 +146,8 @@ def test_two_at_a_time_do_not_get_in_each_others_way(home):
 def test_a_cluster_file_that_was_lost_does_not_hide_what_runs(home):
     up(home)
     (home / "cluster.json").unlink()
-    assert local.down(home, clock=CLOCK).ended == 3
-    assert processes_of(home) == ()
+    assert local.stop_cluster(home, clock=CLOCK).ended == 3
+    assert home_processes(home) == ()
 
 
 def test_a_run_that_is_refused_takes_down_what_it_started(home, job):
@@ -155,7 +155,7 @@ def test_a_run_that_is_refused_takes_down_what_it_started(home, job):
     code, _, err = finished(gcore("run", str(job), "--home", str(home), cwd=job.parent))
     assert (code, err.count("\n")) == (2, 1)
     assert "train.jsonl:1" in err
-    assert processes_of(home) == ()
+    assert home_processes(home) == ()
 
 
 def test_an_interrupted_run_takes_down_what_it_started_and_says_how_to_go_on(home, job):
@@ -167,13 +167,13 @@ def test_an_interrupted_run_takes_down_what_it_started_and_says_how_to_go_on(hom
     assert code == 130
     assert err.splitlines()[-1] == f"The same command goes on from there: gcore run {job} --home {home}"
     assert "Traceback" not in err
-    assert processes_of(home) == ()
+    assert home_processes(home) == ()
 
 
 def test_a_second_key_press_kills(home, job):
     process = gcore("run", str(job), "--home", str(home), cwd=job.parent)
     _until(process, "RUNNING")
-    stopped = [p.process for p in processes_of(home) if p.kind == "controller"]
+    stopped = [p.process for p in home_processes(home) if p.kind == "controller"]
     for one in stopped:
         stop_process(one.pid)  # so that it would take its whole grace
     os.kill(process.pid, signal.SIGINT)
@@ -183,7 +183,7 @@ def test_a_second_key_press_kills(home, job):
     os.kill(process.pid, signal.SIGINT)
     code, _, err = finished(process)
     assert (code, "Traceback" in err) == (130, False)
-    assert processes_of(home) == ()
+    assert home_processes(home) == ()
 
 
 def test_a_valid_spec_is_shown_resolved_with_every_process(home, job):

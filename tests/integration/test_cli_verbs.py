@@ -19,7 +19,7 @@ from click.testing import Result
 from played_script import SPEC, played_script
 from typer.testing import CliRunner
 
-from controllers.cli.commands.streams import time_given
+from controllers.cli.commands.streams import parse_time
 from controllers.cli.main import app, main
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import GcoreError, UsageError
@@ -300,10 +300,10 @@ TIMES = {"90s": 910.0, "1.5m": 910.0, "2h": 0.0, "1970-01-01T00:10": 600.0, "197
 
 @pytest.mark.parametrize(("text", "time"), TIMES.items())
 def test_a_time_is_so_long_ago_or_a_moment(text: str, time: float) -> None:
-    assert time_given(text, 1000.0) == time
+    assert parse_time(text, 1000.0) == time
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "10x", "-5m", "99999-01-01", "m"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no time"):
-        time_given(text, 1000.0)
+        parse_time(text, 1000.0)

@@ -15,14 +15,14 @@ from api_in_thread import served
 
 import gcore
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client import Patience
+from gcore.client import WaitPolicy
 from gcore.client.client import AsyncClient, Client
-from gcore.client.models import Listing, Node, table
+from gcore.client.models import Listing, Node, html_table
 from gcore.errors import NotAllowed, Unreachable, UsageError
 from gcore.observability.events import JobEvent
 from gcore.testing.jobs import FakeJobs, Script
 
-QUICK = Patience(call_s=5.0, quiet_s=0.2, probe_s=0.5, retry_s=0.02, lost_s=3.0)
+QUICK = WaitPolicy(call_s=5.0, quiet_s=0.2, probe_s=0.5, retry_s=0.02, lost_s=3.0)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_what_a_notebook_shows_is_only_ever_text(cluster: Client) -> None:
     assert "<b>" not in shown
     assert "<td" in cluster.nodes()._repr_html_()
     assert Listing[Node]()._repr_html_() == "<em>none</em>"
-    assert "<script>" not in table(("<script>",), [("<script>",)])
+    assert "<script>" not in html_table(("<script>",), [("<script>",)])
 
 
 def test_errors_carry_what_the_api_told_programs(cluster: Client, script: Script) -> None:

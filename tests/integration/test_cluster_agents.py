@@ -10,7 +10,7 @@ import yaml
 from cluster_run import ClusterRun, gcore
 from run_read import newest_run
 
-from gcore.quickstart.calculator import prepare
+from gcore.quickstart.calculator import prepare_calculator
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def install(folder: Path) -> None:
 def spec_file(folder: Path) -> Path:
     """The calculator's example, with the agent in the place of the environment."""
     prepared = ROOT / ".cache" / "examples" / "calculator"
-    prepare(prepared, progress=False)
+    prepare_calculator(prepared, progress=False)
     (folder / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     spec = yaml.safe_load((EXAMPLE / "with_tool.yaml").read_text())
     environment = spec.pop("environment")

@@ -15,12 +15,12 @@ from chaos_run import prepare, spec_file
 from cluster_run import gcore
 
 from controllers.api.run_reader import audit_of_folder
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.ledger import archive as store_copy
 from gcore.ledger.records.job import JobPhase
 from gcore.models.layout import checkpoints_in, verify_checkpoint
 from gcore.models.replicas import MEMORY, home_folder
-from gcore.system.process import send_signal, wait_ended
+from gcore.system.process import send_signal, wait_process_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -39,13 +39,13 @@ def wipe(cluster: ChaosCluster, node: str) -> None:
     """kill -9 of all of a node, which is not started again, and its disk is gone."""
     daemon = cluster.daemons[node]
     daemon.wanted = False
-    everything = [one.process for one in processes_of(cluster.homes[node])]
+    everything = [one.process for one in home_processes(cluster.homes[node])]
     for process in everything:
         send_signal(process, signal.SIGSTOP)
     for process in everything:
         send_signal(process, signal.SIGKILL)
     for process in everything:
-        wait_ended(process, 10.0)
+        wait_process_ended(process, 10.0)
     shutil.rmtree(cluster.run_root(node))
     shutil.rmtree(home_folder(MEMORY, str(cluster.homes[node])), ignore_errors=True)
 
@@ -149,7 +149,7 @@ async def test_old_records_of_a_lost_node_lie_with_its_peer(folder: Path) -> Non
         await cluster.until("end of the job", lambda: cluster.ended, 400.0)
         assert len(cluster.seen.mirror.log) < steps, "old entries left the store"
         lost = run_of(cluster, "node-0")
-        await cluster.until("the copy of its records", lambda: store_copy.read(lost) is not None, 60.0)
+        await cluster.until("the copy of its records", lambda: store_copy.read_copy(lost) is not None, 60.0)
         found = audit_of_folder(lost)
         assert (found.clean, found.steps) == (True, steps)
         wipe(cluster, "node-0")

@@ -15,8 +15,8 @@ import pytest
 
 from gcore.config.reward import RewardSpec
 from gcore.reward.code import code
-from gcore.system.process import status_of
-from gcore.worker.sandbox.box import PROBE, Box, Ran
+from gcore.system.process import process_status
+from gcore.worker.sandbox.box import PROBE, ProgramResult, ProgramSandbox
 
 pytestmark = pytest.mark.needs("libseccomp")
 
@@ -34,15 +34,15 @@ HARMLESS_OPEN = [
 
 
 @pytest.fixture
-def box() -> Box:
-    return Box(256)
+def box() -> ProgramSandbox:
+    return ProgramSandbox(256)
 
 
-def run(box: Box, program: str, *tests: str, given: str = "", timeout_s: float = LIMIT_S) -> Ran:
+def run(box: ProgramSandbox, program: str, *tests: str, given: str = "", timeout_s: float = LIMIT_S) -> ProgramResult:
     return box.run(textwrap.dedent(program), tests, given, timeout_s=timeout_s)
 
 
-def test_a_program_computes_and_its_tests_see_its_names(box: Box) -> None:
+def test_a_program_computes_and_its_tests_see_its_names(box: ProgramSandbox) -> None:
     program = """
         import collections, dataclasses, decimal, hashlib, heapq, itertools, json, math, random, re, statistics, threading
         def double(n):
@@ -52,15 +52,15 @@ def test_a_program_computes_and_its_tests_see_its_names(box: Box) -> None:
         worker.join()
     """
     ran = run(box, program, "assert double(2) == 4", "assert double(2) == 5", "assert nothing", given="21\n")
-    assert ran == Ran(output="42\n", passed=(True, False, False))
+    assert ran == ProgramResult(output="42\n", passed=(True, False, False))
 
 
-def test_the_same_program_prints_the_same_again(box: Box) -> None:
+def test_the_same_program_prints_the_same_again(box: ProgramSandbox) -> None:
     program = "print(list({str(n) for n in range(50)}))"
     assert run(box, program) == run(box, program)
 
 
-def test_what_a_program_raises_is_told_and_its_tests_are_not_run(box: Box) -> None:
+def test_what_a_program_raises_is_told_and_its_tests_are_not_run(box: ProgramSandbox) -> None:
     ran = run(box, "1 / 0", "pass")
     assert (ran.error, ran.passed) == ("ZeroDivisionError: division by zero", ())
 
@@ -99,7 +99,7 @@ def test_what_a_program_raises_is_told_and_its_tests_are_not_run(box: Box) -> No
         pytest.param("import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())", id="has signals sent"),
     ],
 )
-def test_a_program_cannot(box: Box, tmp_path: Path, attack: str) -> None:
+def test_a_program_cannot(box: ProgramSandbox, tmp_path: Path, attack: str) -> None:
     tmp_path.chmod(0o755)
     secret = tmp_path / "secret"
     secret.write_text("secret")
@@ -133,7 +133,7 @@ def test_a_program_cannot(box: Box, tmp_path: Path, attack: str) -> None:
     assert not Path("/tmp/gcore-attack").exists()
 
 
-def test_a_program_cannot_start_a_thousand_threads(box: Box) -> None:
+def test_a_program_cannot_start_a_thousand_threads(box: ProgramSandbox) -> None:
     program = """
         import threading
         threading.stack_size(65536)
@@ -150,7 +150,7 @@ def test_a_program_cannot_start_a_thousand_threads(box: Box) -> None:
     assert run(box, program).output == "no more\n"
 
 
-def test_a_program_does_not_outlive_its_limit_whatever_signals_it_ignores(box: Box) -> None:
+def test_a_program_does_not_outlive_its_limit_whatever_signals_it_ignores(box: ProgramSandbox) -> None:
     program = """
         import os, signal, threading
         for number in range(1, 64):
@@ -166,10 +166,10 @@ def test_a_program_does_not_outlive_its_limit_whatever_signals_it_ignores(box: B
     """
     ran = run(box, program, timeout_s=1.0)
     assert ran.error == "took longer than 1 s"
-    assert status_of(int(ran.output)) is None
+    assert process_status(int(ran.output)) is None
 
 
-def test_a_program_that_never_stops_talking_is_ended(box: Box) -> None:
+def test_a_program_that_never_stops_talking_is_ended(box: ProgramSandbox) -> None:
     ran = run(box, "while True:\n    print('x' * 10_000)")
     assert ran.error == "said more than 1024 KiB"
     assert len(ran.output) < 2 << 20
@@ -185,7 +185,7 @@ def test_a_program_that_never_stops_talking_is_ended(box: Box) -> None:
         pytest.param("this is no Python", id="is no Python"),
     ],
 )
-def test_a_program_that_does_not_come_to_its_tests_passes_none(box: Box, program: str) -> None:
+def test_a_program_that_does_not_come_to_its_tests_passes_none(box: ProgramSandbox, program: str) -> None:
     ran = run(box, program, "pass")
     assert ran.passed == ()
     assert ran.error
@@ -219,18 +219,18 @@ def test_a_program_whose_process_dies_before_it_is_begun_could_not_be_run(
     jail = tmp_path / "jail.py"
     jail.write_text("import os\nos.abort()\n")
     monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
-    assert run(Box(256), "pass") == Ran(refused="its process was killed by SIGABRT")
+    assert run(ProgramSandbox(256), "pass") == ProgramResult(refused="its process was killed by SIGABRT")
 
 
-def test_as_many_tests_are_counted_as_are_asked_for(box: Box) -> None:
+def test_as_many_tests_are_counted_as_are_asked_for(box: ProgramSandbox) -> None:
     assert sum(run(box, "pass", *["pass"] * 20_000).passed) == 20_000
 
 
 def test_a_program_dies_with_the_process_that_runs_it() -> None:
     script = (
         "import os, signal\n"
-        "from gcore.worker.sandbox.box import Box\n"
-        "box = Box(256)\n"
+        "from gcore.worker.sandbox.box import ProgramSandbox\n"
+        "box = ProgramSandbox(256)\n"
         "def die(process, *rest):\n"
         "    print(process.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -239,11 +239,11 @@ def test_a_program_dies_with_the_process_that_runs_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    while (status := status_of(int(done.stdout))) is not None and status.state not in "ZX":
+    while (status := process_status(int(done.stdout))) is not None and status.state not in "ZX":
         pass  # the kernel kills it a moment later
 
 
-def test_the_proof_holds_here(box: Box) -> None:
+def test_the_proof_holds_here(box: ProgramSandbox) -> None:
     box.prove()
 
 
@@ -330,14 +330,14 @@ def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.Monke
     assert jail.read_text() != source
     monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
     with pytest.raises(Exception, match="programs cannot be shut in here: one could open a socket"):
-        Box(256).prove()
+        ProgramSandbox(256).prove()
 
 
 def test_a_user_who_is_not_root_can_shut_programs_in(tmp_path: Path) -> None:
     script = (
         "import json, os\n"
-        "from gcore.worker.sandbox.box import Box\n"
-        "box = Box(256)\n"
+        "from gcore.worker.sandbox.box import ProgramSandbox\n"
+        "box = ProgramSandbox(256)\n"
         "box.prove()\n"
         "print(json.dumps([os.getuid(), box.run('print(6 * 7)', timeout_s=20).output]))\n"
     )

@@ -22,7 +22,7 @@ from etcd_tools import EtcdTools
 from stopping import stop_process
 
 from controllers.cluster.rules import FAILURES
-from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.api.authority import CertificateRequest, issue_certificate_into, make_authority
 from gcore.errors import CannotListen, StoreUnavailable, UsageError
 from gcore.ledger.records.cluster import SickSlots
 from gcore.ledger.records.job import NodeRecord
@@ -146,7 +146,7 @@ async def test_an_address_that_is_not_up_yet_ends_it_with_a_code_after_which_sys
 ) -> None:
     authority, now = tmp_path / "authority", datetime.now(UTC)
     make_authority(authority, "gcore", days=900, now=now)
-    issue_into(tmp_path / "certs", authority, Wanted("node", "node-a", (NOBODYS,)), now)
+    issue_certificate_into(tmp_path / "certs", authority, CertificateRequest("node", "node-a", (NOBODYS,)), now)
     files = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "engines_key": "engines.key"}
     tls = {name: str(tmp_path / "certs" / file) for name, file in files.items()}
     changed = {"listen_host": NOBODYS, "advertise": NOBODYS, "worker_host": "127.0.0.1", "tls": tls, **changed}
@@ -218,7 +218,7 @@ async def test_a_slot_on_which_starts_fail_is_told_to_the_cluster_under_the_daem
         return Put(keys.worker(instance), record.encode())
 
     async def told() -> SickSlots | None:
-        found = await store.get(keys.sick("node-a"))
+        found = await store.get(keys.sick_slots("node-a"))
         return None if found is None else SickSlots.decode(found.value, found.key)
 
     try:

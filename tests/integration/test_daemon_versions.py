@@ -102,12 +102,12 @@ async def test_a_newer_daemon_writes_as_the_older_ones_read_until_the_last_of_th
     await nodes.start("new")
     assert await nodes.written("old") == OLDER
     assert await nodes.written("new") == OLDER
-    there = await nodes.until(lambda there: keys.reads("new") in there)
-    assert there[keys.reads("new")] == str(NEWEST_VERSION).encode()
-    assert there[keys.reads("old")] == str(OLDER).encode()
+    there = await nodes.until(lambda there: keys.readable_version("new") in there)
+    assert there[keys.readable_version("new")] == str(NEWEST_VERSION).encode()
+    assert there[keys.readable_version("old")] == str(OLDER).encode()
     assert NodeRecord.decode(there[keys.node("new")]).name == "new"
     assert await nodes.stop("old") == 0
-    await nodes.until(lambda there: keys.node("old") not in there and keys.reads("old") not in there)
+    await nodes.until(lambda there: keys.node("old") not in there and keys.readable_version("old") not in there)
     # What it has written before is brought up to date: the version after the next must read it.
     await nodes.until(lambda there: json.loads(there[keys.node("new")])["schema_version"] == NEWEST_VERSION)
     await nodes.start("next")

@@ -23,10 +23,16 @@ from typer.testing import CliRunner
 from controllers.api.edge.access import read_token
 from controllers.cli.main import app
 from controllers.daemon.security import read_engines_key
-from gcore.api.authority import Wanted, issue_into, look, make_authority, renew_in
+from gcore.api.authority import (
+    CertificateRequest,
+    inspect_certificate,
+    issue_certificate_into,
+    make_authority,
+    renew_certificate,
+)
 from gcore.api.tls import TlsMaterial
 from gcore.config import NodeConfig
-from gcore.store.reference import connect
+from gcore.store.reference import connect_store
 from gcore.system.clock import SystemClock
 
 NODE = Path(__file__).parents[2] / "deploy" / "node"
@@ -105,7 +111,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 async def connected(config: NodeConfig) -> None:
     """Reads what it shows to the store; nobody answers there."""
-    store = await connect(config.etcd, SystemClock())
+    store = await connect_store(config.etcd, SystemClock())
     await store.close()
 
 
@@ -113,7 +119,7 @@ def test_what_a_daemon_keeps_to_itself_is_its_users_alone_when_it_starts(tmp_pat
     pod, text = daemons(tmp_path, SECRETS)
     shown = CliRunner().invoke(app, ["token", "first-admin", "--to", str(tmp_path / "token")], catch_exceptions=False)
     assert shown.exit_code == 0
-    issue_into(tmp_path / "client", pod.volume("authority"), Wanted("node", "n", ("n",)), NOW)
+    issue_certificate_into(tmp_path / "client", pod.volume("authority"), CertificateRequest("node", "n", ("n",)), NOW)
     pod.secret("admin", {"token": (tmp_path / "token").read_bytes()})
     client = {name: (tmp_path / "client" / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem")}
     pod.secret("etcd", {**client, "password": b"secret\n"})
@@ -171,7 +177,7 @@ def test_a_daemon_is_called_by_its_services_name_and_by_its_pods_address(release
     pod, _ = daemons(tmp_path, {"tls": {"hosts": ["gcore.example"]}}, release)
     pod.run("certificate", GCORE_NODE="gpu-1", POD_IP="fd00::1")
     service = pod.workload["metadata"]["name"]
-    found = look(pod.volume("certificates") / "node")
+    found = inspect_certificate(pod.volume("certificates") / "node")
     assert {"fd00::1", service, f"{service}.rl", f"{service}.rl.svc", f"{service}.rl.svc.cluster.local"} < set(
         found.hosts
     )
@@ -194,16 +200,16 @@ def test_a_pod_that_lives_longer_than_its_certificate_has_it_renewed(kind: str, 
     pod = Pod(tmp_path, workload)
     pod.run("certificate", GCORE_NODE="gpu-1", POD_IP="10.1.2.3", MEMBER="gcore-etcd-0")
     (folder,) = (file.parent for file in pod.volume("certificates").rglob("cert.pem"))
-    assert look(folder).ends > NOW + timedelta(days=days, minutes=-10)
-    ends_soon = renew_in(folder, pod.volume("authority"), within_days=None, days=15, now=NOW)
+    assert inspect_certificate(folder).ends > NOW + timedelta(days=days, minutes=-10)
+    ends_soon = renew_certificate(folder, pod.volume("authority"), within_days=None, days=15, now=NOW)
     assert ends_soon is not None
     begun = ends_soon
     renewal = pod.started("renewal", GCORE_RENEW_EVERY_S="0.1")
-    until(lambda: look(folder).sha256 != begun.sha256, renewal)
+    until(lambda: inspect_certificate(folder).sha256 != begun.sha256, renewal)
     renewal.terminate()
     said, _ = renewal.communicate(timeout=WAIT_S)
     assert renewal.returncode == 0, said
-    found = look(folder)
+    found = inspect_certificate(folder)
     assert (found.hosts, found.whose, found.serves, found.calls) == (begun.hosts, begun.whose, True, True)
 
 

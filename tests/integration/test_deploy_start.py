@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.api.authority import CertificateRequest, issue_certificate_into, make_authority
 from gcore.store.etcd import LocalEtcd
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -72,10 +72,16 @@ def test_a_daemon_starts_from_the_images_template_serves_and_ends(
     command_in(tmp_path / "bin", "gcore-controller", "controllers.daemon")
     now = datetime.now(UTC)
     make_authority(tmp_path / "authority", "gcore", days=900, now=now)
-    issue_into(tmp_path / "certs", tmp_path / "authority", Wanted("node", "box", (advertised,)), now)
-    issue_into(tmp_path / "ada", tmp_path / "authority", Wanted("user", "ada", role="admin"), now)
-    scraper = Wanted("user", "prometheus", role="viewer", namespaces=("*",))  # as deploy/compose/certs.sh has it
-    issue_into(tmp_path / "prometheus", tmp_path / "authority", scraper, now)
+    issue_certificate_into(
+        tmp_path / "certs", tmp_path / "authority", CertificateRequest("node", "box", (advertised,)), now
+    )
+    issue_certificate_into(
+        tmp_path / "ada", tmp_path / "authority", CertificateRequest("user", "ada", role="admin"), now
+    )
+    scraper = CertificateRequest(
+        "user", "prometheus", role="viewer", namespaces=("*",)
+    )  # as deploy/compose/certs.sh has it
+    issue_certificate_into(tmp_path / "prometheus", tmp_path / "authority", scraper, now)
     # Only what a container has for itself alone is another here: its ports and its home.
     text = (DEPLOY / "docker" / "node.yaml").read_text()
     ports = free_ports(3)

@@ -97,6 +97,6 @@ def test_a_cluster_whose_processes_are_gone_is_told_part_by_part(tmp_path: Path)
 
 async def test_a_cluster_s_document_that_is_damaged_is_a_failed_check(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("{")
-    checks = list(judge.cluster(await reach.reach_cluster(tmp_path, SystemClock())))
-    assert (checks[0].name, checks[0].state) == ("cluster", judge.State.FAIL)
+    checks = list(judge.check_cluster(await reach.find_running_cluster(tmp_path, SystemClock())))
+    assert (checks[0].name, checks[0].state) == ("cluster", judge.CheckState.FAIL)
     assert "gcore down" in checks[0].fix

@@ -12,18 +12,18 @@ import httpx
 import pytest
 from emulated_hosts import EOS, hosting, make_vocabulary
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.inference.continuation import FEWEST
-from controllers.inference.pool import EngineBook
-from gcore.engines.emulated.law import Law
+from controllers.inference.pool import EnginePool
+from gcore.engines.emulated.law import TimingModel
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.client import EngineClient, Growing, SamplingParams
+from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.store import keys
 from gcore.store.types import Delete
 from gcore.types import Sample, Version
 
-FAST = Law(speedup=200.0)
-SLOW = Law(speedup=1.0, decode_s=60.0, load_s=0.0, publish_s=0.01)
+FAST = TimingModel(speedup=200.0)
+SLOW = TimingModel(speedup=1.0, decode_s=60.0, load_s=0.0, publish_s=0.01)
 """A response of which nothing comes while the test looks."""
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=16)
 
@@ -99,11 +99,11 @@ async def test_what_runs_goes_on_under_new_weights_and_what_is_aborted_comes_bac
 
 async def test_a_response_is_told_as_it_grows_and_its_whole_is_what_it_is_without_a_stream(model: Path) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=200, min_new_tokens=150)
-    law = Law(speedup=50.0, decode_s=0.1)
+    law = TimingModel(speedup=50.0, decode_s=0.1)
     async with hosting(model, law) as scene:
         (client,) = scene.clients
         told: list[tuple[int, Sample]] = []
-        growing = Growing(30, lambda place, sample: told.append((place, sample)))
+        growing = ProgressCallback(30, lambda place, sample: told.append((place, sample)))
         prompts = [(3, 4), (5, 6)]
         made = await client.generate_each(prompts, params, seeds=(1, 2), rid="a", growing=growing)
         whole = await client.generate_each(prompts, params, seeds=(1, 2), rid="b")
@@ -115,10 +115,10 @@ async def test_a_response_is_told_as_it_grows_and_its_whole_is_what_it_is_withou
 
 async def test_a_response_that_is_finished_is_told_before_the_others_of_its_request(model: Path) -> None:
     short, long = (SamplingParams(temperature=1.0, max_new_tokens=n, min_new_tokens=n) for n in (2, 100))
-    async with hosting(model, Law(speedup=50.0, decode_s=0.5)) as scene:
+    async with hosting(model, TimingModel(speedup=50.0, decode_s=0.5)) as scene:
         (client,) = scene.clients
         first: list[int] = []
-        growing = Growing(1000, lambda place, sample: first.append(place))
+        growing = ProgressCallback(1000, lambda place, sample: first.append(place))
         await client.generate_each([(3,), (4,)], (long, short), seeds=(1, 2), rid="a", growing=growing)
         assert first == [1, 0]
 
@@ -127,9 +127,9 @@ async def test_what_an_engine_had_told_is_kept_when_it_dies_and_another_ends_it_
     model: Path,
 ) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=8 * FEWEST)
-    law = Law(speedup=50.0, decode_s=0.4, response_tokens=300, response_spread=0.2)
+    law = TimingModel(speedup=50.0, decode_s=0.4, response_tokens=300, response_spread=0.2)
     async with hosting(model, law, engines=2, longest=params.max_new_tokens) as scene:
-        book = EngineBook(Changes(), timeout_s=20.0)
+        book = EnginePool(ChangeSignal(), timeout_s=20.0)
         await book.aim(scene.records())
         for name in ("e0", "e1"):
             await book.publish(name, Version(0, 0), model)

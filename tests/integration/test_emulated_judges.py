@@ -13,8 +13,8 @@ from emulated_hosts import Scene, hosting, launch_of, make_vocabulary
 
 from gcore.config.reward import VerdictSpec
 from gcore.data.order import Cursors
-from gcore.engines.emulated.launch import Inbox, PlacedEngine, ServedJudge
-from gcore.engines.emulated.law import Law
+from gcore.engines.emulated.launch import LaunchQueue, PlacedEngine, ServedJudge
+from gcore.engines.emulated.law import TimingModel
 from gcore.ledger.records.chain import Head
 from gcore.reward.judges.parsers import find_parser
 from gcore.rollout.client import EngineClient, SamplingParams
@@ -57,7 +57,7 @@ async def timed(client: EngineClient, length: int, rid: str) -> float:
 async def test_a_judge_answers_each_question_with_a_verdict_that_the_jobs_parser_reads(
     model: Path, judges: tuple[ServedJudge, ...]
 ) -> None:
-    law = Law(speedup=200.0, judge_positive=0.3)
+    law = TimingModel(speedup=200.0, judge_positive=0.3)
     async with hosting(model, law, PLACES, judges=judges) as scene:
         records, (_, judge) = scene.records(), scene.clients
         assert (records["j0"].role, records["j0"].judge, records["e0"].role) == ("reward", "tutor", "rollout")
@@ -76,7 +76,7 @@ async def test_a_judge_answers_each_question_with_a_verdict_that_the_jobs_parser
 async def test_a_judge_and_an_engine_of_one_slot_go_half_as_fast_while_both_compute(
     model: Path, judges: tuple[ServedJudge, ...]
 ) -> None:
-    law = Law(speedup=10.0, replica_noise=0.0, event_noise=0.0, decode_s=0.1, judge_decode_s=0.1, sleep_s=0.1)
+    law = TimingModel(speedup=10.0, replica_noise=0.0, event_noise=0.0, decode_s=0.1, judge_decode_s=0.1, sleep_s=0.1)
     async with hosting(model, law, PLACES, judges=judges) as scene:
         engine, judge = scene.clients
         alone = await timed(engine, 30, "alone")
@@ -88,7 +88,9 @@ async def test_a_judge_and_an_engine_of_one_slot_go_half_as_fast_while_both_comp
 async def test_a_judge_that_becomes_slow_does_so_at_the_step_that_the_job_has_come_to(
     model: Path, judges: tuple[ServedJudge, ...]
 ) -> None:
-    law = Law(speedup=10.0, replica_noise=0.0, event_noise=0.0, judge_decode_s=0.1, judge_slow_at=2, judge_slow=3.0)
+    law = TimingModel(
+        speedup=10.0, replica_noise=0.0, event_noise=0.0, judge_decode_s=0.1, judge_slow_at=2, judge_slow=3.0
+    )
 
     async def at(scene: Scene, step: int, rid: str) -> float:
         head = Head(
@@ -108,7 +110,7 @@ async def test_a_judge_that_cannot_say_its_verdicts_has_failed_with_the_reason_a
 ) -> None:
     mute = make_vocabulary(tmp_path / "mute", "01")
     judges = (ServedJudge(name="tutor", model=str(mute), rows=16, longest=40, verdict=VERDICT),)
-    async with hosting(model, Law(speedup=50.0), PLACES, serving=1, judges=judges) as scene:
+    async with hosting(model, TimingModel(speedup=50.0), PLACES, serving=1, judges=judges) as scene:
         records = await scene.until(1, "failed")
         assert "no verdict that judge 'tutor' can say" in records["j0"].reason
         assert records["e0"].state == "serving"
@@ -118,10 +120,10 @@ async def test_a_judge_that_cannot_say_its_verdicts_has_failed_with_the_reason_a
 async def test_engines_that_are_placed_later_come_to_the_process_that_there_is_and_it_ends_with_the_last(
     model: Path, judges: tuple[ServedJudge, ...], tmp_path: Path
 ) -> None:
-    inbox, other = Inbox(tmp_path / "inbox"), Inbox(tmp_path / "inbox")
+    inbox, other = LaunchQueue(tmp_path / "inbox"), LaunchQueue(tmp_path / "inbox")
     assert inbox.claim()
     assert not other.claim()
-    async with hosting(model, Law(speedup=100.0), 1, inbox) as scene:
+    async with hosting(model, TimingModel(speedup=100.0), 1, inbox) as scene:
         later: Any = launch_of(model, PLACES[1:], "later", judges=judges)
         document = other.put(later)
         records = await scene.until(2)

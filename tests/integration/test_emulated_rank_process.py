@@ -9,7 +9,7 @@ from pathlib import Path
 from ready_seals import ready_seal
 
 from controllers.workers.launch_documents import rank_command
-from controllers.workers.ranks import RankLinks
+from controllers.workers.ranks import RankConnections
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger.records.chain import SealedGroup
 from gcore.models.layout import verify_checkpoint
@@ -19,7 +19,7 @@ from gcore.testing.models import rank_launch
 from gcore.train.rank.feed import WorldName
 from gcore.types import Group, PromptRef, Sample, Token, Version, VersionSpan
 from gcore.worker.control import ChildProcess
-from gcore.worker.lifecycle import ChildEnded, ChildFailed, ChildProgressed, ChildServes, Event
+from gcore.worker.lifecycle import ChildEnded, ChildFailed, ChildProgressed, ChildServes, WorkerEvent
 from gcore.worker.records import LaunchSpec
 
 GROUP = Group(
@@ -63,11 +63,11 @@ def mapped(pid: int) -> str:
 
 
 async def test_it_serves_trains_reports_and_leaves_in_good_order(tmp_path: Path) -> None:
-    events: asyncio.Queue[Event] = asyncio.Queue()
+    events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
     child = await ChildProcess.start(launch_spec(tmp_path))
     running = asyncio.create_task(child.run(events.put_nowait))
     changed = asyncio.Event()
-    links = RankLinks(SystemClock(), changed.set)
+    links = RankConnections(SystemClock(), changed.set)
     try:
         async with asyncio.timeout(60):
             while not isinstance(event := await events.get(), ChildServes):

@@ -21,8 +21,8 @@ import weight_trainer
 from engine_contract import begin, generate, mixed_error, post, prompt, reason, span_error, spans
 from safetensors.torch import load_file
 
-from gcore.models.broadcast import Manifest
-from gcore.rollout.transport import PlainTransport
+from gcore.models.broadcast import TransferManifest
+from gcore.rollout.transport import EngineTransport
 from gcore.testing.models import make_tiny_model
 
 CONTEXT = 40_000
@@ -141,7 +141,7 @@ async def test_a_thousand_waiting_requests_all_come_back_and_memory_stays_bounde
         assert len(answer["output_ids"]) == 10
 
     # gcore's own transport: httpx's pool would take minutes over a thousand connections.
-    async with httpx.AsyncClient(base_url=engine.url, timeout=240, transport=PlainTransport()) as many:
+    async with httpx.AsyncClient(base_url=engine.url, timeout=240, transport=EngineTransport()) as many:
         await asyncio.gather(*(one(many, n) for n in range(100)))
         before = engine.memory
         await post(http, "/pause_generation", mode="in_place")
@@ -204,7 +204,7 @@ async def test_weights_from_a_trainer_under_load_lose_no_token_and_each_span_has
     engine: Engine, http: httpx.AsyncClient
 ) -> None:
     weights = dict(sorted(load_file(engine.weights[1] / "model.safetensors").items()))
-    manifest = Manifest.of(weights)
+    manifest = TransferManifest.of(weights)
     with socket.create_server(("127.0.0.1", 0)) as free:
         unused_port = free.getsockname()[1]
     program = [sys.executable, weight_trainer.__file__, str(engine.weights[1]), str(unused_port), "2", "load"]

@@ -19,7 +19,7 @@ import pytest
 import transformers
 from engine_core import LLAMA_LIKE, save
 
-from gcore.api.authority import renew_in
+from gcore.api.authority import renew_certificate
 from gcore.testing.models import make_tiny_model
 from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
@@ -122,7 +122,7 @@ def test_an_engine_with_a_certificate_serves_whoever_has_its_key_over_tls_alone(
         return httpx.get(f"https://{address}/model_info", headers=headers, verify=context, trust_env=False).status_code
 
     assert (status("the key"), status("junk")) == (200, 401)
-    renew_in(tmp_path / "ca" / "n1", tmp_path / "ca", within_days=None, days=2, now=datetime.now(UTC))
+    renew_certificate(tmp_path / "ca" / "n1", tmp_path / "ca", within_days=None, days=2, now=datetime.now(UTC))
     assert status("the key") == 200
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://{address}/model_info", trust_env=False)

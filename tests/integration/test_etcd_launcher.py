@@ -14,7 +14,7 @@ from gcore.store.client import EtcdStore
 from gcore.store.etcd import EtcdBinary, EtcdFailed, LocalEtcd, find_etcd, stop_etcd
 from gcore.store.types import Put
 from gcore.system.clock import SystemClock
-from gcore.system.process import is_running, send_signal, spawn_detached, wait_ended
+from gcore.system.process import is_running, send_signal, spawn_detached, wait_process_ended
 
 CLOCK = SystemClock()
 
@@ -79,7 +79,7 @@ async def test_an_etcd_starts_ends_and_goes_on_where_it_was(binary: EtcdBinary, 
 async def test_an_etcd_starts_again_after_it_was_killed(tmp_path: Path) -> None:
     first = await LocalEtcd.start(tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK)
     send_signal(first.process, signal.SIGKILL)
-    assert wait_ended(first.process, 30.0)
+    assert wait_process_ended(first.process, 30.0)
     second = await LocalEtcd.start(
         tmp_path / "data", log_file=tmp_path / "log", clock=CLOCK, client_port=first.client_port
     )
@@ -107,7 +107,7 @@ etcd = asyncio.run(LocalEtcd.start(folder / "data", log_file=folder / "log", clo
 print(etcd.process.pid, etcd.process.started, etcd.endpoint)
 """
     starter = spawn_detached([sys.executable, "-c", program], log_file=tmp_path / "starter")
-    assert wait_ended(starter, 120.0)
+    assert wait_process_ended(starter, 120.0)
     pid, started, endpoint = (tmp_path / "starter").read_text().split()
     process = type(starter)(int(pid), int(started))
     assert is_running(process)

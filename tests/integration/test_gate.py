@@ -16,9 +16,9 @@ from gated import CLOCK, MADE, Code, EveryService, Served, ask, behind_the_gate,
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controllers.api.edge.access import TABLE, Role
-from gcore.api.authority import renew_in
-from gcore.api.rpc import VersionGate, carried
-from gcore.api.tls import Connector, NodesOnly, TlsMaterial, Watched, server_credentials
+from gcore.api.authority import renew_certificate
+from gcore.api.rpc import VersionGate, version_metadata
+from gcore.api.tls import Connector, NodesOnlyInterceptor, ReloadingFiles, TlsMaterial, server_credentials
 from gcore.api.tokens import new_token
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
@@ -79,7 +79,7 @@ async def test_a_server_of_another_authority_or_name_is_not_spoken_to(served: Se
     token = served.token("admin")
     other = Connector(TlsMaterial(theirs / "ca.pem"), token=token)
     assert (await ask(other, served.people, GET))[0] is Code.UNAVAILABLE
-    elsewhere = Watched(issued.node(served.ca, "n9", hosts=("elsewhere",)))
+    elsewhere = ReloadingFiles(issued.node(served.ca, "n9", hosts=("elsewhere",)))
     server = grpc.aio.server()
     port = server.add_secure_port("127.0.0.1:0", server_credentials(elsewhere, mutual=False))
     await server.start()
@@ -100,7 +100,7 @@ async def test_whoever_cannot_connect_is_told_what_is_wrong_with_the_certificate
     }
     server = grpc.aio.server()
     ports = {
-        name: server.add_secure_port("127.0.0.1:0", server_credentials(Watched(material), mutual=False))
+        name: server.add_secure_port("127.0.0.1:0", server_credentials(ReloadingFiles(material), mutual=False))
         for name, material in wrong.items()
     }
     plain = server.add_insecure_port("127.0.0.1:0")
@@ -120,9 +120,11 @@ async def test_whoever_cannot_connect_is_told_what_is_wrong_with_the_certificate
 
 
 async def test_a_certificate_of_the_authority_that_is_nobodys_is_told_so(served: Served) -> None:
-    from gcore.api.authority import Wanted, issue_into
+    from gcore.api.authority import CertificateRequest, issue_certificate_into
 
-    issue_into(served.ca / "etcd", served.ca, Wanted("etcd", "etcd", ("h",), days=2), datetime.now(UTC))
+    issue_certificate_into(
+        served.ca / "etcd", served.ca, CertificateRequest("etcd", "etcd", ("h",), days=2), datetime.now(UTC)
+    )
     etcd = Connector(issued.material(served.ca / "etcd"))
     assert await ask(etcd, served.peers, GET) == (Code.UNAUTHENTICATED, "BAD_CERTIFICATE")
 
@@ -148,7 +150,7 @@ async def test_two_tokens_at_once_are_none(served: Served) -> None:
     connector = by_token(served, good)
     address = f"127.0.0.1:{served.people}"
     async with channel_to(connector, address) as channel:
-        twice = (*carried(), *connector.metadata(address), *connector.metadata(address))
+        twice = (*version_metadata(), *connector.metadata(address), *connector.metadata(address))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await jobs_pb2_grpc.JobsStub(channel).GetJob(pb.GetJobRequest(job="j"), metadata=twice, timeout=10)
     assert caught.value.code() is Code.UNAUTHENTICATED
@@ -160,7 +162,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(served: Served) -> None:
     address = f"127.0.0.1:{served.people}"
     served.service.between.clear()
     async with channel_to(connector, address) as channel:
-        metadata = (*carried(), *connector.metadata(address))
+        metadata = (*version_metadata(), *connector.metadata(address))
         stream = jobs_pb2_grpc.JobsStub(channel).WatchJob(pb.WatchJobRequest(job="j"), metadata=metadata, timeout=10)
         assert await stream.read() is not grpc.aio.EOF
         served.revoke(token)
@@ -226,7 +228,7 @@ async def test_what_a_known_caller_may_not_is_noted_with_what_it_was_about(serve
 async def test_a_renewed_certificate_counts_without_a_restart(served: Served) -> None:
     connector = by_token(served, served.token("admin"))
     assert (await ask(connector, served.people, GET))[0] is Code.OK
-    renew_in(served.ca / "n1", served.ca, within_days=None, days=2, now=datetime.now(UTC))
+    renew_certificate(served.ca / "n1", served.ca, within_days=None, days=2, now=datetime.now(UTC))
     assert (await ask(connector, served.people, GET))[0] is Code.OK
     assert (await ask(Connector(issued.material(served.ca / "n1")), served.peers, GET))[0] is Code.OK
     (served.ca / "n1" / "cert.pem").write_text("junk")  # what was read before goes on to count
@@ -236,9 +238,9 @@ async def test_a_renewed_certificate_counts_without_a_restart(served: Served) ->
 async def test_train_ranks_serve_nodes_and_nobody_else(tmp_path: Path) -> None:
     ca = issued.authority(tmp_path / "ca")
     service = EveryService()
-    server = grpc.aio.server(interceptors=[NodesOnly(), VersionGate()])
+    server = grpc.aio.server(interceptors=[NodesOnlyInterceptor(), VersionGate()])
     server.add_generic_rpc_handlers((service,))
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(Watched(issued.node(ca, "n1")), mutual=True))
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(ReloadingFiles(issued.node(ca, "n1")), mutual=True))
     await server.start()
     ranks = [method for method in TABLE if ".TrainRank/" in method]
     node, admin = Connector(issued.node(ca, "n2")), Connector(issued.user(ca, "ada"))

@@ -18,7 +18,7 @@ from raw_http2 import TakesNothing
 
 from controllers.api.edge.access import TABLE
 from controllers.api.edge.server import STRANGERS, WATCHERS, most_at_once
-from gcore.api.rpc import carried, told
+from gcore.api.rpc import parse_refusal, version_metadata
 from gcore.api.tls import Connector
 from gcore.api.v1 import jobs_pb2 as pb
 
@@ -35,7 +35,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 def metadata(connector: Connector, port: int) -> tuple[tuple[str, str], ...]:
     """What a call shows."""
-    return (*carried(), *connector.metadata(f"127.0.0.1:{port}"))
+    return (*version_metadata(), *connector.metadata(f"127.0.0.1:{port}"))
 
 
 async def end(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -43,7 +43,7 @@ async def end(call: Any) -> tuple[grpc.StatusCode, str]:
     try:
         await call
     except grpc.aio.AioRpcError as error:
-        return error.code(), told(error).reason
+        return error.code(), parse_refusal(error).reason
     return Code.OK, ""
 
 
@@ -75,7 +75,7 @@ async def test_strangers_who_send_no_request_are_refused_at_once_and_hold_no_pla
     nobody = by_token(served, "")
     async with channel_to(nobody, f"127.0.0.1:{served.people}") as channel:
         for methods in ([GET] * (most_at_once(CALLS) + 100), [one for one in TABLE if one != GET]):
-            calls = [channel.stream_unary(method)(metadata=carried()) for method in methods]
+            calls = [channel.stream_unary(method)(metadata=version_metadata()) for method in methods]
             ends = {await end(call) for call in calls}
             assert ends == {(Code.UNAUTHENTICATED, "NO_CREDENTIALS")}
     assert served.room.taken == 0
@@ -107,7 +107,7 @@ async def test_few_strangers_watch_health_and_they_are_told_when_it_changes(serv
             assert (await one.read()).status == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Watch(health_pb2.HealthCheckRequest()).read()
-        assert (caught.value.code(), told(caught.value).reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
+        assert (caught.value.code(), parse_refusal(caught.value).reason) == (Code.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS")
         served.health.set(serving=False)
         for one in watching:
             assert (await one.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -189,7 +189,7 @@ async def test_whoever_takes_no_answer_holds_places_of_their_own_only(served: Se
 @pytest.mark.parametrize("method", [GET, WATCH])
 async def test_a_version_that_is_not_served_is_told_whatever_the_answer_would_be(served: Served, method: str) -> None:
     one = by_token(served, served.token("admin"))
-    other = tuple((key, "999-1000") for key, _ in carried())
+    other = tuple((key, "999-1000") for key, _ in version_metadata())
     assert await ask(one, served.people, method, version=other) == (
         Code.FAILED_PRECONDITION,
         "SCHEMA_VERSION_NOT_SERVED",

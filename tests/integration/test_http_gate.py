@@ -15,10 +15,10 @@ import httpx
 import issued
 import pytest
 
-from controllers.api.edge.access import TokenBook
+from controllers.api.edge.access import Authenticator
 from controllers.api.edge.gate import CallJournal
-from controllers.daemon.security import HttpGate, whose
-from gcore.api.tls import TlsMaterial, Watched, serving_context
+from controllers.daemon.security import HttpGate, request_caller
+from gcore.api.tls import ReloadingFiles, TlsMaterial, serving_context
 from gcore.api.tokens import TokenRecord, new_token
 from gcore.observability.http import serve_metrics
 from gcore.observability.metrics import Metrics
@@ -48,7 +48,7 @@ class Served:
 
 
 def other_pages(environ: Any, start_response: Any) -> Iterable[bytes]:
-    one = whose(environ)
+    one = request_caller(environ)
     start_response("200 OK", [("Content-Type", "text/plain")])
     return [f"{one.name} {sorted(one.namespaces or ['*'])}".encode()]
 
@@ -56,8 +56,8 @@ def other_pages(environ: Any, start_response: Any) -> Iterable[bytes]:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     ca = issued.authority(tmp_path / "ca")
-    watched = Watched(issued.node(ca, "n1"))
-    book = TokenBook(CLOCK, required=True)
+    watched = ReloadingFiles(issued.node(ca, "n1"))
+    book = Authenticator(CLOCK, required=True)
     tokens, events = {}, []
     for name, role, spaces in [("ada", "viewer", ("vision",)), ("prometheus", "viewer", ("*",)), ("root", "admin", ())]:
         token = new_token()

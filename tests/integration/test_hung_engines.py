@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from stub_engine import Stub, stub_engine
 
-from controllers.changes import Changes
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import EnginePatience
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import HealthLimits
 from gcore.errors import EngineUnreachable
 from gcore.rollout.client import SamplingParams
 from gcore.system.clock import SystemClock
@@ -22,7 +22,7 @@ from gcore.types import Sample, Version
 FIRST = Version(0, 0)
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 CLOCK = SystemClock()
-QUICK = EnginePatience(silent_s=0.6, watchdog_s=3.0, request_s=60.0)
+QUICK = HealthLimits(silent_s=0.6, watchdog_s=3.0, request_s=60.0)
 """Of engines that answer in a moment, or never."""
 NEVER_S = 60.0
 
@@ -30,9 +30,9 @@ NEVER_S = 60.0
 class Bench:
     """Stub engines by name, and a book that looks after them as a driver does."""
 
-    def __init__(self, stubs: dict[str, Stub], patience: EnginePatience) -> None:
+    def __init__(self, stubs: dict[str, Stub], patience: HealthLimits) -> None:
         self.stubs = stubs
-        self.book = EngineBook(Changes(), patience.request_s, clock=CLOCK, patience=patience)
+        self.book = EnginePool(ChangeSignal(), patience.request_s, clock=CLOCK, patience=patience)
 
     async def look_after(self) -> None:
         while True:
@@ -49,7 +49,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(*, patience: EnginePatience = QUICK, **ways: tuple[str, ...]) -> AsyncIterator[Bench]:
+async def bench(*, patience: HealthLimits = QUICK, **ways: tuple[str, ...]) -> AsyncIterator[Bench]:
     with ExitStack() as stack:
         stubs = {name: stack.enter_context(stub_engine(*way)) for name, way in ways.items()}
         made = Bench(stubs, patience)
@@ -104,7 +104,7 @@ async def test_a_stopped_engine_that_stays_so_is_named_and_then_to_be_ended(tmp_
 async def test_an_engine_that_accepts_weights_and_never_answers_is_found_without_a_request_for_responses(
     tmp_path: Path,
 ) -> None:
-    patience = EnginePatience(silent_s=0.6, watchdog_s=1.5, request_s=1.0)
+    patience = HealthLimits(silent_s=0.6, watchdog_s=1.5, request_s=1.0)
     async with bench(patience=patience, a=("dead",)) as at:
         with pytest.raises(EngineUnreachable):
             await at.book.publish("a", FIRST, tmp_path)
@@ -113,7 +113,7 @@ async def test_an_engine_that_accepts_weights_and_never_answers_is_found_without
 
 
 async def test_an_engine_that_tells_how_it_is_and_never_makes_a_response_is_found_by_that(tmp_path: Path) -> None:
-    patience = EnginePatience(silent_s=60.0, watchdog_s=60.0, request_s=3.0)
+    patience = HealthLimits(silent_s=60.0, watchdog_s=60.0, request_s=3.0)
     async with bench(patience=patience, a=("mute",)) as at:
         for _ in range(2):
             assert not at.book.views["a"].hung
@@ -125,7 +125,7 @@ async def test_an_engine_that_tells_how_it_is_and_never_makes_a_response_is_foun
 
 
 async def test_an_engine_that_is_slow_but_says_how_it_is_keeps_its_requests(tmp_path: Path) -> None:
-    async with bench(patience=EnginePatience(silent_s=3.0, request_s=60.0), a=("mute",)) as at:
+    async with bench(patience=HealthLimits(silent_s=3.0, request_s=60.0), a=("mute",)) as at:
         await at.book.publish("a", FIRST, tmp_path)
         asked = at.ask()
         line = at.book._lines["a"]

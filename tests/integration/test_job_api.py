@@ -16,7 +16,7 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
 from gcore.config.local_cluster import LocalCluster
 from gcore.errors import UsageError
-from gcore.quickstart.arithmetic import prepare
+from gcore.quickstart.arithmetic import prepare_arithmetic
 from gcore.system.clock import SystemClock
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -38,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A spec whose model has learned nothing."""
     folder = tmp_path_factory.mktemp("example") / "arithmetic"
-    prepare(folder, progress=False, warm_updates=1, must_fit=False)
+    prepare_arithmetic(folder, progress=False, warm_updates=1, must_fit=False)
     return {
         "name": "api",
         "model": {"path": str(folder / "model")},

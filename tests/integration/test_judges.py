@@ -17,7 +17,7 @@ import yaml
 from cluster_run import ClusterRun, Outcome, run_to_the_end
 from run_read import newest_run
 
-from gcore.testing.judges import Failing, FakeOpenAI
+from gcore.testing.judges import FakeFailure, FakeOpenAI
 from gcore.testing.models import CHARACTERS, make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -157,7 +157,11 @@ def test_a_judge_that_others_serve_teaches_too_and_what_it_costs_is_known_though
 ) -> None:
     monkeypatch.setenv("JUDGES_KEY", "sk-of-the-test")
     fake = FakeOpenAI(right_or_wrong, key="sk-of-the-test")
-    fake.script = [Failing(status=500), Failing(status=429, headers={"retry-after": "1"}), Failing(status=None)]
+    fake.script = [
+        FakeFailure(status=500),
+        FakeFailure(status=429, headers={"retry-after": "1"}),
+        FakeFailure(status=None),
+    ]
     tree = tree_here()
     tree["flow"]["steps"] = SHORT
     with served(fake) as url:

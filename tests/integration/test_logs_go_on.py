@@ -13,7 +13,7 @@ import pytest
 from listed_jobs import create
 
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
+from controllers.api.store_reader import StoreReader
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
@@ -64,7 +64,7 @@ class Cluster:
             raise AssertionError("nobody submits")
 
         server = grpc.aio.server()
-        service = JobsService(StoredJobs(self.store), nothing, lambda uid: None, SystemClock())
+        service = JobsService(StoreReader(self.store), nothing, lambda uid: None, SystemClock())
         jobs_pb2_grpc.add_JobsServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         port = server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from engine_workers import engines_at
 
-from controllers.changes import Changes
-from controllers.inference.continuation import Responses
-from controllers.inference.pool import EngineBook
+from controllers.changes import ChangeSignal
+from controllers.inference.continuation import PartialResponses
+from controllers.inference.pool import EnginePool
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import EngineUnreachable
 from gcore.observability.metrics import Metrics
@@ -57,8 +57,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "m", seed=0, context=2048, ends=False)
 
 
-async def book_of(model: Path, addresses: dict[str, str], **more: Any) -> EngineBook:
-    book = EngineBook(Changes(), timeout_s=100.0, **more)
+async def book_of(model: Path, addresses: dict[str, str], **more: Any) -> EnginePool:
+    book = EnginePool(ChangeSignal(), timeout_s=100.0, **more)
     await book.aim(engines_at(**addresses))
     for name in addresses:
         await book.publish(name, FIRST, model)
@@ -70,14 +70,14 @@ async def test_responses_go_on_elsewhere_with_the_tokens_that_a_killed_engine_ha
 ) -> None:
     """Greedy, so that what it would have made is known."""
     has_told = asyncio.Event()
-    grow = Responses.grow
+    grow = PartialResponses.grow
 
-    def noted(self: Responses, place: int, sample: Sample) -> None:
+    def noted(self: PartialResponses, place: int, sample: Sample) -> None:
         grow(self, place, sample)
         if len(sample.token_ids) > 1:
             has_told.set()
 
-    monkeypatch.setattr(Responses, "grow", noted)
+    monkeypatch.setattr(PartialResponses, "grow", noted)
     decode = ModelTokenizer.load(model).decode
     with engine(model) as (one, pid), engine(model) as (other, _):
         alone = await book_of(model, {"other": other})

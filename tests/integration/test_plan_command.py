@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from controllers.cli.view.plan import with_section_in_text
+from controllers.cli.view.plan import set_section_in_text
 from gcore.config import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_examples_can_be_planned(spec: str, cluster: str, tmp_path: Path) -> Non
 
 def test_a_section_that_is_not_there_is_put_behind_and_a_field_into_its_own() -> None:
     section = {"placement": {"policy": "colocated"}, "train": {"ranks": 4}, "rollout": {"cache_tokens": 9}}
-    text = with_section_in_text(
+    text = set_section_in_text(
         "name: a\ntrain:\n    zero_stage: 3 # all\nrollout: # fast\n  cache_tokens: 7 # few\n", section
     )
     tree = yaml.safe_load(text)

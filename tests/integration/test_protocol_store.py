@@ -19,7 +19,7 @@ from gcore.ledger import transactions
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, EndedRef, EpochRecord, Member, Seal
 from gcore.ledger.records.job import JobPhase, JobStatus
-from gcore.ledger.selection import MOST_OUTCOMES, SealNow, held_by
+from gcore.ledger.selection import MOST_OUTCOMES, SealStep, sealed_group
 from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome
 from gcore.store.client import EtcdStore
 from gcore.store.etcd import LocalEtcd
@@ -221,7 +221,7 @@ async def test_the_largest_records_of_a_job_fit_into_one_transaction(store: Etcd
         EndedRef(ref=PromptRef(0, 0, i), kind="failed", reason="ü" * 200, holder="n" * 60, source="s" * 60)
         for i in range(MOST_OUTCOMES)
     )
-    chosen = SealNow(tuple(held_by(job.group(ref), "large") for ref in job.due()), ())
+    chosen = SealStep(tuple(sealed_group(job.group(ref), "large") for ref in job.due()), ())
     assert job.mirror.plan is not None
     seal = transactions.seal(job.keys, job.slots, chosen, job.mirror.plan.record, 1, "large")
     put = seal.writes[0]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from gcore.engines.torch.model import load
+from gcore.engines.torch.model import load_model
 from gcore.errors import DataError
 from gcore.models.hubs import ModelError
 from gcore.models.resolve import resolve_model
@@ -52,7 +52,7 @@ def test_it_is_refused_before_anything_is_started_and_by_an_engine_too(strange: 
     with pytest.raises(ModelError, match=r"modeling_strange\.py.*model\.trust_remote_code: true"):
         resolve_model(str(strange))
     with pytest.raises(DataError, match="trust_remote_code"):
-        load(strange, dtype="float32", device="cpu", context=None, text=None)
+        load_model(strange, dtype="float32", device="cpu", context=None, text=None)
     assert not (strange.parent / "modules").exists()
 
 

@@ -24,9 +24,9 @@ from gcore.plugins import PluginFault
 from gcore.reward.api import Response, RewardError, RewardResult
 from gcore.reward.pool import RewardPool
 from gcore.system.clock import SystemClock
-from gcore.system.process import CannotStart, is_running, status_of
-from gcore.worker.sandbox.pool import Scoring
-from gcore.worker.sandbox.process import RewardProcess
+from gcore.system.process import CannotStart, is_running, process_status
+from gcore.worker.sandbox.pool import PoolStatus
+from gcore.worker.sandbox.process import SandboxProcess
 
 CODE = """
 import ctypes, os, sys, threading, time
@@ -101,7 +101,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
             yield pool
         finally:
             await pool.close()
-        assert all(status_of(pid) is None for pid in pids)
+        assert all(process_status(pid) is None for pid in pids)
 
     return open_pool
 
@@ -146,7 +146,7 @@ async def test_a_response_that_takes_too_long_fails_alone_and_its_process_is_rep
         assert str(group[1]).startswith("reward 'odd' took longer than 1 s (reward.timeout_s)")
         assert other == (RewardResult(4.0, (("letters", 4.0),)),)
         assert pool.pids != (before,)
-        assert status_of(before) is None
+        assert process_status(before) is None
 
 
 async def test_a_hanging_response_does_not_keep_other_processes_from_scoring(opened: Opened) -> None:
@@ -339,9 +339,9 @@ def test_processes_die_with_the_controller_that_started_them(tmp_path: Path, mon
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     for pid in pids:
-        found = status_of(pid)
+        found = process_status(pid)
         while found is not None and is_running(found.identity):  # the kernel kills it a moment later
-            found = status_of(pid)
+            found = process_status(pid)
 
 
 async def test_warming_that_is_given_up_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ async def test_warming_that_is_given_up_leaves_no_process(tmp_path: Path, monkey
         pids |= {int(word) for word in (await asyncio.to_thread((tmp_path / "pids").read_text)).split()}
     warming.cancel()
     await asyncio.wait({warming})
-    assert all(status_of(pid) is None for pid in pids)
+    assert all(process_status(pid) is None for pid in pids)
 
 
 async def test_processes_that_cannot_be_replaced_are_waited_for(
@@ -364,16 +364,16 @@ async def test_processes_that_cannot_be_replaced_are_waited_for(
     async with opened() as pool:
         monkeypatch.setattr("gcore.reward.pool.WAIT_S", 0.05)
         monkeypatch.setattr("gcore.worker.sandbox.pool.START_AGAIN_S", 0.01)
-        start, lacking = RewardProcess.of, [CannotStart("no memory")] * 4
+        start, lacking = SandboxProcess.of, [CannotStart("no memory")] * 4
 
-        async def refused(*arguments: Any) -> RewardProcess:
+        async def refused(*arguments: Any) -> SandboxProcess:
             if lacking:
                 raise lacking.pop()
             return await start(*arguments)
 
         said: list[str] = []
         monkeypatch.setattr("gcore.reward.pool.log.warning", lambda *words: said.append(pool.scoring.what))
-        monkeypatch.setattr(RewardProcess, "of", refused)
+        monkeypatch.setattr(SandboxProcess, "of", refused)
         os.kill(pool.pids[0], signal.SIGKILL)
         assert await score(pool, "a", "bb") == (
             RewardResult(1.0, (("letters", 1.0),)),
@@ -454,4 +454,4 @@ async def test_a_reward_that_slows_down_is_told_by_what_it_takes_and_what_waits_
         await slow
     assert len(said) == 1
     assert re.fullmatch(r"reward 'odd' takes \S+ s a response, \d+ times as long as before \(.* s\)", said[0])
-    assert pool.scoring == Scoring(0, 11, "0 responses wait to be scored by reward ")
+    assert pool.scoring == PoolStatus(0, 11, "0 responses wait to be scored by reward ")

@@ -19,7 +19,7 @@ import issued
 import pytest
 from secured_cluster import CLOCK, SecuredCluster, secured
 
-from gcore.api.authority import look
+from gcore.api.authority import inspect_certificate
 from gcore.api.tls import Connector
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
@@ -228,7 +228,10 @@ async def test_a_daemon_with_certificates_answers_whoever_shows_one_or_a_token(t
         async with httpx.AsyncClient(verify=anonymous, trust_env=False) as http:
             answer = await http.get(f"https://127.0.0.1:{cluster.metrics['node-0']}/metrics")
         assert answer.status_code == 401
-        ends = {"gcore_": look(cluster.ca / "node-0").ends, "gcore_store_": look(cluster.ca / "etcd").ends}
+        ends = {
+            "gcore_": inspect_certificate(cluster.ca / "node-0").ends,
+            "gcore_store_": inspect_certificate(cluster.ca / "etcd").ends,
+        }
         async with httpx.AsyncClient(verify=of_ada.context(of_ada.read()), trust_env=False) as http:
             while True:
                 text = (await http.get(f"https://127.0.0.1:{cluster.metrics['node-0']}/metrics")).text

@@ -14,7 +14,7 @@ import pytest
 from cluster_run import ClusterRun, processes_of
 from sglang_worker import LONG_S, check_ended, children_of
 
-from gcore.system.process import identify
+from gcore.system.process import identify_process
 
 pytestmark = [pytest.mark.sglang, pytest.mark.serial, pytest.mark.timeout(1800)]
 
@@ -52,7 +52,7 @@ def test_two_controllers_train_with_two_servers_whose_log_probabilities_are_the_
     run = ClusterRun(spec, home, *SGLANG, "--set", "flow.steps=10", patience_s=LONG_RUN_S)
     try:
         run.until_step(5)
-        servers = [process for pid in sglang_pids(home) if (process := identify(pid)) is not None]
+        servers = [process for pid in sglang_pids(home) if (process := identify_process(pid)) is not None]
         outcome = run.wait()
     finally:
         run.close()
@@ -73,7 +73,7 @@ def test_the_server_is_killed_and_the_run_goes_on_and_learns(spec: Path, home: P
     run = ClusterRun(spec, home, *more, controllers=1, slots=1, patience_s=LONG_RUN_S)
     try:
         run.until_step(3)
-        victims = [identify(pid) for pid in sglang_pids(home)]
+        victims = [identify_process(pid) for pid in sglang_pids(home)]
         assert victims[0] is not None
         os.kill(victims[0].pid, signal.SIGKILL)
         check_ended([process for process in victims if process is not None])

@@ -21,7 +21,7 @@ import httpx
 import pytest
 from sglang_worker import LONG_S, Worker, check_ended, start_worker
 
-from gcore.system.process import ProcessId, identify, wait_ended
+from gcore.system.process import ProcessId, identify_process, wait_process_ended
 from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
 
@@ -42,7 +42,7 @@ class Fake:
 
     def servers(self) -> list[ProcessId]:
         """The server, and the two that it started: one in its group, one in a session of its own."""
-        found = [identify(int(pid)) for pid in self.pids.read_text().split()]
+        found = [identify_process(int(pid)) for pid in self.pids.read_text().split()]
         assert len(found) == 3
         assert None not in found
         return [process for process in found if process is not None]
@@ -146,7 +146,7 @@ def test_the_wardens_death_takes_the_server_and_is_told(start: Callable[..., Fak
     os.kill(warden, signal.SIGKILL)
     assert "SGLang's server ended: killed by SIGKILL" in worker.hear("failed")["reason"]
     assert worker.process.wait(LONG_S) == 1
-    assert wait_ended(server, LONG_S)
+    assert wait_process_ended(server, LONG_S)
 
 
 def test_a_server_that_is_killed_is_an_orderly_failure_and_takes_the_rest_along(start: Callable[..., Fake]) -> None:

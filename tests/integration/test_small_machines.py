@@ -10,7 +10,7 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from hub_server import serve_hub
 
-from controllers.cli.local import processes_of as kinds_of
+from controllers.cli.local import home_processes as kinds_of
 from gcore.config.local_cluster import LocalCluster
 from gcore.system.process import SIZED
 

@@ -10,7 +10,7 @@ import pytest
 from cluster_run import ClusterRun, gcore
 from placement_run import NAME, moves_of, write_job
 
-from gcore.ledger.records.slot_accounting import BookLine, parse
+from gcore.ledger.records.slot_accounting import AccountLine, parse_line
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -18,13 +18,13 @@ STEPS = 8
 WIDE = {"engine": "sglang", "slots_per_engine": 2, "batch_slots": 8}
 
 
-def books_of(home: Path) -> list[BookLine]:
+def books_of(home: Path) -> list[AccountLine]:
     (run,) = (home / "runs").glob(f"{NAME}-*")
     lines = [line for file in (run / "books").glob("*.jsonl") for line in file.read_text().splitlines()]
-    return [book for book in map(parse, lines) if book is not None]
+    return [book for book in map(parse_line, lines) if book is not None]
 
 
-def seconds_of(line: BookLine, slot: str, state: str) -> float:
+def seconds_of(line: AccountLine, slot: str, state: str) -> float:
     return sum(span.seconds.get(state, 0.0) for span in line.spans[slot])
 
 

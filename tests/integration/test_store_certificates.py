@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from gcore.api.authority import Wanted, issue_into, look, make_authority, renew_in
+from gcore.api.authority import (
+    CertificateRequest,
+    inspect_certificate,
+    issue_certificate_into,
+    make_authority,
+    renew_certificate,
+)
 from gcore.store.etcd import EtcdBinary, find_etcd
-from gcore.store.reference import StoreRef, TlsFiles, connect, secured, shown_ends
+from gcore.store.reference import StoreRef, TlsFiles, connect_store, store_certificate_expiries, tls_endpoints
 from gcore.system.clock import SystemClock
-from gcore.system.process import spawn_detached, terminate
+from gcore.system.process import spawn_detached, terminate_process
 
 NOW = datetime.now(UTC)
 CLOCK = SystemClock()
@@ -29,8 +35,10 @@ def free_port() -> int:
 async def member(tmp_path: Path) -> AsyncIterator[StoreRef]:
     """An etcd with a certificate of ten days, that asks for one, and how a daemon reaches it."""
     make_authority(tmp_path / "ca", "gcore", days=900, now=NOW - timedelta(days=100))
-    issue_into(tmp_path / "etcd", tmp_path / "ca", Wanted("etcd", "etcd-0", ("127.0.0.1",), days=10), NOW)
-    issue_into(tmp_path / "node", tmp_path / "ca", Wanted("node", "n", ("127.0.0.1",)), NOW)
+    issue_certificate_into(
+        tmp_path / "etcd", tmp_path / "ca", CertificateRequest("etcd", "etcd-0", ("127.0.0.1",), days=10), NOW
+    )
+    issue_certificate_into(tmp_path / "node", tmp_path / "ca", CertificateRequest("node", "n", ("127.0.0.1",)), NOW)
     binary = find_etcd()
     assert isinstance(binary, EtcdBinary)
     client, peer, own = (f"{scheme}://127.0.0.1:{free_port()}" for scheme in ("https", "http", "http"))
@@ -47,28 +55,32 @@ async def member(tmp_path: Path) -> AsyncIterator[StoreRef]:
     )
     tls = TlsFiles(**{name: str(tmp_path / "node" / f"{name}.pem") for name in ("ca", "cert", "key")})
     store = StoreRef(endpoints=(client, f"https://127.0.0.1:{free_port()}"), tls=tls)
-    etcd = await connect(store, CLOCK)
+    etcd = await connect_store(store, CLOCK)
     for _ in range(60):
         if await etcd.standing():
             break
         await CLOCK.sleep(0.5)
     await etcd.close()
     yield store
-    terminate(process, 5.0)
+    terminate_process(process, 5.0)
 
 
 async def test_the_end_of_a_members_certificate_is_seen_and_that_of_a_renewed_one_without_a_restart(
     member: StoreRef, tmp_path: Path
 ) -> None:
-    (answers, _) = (endpoint.target for endpoint in secured(member))
+    (answers, _) = (endpoint.target for endpoint in tls_endpoints(member))
     folder, authority = tmp_path / "etcd", tmp_path / "ca"
-    assert await shown_ends(member) == {answers: look(folder).ends.timestamp()}, "of one that is away nothing is said"
-    renew_in(folder, authority, within_days=30, days=90, now=NOW)
-    assert look(folder).ends > NOW + timedelta(days=89)
-    assert await shown_ends(member) == {answers: look(folder).ends.timestamp()}
-    renew_in(folder, authority, within_days=None, days=1, now=NOW - timedelta(days=50))
-    assert await shown_ends(member) == {answers: look(folder).ends.timestamp()}, "one that has ended is told of, too"
-    assert look(folder).ends < NOW
+    assert await store_certificate_expiries(member) == {answers: inspect_certificate(folder).ends.timestamp()}, (
+        "of one that is away nothing is said"
+    )
+    renew_certificate(folder, authority, within_days=30, days=90, now=NOW)
+    assert inspect_certificate(folder).ends > NOW + timedelta(days=89)
+    assert await store_certificate_expiries(member) == {answers: inspect_certificate(folder).ends.timestamp()}
+    renew_certificate(folder, authority, within_days=None, days=1, now=NOW - timedelta(days=50))
+    assert await store_certificate_expiries(member) == {answers: inspect_certificate(folder).ends.timestamp()}, (
+        "one that has ended is told of, too"
+    )
+    assert inspect_certificate(folder).ends < NOW
     log = (tmp_path / "log").read_text()
     assert "rejected connection" not in log, "a look is no error in etcd's log"
 
@@ -78,7 +90,7 @@ async def test_what_a_stranger_shows_is_not_told_nor_anything_while_files_are_aw
 ) -> None:
     make_authority(tmp_path / "theirs", "gcore", days=900, now=NOW)
     other = TlsFiles(ca=str(tmp_path / "theirs" / "ca.pem"))
-    assert await shown_ends(member.model_copy(update={"tls": other})) == {}
+    assert await store_certificate_expiries(member.model_copy(update={"tls": other})) == {}
     gone = TlsFiles(ca=str(tmp_path / "gone.pem"))
-    assert await shown_ends(member.model_copy(update={"tls": gone})) == {}
-    assert secured(StoreRef(endpoints=("127.0.0.1:2379",))) == ()
+    assert await store_certificate_expiries(member.model_copy(update={"tls": gone})) == {}
+    assert tls_endpoints(StoreRef(endpoints=("127.0.0.1:2379",))) == ()

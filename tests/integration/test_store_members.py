@@ -16,7 +16,7 @@ from gcore.store.client import EtcdStore
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.types import Compare, Put
 from gcore.system.clock import SystemClock
-from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate
+from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate_process
 
 CLOCK = SystemClock()
 
@@ -64,7 +64,7 @@ async def store(members: list[Member]) -> AsyncIterator[EtcdStore]:
     yield store
     await store.close()
     for member in members:
-        terminate(member.process, 0.0)
+        terminate_process(member.process, 0.0)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

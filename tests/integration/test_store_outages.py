@@ -14,7 +14,7 @@ from gcore.store.etcd import LocalEtcd
 from gcore.store.session import Session
 from gcore.store.types import Compare, Delete, Put
 from gcore.system.clock import SystemClock
-from gcore.system.process import send_signal, wait_ended
+from gcore.system.process import send_signal, wait_process_ended
 from gcore.testing import Proxy
 
 CLOCK = SystemClock()
@@ -29,7 +29,7 @@ class Server:
 
     async def kill(self) -> None:
         send_signal(self.running.process, signal.SIGKILL)
-        assert await asyncio.to_thread(wait_ended, self.running.process, 30.0)
+        assert await asyncio.to_thread(wait_process_ended, self.running.process, 30.0)
 
     async def restart(self) -> None:
         self.running = await LocalEtcd.start(

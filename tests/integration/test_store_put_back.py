@@ -21,10 +21,10 @@ from chaos_run import prepare, spec_file
 from etcd_tools import EtcdTools
 
 from gcore.ledger import archive
-from gcore.ledger.archive import left_in
+from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.records.chain import Head, LogEntry
 from gcore.ledger.records.job import JobPhase
-from gcore.system.process import wait_ended
+from gcore.system.process import wait_process_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -49,8 +49,8 @@ async def test_an_older_backup_begins_a_new_lineage_and_what_was_cut_off_does_no
     spec, folder, backup = spec_file(tmp_path, STEPS), tmp_path / "cluster", tmp_path / "backup.db"
     async with ChaosCluster.running(folder, SHAPE, random.Random(1)) as cluster:
         lost = await until_lost(cluster, tools, spec, backup, LOST_AT)
-        await cluster.until("archived entries", lambda: bool(archive.archive_read(lost.run_dir)), 60.0)
-    assert max(archive.archive_read(lost.run_dir)) > lost.before.seq, "nothing of what is cut off was archived"
+        await cluster.until("archived entries", lambda: bool(archive.read_entries(lost.run_dir)), 60.0)
+    assert max(archive.read_entries(lost.run_dir)) > lost.before.seq, "nothing of what is cut off was archived"
     tools.restore(backup, folder / "store-0", "store-0")
     async with ChaosCluster.running(folder, SHAPE, random.Random(2)) as cluster:
         await until_ended(cluster, spec, lost, STEPS)
@@ -65,7 +65,7 @@ async def test_daemons_and_workers_that_lived_through_it_begin_anew(tmp_path: Pa
         etcd.wanted = False
         etcd.signal(signal.SIGTERM)
         assert etcd.process is not None
-        assert await asyncio.to_thread(wait_ended, etcd.process, 30.0)
+        assert await asyncio.to_thread(wait_process_ended, etcd.process, 30.0)
         tools.restore(backup, folder / "store-0", "store-0")
         etcd.wanted = True
         await cluster.look_anew()
@@ -96,7 +96,7 @@ async def until_lost(cluster: ChaosCluster, tools: EtcdTools, spec: Path, backup
 
 async def until_ended(cluster: ChaosCluster, spec: Path, lost: Lost, steps: int) -> None:
     """The job goes on from the backup to its end, and all that is promised holds."""
-    before, left = lost.before, left_in(lost.run_dir)
+    before, left = lost.before, highest_in_folder(lost.run_dir)
     assert left.entry > before.seq
     await cluster.submit(spec, *SETTINGS)
     assert cluster.uid == lost.uid

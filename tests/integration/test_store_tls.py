@@ -16,7 +16,7 @@ from gcore.store.connection import StoreRefused, StoreTls, StoreUser
 from gcore.store.etcd import EtcdBinary, LocalEtcd, find_etcd
 from gcore.store.types import Put
 from gcore.system.clock import SystemClock
-from gcore.system.process import spawn_detached, terminate
+from gcore.system.process import spawn_detached, terminate_process
 from gcore.testing import Proxy
 
 CLOCK = SystemClock()
@@ -90,7 +90,7 @@ async def secure_endpoint(ours: Authority, tmp_path: Path) -> AsyncIterator[str]
         log_file=tmp_path / "log",
     )
     yield client
-    terminate(process, 5.0)
+    terminate_process(process, 5.0)
 
 
 @pytest.mark.needs("openssl")

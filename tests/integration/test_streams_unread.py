@@ -16,19 +16,19 @@ import grpc.aio
 import pytest
 
 import gcore.api.v1
-from controllers.api.edge.server import StreamRoom, new_server
+from controllers.api.edge.server import StreamLimiter, new_server
 from controllers.api.jobs import JobsService
 from controllers.api.peers import FilesService
-from controllers.api.store_reader import StoredJobs
-from gcore.api.rpc import Handler, answer_of, like, told
+from controllers.api.store_reader import StoreReader
+from gcore.api.rpc import Handler, handler_call, parse_refusal, wrap_handler
 from gcore.api.v1 import files_pb2, files_pb2_grpc, jobs_pb2_grpc
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import parse_spec
 from gcore.config.node import ApiConfig
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.records.slot_accounting import BookLine, StepBook, append
+from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, append_line
 from gcore.observability import samples as folder
 from gcore.observability.samples import KeptGroup, KeptText
 from gcore.store.keys import JobKeys
@@ -79,14 +79,14 @@ class Counted(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler.response_streaming:
             return handler
-        inner, name = answer_of(handler), handler_call_details.method.rpartition(".")[2].replace("/", ".")
+        inner, name = handler_call(handler), handler_call_details.method.rpartition(".")[2].replace("/", ".")
 
         async def counted(request: Any, context: Any) -> AsyncGenerator[Any, None]:
             async for one in inner(request, context):
                 self.given[name] += one.ByteSize()
                 yield one
 
-        return like(handler, counted)
+        return wrap_handler(handler, counted)
 
 
 async def fill(store: MemoryStore, run_dir: Path, method: str) -> None:
@@ -94,7 +94,7 @@ async def fill(store: MemoryStore, run_dir: Path, method: str) -> None:
     spec = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"max_new_tokens": 4}}
     tree = parse_spec(spec | {"flow": {"steps": MANY}}).model_dump(mode="json")
     job = JobRecord(uid=UID, name="j", spec=tree, run_dir=str(run_dir), created=1.0, prompts=MANY)
-    base, ended = chain.base(2, "w", Writer("n.a", "n")), JobStatus(phase=JobPhase.SUCCEEDED)
+    base, ended = chain.base_entry(2, "w", ChainWriter("n.a", "n")), JobStatus(phase=JobPhase.SUCCEEDED)
     head = base.head.model_copy(update={"step": MANY})
     await store.transact(
         (), (Put(KEYS.job, job.encode()), Put(KEYS.state, ended.encode()), Put(KEYS.head, head.encode()))
@@ -112,11 +112,11 @@ async def fill(store: MemoryStore, run_dir: Path, method: str) -> None:
             )
             for n in range(MANY)
         )
-        folder.write(run_dir, Version(0, 1), "n", groups)
+        folder.write_samples(run_dir, Version(0, 1), "n", groups)
     elif method == "Jobs.GetBooks":
-        book = StepBook(version=Version(0, 1), began=0.0, seconds=1.0, slots=1, booked={LONG: 1.0})
+        book = StepAccount(version=Version(0, 1), began=0.0, seconds=1.0, slots=1, booked={LONG: 1.0})
         for n in range(MANY):
-            append(run_dir, BookLine(f"n{n:03d}", book))
+            append_line(run_dir, AccountLine(f"n{n:03d}", book))
     else:
         file = run_dir / ("logs/rollout-n-1.log" if method == "Jobs.StreamLogs" else MODEL)
         file.parent.mkdir(parents=True)
@@ -127,7 +127,7 @@ class Api:
     """A real server, its places, and what its services have given."""
 
     def __init__(self, run_dir: Path, method: str) -> None:
-        self.counted, self.room, self.of_files = Counted(), StreamRoom(PLACES), StreamRoom(PLACES)
+        self.counted, self.room, self.of_files = Counted(), StreamLimiter(PLACES), StreamLimiter(PLACES)
         self._run_dir, self._method = run_dir, method
 
     @asynccontextmanager
@@ -142,7 +142,7 @@ class Api:
             return self._run_dir
 
         server = new_server([self.counted], ApiConfig())
-        jobs = JobsService(StoredJobs(store), nothing, lambda uid: None, SystemClock(), str, self.room)
+        jobs = JobsService(StoreReader(store), nothing, lambda uid: None, SystemClock(), str, self.room)
         jobs_pb2_grpc.add_JobsServicer_to_server(jobs, server)  # type: ignore[no-untyped-call]
         files_pb2_grpc.add_FilesServicer_to_server(FilesService(folder_of, str, self.of_files), server)  # type: ignore[no-untyped-call]
         port = server.add_insecure_port("127.0.0.1:0")
@@ -190,7 +190,7 @@ async def test_who_never_reads_a_stream_has_its_place_and_its_window_and_nothing
         await api.until(lambda: api.taken == PLACES)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await ask(request).read()
-        assert (refused.value.code(), told(refused.value).reason) == (
+        assert (refused.value.code(), parse_refusal(refused.value).reason) == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "TOO_MANY_STREAMS",
         )

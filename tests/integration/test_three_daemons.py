@@ -10,7 +10,7 @@ import pytest
 from three_nodes import Nodes, three_nodes
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.config import as_said, load_spec
+from gcore.config import dump_explicit, load_spec
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.observability.events import JobEvent
 from gcore.testing.models import make_tiny_model
@@ -38,7 +38,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     }
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(job))
-    return as_said(load_spec(file))
+    return dump_explicit(load_spec(file))
 
 
 async def followed(nodes: Nodes, names: tuple[str, ...], kill_at: int | None = None) -> list[JobEvent]:

@@ -18,7 +18,7 @@ from gcore.plugins import PluginFault
 from gcore.rollout.environments.api import Said
 from gcore.rollout.environments.pool import LONGEST_ARGUMENT, ToolPool, try_environment
 from gcore.system.clock import SystemClock
-from gcore.system.process import identify, is_running, wait_ended
+from gcore.system.process import identify_process, is_running, wait_process_ended
 
 CODE = """
 import ctypes, os, subprocess, sys, time
@@ -131,7 +131,7 @@ async def test_as_many_calls_run_at_once_as_there_are_processes_and_none_is_left
     async with pools(workers=2) as (pool, _):
         pids = {one.text for one in await asyncio.gather(*(pool.call("odd", "pid") for _ in range(6)))}
         assert len(pids) <= 2
-        running = [identify(int(pid)) for pid in pids]
+        running = [identify_process(int(pid)) for pid in pids]
         assert all(running)
     assert not any(process is not None and is_running(process) for process in running)
 
@@ -142,7 +142,7 @@ async def test_what_a_call_leaves_running_is_ended_with_its_process_and_the_next
 ) -> None:
     async with pools(workers=1) as (pool, told):
         before = await pool.call("odd", "pid")
-        left = identify(int((await pool.call("odd", how)).text))
+        left = identify_process(int((await pool.call("odd", how)).text))
         assert await pool.call("odd", "pid") != before
         await asyncio.gather(*pool._crew._ending)
         assert left is None or not is_running(left)
@@ -154,7 +154,7 @@ async def test_what_a_tool_started_before_it_crashed_is_ended_too(pools: Open, t
         said = await pool.call("odd", f"crash {tmp_path / 'pid'}")
         assert said.failed
         await asyncio.gather(*pool._crew._ending)
-        assert identify(int((tmp_path / "pid").read_text())) is None
+        assert identify_process(int((tmp_path / "pid").read_text())) is None
 
 
 def test_what_a_tool_started_dies_with_the_controller_too(pools: Open) -> None:
@@ -172,8 +172,8 @@ def test_what_a_tool_started_dies_with_the_controller_too(pools: Open) -> None:
         "asyncio.run(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    left = identify(int(done.stdout))
-    assert left is None or wait_ended(left, 30.0)
+    left = identify_process(int(done.stdout))
+    assert left is None or wait_process_ended(left, 30.0)
 
 
 @pytest.mark.parametrize("line", ['{"said": "42"}', '[1, {"said": "42"}]', "[1]", "7"])

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.spec import JobSpec
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.models.layout import checkpoint_folder, manifest_digest, receipts_file, verify_checkpoint, weights_folder
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
@@ -188,7 +188,7 @@ class World:
             return await stub.Feed(self.chunks(rank, seal, groups))
 
     async def chunks(self, rank: int, seal: Seal, groups: list[Group]) -> AsyncIterator[pb.FeedChunk]:
-        layout = balance(seal)
+        layout = balance_samples(seal)
         payload = pb.FeedPayload(
             groups=[part(groups[g], layout.samples_of(rank, g)) for g in layout.groups_of_rank(rank)]
         ).SerializeToString()

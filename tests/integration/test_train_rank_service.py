@@ -15,14 +15,14 @@ from ready_seals import ready_seal
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
-from gcore.ledger.balance import balance, content_sha256
+from gcore.ledger.balance import balance_samples, content_sha256
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.system.clock import Clock, SystemClock
 from gcore.testing import FakeClock
-from gcore.train.checkpoint.run_files import Writing
-from gcore.train.rank.feed import FeedState, PartWork, Work, WorldName
-from gcore.train.rank.launch import PARTS, CannotRest, StepResult
-from gcore.train.rank.service import COALESCE_S, PARTS_S, RankBoard, TrainRankService
+from gcore.train.checkpoint.run_files import WriteProgress
+from gcore.train.rank.feed import FeedState, StepInput, StepPartInput, WorldName
+from gcore.train.rank.launch import PARTS, CannotOffload, StepResult
+from gcore.train.rank.service import COALESCE_S, PARTS_S, RankStatus, TrainRankService
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 ME = pb.WorldId(job_uid="j", world="w", lineage=0)
@@ -37,9 +37,9 @@ TOKEN = pb.StepToken(lineage=0, step=1, attempt=1)
 @dataclass
 class Served:
     stub: train_pb2_grpc.TrainRankStub
-    board: RankBoard
-    begun: list[Work]
-    parts: list[PartWork]
+    board: RankStatus
+    begun: list[StepInput]
+    parts: list[StepPartInput]
     rested: list[frozenset[str]]
     """What was to be released, time after time."""
 
@@ -53,15 +53,15 @@ async def served() -> AsyncIterator[Served]:
 @asynccontextmanager
 async def service(clock: Clock, *, full: bool = False) -> AsyncIterator[Served]:
     """`full`: there is no room to put memory aside."""
-    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
-    begun: list[Work] = []
-    parts: list[PartWork] = []
+    board = RankStatus(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
+    begun: list[StepInput] = []
+    parts: list[StepPartInput] = []
     rested: list[frozenset[str]] = []
 
     async def rest(what: Collection[str]) -> None:
         rested.append(frozenset(what))
         if full:
-            raise CannotRest("the weights cannot be put aside (No space left on device)", where="/tmp")
+            raise CannotOffload("the weights cannot be put aside (No space left on device)", where="/tmp")
         board.released = frozenset(what)
 
     server = grpc.aio.server()
@@ -144,7 +144,7 @@ async def test_what_was_fed_in_many_chunks_and_calls_is_held_and_then_trained(se
     for _ in range(3):
         await served.stub.Apply(apply_request(make_seal(group).encode()))
     assert len(served.begun) == 1
-    assert served.begun[0].layout == balance(make_seal(group))
+    assert served.begun[0].layout == balance_samples(make_seal(group))
 
 
 async def test_parts_of_a_step_are_begun_once_and_its_end_begins_the_rest(served: Served) -> None:
@@ -257,7 +257,7 @@ async def test_a_slow_watcher_gets_the_newest_state_and_holds_nobody_up(served: 
 
 async def test_watchers_hear_of_a_failure_even_if_the_training_thread_still_tells_how_far_it_is() -> None:
     clock = FakeClock()
-    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
+    board = RankStatus(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
     heard: list[tuple[str, str]] = []
 
     async def watch() -> None:
@@ -277,16 +277,16 @@ async def test_watchers_hear_of_a_failure_even_if_the_training_thread_still_tell
 
 
 async def test_a_new_watcher_is_told_what_was_not_worth_a_message_to_the_others() -> None:
-    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), FakeClock())
+    board = RankStatus(FeedState(WorldName("j", "w", 0), 0, 1, 0), FakeClock())
     await anext(board.messages())
-    board.writing = Writing(Version(0, 3), 100, 60)
+    board.writing = WriteProgress(Version(0, 3), 100, 60)
     message = await anext(board.messages())
     assert message.writing.written == 60
 
 
 async def test_changes_that_come_together_are_one_message() -> None:
     clock = FakeClock()
-    board = RankBoard(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
+    board = RankStatus(FeedState(WorldName("j", "w", 0), 0, 1, 0), clock)
     messages = board.messages()
     assert (await anext(messages)).progress == 0
     for progress in (1, 2, 3):

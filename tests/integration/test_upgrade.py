@@ -20,7 +20,7 @@ from wheel_venv import Installed, commit_before, git, install
 
 from gcore.ledger.records.job import JobPhase
 from gcore.store import keys
-from gcore.system.process import status_of, wait_ended
+from gcore.system.process import process_status, wait_process_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -73,7 +73,7 @@ async def upgrade(cluster: ChaosCluster, name: str, new: Installed) -> None:
     assert daemon.process is not None
     daemon.wanted = False
     daemon.signal(signal.SIGTERM)
-    ended = await asyncio.to_thread(wait_ended, daemon.process, 30.0)
+    ended = await asyncio.to_thread(wait_process_ended, daemon.process, 30.0)
     assert ended, f"{name} does not end"
     run_with(cluster, name, new)
     daemon.wanted = True
@@ -104,7 +104,7 @@ def run_with(cluster: ChaosCluster, name: str, installed: Installed) -> None:
 
 
 def command_of(pid: int) -> str:
-    assert status_of(pid) is not None
+    assert process_status(pid) is not None
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 

@@ -26,7 +26,7 @@ from prometheus_server import PrometheusServer, changes
 from trace_collector import Collector
 
 from gcore.config.local_cluster import LocalCluster
-from gcore.testing.judges import Failing, FakeOpenAI
+from gcore.testing.judges import FakeFailure, FakeOpenAI
 from tools.monitoring import every_query, rules
 
 pytestmark = [pytest.mark.needs("prometheus"), pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -62,7 +62,7 @@ def outside() -> Iterator[FakeOpenAI]:
         return "hm" if turn % 7 == 0 else str(turn % 3)
 
     fake, loop, ready = FakeOpenAI(say), asyncio.new_event_loop(), threading.Event()
-    fake.script = [Failing(status=503) if turn % 9 == 8 else Failing() for turn in range(2000)]
+    fake.script = [FakeFailure(status=503) if turn % 9 == 8 else FakeFailure() for turn in range(2000)]
     over = asyncio.Event()
 
     async def serve() -> None:

@@ -26,7 +26,14 @@ from gcore.store.etcd import LocalEtcd
 from gcore.store.reference import StoreRef
 from gcore.store.types import Delete, KeyValue, Put, WatchEvent
 from gcore.system.clock import SystemClock
-from gcore.system.process import ProcessId, identify, is_running, send_signal, terminate, wait_ended
+from gcore.system.process import (
+    ProcessId,
+    identify_process,
+    is_running,
+    send_signal,
+    terminate_process,
+    wait_process_ended,
+)
 from gcore.worker.main import start_worker
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
@@ -114,12 +121,12 @@ class Node:
 
 
 async def ended(process: ProcessId) -> None:
-    assert await asyncio.to_thread(wait_ended, process, LONG_S)
+    assert await asyncio.to_thread(wait_process_ended, process, LONG_S)
 
 
 def child_of(record: WorkerRecord) -> ProcessId:
     assert record.child_pid is not None
-    child = identify(record.child_pid)
+    child = identify_process(record.child_pid)
     assert child is not None
     return child
 
@@ -129,7 +136,7 @@ def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEtcd]
     folder = tmp_path_factory.mktemp("etcd")
     etcd = asyncio.run(LocalEtcd.start(folder / "data", log_file=folder / "log", clock=SystemClock()))
     yield etcd
-    terminate(etcd.process, grace_s=0)
+    terminate_process(etcd.process, grace_s=0)
 
 
 @asynccontextmanager
@@ -143,7 +150,7 @@ async def a_node(etcd: LocalEtcd, home: Path) -> AsyncIterator[Node]:
     finally:
         listening.cancel()
         for process in node.started:
-            terminate(process, grace_s=0)
+            terminate_process(process, grace_s=0)
         await store.close()
 
 
@@ -267,7 +274,7 @@ async def test_what_a_child_left_behind_is_killed_with_it(node: Node) -> None:
     spec = node.spec(["leave a grandchild"], SERVE)
     node.start(spec)
     child = child_of(await node.shown(spec, "serving"))
-    grandchild = identify(int(node.log(spec).split()[1]))
+    grandchild = identify_process(int(node.log(spec).split()[1]))
     assert grandchild is not None
     os.kill(child.pid, signal.SIGKILL)
     await node.shown(spec, "failed")
@@ -375,7 +382,7 @@ async def test_a_child_works_on_while_the_store_is_away_and_what_happened_is_sho
             for spec in (quiet, dying):
                 node.start(spec)
             child, doomed = [child_of(await node.shown(spec, "serving")) for spec in (quiet, dying)]
-            terminate(etcd.process, grace_s=0)
+            terminate_process(etcd.process, grace_s=0)
             os.kill(doomed.pid, signal.SIGKILL)
             await ended(doomed)
             etcd = await start(client_port=etcd.client_port, peer_port=etcd.peer_port)
@@ -385,7 +392,7 @@ async def test_a_child_works_on_while_the_store_is_away_and_what_happened_is_sho
             assert there is not None
             assert WorkerRecord.decode(there.value).child_pid == child.pid
     finally:
-        terminate(etcd.process, grace_s=0)
+        terminate_process(etcd.process, grace_s=0)
 
 
 async def test_a_worker_that_never_found_the_store_goes_when_it_is_told_to(node: Node) -> None:
@@ -400,7 +407,7 @@ async def test_a_worker_that_never_found_the_store_goes_when_it_is_told_to(node:
 
 
 def until_it_handles_sigterm(process: ProcessId) -> None:
-    while not wait_ended(process, timeout_s=0.02):
+    while not wait_process_ended(process, timeout_s=0.02):
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
         if caught is not None and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1:
             return

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_rank_program import GROUPS, SAMPLES, STAGES, VOCABULARY, join, logprobs, make_model, make_step, run, written
 
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 
 BETA1 = 0.9
 SOME = ((1,), (), (0, 2))
@@ -125,12 +125,12 @@ class PlainCritic:
         yield "score.weight", self.weight
         yield "score.bias", self.bias
 
-    def values(self, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+    def values(self, group: TrainGroup, sample: TrainSample) -> torch.Tensor:
         """Of the text before each token: one text after the other, so that no later token can be seen."""
         ids = [*group.prompt_ids.tolist(), *sample.token_ids.tolist()]
         return torch.cat([self.last_values(ids[:end], 1) for end in range(len(group.prompt_ids), len(ids))])
 
-    def values_at_once(self, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+    def values_at_once(self, group: TrainGroup, sample: TrainSample) -> torch.Tensor:
         """The same, quicker."""
         ids = [*group.prompt_ids.tolist(), *sample.token_ids.tolist()]
         return self.last_values(ids[:-1], len(sample.token_ids))
@@ -257,35 +257,35 @@ class Rank:
     def trainer(self, run: Path, tree: dict[str, Any], start: dict[str, Any] | None = None) -> Any:
         """As `gcore.train.loading` makes one, but for the reference, which is another model than the policy."""
         from gcore.train.backends.packed_attention import NAME
-        from gcore.train.checkpoint.writer import Progress, Saver, restore_critic, restore_optimizer
+        from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
         from gcore.train.hf_models import load_module
-        from gcore.train.models import Models, Reference, load_models
+        from gcore.train.models import RankModels, Reference, load_models
         from gcore.train.rank.main import _manifest
         from gcore.train.step import StepTrainer
 
         launch = rank_launch(tree, run, rank=self.rank, world_size=self.size, start=start)
         manifest = _manifest(launch)
         models = load_models(launch, self.world.device, self.world.max, lambda: None)
-        progress = Progress(0, 0)
+        progress = UpdateCounts(0, 0)
         if manifest is not None and launch.checkpoint_path is not None:
             restore_optimizer(models.policy, launch.checkpoint_path, manifest)
             restore_critic(models.critic, launch.checkpoint_path, manifest)
-            progress = Progress.of(manifest)
+            progress = UpdateCounts.of(manifest)
         if models.reference is not None:
             other: Any = load_module(self.folder / "reference", torch.float32)
             if launch.spec.train.packing == "packed":
                 other.set_attn_implementation(NAME)
-            models = Models(models.policy, Reference(other, launch.spec.train, self.world.device), models.critic)
-        saver = Saver(launch, models.policy, models.critic)
+            models = RankModels(models.policy, Reference(other, launch.spec.train, self.world.device), models.critic)
+        saver = CheckpointWriter(launch, models.policy, models.critic)
         self.writers.append(saver.writer)
         return StepTrainer(launch, self.world, models, saver, SystemClock(), progress)
 
-    def work(self, case: str, mini_batches: int, step: int = 1) -> Work:
+    def work(self, case: str, mini_batches: int, step: int = 1) -> StepInput:
         masked = MASKED.get(case, NOBODY)
         groups = tuple(g.model_copy(update={"masked": m}) for g, m in zip(self.seal.groups, masked, strict=True))
         more = {"world_size": self.size, "mini_batches": mini_batches, "groups": groups, "step": step}
         seal = self.seal.model_copy(update=more)
-        return Work(seal, balance(seal), self.rank, self.held)
+        return StepInput(seal, balance_samples(seal), self.rank, self.held)
 
     def cases(self, stage: int) -> None:
         for case, options in CASES.items():

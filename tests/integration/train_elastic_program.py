@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from train_rank_program import GROUPS, SAMPLES, make_model, make_step
 
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import WorldState
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
 from gcore.train.checkpoint.replicas import CopiesLost
-from gcore.train.checkpoint.run_files import CheckpointWriter
-from gcore.train.rank.feed import Work
+from gcore.train.checkpoint.run_files import BackgroundWriter
+from gcore.train.rank.feed import StepInput
 from gcore.train.rank.launch import RankLaunch
-from gcore.train.rank.main import Meet, load
+from gcore.train.rank.main import RendezvousCalls, load_rank
 
 STEPS = 6
 NO_MEMORY, NO_ROOM = 5, 6
@@ -100,8 +100,8 @@ def rank_process(folder: Path, name: str, launch: RankLaunch) -> None:
         return address.read_text()
 
     try:
-        writer = CheckpointWriter(launch.run_path, launch.world)
-        loaded = load(launch, Meet(publish, find), clock, lambda phase: None, writer)
+        writer = BackgroundWriter(launch.run_path, launch.world)
+        loaded = load_rank(launch, RendezvousCalls(publish, find), clock, lambda phase: None, writer)
     except CopiesLost as error:
         (folder / name / f"refused-{launch.world}-{launch.rank}").write_text(str(error))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +113,7 @@ def rank_process(folder: Path, name: str, launch: RankLaunch) -> None:
     for step in range(launch.start.step + 1, until + 1):
         more = {"world_size": launch.world_size, "mini_batches": GROUPS, "step": step, "lineage": launch.lineage}
         cut = seal.model_copy(update=more)
-        metrics = dict(loaded.run(Work(cut, balance(cut), launch.rank, held), lambda phase: None).metrics)
+        metrics = dict(loaded.run(StepInput(cut, balance_samples(cut), launch.rank, held), lambda phase: None).metrics)
         found.append(metrics)
     loss_file.write_text(json.dumps(found))
     os.kill(os.getpid(), signal.SIGKILL)

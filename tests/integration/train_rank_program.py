@@ -26,12 +26,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
 from gcore.train.backends import distributed as meeting_place
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work, parts_left
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample, remaining_parts
 from gcore.types import PromptRef, Version
 
 VOCABULARY, GROUPS, SAMPLES = 64, 3, 3
@@ -166,7 +166,7 @@ def spec(folder: Path, case: str, stage: int, **train: Any) -> dict[str, Any]:
     }
 
 
-def make_step() -> tuple[Seal, dict[str, HeldGroup]]:
+def make_step() -> tuple[Seal, dict[str, TrainGroup]]:
     """A step whose samples have very different lengths."""
     rng = np.random.default_rng(7)
     sealed, held = [], {}
@@ -176,11 +176,11 @@ def make_step() -> tuple[Seal, dict[str, HeldGroup]]:
         for index in range(SAMPLES):
             n = int(rng.integers(1, 13))
             logprobs = (-4.2 + rng.normal(0, 0.4, n)).astype(np.float32)
-            samples[index] = HeldSample(
+            samples[index] = TrainSample(
                 rng.integers(0, VOCABULARY, n).astype(np.int32), logprobs, float(rng.integers(0, 3))
             )
         digest = f"{number:032x}"
-        held[digest] = HeldGroup(
+        held[digest] = TrainGroup(
             PromptRef(0, number, 0), digest, prompt, samples, TEMPERATURES[number], BASELINES[number]
         )
         sealed.append(
@@ -247,14 +247,14 @@ def plain(folder: Path) -> None:
         (folder / f"plain-{case}.json").write_text(json.dumps(float(loss.detach())))
 
 
-def distribution(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+def distribution(model: Any, group: TrainGroup, sample: TrainSample) -> torch.Tensor:
     """Log-probabilities [response, vocabulary] of one response, without padding."""
     ids = torch.tensor([*group.prompt_ids.tolist(), *sample.token_ids.tolist()])[None]
     logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1] / group.temperature
     return torch.log_softmax(logits, -1)
 
 
-def logprobs(model: Any, group: HeldGroup, sample: HeldSample) -> torch.Tensor:
+def logprobs(model: Any, group: TrainGroup, sample: TrainSample) -> torch.Tensor:
     """Of one response's tokens."""
     return distribution(model, group, sample).gather(1, torch.tensor(sample.token_ids.tolist())[:, None])[:, 0]
 
@@ -347,11 +347,11 @@ def plain_loss(case: str, model: Any, reference: Any) -> torch.Tensor:
 
 
 def plain_gains(
-    options: dict[str, Any], model: Any, reference: Any, group: HeldGroup, index: int, size: int
+    options: dict[str, Any], model: Any, reference: Any, group: TrainGroup, index: int, size: int
 ) -> torch.Tensor:
     """Of every token of a response, before whitening; the group has `size` samples."""
 
-    def penalties(sample: HeldSample) -> torch.Tensor:
+    def penalties(sample: TrainSample) -> torch.Tensor:
         if options.get("kl_in") != "reward":
             return torch.zeros(len(sample.token_ids), dtype=torch.float64)
         with torch.no_grad():
@@ -388,7 +388,7 @@ def plain_kl(apart: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def plain_token_loss(
-    case: str, model: Any, reference: Any, group: HeldGroup, sample: HeldSample, advantage: torch.Tensor
+    case: str, model: Any, reference: Any, group: TrainGroup, sample: TrainSample, advantage: torch.Tensor
 ) -> torch.Tensor:
     """Of a response's tokens; those that the correction leaves out are not there."""
     options, correction = CASES.get(case, TEN), CORRECTIONS.get(case, "none")
@@ -455,7 +455,7 @@ def run(folder: Path, plain: Callable[[Path], None], rank: Callable[[Path, int, 
 
 def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
     """The world of `size` ranks that meet in `folder`."""
-    meeting = meeting_place.Meeting(rank, size, "127.0.0.1")
+    meeting = meeting_place.Rendezvous(rank, size, "127.0.0.1")
     address = folder / f"address-{size}"
     if rank == 0:
         opened = meeting_place.open_store(meeting)
@@ -475,10 +475,10 @@ def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
 def rank_process(folder: Path, rank: int, size: int) -> None:
     """Every case, two ranks at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
     from gcore.train.backends.packed_attention import NAME
-    from gcore.train.checkpoint.run_files import CheckpointWriter
-    from gcore.train.checkpoint.writer import Progress, Saver
+    from gcore.train.checkpoint.run_files import BackgroundWriter
+    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
     from gcore.train.hf_models import load_module
-    from gcore.train.models import Models, Policy, Reference, load_models
+    from gcore.train.models import PolicyModel, RankModels, Reference, load_models
     from gcore.train.step import StepTrainer
 
     world = join(folder, rank, size)
@@ -492,14 +492,14 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             other: Any = load_module(folder / "reference", torch.float32)
             if train.packing == "packed":
                 other.set_attn_implementation(NAME)
-            models = Models(models.policy, Reference(other, train, world.device))
+            models = RankModels(models.policy, Reference(other, train, world.device))
         if name.startswith(("recompute-", "half-")):
             made_policies[name] = models.policy
-        saver = Saver(launch, models.policy)
+        saver = CheckpointWriter(launch, models.policy)
         writers.append(saver.writer)
-        return StepTrainer(launch, world, models, saver, SystemClock(), Progress(0, 0))
+        return StepTrainer(launch, world, models, saver, SystemClock(), UpdateCounts(0, 0))
 
-    def sealed(case: str, mini_batches: int) -> Work:
+    def sealed(case: str, mini_batches: int) -> StepInput:
         masked = MASKED.get(case, ((),) * GROUPS)
         counts = SIZES.get(case, (SAMPLES,) * GROUPS)
         groups = tuple(
@@ -508,10 +508,10 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         )
         more = {"world_size": size, "mini_batches": mini_batches, "groups": groups, "padding": PADDING.get(case, 0)}
         cut = seal.model_copy(update=more)
-        return Work(cut, balance(cut), rank, held)
+        return StepInput(cut, balance_samples(cut), rank, held)
 
-    writers: list[CheckpointWriter] = []
-    made_policies: dict[str, Policy] = {}
+    writers: list[BackgroundWriter] = []
+    made_policies: dict[str, PolicyModel] = {}
     for stage in (1, 2, 3):
         whole = stage in STAGES if size > 1 else stage == 2
         for case in [*CASES, "updates", "lonely"] if whole else FEW:
@@ -527,16 +527,16 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             name = f"streamed-{case}-{stage}"
             work = sealed(of, 1)
             cut = work.seal.model_copy(update={"parts": parts, "ready_parts": len(parts)})
-            work = dataclasses.replace(work, seal=cut, layout=balance(cut))
+            work = dataclasses.replace(work, seal=cut, layout=balance_samples(cut))
             one = trainer(name, spec(folder, of, stage, stream=True, **half))
             begun = max(0, before - rank)  # not every rank was told of each before the whole
-            for part in list(parts_left(work))[:begun]:
+            for part in list(remaining_parts(work))[:begun]:
                 one.accumulate(part, lambda phase: None)
             result = one.run(dataclasses.replace(work, begun=begun), lambda phase: None)
             (folder / f"{name}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         nothing = seal.model_copy(update={"world_size": size, "groups": (), "last": True})
         result = trainer(f"empty-{stage}", spec(folder, "engine", stage)).run(
-            Work(nothing, balance(nothing), rank, {}), lambda phase: None
+            StepInput(nothing, balance_samples(nothing), rank, {}), lambda phase: None
         )
         (folder / f"empty-{stage}-{size}" / f"metrics-{rank}.json").write_text(json.dumps(dict(result.metrics)))
         work = sealed("engine", 1)

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from train_rank_program import GROUPS, SAMPLES, VOCABULARY, make_step
 
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
-from gcore.train.checkpoint.run_files import CheckpointWriter
-from gcore.train.rank.feed import Work
+from gcore.train.checkpoint.run_files import BackgroundWriter
+from gcore.train.rank.feed import StepInput
 from gcore.train.rank.launch import OPTIMIZER, PARTS, RankLaunch
-from gcore.train.rank.main import Loaded, Meet, load
+from gcore.train.rank.main import LoadedRank, RendezvousCalls, load_rank
 
 STEPS, RANKS = 4, 2
 PLAIN: dict[str, Any] = {"old_logprobs": "recompute", "mini_batches": GROUPS, "kl_coef": 0.1, "weight_decay": 0.1}
@@ -95,12 +95,12 @@ def rank_process(folder: Path, name: str, launch: RankLaunch, order: tuple[froze
             threading.Event().wait(0.02)
         return address.read_text()
 
-    loaded = load(
+    loaded = load_rank(
         launch,
-        Meet(publish, find),
+        RendezvousCalls(publish, find),
         clock,
         lambda phase: None,
-        CheckpointWriter(launch.run_path, launch.world),
+        BackgroundWriter(launch.run_path, launch.world),
     )
     losses, memory = [], []
     for step in range(1, STEPS + 1):
@@ -114,10 +114,10 @@ def rank_process(folder: Path, name: str, launch: RankLaunch, order: tuple[froze
     os._exit(0)  # gloo's threads can abort the interpreter on its way out
 
 
-def train(loaded: Loaded, launch: RankLaunch, step: int) -> dict[str, float]:
+def train(loaded: LoadedRank, launch: RankLaunch, step: int) -> dict[str, float]:
     seal, held = make_step()
     cut = seal.model_copy(update={"world_size": RANKS, "mini_batches": GROUPS, "step": step})
-    return dict(loaded.run(Work(cut, balance(cut), launch.rank, held), lambda phase: None).metrics)
+    return dict(loaded.run(StepInput(cut, balance_samples(cut), launch.rank, held), lambda phase: None).metrics)
 
 
 def main(folder: Path) -> None:

@@ -11,11 +11,11 @@ import subprocess
 import sys
 from typing import Any
 
-from gcore.worker.control import Control
+from gcore.worker.control import ControlLine
 
 
 def main() -> None:
-    control = Control.inherit()
+    control = ControlLine.inherit()
     assert control is not None
     for name, *arguments in control.launch["steps"]:
         STEPS[name](control, *arguments)
@@ -23,23 +23,23 @@ def main() -> None:
     print("stopped as told", flush=True)
 
 
-def tell(control: Control, event: str, fields: dict[str, Any]) -> None:
+def tell(control: ControlLine, event: str, fields: dict[str, Any]) -> None:
     control.send(event, **fields)
 
 
-def serve_where_the_rendezvous_is(control: Control) -> None:
+def serve_where_the_rendezvous_is(control: ControlLine) -> None:
     control.send("serving", address=control.wait_for("rendezvous")["address"])
 
 
-def say(_: Control, text: str) -> None:
+def say(_: ControlLine, text: str) -> None:
     print(text, flush=True)
 
 
-def say_environment(_: Control, *names: str) -> None:
+def say_environment(_: ControlLine, *names: str) -> None:
     print(*(f"{name}={os.environ.get(name)}" for name in names), flush=True)
 
 
-def leave_a_grandchild(_: Control) -> None:
+def leave_a_grandchild(_: ControlLine) -> None:
     print("grandchild", subprocess.Popen(["sleep", "600"]).pid, flush=True)
 
 

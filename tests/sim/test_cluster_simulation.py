@@ -13,8 +13,8 @@ from simulated_cluster import Story, tell_story
 
 from controllers.rules.actions import Intent
 from controllers.rules.decide import decide
-from controllers.rules.view import JobView, Remembered
-from controllers.rules.waits import waiting_for
+from controllers.rules.view import JobView, Memo
+from controllers.rules.waits import current_waits
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
 CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
@@ -101,10 +101,10 @@ def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
     def both(view: JobView) -> tuple[Intent, ...]:
         nonlocal looks
         looks += 1
-        intents, waits = decide(view), list(waiting_for(view))
-        afresh = replace(view, remembered=Remembered())
+        intents, waits = decide(view), list(current_waits(view))
+        afresh = replace(view, remembered=Memo())
         assert decide(afresh) == intents
-        assert list(waiting_for(afresh)) == waits
+        assert list(current_waits(afresh)) == waits
         return intents
 
     monkeypatch.setattr("controllers.job.reconciler.decide", both)

@@ -125,7 +125,7 @@ def _caught_by_whoever_walks_it(make: Any) -> Any:
     "patch",
     [
         pytest.param(("gcore.ledger.transactions:assign", _asks_for_what_is_not_there), id="a function"),
-        pytest.param(("controllers.rules.decide:assigning", _caught_by_whoever_walks_it), id="a rule"),
+        pytest.param(("controllers.rules.decide:assign_shards", _caught_by_whoever_walks_it), id="a rule"),
     ],
 )
 def test_a_mutation_that_raises_errors_of_its_own_is_broken_and_not_noticed(

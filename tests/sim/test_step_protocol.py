@@ -11,10 +11,10 @@ from step_simulation import KEYS, RULES, SMALL, BadNetwork, Simulation
 
 from gcore.config.train import OnLimit
 from gcore.ledger import chain, transactions
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import EndedRef
 from gcore.ledger.records.job import JobPhase
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.testing import Call, Fate, MemoryStore
 from gcore.types import PromptRef
 
@@ -139,7 +139,7 @@ def test_the_ledger_recognises_its_own_commit_after_a_lost_reply() -> None:
         slots = simulation.fresh().open_slots
         assert slots is not None
         outcomes = (EndedRef(ref=PromptRef(0, 0, 0), kind="failed"),)
-        advance = chain.accounted(slots.head.record, outcomes, RULES.shape, Writer("a", "mine"))
-        return (await Ledger(store, KEYS).run(transactions.account(KEYS, slots, advance))).outcome
+        advance = chain.account_entry(slots.head.record, outcomes, RULES.shape, ChainWriter("a", "mine"))
+        return (await TransactionExecutor(store, KEYS).run(transactions.account(KEYS, slots, advance))).outcome
 
     assert asyncio.run(story()) is TxnOutcome.WON

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from long_job import CONTROLLERS, KEYS, LOST_EVERY, PROMPTS, RANKS, TIDYING, UID, LongJob, spec
 
-from controllers.api.store_reader import StoredJobs
-from controllers.rules.retention import KEEP_LOG, PRUNE_AT, checkpointing
+from controllers.api.store_reader import StoreReader
+from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints
 from controllers.telemetry.notices import MOST_OF_JOB
 from gcore.ledger import archive
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.records.chain import LogEntry
-from gcore.ledger.retention import KEPT_LOG, LAG, MOST_FAULTS, Bound, Scale, bounds
+from gcore.ledger.retention import KEPT_LOG, LAG, MOST_FAULTS, JobScale, KeyBound, key_bounds
 from gcore.ledger.transactions import MOST_PRUNED
 from gcore.store.keys import JobKeys
 
@@ -24,11 +24,11 @@ STEPS = int(os.environ.get("GCORE_SIM_STEPS", "6000"))
 FAILED = "fault"
 
 
-def bound_of(job: LongJob) -> dict[str, Bound]:
-    scale = Scale(
+def bound_of(job: LongJob) -> dict[str, KeyBound]:
+    scale = JobScale(
         prompts=PROMPTS, controllers=CONTROLLERS, ranks=RANKS, engines=0, rollbacks=job.rollbacks, steps=job.committed
     )
-    return dict(bounds(job.spec, scale))
+    return dict(key_bounds(job.spec, scale))
 
 
 def beyond(job: LongJob) -> dict[str, tuple[int, int]]:
@@ -66,7 +66,7 @@ def test_after_very_many_steps_the_store_holds_no_more_than_after_few_and_nothin
 
 
 @pytest.mark.parametrize(
-    "rule", [rule for rule in TIDYING if rule is not checkpointing], ids=lambda rule: rule.__name__
+    "rule", [rule for rule in TIDYING if rule is not register_and_forget_checkpoints], ids=lambda rule: rule.__name__
 )
 def test_the_bound_rests_on_each_rule(tmp_path: Path, rule: object) -> None:
     job = LongJob(tmp_path, lacking=rule)
@@ -79,17 +79,17 @@ def test_the_audit_of_a_job_whose_log_has_left_the_store_is_clean_and_misses_wha
 ) -> None:
     job = LongJob(tmp_path, receipts=True)
     asyncio.run(job.run(LOST_EVERY + 300))
-    found = asyncio.run(StoredJobs(job.store).audit(UID))
+    found = asyncio.run(StoreReader(job.store).audit(UID))
     assert found.violations == ()
     assert found.lineages == 1
     assert found.steps == job.slots.head.record.step
     assert found.epochs == (found.trained + found.filtered) // PROMPTS
     assert found.issued == found.trained + found.filtered + found.failed + found.in_flight
-    file = max((tmp_path / archive.ARCHIVE_FOLDER).glob("*.jsonl"))
+    file = max((tmp_path / archive.LOG_FOLDER).glob("*.jsonl"))
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:7] + lines[8:]))
     gone = LogEntry.decode(lines[7]).seq
-    assert f"log entry {gone} is missing" in asyncio.run(StoredJobs(job.store).audit(UID)).violations
+    assert f"log entry {gone} is missing" in asyncio.run(StoreReader(job.store).audit(UID)).violations
 
 
 def test_every_kind_of_key_of_a_job_has_a_bound() -> None:
@@ -99,7 +99,7 @@ def test_every_kind_of_key_of_a_job_has_a_bound() -> None:
         for value in vars(keys).values()
         if isinstance(value, str) and value.startswith(keys.prefix) and value != keys.prefix
     }
-    stated = bounds(spec(), Scale(prompts=PROMPTS, controllers=1, ranks=1, engines=1))
+    stated = key_bounds(spec(), JobScale(prompts=PROMPTS, controllers=1, ranks=1, engines=1))
     assert kinds == set(stated)
     assert KEYS.prefix == keys.prefix
 
@@ -111,9 +111,9 @@ def test_the_bound_is_of_the_numbers_that_the_rules_go_by() -> None:
 
 
 def test_the_bound_does_not_grow_with_steps_but_for_checkpoints_that_are_kept_for_ever() -> None:
-    few = Scale(prompts=PROMPTS, controllers=4, ranks=2, engines=2, steps=10)
-    many = Scale(prompts=PROMPTS, controllers=4, ranks=2, engines=2, steps=10**6)
+    few = JobScale(prompts=PROMPTS, controllers=4, ranks=2, engines=2, steps=10)
+    many = JobScale(prompts=PROMPTS, controllers=4, ranks=2, engines=2, steps=10**6)
     usual = spec()
-    assert bounds(usual, few) == bounds(usual, many)
+    assert key_bounds(usual, few) == key_bounds(usual, many)
     for_ever = usual.model_copy(update={"checkpoint": usual.checkpoint.model_copy(update={"keep_every": 1000})})
-    assert bounds(for_ever, many)["log"].keys == bounds(for_ever, few)["log"].keys + 1000
+    assert key_bounds(for_ever, many)["log"].keys == key_bounds(for_ever, few)["log"].keys + 1000

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controllers.accounting.states import precedence
-from gcore.ledger.records.slot_accounting import BookLine, lines_of
+from gcore.ledger.records.slot_accounting import AccountLine, read_lines
 
 MOST_ERROR = 0.01
 """Share of a step's time that may be booked wrongly or not at all."""
@@ -20,13 +20,13 @@ MOST_LOST = 0.05
 """Share of a run's time that may be unbooked where something was killed: of who died nobody can say what the last second was."""
 
 
-def books_of(home: Path) -> tuple[Path, list[BookLine]]:
+def books_of(home: Path) -> tuple[Path, list[AccountLine]]:
     """The run's folder, and what its nodes have booked, start-up first."""
     (folder,) = (home / "runs").iterdir()
-    return folder, list(lines_of(folder))
+    return folder, list(read_lines(folder))
 
 
-def check_sums(lines: Sequence[BookLine]) -> None:
+def check_sums(lines: Sequence[AccountLine]) -> None:
     """Each book sums to its time, and to what its slots were, span by span: the spans fill the step's window without a gap, and what they
     are is what is booked, and what nobody can say of them is what is unbooked."""
     for line in lines:
@@ -52,12 +52,12 @@ def check_sums(lines: Sequence[BookLine]) -> None:
         assert unknown == pytest.approx(book.unbooked, rel=1e-3, abs=near)
 
 
-def unbooked(lines: Sequence[BookLine]) -> float:
+def unbooked(lines: Sequence[AccountLine]) -> float:
     """Share of the time of all slots of which nobody can say what they did."""
     return sum(line.book.unbooked for line in lines) / sum(line.book.seconds * line.book.slots for line in lines)
 
 
-def check_steps(folder: Path, lines: list[BookLine], steps: int) -> None:
+def check_steps(folder: Path, lines: list[AccountLine], steps: int) -> None:
     """Every step was booked by every node, for about as long as the log entry says that it took."""
     told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     took = {line["step"]: line["metrics"]["seconds"] for line in told if line["kind"] == "step"}
@@ -69,7 +69,7 @@ def check_steps(folder: Path, lines: list[BookLine], steps: int) -> None:
             assert line.book.seconds == pytest.approx(took[step], rel=0.15, abs=0.2)
 
 
-def check_accounted(folder: Path, lines: list[BookLine], steps: int) -> None:
+def check_accounted(folder: Path, lines: list[AccountLine], steps: int) -> None:
     """Every second of every slot of a run of real engines and two ranks."""
     check_sums(lines)
     check_steps(folder, lines, steps)

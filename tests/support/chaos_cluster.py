@@ -29,10 +29,10 @@ from aetcd import rpc
 from chaos_network import Machine, Network
 from stopping import stop_process
 
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client import JobsClient, Patience
-from gcore.config import as_said, load_spec
+from gcore.client import JobsClient, WaitPolicy
+from gcore.config import dump_explicit, load_spec
 from gcore.config.node import NodeConfig
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
@@ -45,7 +45,14 @@ from gcore.store.reference import StoreRef
 from gcore.store.types import WatchBatch
 from gcore.system.clock import SystemClock
 from gcore.system.fault_injection import VARIABLE
-from gcore.system.process import ProcessId, identify, is_running, send_signal, spawn_detached, wait_ended
+from gcore.system.process import (
+    ProcessId,
+    identify_process,
+    is_running,
+    send_signal,
+    spawn_detached,
+    wait_process_ended,
+)
 from gcore.worker.records import WorkerRecord
 
 CLOCK = SystemClock()
@@ -264,7 +271,7 @@ class ChaosCluster:
             kind = "rank" if record.role == "train" else "engine"
             if part in (None, f"{kind}-supervisor"):
                 found[f"{record.instance} supervisor"] = record.process
-            child = None if record.child_pid is None else identify(record.child_pid)
+            child = None if record.child_pid is None else identify_process(record.child_pid)
             if part in (None, kind) and child is not None:
                 found[record.instance] = child
         return found
@@ -301,14 +308,14 @@ class ChaosCluster:
 
     def kill_all(self) -> int:
         """kill -9 of everything at once: daemons, supervisors, engines, ranks, etcd. How many processes."""
-        everything = [one.process for home in self.homes.values() for one in processes_of(home)]
+        everything = [one.process for home in self.homes.values() for one in home_processes(home)]
         everything += [kept.process for kept in self.members.values() if kept.process is not None and kept.runs]
         for process in everything:
             send_signal(process, signal.SIGSTOP)  # so that none sees another one's death
         for process in everything:
             send_signal(process, signal.SIGKILL)
         for process in everything:
-            wait_ended(process, 10.0)
+            wait_process_ended(process, 10.0)
         return len(everything)
 
     def stop(self, process: ProcessId) -> None:
@@ -346,7 +353,7 @@ class ChaosCluster:
 
         async def created() -> pb.Job | None:
             async with self.client() as client:
-                return await client.create_job(as_said(loaded), request_id=request, mode=pb.START_MODE_RESUME)
+                return await client.create_job(dump_explicit(loaded), request_id=request, mode=pb.START_MODE_RESUME)
 
         job = await self.answer(created)
         if self.uid != job.uid:
@@ -368,7 +375,7 @@ class ChaosCluster:
 
     def client(self) -> JobsClient:
         """To any controller."""
-        return JobsClient(tuple(self.addresses.values()), clock=CLOCK, patience=Patience(call_s=3.0, retry_s=0.2))
+        return JobsClient(tuple(self.addresses.values()), clock=CLOCK, patience=WaitPolicy(call_s=3.0, retry_s=0.2))
 
     async def answer(self, ask: Callable[[], Any], patience_s: float = READY_S) -> Any:
         """What some controller answers, once one does."""

@@ -22,9 +22,9 @@ from typing import Any
 from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, NobodyHit, Part, Shape
 from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.schema import NEWEST_VERSION, PIN
-from gcore.system.process import identify, send_signal
+from gcore.system.process import identify_process, send_signal
 
 Told = dict[str, Any]
 Whole = Callable[[Path, Path, random.Random], Awaitable[Told]]
@@ -172,7 +172,7 @@ async def everything(cluster: ChaosCluster) -> Told:
 async def node(cluster: ChaosCluster) -> Told:
     """A whole node: its controller, engine and rank."""
     name = cluster.pick(cluster.up)
-    some = [one.process for one in processes_of(cluster.homes[name])]
+    some = [one.process for one in home_processes(cluster.homes[name])]
     cluster.daemons[name].back_s = 10.0
     for process in some:
         send_signal(process, signal.SIGKILL)
@@ -538,7 +538,7 @@ def at_point(what: str) -> Act:
         pid = cluster.fired(point)
         if pid is None:
             raise ChaosFailed(f"nobody came to {point}")
-        await cluster.until("its end", lambda: identify(pid) is None, 10.0)
+        await cluster.until("its end", lambda: identify_process(pid) is None, 10.0)
         return {"target": point}
 
     return act

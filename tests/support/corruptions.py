@@ -18,7 +18,7 @@ from gcore.data.order import Cursors, ShardCursor
 from gcore.ledger.audit.chain import MOST_REFS, Kind
 from gcore.ledger.records.chain import Checkpoints, EndedRef, Head, Lineage, LogEntry, Seal, SealState
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.selection import StreamRules, resumable, rules_of
+from gcore.ledger.selection import StreamRules, resumable_checkpoints, rules_of
 from gcore.types import PromptRef, Token, Version
 
 
@@ -388,7 +388,7 @@ def seal_of_another_lineage(scene: Scene) -> Refuted:
 
 def checkpoint_of_another_step(scene: Scene) -> Refuted:
     known = Checkpoints.decode(scene.records["ckpts"])
-    newest = next(one for one in resumable(scene.head, known.entries) if one.file)
+    newest = next(one for one in resumable_checkpoints(scene.head, known.entries) if one.file)
     changed = tuple(one.model_copy(update={"step": one.step + 1}) if one == newest else one for one in known.entries)
     scene.records["ckpts"] = Checkpoints(entries=changed).encode()
     return Refuted("checkpoint", words=f"is of log entry {newest.seq}", about="a record")

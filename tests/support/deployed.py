@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.api.submission.allowlist import Allowed
+from controllers.api.submission.allowlist import Allowlist
 from gcore.config import NodeConfig, parse_spec
 
 
@@ -18,4 +18,4 @@ def specs_may_name(config: NodeConfig, *roots: str) -> None:
             "flow": {"steps": 1},
             "rollout": {"max_new_tokens": 8},
         }
-        Allowed.of(config).check(parse_spec(tree))
+        Allowlist.of(config).check(parse_spec(tree))

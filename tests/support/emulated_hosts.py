@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gcore.engines.emulated.host import Host
-from gcore.engines.emulated.launch import HostLaunch, Inbox, PlacedEngine
-from gcore.engines.emulated.law import Law
+from gcore.engines.emulated.host import EngineHost
+from gcore.engines.emulated.launch import HostLaunch, LaunchQueue, PlacedEngine
+from gcore.engines.emulated.law import TimingModel
 from gcore.rollout.client import EngineClient
 from gcore.store import keys
 from gcore.store.reference import StoreRef
@@ -45,7 +45,7 @@ def make_vocabulary(folder: Path, characters: str = CHARACTERS) -> Path:
 class Scene:
     """A host at work, its store, and a client for each engine."""
 
-    host: Host
+    host: EngineHost
     cluster: MemoryCluster
     store: MemoryStore
     clients: list[EngineClient]
@@ -80,9 +80,9 @@ def launch_of(model: Path, engines: tuple[PlacedEngine, ...], name: str = "emula
 @asynccontextmanager
 async def hosting(
     model: Path,
-    law: Law,
+    law: TimingModel,
     engines: int | tuple[PlacedEngine, ...] = 1,
-    inbox: Inbox | None = None,
+    inbox: LaunchQueue | None = None,
     serving: int | None = None,
     **more: Any,
 ) -> AsyncIterator[Scene]:
@@ -93,7 +93,7 @@ async def hosting(
     await store.transact((), (Put(keys.node("node-0"), b"{}"),))
     if isinstance(engines, int):
         engines = tuple(PlacedEngine(instance=f"e{i}", slot=f"emulated:{i}") for i in range(engines))
-    host = Host(launch_of(model, engines, **more), law, store, clock, ProcessId(7, 1), inbox)
+    host = EngineHost(launch_of(model, engines, **more), law, store, clock, ProcessId(7, 1), inbox)
     running = asyncio.create_task(host.run())
     scene = Scene(host, cluster, store, [], running)
     try:

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.request import Delivery, Sampling, Task
-from gcore.engines.torch.engine import Core
-from gcore.engines.torch.main import start
+from gcore.engines.request import GenerationRequest, RequestOutput, RequestSampling
+from gcore.engines.torch.engine import EngineCore
+from gcore.engines.torch.main import start_engine
 from gcore.testing.models import VOCABULARY
 
 SMALL = {
@@ -44,14 +44,16 @@ def save(config: Any, folder: Path, seed: int = 0, std: float = 0.2) -> Path:
     return folder
 
 
-def make_core(folder: Path, **launch: Any) -> Core:
+def make_core(folder: Path, **launch: Any) -> EngineCore:
     """A core that serves the folder on the CPU."""
-    return start(EngineLaunch(model=str(folder), device="cpu", **launch), None)
+    return start_engine(EngineLaunch(model=str(folder), device="cpu", **launch), None)
 
 
-def task(number: int, prompt: Iterable[int], limit: int, **sampling: Any) -> Task:
+def task(number: int, prompt: Iterable[int], limit: int, **sampling: Any) -> GenerationRequest:
     """Sample `number`, seeded by its number unless told otherwise."""
-    return Task(number, f"r{number}", tuple(prompt), Sampling(limit, **({"seed": number} | sampling)))
+    return GenerationRequest(
+        number, f"r{number}", tuple(prompt), RequestSampling(limit, **({"seed": number} | sampling))
+    )
 
 
 def prompt(number: int, length: int, vocabulary: int = VOCABULARY) -> tuple[int, ...]:
@@ -59,7 +61,9 @@ def prompt(number: int, length: int, vocabulary: int = VOCABULARY) -> tuple[int,
     return tuple((number * 31 + i * 7) % (vocabulary - 3) + 3 for i in range(length))
 
 
-def finish(core: Core, tasks: list[Task], between: Callable[[int], None] = lambda cycle: None) -> dict[int, Delivery]:
+def finish(
+    core: EngineCore, tasks: list[GenerationRequest], between: Callable[[int], None] = lambda cycle: None
+) -> dict[int, RequestOutput]:
     """Run the tasks to their end; `between` is called after each cycle with its number."""
     core.submit(tasks)
     cycle = 0
@@ -84,7 +88,7 @@ class Plain:
         logits = self.model(torch.tensor([list(ids)]), use_cache=False).logits[0]
         return torch.log_softmax(logits.float() / (temperature or 1.0), -1)
 
-    def worst(self, one: Task, delivery: Delivery) -> float:
+    def worst(self, one: GenerationRequest, delivery: RequestOutput) -> float:
         """The largest error of the delivery's log-probabilities."""
         tokens = torch.tensor(delivery.tokens)
         table = self.table([*one.prompt, *delivery.tokens], one.sampling.temperature)[len(one.prompt) - 1 : -1]

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from controllers.changes import Changes
-from controllers.flow.evaluation import Evaluator, StoredEvaluations
-from controllers.flow.job_data import Practice
+from controllers.changes import ChangeSignal
+from controllers.flow.evaluation import Evaluator, LedgerEvaluations
+from controllers.flow.job_data import SourcePipeline
 from controllers.rules.view import JobView
 from gcore.config import parse_spec
 from gcore.config.data import EvalSet, eval_sets
 from gcore.errors import EngineError
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Member
 from gcore.ledger.records.job import EnginePlace, EvalPart, Evaluation, JobPhase, JobStatus, Plan
-from gcore.ledger.transactions import Ledger
+from gcore.ledger.transactions import TransactionExecutor
 from gcore.reward.api import RewardError, RewardResult
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
@@ -120,14 +120,14 @@ class Crew:
             spec=self.spec,
             uid="u",
             evaluation=tuple(HeldOut(one, sizes[one.source.name]) for one in held_out),
-            evaluated={one.source.name: Practice(one.source, params, ByText()) for one in held_out},  # type: ignore[arg-type]
+            evaluated={one.source.name: SourcePipeline(one.source, params, ByText()) for one in held_out},  # type: ignore[arg-type]
         )
         self.clock = FakeClock()
         self.cluster = MemoryCluster(self.clock)
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self._mirror = JobMirror(KEYS)
         self.engines = {name: Engines(text) for name in peers}
-        head = chain.base(1, "w", Writer("a", "n")).head
+        head = chain.base_entry(1, "w", ChainWriter("a", "n")).head
         places = tuple(EnginePlace(node=f"node-{name}", slot="cpu:0") for name in peers)
         plan = Plan(generation=1, world="w", ranks=(), engines=places)
         running = JobStatus(phase=JobPhase.RUNNING)
@@ -170,7 +170,7 @@ class Crew:
             rules: Any = SimpleNamespace(steps=self.spec.flow.steps, epochs=None)
             return JobView(self.spec, rules, self.mirror, name, f"node-{name}", {}, {})
 
-        book = StoredEvaluations(Ledger(self.stores[name], KEYS), lambda: self.mirror)
+        book = LedgerEvaluations(TransactionExecutor(self.stores[name], KEYS), lambda: self.mirror)
         return Evaluator(self.material, look, self.changes, self.engines[name], book, self.clock)  # type: ignore[arg-type]
 
     def start(self, *names: str) -> None:

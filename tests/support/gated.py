@@ -17,11 +17,11 @@ import issued
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2_grpc
 
-from controllers.api.edge.access import TokenBook, caller
+from controllers.api.edge.access import Authenticator, current_caller
 from controllers.api.edge.gate import AccessGate, CallJournal
-from controllers.api.edge.server import CallRoom, HealthService, new_server
-from gcore.api.rpc import VersionGate, carried, told
-from gcore.api.tls import Connector, TlsMaterial, Watched, server_credentials
+from controllers.api.edge.server import CallLimiter, HealthService, new_server
+from gcore.api.rpc import VersionGate, parse_refusal, version_metadata
+from gcore.api.tls import Connector, ReloadingFiles, TlsMaterial, server_credentials
 from gcore.api.tokens import TokenRecord, new_token
 from gcore.config.node import ApiConfig
 from gcore.store import keys
@@ -54,11 +54,11 @@ class EveryService(grpc.GenericRpcHandler):
         answer = GetMessageClass(method.output_type)
 
         async def one(request: Any, context: Any) -> Any:
-            self.served.append((details.method, caller().name))
+            self.served.append((details.method, current_caller().name))
             return answer(uid=MADE) if "uid" in answer.DESCRIPTOR.fields_by_name else answer()
 
         async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-            self.served.append((details.method, caller().name))
+            self.served.append((details.method, current_caller().name))
             for _ in range(STREAMS):
                 yield answer()
                 await self.between.wait()
@@ -86,8 +86,8 @@ class Served:
     people: int
     peers: int
     service: EveryService
-    book: TokenBook
-    room: CallRoom
+    book: Authenticator
+    room: CallLimiter
     health: HealthService
     ca: Path
     journal: CallJournal
@@ -119,11 +119,11 @@ class Served:
 async def behind_the_gate(folder: Path) -> AsyncIterator[Served]:
     """A server of everything."""
     ca = issued.authority(folder / "ca")
-    watched = Watched(issued.node(ca, "n1"))
-    book = TokenBook(CLOCK, required=True)
+    watched = ReloadingFiles(issued.node(ca, "n1"))
+    book = Authenticator(CLOCK, required=True)
     book.note(WatchBatch((), 1, reset=True))
     journal = CallJournal(folder / "calls.jsonl", CLOCK)
-    service, room = EveryService(), CallRoom(CALLS)
+    service, room = EveryService(), CallLimiter(CALLS)
     gate = AccessGate(book, journal, room, within_s=WITHIN_S)
     server = new_server([gate, VersionGate()], ApiConfig(calls=CALLS))
     server.add_generic_rpc_handlers((service,))
@@ -156,13 +156,13 @@ async def ask(
             GetMessageClass(described.output_type).FromString,
         )
         asked = iter([request()]) if described.client_streaming else request()
-        going = call(asked, metadata=(*(version or carried()), *connector.metadata(address)), timeout=10)
+        going = call(asked, metadata=(*(version or version_metadata()), *connector.metadata(address)), timeout=10)
         try:
             if described.server_streaming:
                 return (Code.OK, "") if len([one async for one in going]) == STREAMS else (Code.UNKNOWN, "")
             await going
         except grpc.aio.AioRpcError as error:
-            return error.code(), told(error).reason
+            return error.code(), parse_refusal(error).reason
     return Code.OK, ""
 
 

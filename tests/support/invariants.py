@@ -12,12 +12,12 @@ from typing import Any
 
 from simulated_workers import Content, Floor
 
-from controllers.rules.placement import slots_of_plan
-from gcore.ledger.audit.audit import audit
-from gcore.ledger.balance import digests_of
+from controllers.rules.placement import plan_slots
+from gcore.ledger.audit.audit import audit_records
+from gcore.ledger.balance import part_digests
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, LogEntry, Seal, SealState
-from gcore.ledger.records.cluster import Shares, slots_of
+from gcore.ledger.records.cluster import Shares, slots_of_share
 from gcore.ledger.selection import StreamRules
 from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
@@ -103,7 +103,7 @@ class Invariants:
             if claim is not None and claim.instance != rank.spec.instance:
                 continue  # it came second, and is fed by nobody; it ends when it hears that
             ready_parts = slot.record.ready_parts if slot is not None else 0
-            stated = digests_of(slot.record, ready_parts) if slot is not None else ()
+            stated = part_digests(slot.record, ready_parts) if slot is not None else ()
             begun = rank.state.begun
             if rank.alive and rank.state.done == head.step and begun != stated[: len(begun)]:
                 self._wrong(
@@ -119,9 +119,9 @@ class Invariants:
         plan, share = self.mirror.plan, self._shares.jobs.get(self._keys.uid)
         if plan is None or (self.mirror.status is not None and self.mirror.status.record.phase.ended):
             return
-        held = slots_of(share.held) if share is not None else frozenset()
-        if not slots_of_plan(plan.record) <= held:
-            self._wrong(f"the plan uses {sorted(slots_of_plan(plan.record) - held)}, which the job does not hold")
+        held = slots_of_share(share.held) if share is not None else frozenset()
+        if not plan_slots(plan.record) <= held:
+            self._wrong(f"the plan uses {sorted(plan_slots(plan.record) - held)}, which the job does not hold")
 
     def at_the_end(self) -> None:
         """The job has ended well: the whole account, once more."""
@@ -130,7 +130,7 @@ class Invariants:
 
     def _check_head(self, head: Head) -> None:
         self._states[head.version] = self._trained(head)
-        found = audit(self._rules, head, self._log, self._floor.receipts)
+        found = audit_records(self._rules, head, self._log, self._floor.receipts)
         if not found.clean:
             self._wrong(f"the audit: {'; '.join(found.violations)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.api.authority import CertificateRequest, issue_certificate_into, make_authority
 from gcore.api.tls import TlsMaterial
 
 LOCAL = ("localhost", "127.0.0.1")
@@ -21,7 +21,7 @@ def node(
     ca: Path, name: str, *, hosts: tuple[str, ...] = LOCAL, begun: timedelta = timedelta(), days: int = 2
 ) -> TlsMaterial:
     """A node's certificate. `begun`: so long ago."""
-    issue_into(ca / name, ca, Wanted("node", name, hosts, days=days), datetime.now(UTC) - begun)
+    issue_certificate_into(ca / name, ca, CertificateRequest("node", name, hosts, days=days), datetime.now(UTC) - begun)
     return material(ca / name)
 
 
@@ -29,8 +29,8 @@ def user(
     ca: Path, name: str, role: str = "admin", *namespaces: str, begun: timedelta = timedelta(), days: int = 2
 ) -> TlsMaterial:
     """A user's."""
-    wanted = Wanted("user", name, role=role, namespaces=namespaces, days=days)
-    issue_into(ca / name, ca, wanted, datetime.now(UTC) - begun)
+    wanted = CertificateRequest("user", name, role=role, namespaces=namespaces, days=days)
+    issue_certificate_into(ca / name, ca, wanted, datetime.now(UTC) - begun)
     return material(ca / name)
 
 

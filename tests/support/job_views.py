@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from controllers.rules.decide import assign_shards
+from controllers.rules.decide import shard_assignment
 from controllers.rules.view import JobView, RankView
 from gcore.config import parse_spec
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.balance import balance
-from gcore.ledger.chain import Writer
+from gcore.ledger.balance import balance_samples
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Member, OfferedGroup, Seal
 from gcore.ledger.records.job import JobPhase, JobStatus, Plan, RankClaim, RankPlace
-from gcore.ledger.selection import SealNow, StreamRules, held_by, in_order
-from gcore.ledger.transactions import Stored
+from gcore.ledger.selection import SealStep, StreamRules, refs_in_order, sealed_group
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
@@ -35,20 +35,20 @@ SPEC = parse_spec(
 )
 
 
-def stored(record: Any) -> Stored[Any]:
+def stored(record: Any) -> Versioned[Any]:
     """As read at some revision."""
-    return Stored(record, 5)
+    return Versioned(record, 5)
 
 
 def running_job() -> JobView:
     """Nobody waits for anything but groups."""
-    base = chain.base(4, "w", Writer(ME, "n"))
+    base = chain.base_entry(4, "w", ChainWriter(ME, "n"))
     ranks = tuple(RankPlace(rank=i, node=f"node-{i}", slot="cpu:0") for i in range(2))
     mirror = JobMirror(
         KEYS,
         status=stored(JobStatus(phase=JobPhase.RUNNING)),
         head=stored(base.head),
-        assign=stored(assign_shards([ME, PEER], 4, None)),
+        assign=stored(shard_assignment([ME, PEER], 4, None)),
         checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),))),
         plan=stored(Plan(generation=1, world="w", ranks=ranks, engines=())),
         members={m: stored(Member(incarnation=m, node=m.split(".")[0], address="a:1")) for m in (ME, PEER)},
@@ -68,18 +68,18 @@ def running_job() -> JobView:
 def sealed_job(*, ready: bool = False, fed: tuple[int, ...] = ()) -> JobView:
     """The first step is sealed; the ranks in `fed` hold their parts."""
     view = running_job()
-    refs = list(in_order(RULES, view.head, ()))[:4]
+    refs = list(refs_in_order(RULES, view.head, ()))[:4]
     groups = tuple(
         OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(Version(0, 0),))
         for ref in refs
     )
-    chosen = SealNow(tuple(held_by(group, PEER) for group in groups), ())
-    seal = chain.sealed(None, view.head, chosen, world_size=2, mini_batches=1, sealer=ME)
-    seal = Seal.decode((chain.readied(seal) if ready else seal).encode())
+    chosen = SealStep(tuple(sealed_group(group, PEER) for group in groups), ())
+    seal = chain.seal_slot(None, view.head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    seal = Seal.decode((chain.ready_slot(seal) if ready else seal).encode())
     ranks = dict(view.ranks)
     for rank in fed:
         held: dict[str, set[int]] = {}
-        for slot in balance(seal).of_rank(rank):
+        for slot in balance_samples(seal).of_rank(rank):
             held.setdefault(seal.groups[slot.group].digest, set()).add(slot.sample)
         ranks[rank] = RankView(rank, holding=seal.token, held={d: frozenset(s) for d, s in held.items()})
     return replace(view, ranks=ranks, mirror=replace(view.mirror, seals={1: stored(seal)}))

@@ -7,7 +7,7 @@ from typing import Any
 from gcore.config import parse_spec
 from gcore.ledger import transactions
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.transactions import Ledger, Stored
+from gcore.ledger.transactions import TransactionExecutor, Versioned
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.testing import MemoryStore
@@ -27,10 +27,10 @@ async def create(store: MemoryStore, uid: str, name: str, phase: JobPhase = JobP
     named = await store.get(keys.name(name))
     job_keys = JobKeys(uid)
     txn = transactions.create(job_keys, job, JobStatus(phase=JobPhase.PENDING), named.mod_revision if named else 0)
-    ledger = Ledger(store, job_keys)
+    ledger = TransactionExecutor(store, job_keys)
     await ledger.run(txn)
     if phase is not JobPhase.PENDING:
         status = await store.get(job_keys.state)
         assert status is not None
-        old = Stored(JobStatus(phase=JobPhase.PENDING), status.mod_revision)
+        old = Versioned(JobStatus(phase=JobPhase.PENDING), status.mod_revision)
         await ledger.run(transactions.set_status(job_keys, old, JobStatus(phase=phase), None))

@@ -15,16 +15,22 @@ from pathlib import Path
 
 from recorded_job import hands_of
 
-from controllers.job.executor import apply
+from controllers.job.executor import apply_action
 from controllers.rules.actions import Intent
-from controllers.rules.retention import beginning, checkpointing, forgetting, pruning, sweeping
+from controllers.rules.retention import (
+    archive_evaluations,
+    begin_epochs,
+    prune_log,
+    register_and_forget_checkpoints,
+    sweep_old_worlds,
+)
 from controllers.rules.view import JobView, SavedCheckpoint
-from controllers.telemetry.notices import FaultBook
+from controllers.telemetry.notices import PluginErrorLog
 from gcore.config import JobSpec, new_spec
 from gcore.ledger import chain, collectives, evaluation, transactions
 from gcore.ledger import statistics as epochs
-from gcore.ledger.balance import balance
-from gcore.ledger.chain import Writer, digest_of
+from gcore.ledger.balance import balance_samples
+from gcore.ledger.chain import ChainWriter, entry_digest
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, EndedRef, Member, Offer, OfferedGroup
 from gcore.ledger.records.job import (
@@ -38,13 +44,13 @@ from gcore.ledger.records.job import (
     RankPlace,
     Trouble,
 )
-from gcore.ledger.selection import AccountNow, Offered, SealNow, choose, in_order, rules_of
+from gcore.ledger.selection import CloseStep, OffersView, SealStep, choose_seal, refs_in_order, rules_of
 from gcore.ledger.transactions import OpenSlots, Transaction
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.train.checkpoint.run_files import ReceiptBook
-from gcore.train.rank.feed import Work
+from gcore.train.checkpoint.run_files import ReceiptWriter
+from gcore.train.rank.feed import StepInput
 from gcore.types import PromptRef, Version
 
 UID = "0123456789ab"
@@ -57,7 +63,7 @@ LOST_EVERY = 997
 """Rounds between two worlds."""
 LATE = 8
 """Steps between two looks of the housekeeping."""
-TIDYING = (checkpointing, pruning, sweeping, forgetting)
+TIDYING = (register_and_forget_checkpoints, prune_log, sweep_old_worlds, archive_evaluations)
 
 
 def spec() -> JobSpec:
@@ -117,7 +123,7 @@ class LongJob:
         self.rules = rules_of(job)
         self.make(transactions.create(KEYS, job, JobStatus(phase=JobPhase.PENDING), 0))
         assert self.mirror.status is not None
-        advance = chain.base(2, "world-0", self.writer())
+        advance = chain.base_entry(2, "world-0", self.writer())
         running = JobStatus(phase=JobPhase.RUNNING)
         self.make(transactions.start(KEYS, self.mirror.status, advance, self.plan("world-0", 1), running))
         self.claim("world-0")
@@ -145,9 +151,9 @@ class LongJob:
         assert slots is not None
         return slots
 
-    def writer(self) -> Writer:
+    def writer(self) -> ChainWriter:
         self.nonces += 1
-        return Writer("writer", f"{self.nonces}")
+        return ChainWriter("writer", f"{self.nonces}")
 
     def measure(self) -> None:
         """How much there is now."""
@@ -191,21 +197,21 @@ class LongJob:
     async def step(self) -> None:
         """A batch, or outcomes; with what it takes for its data epoch to begin."""
         head = self.slots.head.record
-        wanted = tuple(itertools.islice(in_order(self.rules, head, ()), 2))
-        begun = epochs.standing(head, [stored.record for stored in self.mirror.epochs.values()])
-        if epochs.needed(wanted, begun) is not None:
-            await self.carry_out(beginning)
+        wanted = tuple(itertools.islice(refs_in_order(self.rules, head, ()), 2))
+        begun = epochs.valid_epochs(head, [stored.record for stored in self.mirror.epochs.values()])
+        if epochs.needed_epoch(wanted, begun) is not None:
+            await self.carry_out(begin_epochs)
         self.offer(wanted)
         slots = self.slots
-        chosen = choose(self.rules, head, slots.seals, self.offered())
-        if isinstance(chosen, AccountNow):
+        chosen = choose_seal(self.rules, head, slots.seals, self.offered())
+        if isinstance(chosen, CloseStep):
             self.make(
                 transactions.account(
-                    KEYS, slots, chain.accounted(head, chosen.outcomes, self.rules.shape, self.writer())
+                    KEYS, slots, chain.account_entry(head, chosen.outcomes, self.rules.shape, self.writer())
                 )
             )
             return
-        if not isinstance(chosen, SealNow):
+        if not isinstance(chosen, SealStep):
             return
         assert self.mirror.plan is not None
         self.make(transactions.seal(KEYS, slots, chosen, self.mirror.plan.record, 1, "sealer"))
@@ -213,7 +219,9 @@ class LongJob:
         self.make(transactions.ready(KEYS, self.slots, step))
         seal = self.slots.slots[step].record
         for rank in range(RANKS) if self.receipts else ():
-            ReceiptBook(self.run_dir, seal.world, rank).write(Work(seal, balance(seal), rank, {}), loss=0.5)
+            ReceiptWriter(self.run_dir, seal.world, rank).write(
+                StepInput(seal, balance_samples(seal), rank, {}), loss=0.5
+            )
         keep = self.spec.checkpoints_after(step, last=False)
         self.make(
             transactions.commit(
@@ -230,9 +238,9 @@ class LongJob:
             version = self.slots.head.record.version
             self.saved = {version: SavedCheckpoint(version, f"checkpoints/{version.lineage}-{version.step}", "d" * 64)}
 
-    def offered(self) -> Offered:
+    def offered(self) -> OffersView:
         head = self.slots.head.record
-        return Offered.collect(self.rules, head, [stored.record for stored in self.mirror.offers.values()])
+        return OffersView.collect(self.rules, head, [stored.record for stored in self.mirror.offers.values()])
 
     def offer(self, wanted: tuple[PromptRef, ...]) -> None:
         """By one of the controllers; every tenth prompt is filtered."""
@@ -260,8 +268,8 @@ class LongJob:
         assert entry.tally is not None
         self.rollbacks += 1
         world = f"world-{self.rollbacks}"
-        advance = chain.rolled_back(
-            head, target, entry.cursors, world, self.writer(), "a rank died", tally=entry.tally, parent_digest=digest_of(entry)
+        advance = chain.rollback_entry(
+            head, target, entry.cursors, world, self.writer(), "a rank died", tally=entry.tally, parent_digest=entry_digest(entry)
         )  # fmt: skip
         self.make(
             transactions.rollback(KEYS, self.slots, known, advance, plan, self.plan(world, plan.record.generation + 1))
@@ -289,17 +297,17 @@ class LongJob:
         at = self.slots.head.record.version
         for name, lease in self.members.items():
             old = self.mirror.parts.get(name)
-            new = collectives.with_given(old.record if old else None, name, at, "sum", 1.5)
+            new = collectives.add_contribution(old.record if old else None, name, at, "sum", 1.5)
             self.make(collectives.give(KEYS, old, new, lease))
         parts = {name: stored.record for name, stored in self.mirror.parts.items()}
-        answer = collectives.answer(at, "sum", parts)
+        answer = collectives.compute_answer(at, "sum", parts)
         known = ((stored.record.version, stored.record.name) for stored in self.mirror.agreed.values())
         if f"{at}/sum" not in self.mirror.agreed:
-            self.make(collectives.agree(KEYS, answer, collectives.over(self.members, parts, known)))
+            self.make(collectives.agree(KEYS, answer, collectives.finished_answers(self.members, parts, known)))
 
     async def fail_plug_in(self, step: int) -> None:
         """Another error each time, met by a controller of another life each time."""
-        book = FaultBook(self.store, KEYS, "node-0")
+        book = PluginErrorLog(self.store, KEYS, "node-0")
         book.note(f"the reward raised {step}", "trace " * 100)
         await book.finish()
         self.put(KEYS.trouble("metrics"), Trouble(topic="metrics", node="node-0", sentence=f"trouble {step}").encode())
@@ -316,7 +324,7 @@ class LongJob:
         hands = hands_of(self.store, self.run_dir)
         for rule in rules:
             for intent in rule(self.view()):
-                await apply(intent.action, self.view(), hands)
+                await apply_action(intent.action, self.view(), hands)
                 self.hear()
 
     async def tidy(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gcore.config import JobSpec, parse_spec
-from placement.mapping.cluster import Cluster, cluster_of
-from placement.mapping.workload import Lengths, ModelShape, Shapes, Workload, shape_of, workload_of
+from placement.mapping.cluster import ClusterSpec, parse_cluster
+from placement.mapping.workload import JobShapes, MeanLengths, ModelShape, Workload, make_workload, read_shape
 
 TREE: dict[str, Any] = {
     "name": "j",
@@ -27,7 +27,7 @@ JUDGE: dict[str, Any] = {
 
 def model(width: int = 3584, layers: int = 28, *, heads: int = 28, kv_heads: int = 4) -> ModelShape:
     """A qwen2; as it stands here about 7B parameters."""
-    return shape_of(
+    return read_shape(
         {
             "model_type": "qwen2",
             "hidden_size": width,
@@ -59,11 +59,11 @@ def work(policy: ModelShape = SEVEN, judge: ModelShape | None = None, **more: An
     """A step of that job, with a judge if one is given."""
     judged: dict[str, Any] = {"judges": [JUDGE], "reward": {"judge": "right"}} if judge is not None else {}
     said = spec(**(judged | more))
-    shapes = Shapes(policy, None, {} if judge is None else {"right": judge})
-    return workload_of(said, shapes, Lengths.guessed(said, policy))
+    shapes = JobShapes(policy, None, {} if judge is None else {"right": judge})
+    return make_workload(said, shapes, MeanLengths.guessed(said, policy))
 
 
-def machines(count: int = 1, accelerators: int = 8, **more: Any) -> Cluster:
+def machines(count: int = 1, accelerators: int = 8, **more: Any) -> ClusterSpec:
     """Nodes of H100, unless told otherwise."""
     node = {"count": count, "accelerators": accelerators, "device": "h100", "host_memory_gib": 2000} | more
-    return cluster_of({"nodes": [node]}, where="a test")
+    return parse_cluster({"nodes": [node]}, where="a test")

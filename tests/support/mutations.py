@@ -474,25 +474,25 @@ def _mutations() -> list[Mutation]:
             ),
             caught_by=RULES,
         ),
-        Mutation("2 an update before READY", "2", ((f"{decide}:exchanging", _ready_at_once),), caught_by=DECIDE),
+        Mutation("2 an update before READY", "2", ((f"{decide}:exchange_batch", _ready_at_once),), caught_by=DECIDE),
         Mutation(
             "2 reseal from READY",
             "2",
-            ((f"{decide}:exchanging", _reseals_ready), ("gcore.ledger.chain:resealed", _resealed_from_anything)),
+            ((f"{decide}:exchange_batch", _reseals_ready), ("gcore.ledger.chain:reseal_slot", _resealed_from_anything)),
             caught_by=RULES,
         ),
         Mutation(
             "2 a READY part is given up with the rest",
             "2",
-            (("gcore.ledger.chain:resealed", _with(groups=(), parts=(), ready_parts=0)),),
+            (("gcore.ledger.chain:reseal_slot", _with(groups=(), parts=(), ready_parts=0)),),
             caught_by=PARTS,
         ),
-        Mutation("2 READY parts are told to no rank", "2", ((f"{decide}:accumulating", _never),), caught_by=DECIDED),
+        Mutation("2 READY parts are told to no rank", "2", ((f"{decide}:train_parts", _never),), caught_by=DECIDED),
         Mutation(
             "2 a part is begun before it is READY",
             "2",
             (
-                (f"{decide}:accumulating", _begins_at_once),
+                (f"{decide}:train_parts", _begins_at_once),
                 ("gcore.train.rank.feed:_ready_parts", lambda _: lambda seal: len(seal.parts)),
             ),
             caught_by=BEGUN,
@@ -506,26 +506,28 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "17 a part takes what is there",
             "17",
-            (("gcore.ledger.balance:find", _finds_all_that_is_offered),),
+            (("gcore.ledger.balance:find_groups", _finds_all_that_is_offered),),
             caught_by=PARTS,
         ),
-        Mutation("3 the attempt begins anew", "3", (("gcore.ledger.chain:sealed", _first_attempt),), caught_by=RULES),
+        Mutation(
+            "3 the attempt begins anew", "3", (("gcore.ledger.chain:seal_slot", _first_attempt),), caught_by=RULES
+        ),
         Mutation(
             "4 a rank asks for no world",
             "4",
-            (("gcore.train.rank.feed:admit", _any_world), ("gcore.train.rank.feed:_seal_fault", _any_seal)),
+            (("gcore.train.rank.feed:check_caller", _any_world), ("gcore.train.rank.feed:_seal_fault", _any_seal)),
             caught_by="tests/unit/test_train_feed_state.py",
         ),
         Mutation(
             "4 a lower attempt replaces a higher",
             "4",
-            (("gcore.train.rank.feed:feed", _older_token_too),),
+            (("gcore.train.rank.feed:feed_samples", _older_token_too),),
             caught_by="tests/unit/test_train_feed_state.py",
         ),
         Mutation(
             "4 a token is applied twice",
             "4",
-            (("gcore.train.rank.feed:apply", _applies_twice),),
+            (("gcore.train.rank.feed:apply_step", _applies_twice),),
             caught_by="tests/unit/test_train_feed_state.py",
         ),
         Mutation(
@@ -535,15 +537,21 @@ def _mutations() -> list[Mutation]:
             caught_by="tests/unit/test_peer.py",
         ),
         Mutation(
-            "6 only the owner's groups", "6", (("gcore.ledger.selection:Offered.collect", _own_only),), caught_by=RULES
+            "6 only the owner's groups",
+            "6",
+            (("gcore.ledger.selection:OffersView.collect", _own_only),),
+            caught_by=RULES,
         ),
         Mutation(
-            "7 the seal carries no outcomes", "7", (("gcore.ledger.chain:sealed", _with(outcomes=())),), caught_by=RULES
+            "7 the seal carries no outcomes",
+            "7",
+            (("gcore.ledger.chain:seal_slot", _with(outcomes=())),),
+            caught_by=RULES,
         ),
         Mutation(
             "8 nothing is accounted for without a quota",
             "8",
-            (("gcore.ledger.selection:AccountNow", lambda _: _NotNow),),
+            (("gcore.ledger.selection:CloseStep", lambda _: _NotNow),),
             caught_by="tests/unit/test_ledger_stream.py",
         ),
         Mutation(
@@ -572,70 +580,70 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "12 weights go live before their commit",
             "12",
-            ((f"{decide}:publishing", _live_before_commit),),
+            ((f"{decide}:publish_weights", _live_before_commit),),
             caught_by=RULES,
         ),
         Mutation(
             "13 a checkpoint that is damaged is used",
             "13",
-            (("controllers.job.rollback:damage", _always("")),),
+            (("controllers.job.rollback:find_damage", _always("")),),
             caught_by="tests/unit/test_damaged_checkpoints.py",
         ),
         Mutation(
             "13 weights and cursors are of different records",
             "13",
-            (("gcore.ledger.chain:rolled_back", _cursors_stay),),
+            (("gcore.ledger.chain:rollback_entry", _cursors_stay),),
             caught_by=RULES,
         ),
         Mutation(
             "13 a checkpoint's files go before its entry",
             "13",
-            (("controllers.job.effects:retain", _files_first),),
+            (("controllers.job.effects:retain_checkpoints", _files_first),),
             caught_by="tests/unit/test_apply.py",
         ),
         Mutation(
             "13 the base is forgotten with the others",
             "13",
-            (("gcore.ledger.selection:resumable", _always(())),),
+            (("gcore.ledger.selection:resumable_checkpoints", _always(())),),
             caught_by=RULES,
         ),
         Mutation(
-            "14 committed before it is trained", "14", ((f"{decide}:training", _commits_at_once),), caught_by=DECIDE
+            "14 committed before it is trained", "14", ((f"{decide}:train_step", _commits_at_once),), caught_by=DECIDE
         ),
         Mutation(
             "15 what was not answered was not made",
             "15",
-            (("gcore.ledger.transactions:Ledger._find_out", _unknown_is_lost),),
+            (("gcore.ledger.transactions:TransactionExecutor._find_out", _unknown_is_lost),),
             caught_by="tests/unit/test_unknown_answers.py",
         ),
         Mutation(
             "15 what was not answered is sent again",
             "15",
-            (("gcore.ledger.transactions:Ledger.run", _made_again),),
+            (("gcore.ledger.transactions:TransactionExecutor.run", _made_again),),
             caught_by="tests/unit/test_unknown_answers.py",
         ),
         Mutation(
             "16 a sealed group that is lacked is waited for",
             "16",
-            ((f"{step}:lost_groups", _always("")),),
+            ((f"{step}:why_groups_lost", _always("")),),
             caught_by=DECIDE,
         ),
         Mutation(
             "16 nothing that is held is dropped",
             "16",
-            (("controllers.flow.group_buffer:Holdings.prune", _always(None)),),
+            (("controllers.flow.group_buffer:GroupBuffer.prune", _always(None)),),
             caught_by=RULES,
         ),
         Mutation(
             "17 a seal takes what is there",
             "17",
-            (("gcore.ledger.selection:concluded", _takes_what_is_there),),
+            (("gcore.ledger.selection:conclude_choice", _takes_what_is_there),),
             caught_by="tests/unit/test_ledger_stream.py",
         ),
         Mutation(
             "17 what is waited for is never given up",
             "17",
-            ((f"{decide}:expiring", _never), ("controllers.rules.step:expiring", _never)),
+            ((f"{decide}:give_up_stale_prompts", _never), ("controllers.rules.step:give_up_stale_prompts", _never)),
             caught_by="tests/unit/test_carrying.py",
         ),
         Mutation(
@@ -665,11 +673,13 @@ def _mutations() -> list[Mutation]:
             caught_by="tests/unit/test_yielding.py",
         ),
         Mutation(
-            "recovery: a world that lost a rank is left", "I6", ((f"{decide}:recovering", _never),), caught_by=DECIDE
+            "recovery: a world that lost a rank is left", "I6", ((f"{decide}:recover_world", _never),), caught_by=DECIDE
         ),
-        Mutation("publishing: engines keep old weights", "12", ((f"{decide}:publishing", _never),), caught_by=DECIDE),
         Mutation(
-            "assigning: nobody works on what is nobody's", "6", ((f"{decide}:assigning", _never),), caught_by=DECIDE
+            "publishing: engines keep old weights", "12", ((f"{decide}:publish_weights", _never),), caught_by=DECIDE
+        ),
+        Mutation(
+            "assigning: nobody works on what is nobody's", "6", ((f"{decide}:assign_shards", _never),), caught_by=DECIDE
         ),
     ]
     return made

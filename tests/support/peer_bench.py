@@ -7,32 +7,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from controllers.changes import Changes
-from controllers.flow.evaluation import StoredEvaluations
-from controllers.flow.group_buffer import Holdings
-from controllers.flow.job_data import EpochOrders, material_of
+from controllers.changes import ChangeSignal
+from controllers.flow.evaluation import LedgerEvaluations
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.job_data import CurriculumOrders, make_job_data
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import Collectives
 from controllers.rules.view import JobView
-from controllers.telemetry.notices import FaultBook
-from controllers.telemetry.step_stats import Stopwatch
+from controllers.telemetry.notices import PluginErrorLog
+from controllers.telemetry.step_stats import StepTimer
 from gcore.config import new_spec
 from gcore.data.stream import open_prompts
 from gcore.flows import Peer, find_filters
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.records.job import JobPhase, JobStatus, Plan
 from gcore.ledger.selection import StreamRules
-from gcore.ledger.transactions import Ledger
+from gcore.ledger.transactions import TransactionExecutor
 from gcore.reward.pool import DirectScorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.system.clock import SystemClock
 from gcore.testing import MemoryCluster, MemoryStore, PerfectNetwork
-from gcore.testing.flows import Asked, FakeCluster, Script, made_spec
+from gcore.testing.flows import AnswerScript, Asked, FakeCluster, make_spec
 from gcore.testing.judges import sample_of
 from gcore.testing.models import save_tokenizer
 from gcore.types import Outcome, PromptRef, Sample, Version
@@ -56,7 +56,9 @@ class PeerBench(Protocol):
 class FakeBench:
     """`gcore.testing.fake_peer`."""
 
-    def __init__(self, entries: Sequence[Mapping[str, Any]], script: Script, folder: Path, **sections: Any) -> None:
+    def __init__(
+        self, entries: Sequence[Mapping[str, Any]], script: AnswerScript, folder: Path, **sections: Any
+    ) -> None:
         self.cluster = FakeCluster(entries, script, **sections)
         self.peer: Peer = self.cluster.peers[0]
         self.asked = self.cluster.asked
@@ -73,35 +75,37 @@ class FakeBench:
 class RealBench:
     """`controllers.peer`, with a store in memory and a script in place of engines. Nobody seals: a step never ends."""
 
-    def __init__(self, entries: Sequence[Mapping[str, Any]], script: Script, folder: Path, **sections: Any) -> None:
+    def __init__(
+        self, entries: Sequence[Mapping[str, Any]], script: AnswerScript, folder: Path, **sections: Any
+    ) -> None:
         model, data = folder / "model", folder / "data.jsonl"
         model.mkdir()
         save_tokenizer(model, ends=True)
         (model / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
         data.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
-        tree = made_spec(**sections).model_dump(mode="json")
+        tree = make_spec(**sections).model_dump(mode="json")
         tree |= {"model": {"path": str(model)}, "data": {"path": str(data), "shards": 1}}
         self.spec = new_spec(tree)
         self.script, self.asked = script, list[Asked]()
-        self.clock, self.changes, self.holdings = SystemClock(), Changes(), Holdings()
+        self.clock, self.changes, self.holdings = SystemClock(), ChangeSignal(), GroupBuffer()
         self.store_side = MemoryCluster(self.clock)
         self.store = MemoryStore(self.store_side, network=PerfectNetwork(self.clock))
         self.keys = JobKeys("u")
         self._write_records()
         prompts = open_prompts(self.spec, folder, model)
         self.stream = prompts.stream
-        material = material_of(self.spec, "u", prompts, DirectScorer())
-        self.faults = FaultBook(self.store, self.keys, "n")
+        material = make_job_data(self.spec, "u", prompts, DirectScorer())
+        self.faults = PluginErrorLog(self.store, self.keys, "n")
         self.peer: Peer = JobPeer(
             material,
             self.look,
             self.changes,
             self,  # type: ignore[arg-type]
             self.holdings,
-            StoredEvaluations(Ledger(self.store, self.keys), self.mirror),
+            LedgerEvaluations(TransactionExecutor(self.store, self.keys), self.mirror),
             self.clock,
-            Stopwatch(),
-            EpochOrders(self.spec, material.stream, self.changes.notify),
+            StepTimer(),
+            CurriculumOrders(self.spec, material.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
             Collectives(self.store, self.mirror, "me", self.lease, self.changes, self.clock),
             self.faults,
@@ -111,7 +115,7 @@ class RealBench:
         self.lease = self.store_side.grant(1000)
         records = {
             self.keys.state: JobStatus(phase=JobPhase.RUNNING),
-            self.keys.head: chain.base(1, "w", Writer("me", "n")).head,
+            self.keys.head: chain.base_entry(1, "w", ChainWriter("me", "n")).head,
             self.keys.assign: Assignment(members=("me",), owners=(0,)),
             self.keys.checkpoints: Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),)),
             self.keys.plan: Plan(generation=1, world="w", ranks=(), engines=()),

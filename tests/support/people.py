@@ -39,9 +39,9 @@ class People:
     def drain(self, node: str, *, yes: bool) -> None:
         """Have a node left, or used again."""
         if yes:
-            self._write(keys.drained(node), Drained())
+            self._write(keys.drained_node(node), Drained())
         else:
-            self._delete(keys.drained(node))
+            self._delete(keys.drained_node(node))
 
     def put_right(self) -> None:
         """Nothing is limited, drained or paused any more."""

@@ -8,7 +8,7 @@ from job_views import running_job
 
 from controllers.rules.view import EngineView, JobView
 from gcore.ledger.records.job import EnginePlace
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 
@@ -30,7 +30,7 @@ def placed(*places: EnginePlace, slot_kind: str = "cpu", **views: EngineView) ->
     known = {name_of(place): EngineView(name_of(place), "h:1", None) for place in places} | views
     return replace(
         view,
-        mirror=replace(view.mirror, plan=Stored(plan, 7)),
+        mirror=replace(view.mirror, plan=Versioned(plan, 7)),
         workers=dict(view.workers) | workers,
         engines={name: known[name] for name, worker in workers.items() if worker.role == "rollout"},
         judges={name: known[name] for name, worker in workers.items() if worker.role == "reward"},

@@ -20,7 +20,7 @@ from gcore.engines.emulated.launch import LAW_FILE
 from gcore.ledger.records.job import Move, MoveKind
 from gcore.system.fault_injection import VARIABLE
 from gcore.testing.models import make_tiny_model
-from placement.moves import in_words, numbers_in_words, outcome_in_words
+from placement.moves import move_in_words, numbers_in_words, outcome_in_words
 
 NAME = "placed"
 LAW: Mapping[str, Any] = {
@@ -158,18 +158,18 @@ def arm(folder: Path, monkeypatch: pytest.MonkeyPatch, **points: str) -> Path:
 def moves_of(home: Path) -> list[Move]:
     """The run's moves, oldest first, without what it began with."""
     from controllers.planning.history import NAME as FILE
-    from controllers.planning.history import moves_in
+    from controllers.planning.history import read_moves
 
     (run,) = (home / "runs").glob(f"{NAME}-*")
-    return [move for move in moves_in(run / FILE) if move.kind is not MoveKind.BEGIN]
+    return [move for move in read_moves(run / FILE) if move.kind is not MoveKind.BEGIN]
 
 
 def check_account(told: str, moves: Sequence[Move]) -> None:
     """Whether what `gcore placement explain` told is an account of these moves that a person can follow."""
     paragraphs = told.split("\n\n")
     for move in moves:
-        said = [one for one in paragraphs if in_words(move) in one]
-        assert said, f"nothing is told of it: {in_words(move)}"
+        said = [one for one in paragraphs if move_in_words(move) in one]
+        assert said, f"nothing is told of it: {move_in_words(move)}"
         mine = said[0]
         paragraphs = paragraphs[paragraphs.index(mine) + 1 :]
         assert move.reason, mine

@@ -9,10 +9,10 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gcore.config import parse_spec
-from gcore.config.data import Source, training_sources
+from gcore.config.data import ResolvedSource, training_sources
 from gcore.data.dataset import Dataset
 from gcore.data.renderer import PromptRenderer
-from gcore.data.stream import OpenSource
+from gcore.data.stream import PromptSource
 from gcore.data.tokenizer import ModelTokenizer
 
 WORDS = {word: number for number, word in enumerate(["?", *map(str, range(30)), "+", "="])}
@@ -31,16 +31,16 @@ def spec_tree(data: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return tree | {"flow": {"steps": 1}, "rollout": {"max_new_tokens": 4}} | sections
 
 
-def source(**fields: Any) -> Source:
+def source(**fields: Any) -> ResolvedSource:
     """A source as a spec resolves it."""
     given = {"name": "data", "path": "data.jsonl", "prompt": "q"} | fields
     return training_sources(parse_spec(spec_tree({"sources": [given]})))[0]
 
 
-def open_source(folder: Path, prompts: list[Any], *, limit: int | None = None, **fields: Any) -> OpenSource:
+def open_source(folder: Path, prompts: list[Any], *, limit: int | None = None, **fields: Any) -> PromptSource:
     """A source of those prompts, in a file of its own; entry i has answer i."""
     declared = source(**fields)
     path = folder / f"{declared.name}.jsonl"
     path.write_text("".join(json.dumps({"q": p, "answer": i}) + "\n" for i, p in enumerate(prompts)))
     renderer = PromptRenderer(word_tokenizer(), None, where="model")
-    return OpenSource(declared, Dataset.open(path, prompt_field="q"), renderer, limit)
+    return PromptSource(declared, Dataset.open(path, prompt_field="q"), renderer, limit)

@@ -2,7 +2,7 @@
 
 A response takes as long as it is; lengths have a long tail. Between a seal and its commit the trainer works; at
 staleness 0 nothing goes on meanwhile, else what is in flight does, and more is begun. Controllers may be killed, and with them goes what they hold. With `seats` each has so
-many in flight at most, and with `longest_first` it begins those first that it expects to be the longest, which it knows
+many in flight at most, and with `sort_longest_first` it begins those first that it expects to be the longest, which it knows
 about as well as real ones do. Nothing here has a rule of its own about what is due, sealed, awaited or too old; only
 `take_first` does, which is what not to do.
 """
@@ -16,17 +16,17 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from controllers.flow.peer import Turn, longest_first
-from controllers.rules.decide import assign_shards
+from controllers.flow.peer import DuePrompt, sort_longest_first
+from controllers.rules.decide import shard_assignment
 from gcore.ledger import chain
 from gcore.ledger import selection as stream
 from gcore.ledger import staleness as carried
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import Assignment, EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal
-from gcore.ledger.selection import AccountNow, Choice, NotYet, Offered, SealNow, StreamRules, is_acceptable
+from gcore.ledger.selection import AwaitGroups, Choice, CloseStep, OffersView, SealStep, StreamRules, is_acceptable
 from gcore.types import PromptRef, Version
 
-WRITER = Writer("a", "n")
+WRITER = ChainWriter("a", "n")
 TRAIN_TIME = 30.0
 """In tokens, like all times here: most responses are shorter, some very much longer."""
 HANGS = 10.0**9
@@ -59,7 +59,7 @@ class Racer:
     outcomes: dict[PromptRef, EndedRef] = field(default_factory=dict)
     flights: dict[PromptRef, Flight] = field(default_factory=dict)
     given_up: dict[PromptRef, int] = field(default_factory=dict)
-    turns: dict[PromptRef, Turn] = field(default_factory=dict)
+    turns: dict[PromptRef, DuePrompt] = field(default_factory=dict)
 
 
 class Race:
@@ -87,7 +87,7 @@ class Race:
         self.seed = seed
         self.chance = random.Random(seed)
         self.now = 0.0
-        self.head: Head = chain.base(len(rules.shape.lengths), "w", WRITER).head
+        self.head: Head = chain.base_entry(len(rules.shape.lengths), "w", WRITER).head
         self.seal: Seal | None = None
         self.assign: Assignment | None = None
         self.racers: list[Racer] = []
@@ -127,7 +127,7 @@ class Race:
 
     def _join(self) -> None:
         self.racers.append(Racer(f"c{next(self._numbers)}"))
-        self.assign = assign_shards([r.name for r in self.racers], len(self.rules.shape.lengths), self.assign)
+        self.assign = shard_assignment([r.name for r in self.racers], len(self.rules.shape.lengths), self.assign)
 
     # What happens.
 
@@ -153,7 +153,7 @@ class Race:
             self.trained.extend(group.response_tokens)
             self.oldest_trained = max(self.oldest_trained, self.seal.step - 1 - group.versions[0].step)
             self.mixed += len(group.versions) > 1
-        advance = chain.committed(self.head, self.seal, self.rules.shape, WRITER, keep_cursors=False)
+        advance = chain.commit_entry(self.head, self.seal, self.rules.shape, WRITER, keep_cursors=False)
         self._end(advance.entry.delta)
         self.head, self.seal = advance.head, None
         self._prune()
@@ -186,18 +186,18 @@ class Race:
         offered = self._offered()
         while True:
             chosen = self._chosen(offered)
-            if isinstance(chosen, AccountNow):
-                advance = chain.accounted(self.head, chosen.outcomes, self.rules.shape, WRITER)
+            if isinstance(chosen, CloseStep):
+                advance = chain.account_entry(self.head, chosen.outcomes, self.rules.shape, WRITER)
                 self._end(advance.entry.delta)
                 self.head = advance.head
                 self._prune()
                 offered = self._offered()
                 continue
-            if isinstance(chosen, SealNow) and chosen.groups:
+            if isinstance(chosen, SealStep) and chosen.groups:
                 assert stream.refuse_seal(self.rules, self.head, (), chosen) is None
                 self._look_for_passed_over(chosen, offered)
-                sealed = chain.sealed(None, self.head, chosen, world_size=1, mini_batches=1, sealer="a")
-                self.seal = chain.readied(sealed)
+                sealed = chain.seal_slot(None, self.head, chosen, world_size=1, mini_batches=1, sealer="a")
+                self.seal = chain.ready_slot(sealed)
                 self._at(self.now + TRAIN_TIME, "commit", "", None)
                 if self.take_first or not self.rules.staleness:
                     for racer in self.racers:
@@ -208,23 +208,23 @@ class Race:
             break
         self._issue(self._offered() if self._give_up(offered) else offered)
 
-    def _chosen(self, offered: Offered) -> Choice:
+    def _chosen(self, offered: OffersView) -> Choice:
         if self.take_first:
             there = sorted(offered.groups.values(), key=lambda g: self._order[g.digest])
             if len(there) >= self.rules.quota:
-                return SealNow(tuple(there[: self.rules.quota]), tuple(offered.outcomes.values()))
-            return NotYet(PromptRef(0, 0, 0), self.rules.quota - len(there))
-        rule = carried.choose if self.rules.staleness else stream.choose
+                return SealStep(tuple(there[: self.rules.quota]), tuple(offered.outcomes.values()))
+            return AwaitGroups(PromptRef(0, 0, 0), self.rules.quota - len(there))
+        rule = carried.choose_seal if self.rules.staleness else stream.choose_seal
         return rule(self.rules, self.head, (), offered)
 
-    def _due(self, offered: Offered) -> Collection[PromptRef]:
+    def _due(self, offered: OffersView) -> Collection[PromptRef]:
         if self.take_first:
-            order = (r for r in stream.in_order(self.rules, self.head, ()) if r not in offered.outcomes)
+            order = (r for r in stream.refs_in_order(self.rules, self.head, ()) if r not in offered.outcomes)
             return list(itertools.islice((r for r in order), 2 * self.rules.quota))
-        rule = carried.due if self.rules.staleness else stream.due
+        rule = carried.due_refs if self.rules.staleness else stream.due_refs
         return rule(self.rules, self.head, () if self.seal is None else (self.seal,), offered)
 
-    def _offered(self) -> Offered:
+    def _offered(self) -> OffersView:
         offers = [
             Offer(
                 incarnation=racer.name,
@@ -234,13 +234,13 @@ class Race:
             )
             for racer in self.racers
         ]
-        return Offered.collect(self.rules, self.head, offers)
+        return OffersView.collect(self.rules, self.head, offers)
 
-    def _give_up(self, offered: Offered) -> bool:
+    def _give_up(self, offered: OffersView) -> bool:
         """What has been waited for too long is begun anew; after so many times it has failed. Whether anything was."""
         if not self.rules.staleness:
             return False
-        late = set(carried.awaited(self.rules, self.head, (), offered))
+        late = set(carried.awaited_refs(self.rules, self.head, (), offered))
         lost = False
         for racer in self.racers:
             for flight in list(racer.flights.values()):
@@ -261,7 +261,7 @@ class Race:
         if tries > self.max_reissues:
             racer.outcomes[flight.ref] = EndedRef(ref=flight.ref, kind="failed", reason="stale")
 
-    def _issue(self, offered: Offered) -> None:
+    def _issue(self, offered: OffersView) -> None:
         assert self.assign is not None
         due = self._due(offered)
         for racer in self.racers:
@@ -269,8 +269,8 @@ class Race:
             known = {*racer.flights, *racer.groups, *racer.outcomes}
             fresh = [ref for ref in due if ref.shard in mine and ref not in known]
             if self.longest_first:
-                racer.turns = {r: racer.turns.get(r) or Turn(self.head.version, self._guess(r)) for r in fresh}
-                fresh = longest_first(fresh, racer.turns)
+                racer.turns = {r: racer.turns.get(r) or DuePrompt(self.head.version, self._guess(r)) for r in fresh}
+                fresh = sort_longest_first(fresh, racer.turns)
             for ref in fresh if self.seats is None else fresh[: max(self.seats - len(racer.flights), 0)]:
                 self._begin(racer, ref)
 
@@ -282,7 +282,7 @@ class Race:
         """Right within a factor of two, mostly."""
         return self._next_length(ref) * random.Random(f"guess {ref}").lognormvariate(0.0, 0.7)
 
-    def _look_for_passed_over(self, chosen: SealNow, offered: Offered) -> None:
+    def _look_for_passed_over(self, chosen: SealStep, offered: OffersView) -> None:
         taken = {group.ref for group in chosen.groups}
         newest = max(group.versions[0].step for group in chosen.groups)
         left = (group for ref, group in offered.groups.items() if ref not in taken)

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, cast
 
 from gcore.ledger import archive, chain, transactions
 from gcore.ledger.archive import mirror_of
-from gcore.ledger.balance import balance
-from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer, digest_of
+from gcore.ledger.balance import balance_samples
+from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater, entry_digest
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
-from gcore.ledger.selection import Offered, SealNow, StreamRules, choose, in_order, rules_of
-from gcore.ledger.transactions import Ledger, Transaction, TxnOutcome
+from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order, rules_of
+from gcore.ledger.transactions import Transaction, TransactionExecutor, TxnOutcome
 from gcore.store.keys import JobKeys
-from gcore.store.types import Listing, Put, WatchBatch, WatchEvent
+from gcore.store.types import KeyListing, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.train.checkpoint.run_files import ReceiptBook
-from gcore.train.rank.feed import Work
+from gcore.train.checkpoint.run_files import ReceiptWriter
+from gcore.train.rank.feed import StepInput
 from gcore.types import PromptRef
 
 if TYPE_CHECKING:
-    from controllers.job.effects import Hands
+    from controllers.job.effects import Effects
 
 UID = "0123456789ab"
 KEYS = JobKeys(UID)
@@ -47,10 +47,15 @@ PROMPTS = 40
 RANKS = 2
 
 
-def hands_of(store: MemoryStore, run_dir: Path) -> Hands:
+def hands_of(store: MemoryStore, run_dir: Path) -> Effects:
     """What the deeds that keep the store small need; nobody is told what a disk did not take."""
-    parts = {"ledger": Ledger(store, KEYS), "run_dir": run_dir, "tell": lambda topic, sentence: None, "away": str}
-    return cast("Hands", SimpleNamespace(own=None, **parts))
+    parts = {
+        "ledger": TransactionExecutor(store, KEYS),
+        "run_dir": run_dir,
+        "tell": lambda topic, sentence: None,
+        "away": str,
+    }
+    return cast("Effects", SimpleNamespace(own=None, **parts))
 
 
 @dataclass
@@ -69,12 +74,12 @@ class RecordedJob:
         self.run(transactions.create(KEYS, job, JobStatus(phase=JobPhase.PENDING), 0))
         status = self.mirror.status
         assert status is not None
-        advance = chain.base(len(self.rules.shape.lengths), "world-0", self.writer())
+        advance = chain.base_entry(len(self.rules.shape.lengths), "world-0", self.writer())
         running = JobStatus(phase=JobPhase.RUNNING)
         self.run(transactions.start(KEYS, status, advance, self.plan("world-0", 1), running))
 
     @property
-    def listing(self) -> Listing:
+    def listing(self) -> KeyListing:
         """All keys of the job."""
         return self.cluster.listing(KEYS.prefix)
 
@@ -94,12 +99,12 @@ class RecordedJob:
 
     def run(self, txn: Transaction) -> None:
         """Make it; it must be won."""
-        assert asyncio.run(Ledger(self.store, KEYS).run(txn)).outcome is TxnOutcome.WON
+        assert asyncio.run(TransactionExecutor(self.store, KEYS).run(txn)).outcome is TxnOutcome.WON
 
-    def writer(self) -> Writer:
+    def writer(self) -> ChainWriter:
         """One that writes once."""
         self.nonces += 1
-        return Writer(HOLDERS[0], f"nonce-{self.nonces}")
+        return ChainWriter(HOLDERS[0], f"nonce-{self.nonces}")
 
     def plan(self, world: str, generation: int) -> Plan:
         """Two ranks and two engines."""
@@ -123,13 +128,13 @@ class RecordedJob:
 
     def sealed(self) -> None:
         """The oldest prompts are made, the first is filtered, and the batch is closed."""
-        refs = [ref for ref, _ in zip(in_order(self.rules, self.head, ()), range(5), strict=False)]
+        refs = [ref for ref, _ in zip(refs_in_order(self.rules, self.head, ()), range(5), strict=False)]
         self.offer(refs[1:], refs[:1])
         slots = self.mirror.open_slots
         assert slots is not None
         offers = [stored.record for stored in self.mirror.offers.values()]
-        chosen = choose(self.rules, self.head, slots.seals, Offered.collect(self.rules, self.head, offers))
-        assert isinstance(chosen, SealNow)
+        chosen = choose_seal(self.rules, self.head, slots.seals, OffersView.collect(self.rules, self.head, offers))
+        assert isinstance(chosen, SealStep)
         assert self.mirror.plan is not None
         self.run(transactions.seal(KEYS, slots, chosen, self.mirror.plan.record, 1, HOLDERS[0]))
 
@@ -144,7 +149,9 @@ class RecordedJob:
         assert slots is not None
         seal = slots.slots[step].record
         for rank in range(RANKS):
-            ReceiptBook(self.run_dir, seal.world, rank).write(Work(seal, balance(seal), rank, {}), loss=0.5)
+            ReceiptWriter(self.run_dir, seal.world, rank).write(
+                StepInput(seal, balance_samples(seal), rank, {}), loss=0.5
+            )
         keep = step % 2 == 0
         self.run(
             transactions.commit(KEYS, slots, self.rules.shape, self.writer(), keep_cursors=keep, stats={"reward": 0.5})
@@ -160,12 +167,12 @@ class RecordedJob:
         """One prompt fails without a step."""
         slots = self.mirror.open_slots
         assert slots is not None
-        ref = next(in_order(self.rules, self.head, ()))
+        ref = next(refs_in_order(self.rules, self.head, ()))
         outcomes = (EndedRef(ref=ref, kind="failed", reason="the reward raised"),)
-        advance = chain.accounted(self.head, outcomes, self.rules.shape, self.writer())
+        advance = chain.account_entry(self.head, outcomes, self.rules.shape, self.writer())
         self.run(transactions.account(KEYS, slots, advance))
 
-    def roll_back(self, seen: Seen = NOTHING_SEEN) -> None:
+    def roll_back(self, seen: HighWater = NOTHING_SEEN) -> None:
         """The world is lost; the newest checkpoint is gone back to, in a lineage and under a number above all that was `seen`."""
         mirror = self.mirror
         slots, known, plan = mirror.open_slots, mirror.checkpoints, mirror.plan
@@ -177,9 +184,9 @@ class RecordedJob:
         assert entry.cursors is not None
         assert entry.tally is not None
         world = f"world-{max(self.head.lineage, seen.lineage) + 1}"
-        advance = chain.rolled_back(
+        advance = chain.rollback_entry(
             self.head, target, entry.cursors, world, self.writer(), "a rank died",
-            tally=entry.tally, parent_digest=digest_of(entry), seen=seen,
+            tally=entry.tally, parent_digest=entry_digest(entry), seen=seen,
         )  # fmt: skip
         new = self.plan(world, plan.record.generation + 1)
         self.run(transactions.rollback(KEYS, slots, known, advance, plan, new))
@@ -190,8 +197,8 @@ class RecordedJob:
         assert mirror.head is not None
         assert mirror.checkpoints is not None
         log = {seq: stored.record for seq, stored in mirror.log.items()}
-        old = chain.prunable(mirror.head.record, mirror.checkpoints.record.entries, log, keep=1)[:count]
-        archive.append(self.run_dir, HOLDERS[0], [log[seq] for seq in old])
+        old = chain.prunable_entries(mirror.head.record, mirror.checkpoints.record.entries, log, keep=1)[:count]
+        archive.append_entries(self.run_dir, HOLDERS[0], [log[seq] for seq in old])
         self.run(transactions.prune(KEYS, mirror.head, mirror.checkpoints, old))
 
     def end(self, phase: JobPhase) -> None:
@@ -200,11 +207,11 @@ class RecordedJob:
         assert status is not None
         self.run(transactions.set_status(KEYS, status, JobStatus(phase=phase, reason="over"), None))
 
-    def snapshot(self) -> Listing:
+    def snapshot(self) -> KeyListing:
         """What a backup of the store would hold of the job."""
         return self.listing
 
-    def put_back(self, snapshot: Listing) -> None:
+    def put_back(self, snapshot: KeyListing) -> None:
         """The store is what it was; the run's folder stays as it is. Nothing that was under a lease is left."""
         self.cluster = MemoryCluster(FakeClock())
         self.store = MemoryStore(self.cluster)

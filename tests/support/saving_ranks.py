@@ -10,7 +10,7 @@ import torch
 
 from gcore.testing.models import rank_launch
 from gcore.train.backends.deepspeed import NamedTensor
-from gcore.train.checkpoint.writer import Saver
+from gcore.train.checkpoint.writer import CheckpointWriter
 
 SECONDS = 60.0
 """Nothing here takes so long, unless it hangs."""
@@ -56,7 +56,7 @@ class Ranks:
         }
         self.models = [Model(), Model()]
         self.savers = [
-            Saver(rank_launch(spec, folder / "run", rank=rank, world_size=2), model)  # type: ignore[arg-type]
+            CheckpointWriter(rank_launch(spec, folder / "run", rank=rank, world_size=2), model)  # type: ignore[arg-type]
             for rank, model in enumerate(self.models)
         ]
         self._meet = threading.Barrier(2, timeout=SECONDS)

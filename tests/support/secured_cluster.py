@@ -17,16 +17,16 @@ from pathlib import Path
 import issued
 import yaml
 
-from controllers.cli.local import end_all
-from gcore.api.authority import ENGINES, Wanted, issue_into
+from controllers.cli.local import end_processes
+from gcore.api.authority import ENGINES, CertificateRequest, issue_certificate_into
 from gcore.api.tls import Connector, TlsMaterial
-from gcore.api.tokens import Token, new_token
-from gcore.client import JobsClient, Patience
+from gcore.api.tokens import UserToken, new_token
+from gcore.client import JobsClient, WaitPolicy
 from gcore.store.client import EtcdStore
 from gcore.store.connection import StoreTls
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.system.clock import SystemClock
-from gcore.system.process import ProcessId, is_running, spawn_detached, terminate
+from gcore.system.process import ProcessId, is_running, spawn_detached, terminate_process
 
 CLOCK = SystemClock()
 READY_S = 60.0
@@ -54,12 +54,12 @@ class SecuredCluster:
     def __post_init__(self) -> None:
         self.root.mkdir()
         self.ca = issued.authority(self.root / "ca")
-        self.admin: Token = new_token()
+        self.admin: UserToken = new_token()
         file = self.root / "admin.token"
         file.write_text(self.admin.text)
         file.chmod(0o600)
         now = datetime.now(UTC)
-        issue_into(self.ca / "etcd", self.ca, Wanted("etcd", "etcd", issued.LOCAL, days=2), now)
+        issue_certificate_into(self.ca / "etcd", self.ca, CertificateRequest("etcd", "etcd", issued.LOCAL, days=2), now)
         self.names = ("node-0", "node-1")
         for name in self.names:
             issued.node(self.ca, name)
@@ -85,7 +85,7 @@ class SecuredCluster:
 
     def client(self, token: str | None = None) -> JobsClient:
         """The job API's."""
-        return JobsClient(self.addresses, clock=CLOCK, patience=Patience(), connector=self.connector(token))
+        return JobsClient(self.addresses, clock=CLOCK, patience=WaitPolicy(), connector=self.connector(token))
 
     @property
     def engines_key(self) -> str:
@@ -167,12 +167,12 @@ class SecuredCluster:
     def close(self) -> None:
         """Nothing is left running."""
         for process in self.processes[1:]:
-            terminate(process, 5.0)
+            terminate_process(process, 5.0)
         for name in self.names:
             if self.home(name).exists():
-                end_all(self.home(name), clock=CLOCK, grace_s=2.0)
+                end_processes(self.home(name), clock=CLOCK, grace_s=2.0)
         for process in self.processes[:1]:
-            terminate(process, 5.0)
+            terminate_process(process, 5.0)
 
     def everything_written(self) -> Iterator[tuple[str, bytes]]:
         """Each file below the root but for what the cluster was given, by name."""

@@ -17,8 +17,8 @@ from recorded_job import HOLDERS, KEYS, UID, RecordedJob, a_job_under_way
 
 from controllers.api.edge.access import AccessService
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
-from controllers.api.submission.submit import Submissions
+from controllers.api.store_reader import StoreReader
+from controllers.api.submission.submit import Submitter
 from gcore.api.tokens import TokenRecord
 from gcore.api.v1 import access_pb2_grpc, jobs_pb2_grpc
 from gcore.ledger import archive as store_copy
@@ -26,7 +26,8 @@ from gcore.ledger.records.chain import Assignment
 from gcore.ledger.records.cluster import Claim, Drained, Quotas, Share, Shares, SickSlots
 from gcore.ledger.records.job import (
     Evaluation,
-    Foretold,
+    ForecastAccuracy,
+    HoldPeriod,
     JobPhase,
     JobRecord,
     Leader,
@@ -37,10 +38,16 @@ from gcore.ledger.records.job import (
     NodeRecord,
     Pin,
     SplitPart,
-    Stay,
     Trouble,
 )
-from gcore.ledger.records.slot_accounting import BookLine, EngineSums, NodeBooks, StepBook, Stretch, append
+from gcore.ledger.records.slot_accounting import (
+    AccountLine,
+    EngineSums,
+    NodeAccounts,
+    StepAccount,
+    StepSpan,
+    append_line,
+)
 from gcore.ledger.usage import DAY_S, NodeUsage, PoolSeconds
 from gcore.observability import samples as samples_folder
 from gcore.observability.samples import KeptAdvantage, KeptGroup, KeptSample, KeptText
@@ -78,7 +85,7 @@ class ServedJob:
     def end(self) -> None:
         """The job ends, and leaves its copy in the run's folder."""
         self.job.end(JobPhase.SUCCEEDED)
-        store_copy.leave(self.run_dir, HOLDERS[0], UID, self.job.listing)
+        store_copy.write_copy(self.run_dir, HOLDERS[0], UID, self.job.listing)
 
 
 @contextlib.contextmanager
@@ -96,10 +103,10 @@ def served_job(folder: Path) -> Iterator[ServedJob]:
     write_files(run_dir)
     clock = StandingClock()
     store = MemoryStore(job.cluster)
-    jobs = StoredJobs(store)
-    submissions = Submissions(store, jobs, home / "runs", folder / "cache", clock)
+    jobs = StoreReader(store)
+    submissions = Submitter(store, jobs, home / "runs", folder / "cache", clock)
 
-    async def ready() -> Submissions:
+    async def ready() -> Submitter:
         return submissions
 
     async def start() -> tuple[Any, int]:
@@ -131,8 +138,8 @@ def records() -> dict[str, bytes]:
         keys.SHARES: Shares(jobs={UID: Share(granted=share, held=share)}),
         KEYS.active: Claim(namespace="default", name="sums", owner="ada", priority=3, created=1.0, paused=True),
         keys.QUOTAS: Quotas(slots={"default": 8, "research": 0}),
-        keys.drained("node-1"): Drained(by="ada", since=NOW),
-        keys.sick("node-0"): SickSlots(slots={"cpu:1": "three starts failed"}),
+        keys.drained_node("node-1"): Drained(by="ada", since=NOW),
+        keys.sick_slots("node-0"): SickSlots(slots={"cpu:1": "three starts failed"}),
         keys.token("t1"): TokenRecord(
             id="t1", name="bob", role="viewer", namespaces=("default",), sha256="0" * 64, created=1.0, expires=NOW * 2,
             created_by="ada",
@@ -153,7 +160,7 @@ def records() -> dict[str, bytes]:
             day=int(NOW // DAY_S), uid=UID, job="sums", namespace="default", owner="ada",
             pools={"rollout": PoolSeconds(slot_s=60, busy_s=40), "train": PoolSeconds(slot_s=30, busy_s=20 + number)},
         )  # fmt: skip
-        found[KEYS.books(node)] = NodeBooks(node=node, steps=(step_book(STEP - 1), step_book(STEP)))
+        found[KEYS.books(node)] = NodeAccounts(node=node, steps=(step_book(STEP - 1), step_book(STEP)))
         for role, rank in (("rollout", None), ("train", number)):
             instance = f"{role}-{node}-1"
             found[keys.worker(instance)] = WorkerRecord(
@@ -163,9 +170,9 @@ def records() -> dict[str, bytes]:
     return {key: record.encode() for key, record in found.items()}  # a record, or a text
 
 
-def step_book(step: int) -> StepBook:
+def step_book(step: int) -> StepAccount:
     """Of a node with two slots."""
-    return StepBook(
+    return StepAccount(
         version=Version(1, step),
         began=NOW + step,
         seconds=4.0,
@@ -190,8 +197,8 @@ def moves() -> Moves:
     wanted = done.model_copy(
         update={"generation": 3, "step": 4, "kind": MoveKind.WORLD, "state": "wanted", "outcome": None}
     )
-    foretold = Foretold(steps=2, newest=5, expected_s=6.0, took_s=6.2, off_s=0.3)
-    stay = Stay(
+    foretold = ForecastAccuracy(steps=2, newest=5, expected_s=6.0, took_s=6.2, off_s=0.3)
+    stay = HoldPeriod(
         since=4, step=5, seq=7, reason="no split would be shorter by 5%", by="node-0", began=NOW + 4, time=NOW + 5,
         expected_s=3.0, foretold=foretold,
     )  # fmt: skip
@@ -209,10 +216,10 @@ def write_files(run_dir: Path) -> None:
     for node in NODES:
         for step in range(1, STEPS_IN_FILES + 1):
             spans = {
-                "cpu:0": [Stretch(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0})],
-                "cpu:1": [Stretch(0.0, 3.5, {"busy train": 2.5, "idle train barrier": 1.0}), Stretch(3.5, 4.0, {})],
+                "cpu:0": [StepSpan(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0})],
+                "cpu:1": [StepSpan(0.0, 3.5, {"busy train": 2.5, "idle train barrier": 1.0}), StepSpan(3.5, 4.0, {})],
             }
-            append(run_dir, BookLine(node, step_book(step), (Stretch(0.0, 4.0, {"collect": 4.0}),), spans))
+            append_line(run_dir, AccountLine(node, step_book(step), (StepSpan(0.0, 4.0, {"collect": 4.0}),), spans))
     logs = run_dir / "logs"
     logs.mkdir()
     (logs / "rollout-node-0-1.log").write_text("one\ntwo\n")
@@ -245,6 +252,6 @@ def write_samples(run_dir: Path) -> None:
                 prompt_tokens=4, answer="2", holder=HOLDERS[shard], samples=samples,
             )
         )  # fmt: skip
-    samples_folder.write(run_dir, version, HOLDERS[0], groups)
+    samples_folder.write_samples(run_dir, version, HOLDERS[0], groups)
     known = [KeptAdvantage(digest="d0", sample=0, mean=-0.5), KeptAdvantage(digest="d0", sample=1, mean=0.5)]
-    samples_folder.write(run_dir, version, samples_folder.advantages_name(0), known)
+    samples_folder.write_samples(run_dir, version, samples_folder.advantages_name(0), known)

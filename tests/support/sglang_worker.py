@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore.system.process import ProcessId, identify, wait_ended
+from gcore.system.process import ProcessId, identify_process, wait_process_ended
 from gcore.worker.control import CONTROL_FD
 
 LONG_S = 120.0
@@ -69,7 +69,7 @@ class Worker:
         found, pids = [], children_of(self.process.pid)
         while pids:
             pid = pids.pop(0)
-            process = identify(pid)
+            process = identify_process(pid)
             if process is not None:
                 found.append(process)
                 pids += children_of(pid)
@@ -89,5 +89,5 @@ def children_of(pid: int) -> list[int]:
 
 def check_ended(processes: list[ProcessId]) -> None:
     """All of them, sooner or later."""
-    left = [process.pid for process in processes if not wait_ended(process, LONG_S)]
+    left = [process.pid for process in processes if not wait_process_ended(process, LONG_S)]
     assert not left, [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in left]

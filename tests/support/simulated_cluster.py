@@ -37,15 +37,15 @@ from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
 from controllers.daemon.daemon import Daemon
-from controllers.daemon.life import Addresses, Belongings, Life
+from controllers.daemon.life import Addresses, DaemonState, Incarnation
 from controllers.rules.decide import decide
-from controllers.rules.waits import waiting_for
+from controllers.rules.waits import current_waits
 from gcore.config import NodeConfig
 from gcore.ledger import transactions
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.selection import rules_of
 from gcore.observability.metrics import Metrics
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
@@ -139,10 +139,10 @@ class SimulatedDaemon(Daemon):
         return list(self._own.runners.values())
 
 
-class SimulatedLife(Life):
+class SimulatedLife(Incarnation):
     """`controllers.life.Life` with jobs that reach simulated workers."""
 
-    def __init__(self, own: Belongings, node: Node) -> None:
+    def __init__(self, own: DaemonState, node: Node) -> None:
         super().__init__(own, node.store, Addresses(node.name, ""), _nothing)
         self._node = node
 
@@ -290,7 +290,7 @@ class SimulatedCluster:
                 view = job.look()
                 self.tell(f"{job.me} sees head {view.head.version} at revision {job.mirror.revision}")
                 self.tell(f"{job.me} would {[intent.condition for intent in decide(view)]}")
-                for wait in waiting_for(view):
+                for wait in current_waits(view):
                     self.tell(f"{job.me} waits: {wait.what}")
 
     @property
@@ -317,8 +317,8 @@ class SimulatedCluster:
         return node
 
 
-def _belongings(config: NodeConfig, clock: Any, connector: Any) -> Belongings:
-    return Belongings(config, clock, _METRICS, connector)
+def _belongings(config: NodeConfig, clock: Any, connector: Any) -> DaemonState:
+    return DaemonState(config, clock, _METRICS, connector)
 
 
 @contextlib.contextmanager
@@ -342,9 +342,9 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
                 continue
             stack.enter_context(mock.patch(f"{module}.uuid", Names))
         # It would collect garbage, and here all controllers are one process.
-        stack.enter_context(mock.patch("controllers.daemon.life.give_back"))
-        stack.enter_context(mock.patch("controllers.daemon.daemon.Belongings", _belongings))
-        speak(NEWEST_VERSION)
+        stack.enter_context(mock.patch("controllers.daemon.life.trim_memory"))
+        stack.enter_context(mock.patch("controllers.daemon.daemon.DaemonState", _belongings))
+        set_written_version(NEWEST_VERSION)
         stack.enter_context(mock.patch("controllers.workers.launcher.is_running", cluster.is_running))
         for module in ("controllers.job.reconciler", "controllers.daemon.life"):
             stack.enter_context(mock.patch(f"{module}.send_signal", cluster.signalled))

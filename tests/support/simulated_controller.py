@@ -28,35 +28,35 @@ from simulated_files import SimulatedFiles
 from simulated_network import RemoteStore
 from virtual_time import ProcessClock
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.flow.evaluation import StoredEvaluations
-from controllers.flow.job_data import EpochOrders, Material, Practice, sampling_of
+from controllers.flow.evaluation import LedgerEvaluations
+from controllers.flow.job_data import CurriculumOrders, JobData, SourcePipeline, sampling_of
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import Collectives
 from controllers.identity import Identity
-from controllers.inference.judge_engines import JudgeEngines
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import EnginePatience
-from controllers.job.effects import Hands
-from controllers.job.reconciler import Deeds, Driver
-from controllers.job.runner import JobStanding, Producing
+from controllers.inference.judge_engines import JudgePools
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import HealthLimits
+from controllers.job.effects import Effects
+from controllers.job.reconciler import ActionsInFlight, Reconciler
+from controllers.job.runner import FlowRunner, JobRunner
 from controllers.planning.planner import Planner
-from controllers.rules.view import EngineView, Waits
-from controllers.storage.run_folder import OwnFolder, staged_versions
-from controllers.telemetry.notices import TroubleBook
-from controllers.telemetry.step_stats import Stopwatch
+from controllers.rules.view import EngineView, Timers
+from controllers.storage.run_folder import LocalRunFolder, staged_versions
+from controllers.telemetry.notices import WarningLog
+from controllers.telemetry.step_stats import StepTimer
 from gcore.config import NodeConfig
 from gcore.config.data import training_sources
 from gcore.data.stream import PromptStream
 from gcore.ledger.selection import rules_of
 from gcore.reward.pool import DirectScorer
-from gcore.reward.scorer import Rewards
+from gcore.reward.scorer import Scorer
 from gcore.types import Version
-from placement.moves import Accounted, Proposal
+from placement.moves import MoveProposal, MoveReport
 
 
-class SimulatedJob(JobStanding):
+class SimulatedJob(JobRunner):
     """The job on one controller, for one incarnation (`controllers.job`)."""
 
     def __init__(
@@ -66,32 +66,32 @@ class SimulatedJob(JobStanding):
         cluster: ClusterMirror,
         clock: ProcessClock,
         land: Land,
-        waits: Waits,
+        waits: Timers,
         config: NodeConfig,
     ) -> None:
-        super().__init__(land.uid, identity, cluster, Changes())
+        super().__init__(land.uid, identity, cluster, ChangeSignal())
         self._spec = land.spec
         self.waits = waits
         self._store = store
         self._clock = clock
         self._land = land
         self._faults = SilentFaults(store, self.keys, identity.node)
-        self.troubles: TroubleBook = SilentTroubles(store, self.keys, identity.node, clock)
-        self._own: OwnFolder | None = None
+        self.troubles: WarningLog = SilentTroubles(store, self.keys, identity.node, clock)
+        self._own: LocalRunFolder | None = None
         if land.spec.storage.copies is not None:
-            self._own = OwnFolder(SimulatedFiles(land.floor, identity.node, land.serves, identity.incarnation))
+            self._own = LocalRunFolder(SimulatedFiles(land.floor, identity.node, land.serves, identity.incarnation))
         self._staff = SimulatedStaff(config, clock, land)
         self._ranks = SimulatedLinks(clock, self.changes.notify, identity.node, land)
         rollout = land.spec.rollout
-        patience = EnginePatience(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
-        self._engines = EngineBook(
+        patience = HealthLimits(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
+        self._engines = EnginePool(
             self.changes, rollout.timeout_s, self._connect, clock=clock, patience=patience, rows=1
         )
-        self._judge_engines = JudgeEngines(
+        self._judge_engines = JudgePools(
             self._spec, self.uid, self.me, self.changes, clock, land.metrics, self._connect
         )
         self._planner: Planner | None = None
-        self._deeds = Deeds(self, land.metrics, clock)
+        self._deeds = ActionsInFlight(self, land.metrics, clock)
 
     async def run(self) -> None:
         """Until the job has ended, or this life has."""
@@ -106,7 +106,7 @@ class SimulatedJob(JobStanding):
         assert self.mirror.job is not None
         self._rules = rules_of(self.mirror.job.record)
         self.is_working = True
-        driver = Driver(
+        driver = Reconciler(
             self,
             self._cluster,
             self._staff,
@@ -120,7 +120,7 @@ class SimulatedJob(JobStanding):
         peer = self._peer()
         if self._land.plans:
             self._planner = Planner(self, self._spec, self._clock, self._land.floor.folder(self.node))
-        producing = Producing(self, self._faults, self._clock)
+        producing = FlowRunner(self, self._faults, self._clock)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -148,8 +148,8 @@ class SimulatedJob(JobStanding):
         judges: dict[str, Any] = {
             judge.name: SimpleNamespace(forget=lambda _: None, is_full=False) for judge in spec.served_judges
         }
-        practice = Practice(source, sampling_of(spec, source), Rewards(DirectScorer(), judges))
-        material = Material(spec, self.uid, stream, {SOURCE: practice}, evaluation=(), evaluated={})
+        practice = SourcePipeline(source, sampling_of(spec, source), Scorer(DirectScorer(), judges))
+        material = JobData(spec, self.uid, stream, {SOURCE: practice}, evaluation=(), evaluated={})
         collectives = Collectives(
             self._store, lambda: self.mirror, self.me, self._identity.lease, self.changes, self._clock
         )
@@ -159,10 +159,10 @@ class SimulatedJob(JobStanding):
             self.changes,
             self._engines,
             self.holdings,
-            StoredEvaluations(self._ledger(), lambda: self.mirror),
+            LedgerEvaluations(self._ledger(), lambda: self.mirror),
             self._clock,
-            Stopwatch(),
-            EpochOrders(spec, stream, self.changes.notify),
+            StepTimer(),
+            CurriculumOrders(spec, stream, self.changes.notify),
             (),
             collectives,
             self._faults,
@@ -183,7 +183,7 @@ class SimulatedJob(JobStanding):
     def _judge_views(self) -> Mapping[str, EngineView]:
         return self._judge_engines.views
 
-    def _proposed(self) -> tuple[Proposal | None, Accounted | None]:
+    def _proposed(self) -> tuple[MoveProposal | None, MoveReport | None]:
         return (None, None) if self._planner is None else (self._planner.proposal, self._planner.account)
 
     def note_scoring(self) -> None:
@@ -201,9 +201,9 @@ class SimulatedJob(JobStanding):
     def _ledger(self) -> TellingLedger:
         return TellingLedger(self._store, self.mirror.keys, self.me, self._land.floor.tell)
 
-    def hands(self) -> Hands:
+    def hands(self) -> Effects:
         """What actions are carried out with."""
-        return Hands(
+        return Effects(
             store=self._store,
             ledger=self._ledger(),
             lease=self._identity.lease,

@@ -16,29 +16,29 @@ from simulated_network import Network, NoAnswer, RemoteStore, ask
 from simulated_workers import Engine, Floor, Rank
 from virtual_time import ProcessClock
 
-from controllers.rules.view import JobView, RankView, SavedCheckpoint, Waits
+from controllers.rules.view import JobView, RankView, SavedCheckpoint, Timers
 from controllers.rules.workers import Launch, StartEngine, StartRank, launch_key
-from controllers.telemetry.notices import FaultBook, TroubleBook
-from controllers.workers.launcher import Staff
-from controllers.workers.ranks import NotConnected, RankLinks
+from controllers.telemetry.notices import PluginErrorLog, WarningLog
+from controllers.workers.launcher import WorkerLauncher
+from controllers.workers.ranks import RankConnections, RankNotConnected
 from gcore.config import JobSpec, NodeConfig
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.balance import parts_sha256
 from gcore.ledger.records.chain import Seal
-from gcore.ledger.transactions import Ledger
+from gcore.ledger.transactions import TransactionExecutor
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.system.process import ProcessId
 from gcore.train.rank.feed import WorldName
 from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Token, Version, VersionSpan
-from gcore.worker.records import LaunchSpec, Role
+from gcore.worker.records import LaunchSpec, WorkerRole
 
 SOURCE = "source"
 CALL_S = 5.0
 
 
-class Hasty(Waits):
+class Hasty(Timers):
     """Whose turn it is, and for how long a condition has held, does not count with this peer: it acts when it comes to it.
 
     Nothing may rest on turns and waits but politeness.
@@ -57,7 +57,7 @@ class Hasty(Waits):
         return self.chance.random() < self.share() or super().ripe(condition, turn, now, after=after)
 
 
-def hasty(chance: random.Random, share: Callable[[], float]) -> Waits:
+def hasty(chance: random.Random, share: Callable[[], float]) -> Timers:
     """Waits of a peer that is out of turn with the probability that `share` says."""
     waits = Hasty({})
     object.__setattr__(waits, "chance", chance)
@@ -85,7 +85,7 @@ class Land:
     """Whether controllers plan as in production."""
 
 
-class SimulatedStaff(Staff):
+class SimulatedStaff(WorkerLauncher):
     """Starts simulated workers."""
 
     def __init__(self, config: NodeConfig, clock: ProcessClock, land: Land) -> None:
@@ -95,7 +95,7 @@ class SimulatedStaff(Staff):
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         self._count += 1
-        role: Role
+        role: WorkerRole
         world: str | None
         rank: int | None
         child: dict[str, Any]
@@ -127,7 +127,7 @@ class SimulatedStaff(Staff):
         return Launch(launch.instance, ProcessId(pid, pid), self._clock.monotonic())
 
 
-class SimulatedLinks(RankLinks):
+class SimulatedLinks(RankConnections):
     """`controllers.ranks` over simulated messages."""
 
     def __init__(self, clock: ProcessClock, on_change: Callable[[], None], node: str, land: Land) -> None:
@@ -174,11 +174,11 @@ class SimulatedLinks(RankLinks):
         try:
             await ask(network, self._node, there.node, arrive, timeout_s=CALL_S)
         except NoAnswer as error:
-            raise NotConnected(str(error)) from None
+            raise RankNotConnected(str(error)) from None
 
     def _there(self, rank: int) -> Rank:
         if rank not in self._aimed:
-            raise NotConnected(f"rank {rank} is not connected", fix="Look again")
+            raise RankNotConnected(f"rank {rank} is not connected", fix="Look again")
         return self._land.floor.ranks[self._aimed[rank][0]]
 
     async def _ask(self, there: Rank, do: Callable[[], Any]) -> Any:
@@ -188,7 +188,7 @@ class SimulatedLinks(RankLinks):
         try:
             return await ask(self._land.network, self._node, there.node, arrive, timeout_s=CALL_S)
         except NoAnswer as error:
-            raise NotConnected(str(error)) from None
+            raise RankNotConnected(str(error)) from None
 
     async def _hear(self, world: WorldName, rank: int, there: Rank) -> None:
         """What the rank says of itself, when it changes, and again from time to time."""
@@ -204,7 +204,7 @@ class SimulatedLinks(RankLinks):
                 changed.clear()
                 try:
                     state, checkpoint = await self._ask(there, lambda: (there.state, there.checkpoint))
-                except NotConnected:
+                except RankNotConnected:
                     await asyncio.sleep(0.5)
                     continue
                 if world == self._world:
@@ -346,21 +346,21 @@ class Stream:
         return SimpleNamespace(name=SOURCE, renderer=SimpleNamespace(tokenizer=tokenizer)), 0
 
 
-class SilentFaults(FaultBook):
+class SilentFaults(PluginErrorLog):
     """Nobody reads them here."""
 
     def note(self, what: str, trace: str = "") -> None:
         """Passed over."""
 
 
-class SilentTroubles(TroubleBook):
+class SilentTroubles(WarningLog):
     """Nobody reads them here."""
 
     def note(self, topic: str, sentence: str) -> None:
         """Passed over."""
 
 
-class TellingLedger(Ledger):
+class TellingLedger(TransactionExecutor):
     """Tells what became of each transaction, for the history."""
 
     def __init__(self, store: Any, keys: JobKeys, me: str, tell: Callable[[str], None]) -> None:

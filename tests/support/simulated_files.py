@@ -13,8 +13,8 @@ from pathlib import Path
 from simulated_network import Network
 from simulated_workers import Floor
 
-from controllers.storage.peer_files import DRAFTS, NotFetched, NotThere, PeerFiles
-from gcore.system.files import whole_folder
+from controllers.storage.peer_files import DRAFTS, FetchFailed, FileMissing, PeerFiles
+from gcore.system.files import replace_folder
 
 SILENT_S = 5.0
 
@@ -35,8 +35,8 @@ class SimulatedFiles(PeerFiles):
         await self._reach(address)
         source, target = self._floor.folder(address) / folder, self.run_dir / folder
         if not source.is_dir():
-            raise NotThere(f"{folder} is not at {address}")
-        with whole_folder(target, owner=self.owner, durable=False, drafts=self.run_dir / DRAFTS) as draft:
+            raise FileMissing(f"{folder} is not at {address}")
+        with replace_folder(target, owner=self.owner, durable=False, drafts=self.run_dir / DRAFTS) as draft:
             shutil.copytree(source, draft, dirs_exist_ok=True)
             prove(draft)
             await self._reach(address)  # it may die in the midst
@@ -58,9 +58,9 @@ class SimulatedFiles(PeerFiles):
         return total
 
     async def _reach(self, peer: str) -> None:
-        """A call to a peer. Raises NotFetched."""
+        """A call to a peer. Raises FetchFailed."""
         await asyncio.sleep(self._floor.chance.expovariate(10.0))
         cut = self._network.cut
         if not self._serves(peer) or (self._node, peer) in cut or (peer, self._node) in cut:
             await asyncio.sleep(self._floor.chance.choice([0.0, SILENT_S]))
-            raise NotFetched(f"{peer} does not answer")
+            raise FetchFailed(f"{peer} does not answer")

@@ -23,8 +23,8 @@ from gcore.errors import LeaseLost, StoreUnavailable
 from gcore.store.types import (
     Compare,
     Delete,
+    KeyListing,
     KeyValue,
-    Listing,
     Put,
     TxnResult,
     WatchBatch,
@@ -126,19 +126,19 @@ class RemoteStore:
         found: KeyValue | None = await self._call(lambda: self.cluster.get(key))
         return found
 
-    async def list(self, prefix: str) -> Listing:
+    async def list(self, prefix: str) -> KeyListing:
         """See `Store.list`."""
-        found: Listing = await self._call(lambda: self.cluster.listing(prefix))
+        found: KeyListing = await self._call(lambda: self.cluster.listing(prefix))
         return found
 
-    async def newest(self, prefix: str, limit: int, before: int | None = None) -> Listing:
+    async def newest(self, prefix: str, limit: int, before: int | None = None) -> KeyListing:
         """See `Store.newest`."""
-        found: Listing = await self._call(lambda: self.cluster.newest(prefix, limit, before))
+        found: KeyListing = await self._call(lambda: self.cluster.newest(prefix, limit, before))
         return found
 
-    async def between(self, first: str, behind: str, limit: int) -> Listing:
+    async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         """See `Store.between`."""
-        found: Listing = await self._call(lambda: self.cluster.between(first, behind, limit))
+        found: KeyListing = await self._call(lambda: self.cluster.between(first, behind, limit))
         return found
 
     async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:

@@ -20,14 +20,14 @@ from controllers.planning.planner import PolicyFailed
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import SealState
 from gcore.ledger.records.job import MoveKind, NodeRecord
-from gcore.ledger.selection import resumable
-from placement.lending import EngineLoad, Loads, Speed, Speeds
+from gcore.ledger.selection import resumable_checkpoints
+from placement.lending import EngineLoad, JobLoads, PoolSpeed, PoolSpeeds
 from placement.moves import BETWEEN, WITHIN
-from placement.policies.base import Decision, Policy, Situation, Start
+from placement.policies.base import Decision, Policy, PolicyStart, Situation
 from placement.slots import feasible
 
 T = TypeVar("T")
-SPEED = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
+SPEED = PoolSpeed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
 CHANGE_S = 0.5
 MUCH, LITTLE = 90, 1
 """Requests that wait at an engine."""
@@ -36,7 +36,7 @@ MUCH, LITTLE = 90, 1
 class Wandering:
     """A policy that wants any split that can be had."""
 
-    def __init__(self, start: Start, chance: random.Random) -> None:
+    def __init__(self, start: PolicyStart, chance: random.Random) -> None:
         self._first = start.first
         self._chance = chance
 
@@ -56,11 +56,11 @@ class SimulatedPolling:
         self._floor = floor
         self._chance = chance
 
-    async def loads(self, nodes: Mapping[str, NodeRecord]) -> Loads:
+    async def loads(self, nodes: Mapping[str, NodeRecord]) -> JobLoads:
         """Of the engines that serve."""
         behind = self._chance.choice(["rollout", "reward"])
         serving = [one for one in self._floor.engines.values() if one.alive and one.record.state == "serving"]
-        return Loads(
+        return JobLoads(
             tuple(
                 EngineLoad(
                     one.node,
@@ -93,15 +93,15 @@ async def at_once(_: object, call: Callable[[], T]) -> T:
 def planning(floor: Floor, chance: random.Random) -> Iterator[None]:
     """Production's planner asks simulated engines, and this policy, meanwhile."""
 
-    def make(start: Start) -> Policy:
+    def make(start: PolicyStart) -> Policy:
         return Wandering(start, chance)
 
     with contextlib.ExitStack() as stack:
         for where, what in (
-            ("controllers.planning.lender.Polling", lambda *_: SimulatedPolling(floor, chance)),
-            ("controllers.planning.planner.Consulting._in_thread", at_once),
+            ("controllers.planning.lender.LoadPoller", lambda *_: SimulatedPolling(floor, chance)),
+            ("controllers.planning.planner.PolicyRunner._in_thread", at_once),
             ("controllers.planning.planner.find_policy", lambda _: make),
-            ("controllers.planning.lender.Lender._speeds", lambda *_: Speeds(SPEED, SPEED)),
+            ("controllers.planning.lender.Lender._speeds", lambda *_: PoolSpeeds(SPEED, SPEED)),
         ):
             stack.enter_context(mock.patch(where, what))
         yield
@@ -141,6 +141,6 @@ def _may_be_formed(mirror: JobMirror) -> bool:
     if wanted.kind is not MoveKind.WORLD or wanted.state != "wanted" or not is_of_now:
         return False
     seal: Any = mirror.seals.get(head.record.step + 1)
-    saved = resumable(head.record, mirror.checkpoints.record.entries)
+    saved = resumable_checkpoints(head.record, mirror.checkpoints.record.entries)
     is_begun = seal is not None and (seal.record.state is SealState.READY or bool(seal.record.ready_parts))
     return not is_begun and bool(saved) and saved[0].step == head.record.step

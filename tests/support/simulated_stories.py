@@ -14,7 +14,7 @@ from gcore.config.spec import PlacementSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import Move, MoveKind, Moves, Plan
 from placement.assign import split_of
-from placement.moves import Proposal, part_of
+from placement.moves import MoveProposal, split_part
 from placement.slots import Split
 
 JUDGE = {
@@ -49,7 +49,7 @@ def propose_moves(patch: Any) -> None:
     patch.setattr(SimulatedJob, "_proposed", lambda self: next_move(self.mirror, self.me), raising=False)
 
 
-def next_move(mirror: JobMirror, me: str) -> tuple[Proposal | None, Moves | None]:
+def next_move(mirror: JobMirror, me: str) -> tuple[MoveProposal | None, Moves | None]:
     """What whoever leads wants now: one move a step."""
     leader, head, stored = mirror.leader, mirror.head, mirror.plan
     if leader is None or leader.record.incarnation != me or head is None or stored is None or head.record.step == 0:
@@ -62,28 +62,33 @@ def next_move(mirror: JobMirror, me: str) -> tuple[Proposal | None, Moves | None
     return _another_sleeper(plan, head.record.step, head.record.seq), None
 
 
-def _another_world(plan: Plan, step: int, seq: int) -> Proposal:
+def _another_world(plan: Plan, step: int, seq: int) -> MoveProposal:
     now = split_of(plan)
     nodes = len({*(p.node for p in plan.engines), *(p.node for p in plan.ranks)})
     together = Split("colocated", nodes, 0, nodes)
     apart = Split("coexisting", nodes - 1, 0, 1)
-    return Proposal(
+    return MoveProposal(
         _move(plan, MoveKind.WORLD, now, apart if now.mode == "colocated" else together, step, seq, "wanted"), None
     )
 
 
-def _another_sleeper(plan: Plan, step: int, seq: int) -> Proposal | None:
+def _another_sleeper(plan: Plan, step: int, seq: int) -> MoveProposal | None:
     engines = sorted(plan.engines, key=lambda place: place.node)
     if len(engines) < 2:
         return None
     sleeper = engines[step // 2 % len(engines)]
     changed = tuple(place.model_copy(update={"asleep": place == sleeper}) for place in engines)
     after = plan.model_copy(update={"generation": plan.generation + 1, "engines": changed})
-    return Proposal(_move(plan, MoveKind.LEND, split_of(plan), split_of(after), step, seq, "done"), after)
+    return MoveProposal(_move(plan, MoveKind.LEND, split_of(plan), split_of(after), step, seq, "done"), after)
 
 
 def _move(plan: Plan, kind: MoveKind, before: Split, after: Split, step: int, seq: int, state: str) -> Move:
-    fields: Mapping[str, Any] = {"before": part_of(before), "after": part_of(after), "time": float(seq), "state": state}
+    fields: Mapping[str, Any] = {
+        "before": split_part(before),
+        "after": split_part(after),
+        "time": float(seq),
+        "state": state,
+    }
     return Move.model_validate({"generation": plan.generation + 1, "step": step, "seq": seq, "kind": kind, **fields})
 
 

@@ -35,12 +35,12 @@ from gcore.models.layout import (
     verify_checkpoint,
     weights_folder,
 )
-from gcore.system.files import whole_folder
+from gcore.system.files import replace_folder
 from gcore.train.rank import feed as feed_state
-from gcore.train.rank.feed import FeedState, HeldGroup, HeldSample, WorldName
+from gcore.train.rank.feed import FeedState, TrainGroup, TrainSample, WorldName
 from gcore.train.rank.launch import PARTS, refuse_release, refuse_restore
 from gcore.types import Group, PromptRef, Token, Version
-from gcore.worker.lifecycle import Refused as RegistrationRefused
+from gcore.worker.lifecycle import RegistrationRefused
 from gcore.worker.records import LaunchSpec, WorkerRecord
 from gcore.worker.supervisor import Registrar
 
@@ -186,7 +186,7 @@ class Rank(Worker):
         self.checkpoint: tuple[Version, str, str] | None = None
         """The newest that was written: version, folder, digest."""
         self.listeners: dict[object, Callable[[], None]] = {}
-        self._work: asyncio.Queue[feed_state.Work | feed_state.PartWork | _Rest] = asyncio.Queue()
+        self._work: asyncio.Queue[feed_state.StepInput | feed_state.StepPartInput | _Rest] = asyncio.Queue()
         self.released: frozenset[str] = frozenset()
         self._gathered: asyncio.Future[None] | None = None
         self._inside: object = None
@@ -213,8 +213,8 @@ class Rank(Worker):
     def feed(self, name: WorldName, token: Token, groups: list[tuple[Group, frozenset[int]]]) -> bool:
         """Samples of groups; whether they were not refused."""
         held = {group.digest(): held_group(group, samples) for group, samples in groups}
-        answer = feed_state.feed(self.state, name, token, held)
-        if isinstance(answer, feed_state.Refused):
+        answer = feed_state.feed_samples(self.state, name, token, held)
+        if isinstance(answer, feed_state.RankRefusal):
             return False
         if answer.state != self.state:
             self.state = answer.state
@@ -223,27 +223,27 @@ class Rank(Worker):
 
     def apply(self, name: WorldName, token: Token, seal: bytes) -> bool:
         """Train on a READY seal; whether it was not refused."""
-        answer = feed_state.apply(self.state, name, token, Seal.decode(seal))
+        answer = feed_state.apply_step(self.state, name, token, Seal.decode(seal))
         if isinstance(answer, feed_state.Begin):
             self.state = answer.state
             self._work.put_nowait(answer.work)
             self._notify()
-        return not isinstance(answer, feed_state.Refused)
+        return not isinstance(answer, feed_state.RankRefusal)
 
     def accumulate(self, name: WorldName, token: Token, seal: bytes) -> bool:
         """Train on the READY parts of a seal, up to their gradients; whether it was not refused."""
-        answer = feed_state.accumulate(self.state, name, token, Seal.decode(seal))
+        answer = feed_state.accumulate_parts(self.state, name, token, Seal.decode(seal))
         if isinstance(answer, feed_state.BeginParts):
             self.state = answer.state
             for part in answer.parts:
                 self._work.put_nowait(part)
             self._notify()
             self.floor.looked()
-        return not isinstance(answer, feed_state.Refused)
+        return not isinstance(answer, feed_state.RankRefusal)
 
     def rest(self, name: WorldName, step: int | None, reply: Callable[[bool], None]) -> None:
         """Give memory back, behind `step`, or (None) take it again; replies when it is done whether it was not refused."""
-        refused = feed_state.admit(self.state, name) or (
+        refused = feed_state.check_caller(self.state, name) or (
             refuse_restore(self.state) if step is None else refuse_release(self.state, step)
         )
         if refused is not None:
@@ -271,10 +271,10 @@ class Rank(Worker):
                 work.reply(True)
                 continue
             await self._come_to(frozenset())
-            if isinstance(work, feed_state.PartWork):
+            if isinstance(work, feed_state.StepPartInput):
                 await self._add(work)
                 continue
-            for part in feed_state.parts_left(work):
+            for part in feed_state.remaining_parts(work):
                 await self._add(part)
             await self._gather(work.seal.token)
             await asyncio.sleep(0.3 + self.floor.chance.random())
@@ -292,7 +292,7 @@ class Rank(Worker):
                     self.floor.tell(f"{engine.spec.instance} has its memory at the same time")
             self._notify()
 
-    async def _add(self, part: feed_state.PartWork) -> None:
+    async def _add(self, part: feed_state.StepPartInput) -> None:
         """A part of the step to come."""
         seal = part.work.seal
         await self._gather(seal.encode())
@@ -318,7 +318,7 @@ class Rank(Worker):
         await self._gathered
         self._gathered = None
 
-    def _finish(self, work: feed_state.Work) -> None:
+    def _finish(self, work: feed_state.StepInput) -> None:
         seal = work.seal
         accumulated, self._accumulated = self._accumulated, []
         if seal.parts and accumulated != [group.ref for group in seal.groups]:
@@ -335,7 +335,7 @@ class Rank(Worker):
             self._stage(version)
             if self.floor.checkpoint_after(seal):
                 self.checkpoint = write_checkpoint(self.floor.folder(self.node), version, self)
-        self.state = feed_state.applied(self.state)
+        self.state = feed_state.finish_step(self.state)
         self.floor.tell(f"{self.spec.instance} has applied {seal.token}")
         self.floor.looked()
         self._notify()
@@ -350,11 +350,11 @@ class Rank(Worker):
             notify()
 
 
-def held_group(group: Group, samples: frozenset[int]) -> HeldGroup:
+def held_group(group: Group, samples: frozenset[int]) -> TrainGroup:
     """A fed group, as a rank has it."""
     prompt = np.asarray(group.prompt_ids, dtype=np.int32)
     held = {
-        index: HeldSample(
+        index: TrainSample(
             np.asarray(group.samples[index].token_ids, dtype=np.int32),
             np.zeros(len(group.samples[index].token_ids), dtype=np.float32),
             group.samples[index].reward,
@@ -362,7 +362,7 @@ def held_group(group: Group, samples: frozenset[int]) -> HeldGroup:
         )
         for index in samples
     }
-    return HeldGroup(group.ref, group.digest(), prompt, held)
+    return TrainGroup(group.ref, group.digest(), prompt, held)
 
 
 def damaged(run_dir: Path, checkpoint: str) -> str:
@@ -388,7 +388,7 @@ def write_checkpoint(run_dir: Path, version: Version, rank: Rank) -> tuple[Versi
     folder = checkpoint_folder(run_dir, version)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder, owner=rank.spec.instance, durable=False) as draft:
+        with replace_folder(folder, owner=rank.spec.instance, durable=False) as draft:
             text = json.dumps([sorted(map(str, step)) for step in rank.content])
             for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE, "config.json"):
                 (draft / name).write_text(text)

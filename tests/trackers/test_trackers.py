@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from gcore.observability.metrics_file import encode
-from gcore.observability.tracking import Document
+from gcore.observability.metrics_file import encode_lines
+from gcore.observability.tracking import TrackerDocument
 
 pytestmark = [pytest.mark.trackers, pytest.mark.timeout(300)]
 
@@ -39,10 +39,10 @@ def give(tmp_path: Path, tracker: str, options: dict[str, str]) -> Path:
     """Both parts of the run, each by a process of its own; the run's folder."""
     run_dir = tmp_path / "runs" / "job-u1"
     run_dir.mkdir(parents=True)
-    document = Document("u1", "job", SPEC, dict(options)).encode()
+    document = TrackerDocument("u1", "job", SPEC, dict(options)).encode()
     command = [sys.executable, "-m", "gcore.tracking", "--home", "/h", "--run-dir", str(run_dir), "--tracker", tracker]
     for upto in (4, len(LINES)):
-        (run_dir / "metrics.jsonl").write_bytes(encode(LINES[:upto]))
+        (run_dir / "metrics.jsonl").write_bytes(encode_lines(LINES[:upto]))
         done = subprocess.run(command, input=document, capture_output=True, timeout=200, check=False)
         assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
         words = [json.loads(line) for line in done.stdout.splitlines()]

@@ -16,10 +16,10 @@ from controllers.api.edge.access import (
     USER_ROLES,
     Caller,
     Role,
-    acting_for,
-    caller,
+    access_refusal,
+    acting_as,
+    current_caller,
     may_see,
-    refusal,
 )
 
 READ = {"GetJob", "ListJobs", "WatchJob", "StreamLogs", "StreamMetrics", "ListShards", "AuditJob", "GetSamples"}
@@ -53,7 +53,7 @@ def test_every_rpc_has_a_row_in_the_role_table_and_no_row_is_of_anything_else() 
 def test_each_verb_is_allowed_from_its_role_on_and_refused_below(method: str) -> None:
     least = Role.NODE if method.startswith(NODES_ONLY) else EXPECTED[method]
     for role in Role:
-        why = refusal(Caller("somebody", role), method)
+        why = access_refusal(Caller("somebody", role), method)
         assert (why is None) == (role >= least), (role, why)
         if why is not None:
             assert least.word in why
@@ -62,11 +62,11 @@ def test_each_verb_is_allowed_from_its_role_on_and_refused_below(method: str) ->
 
 @pytest.mark.parametrize("method", every_rpc())
 def test_where_nobody_is_told_apart_everything_is_allowed(method: str) -> None:
-    assert refusal(NOBODY_IS_TOLD_APART, method) is None
+    assert access_refusal(NOBODY_IS_TOLD_APART, method) is None
 
 
 def test_what_is_not_in_the_table_is_refused_to_everybody() -> None:
-    assert "not in the role table" in str(refusal(NOBODY_IS_TOLD_APART, "/gcore.api.v1.Jobs/NewVerb"))
+    assert "not in the role table" in str(access_refusal(NOBODY_IS_TOLD_APART, "/gcore.api.v1.Jobs/NewVerb"))
 
 
 def test_no_person_can_have_the_role_of_a_node() -> None:
@@ -83,9 +83,9 @@ def test_a_caller_sees_its_namespaces_only_and_names_are_looked_up_in_one_of_the
 
 
 def test_the_caller_of_a_task_is_the_one_it_acts_for() -> None:
-    assert caller() is NOBODY_IS_TOLD_APART
-    with acting_for(Caller("ada", Role.VIEWER, frozenset({"vision"}))):
-        assert caller().name == "ada"
+    assert current_caller() is NOBODY_IS_TOLD_APART
+    with acting_as(Caller("ada", Role.VIEWER, frozenset({"vision"}))):
+        assert current_caller().name == "ada"
         assert may_see("vision")
         assert not may_see("default")
     assert may_see("default")

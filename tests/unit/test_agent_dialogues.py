@@ -16,21 +16,21 @@ from gcore.data.renderer import ChatForm, PromptRenderer
 from gcore.data.templates import compile_template
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.reward.api import RewardError
-from gcore.rollout.agents.api import Refused
+from gcore.rollout.agents.api import AgentRequestRefused
 from gcore.rollout.agents.chat_protocol import (
     HARMLESS,
-    Completion,
-    Question,
-    Rules,
-    answer_of,
-    events,
-    message_of,
-    question_of,
-    refusal,
-    whole,
+    ChatCompletion,
+    ChatRequest,
+    SamplingRules,
+    encode_answer,
+    encode_refusal,
+    encode_stream,
+    format_answer,
+    parse_message,
+    parse_request,
 )
 from gcore.rollout.agents.session import Dialogue
-from gcore.rollout.postprocess import alike
+from gcore.rollout.postprocess import align_prompts
 from gcore.types import Sample, Version, VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -41,7 +41,7 @@ CHATML = (
     "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"
 )
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
-RULES = Rules(temperature=(1.0,), top_p=(1.0,), most=64)
+RULES = SamplingRules(temperature=(1.0,), top_p=(1.0,), most=64)
 VERSION = Version(0, 1)
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\ue000"), min_size=1, max_size=12)
 GENERATED = st.tuples(st.lists(st.integers(2, 330), min_size=1, max_size=8), st.booleans())
@@ -68,20 +68,20 @@ def renderer(template: str = CHATML) -> PromptRenderer:
     return PromptRenderer(TOKENIZER, ChatForm(form, form), where="test")
 
 
-def asked(*messages: Mapping[str, Any], **more: Any) -> Question:
-    return question_of(json.dumps({"messages": messages, **more}).encode(), RULES)
+def asked(*messages: Mapping[str, Any], **more: Any) -> ChatRequest:
+    return parse_request(json.dumps({"messages": messages, **more}).encode(), RULES)
 
 
 def made(ids: tuple[int, ...]) -> Sample:
     return Sample(ids, (-1.0,) * len(ids), "", "stop", (VersionSpan(VERSION, 0, len(ids)),))
 
 
-def said(dialogue: Dialogue, question: Question, ids: tuple[int, ...]) -> dict[str, Any]:
+def said(dialogue: Dialogue, question: ChatRequest, ids: tuple[int, ...]) -> dict[str, Any]:
     """One turn, as it is served: what the agent is sent."""
     shown = dialogue.shown(question)
     sample = made(ids)
     text = dialogue.text_of(sample, shown)
-    answer = answer_of(text, "call", tools=bool(question.tools))
+    answer = format_answer(text, "call", tools=bool(question.tools))
     dialogue.answered(question, shown, sample, text, answer)
     return answer
 
@@ -188,10 +188,10 @@ def test_calls_are_told_apart_and_come_back_as_they_were_sent() -> None:
     ],
 )
 def test_calls_that_are_none_stay_text(text: str, calls: int, content: str | None) -> None:
-    answer = answer_of(text, "x", tools=True)
+    answer = format_answer(text, "x", tools=True)
     assert len(answer.get("tool_calls", ())) == calls
     assert answer["content"] == content
-    assert answer_of(text, "x", tools=False)["content"] == text
+    assert format_answer(text, "x", tools=False)["content"] == text
 
 
 def test_an_edited_history_is_told_apart_from_one_that_goes_on() -> None:
@@ -232,7 +232,7 @@ def test_a_template_that_does_not_show_where_an_answer_ends_is_refused(template:
     first = {"role": "user", "content": "a"}
     dialogue = Dialogue(renderer(template), asked(first))
     answer = said(dialogue, asked(first), (60, 0))
-    with pytest.raises(Refused, match=how) as caught:
+    with pytest.raises(AgentRequestRefused, match=how) as caught:
         dialogue.shown(asked(first, answer, {"role": "user", "content": "b"}))
     assert caught.value.status == 400
 
@@ -282,10 +282,10 @@ def test_what_cannot_be_had_is_refused_with_the_reason(body: Any, code: str, wor
         if isinstance(body, bytes)
         else json.dumps(body if not body or "messages" in body else messages | body).encode()
     )
-    with pytest.raises(Refused, match=words) as caught:
-        question_of(raw, RULES)
+    with pytest.raises(AgentRequestRefused, match=words) as caught:
+        parse_request(raw, RULES)
     assert (caught.value.status, caught.value.code) == (400, code)
-    assert json.loads(refusal(caught.value))["error"]["code"] == code
+    assert json.loads(encode_refusal(caught.value))["error"]["code"] == code
 
 
 def test_what_changes_nothing_is_let_pass_and_what_the_spec_ignores_too() -> None:
@@ -302,28 +302,28 @@ def test_what_changes_nothing_is_let_pass_and_what_the_spec_ignores_too() -> Non
     }
     assert asked(user, **nothing, **dict.fromkeys(HARMLESS - {"model"}, "any")) == plain
     assert asked(user, max_tokens=64, stop="x").most == 64
-    rules = Rules((0.0, 1.0), (1.0,), 64, frozenset({"temperature", "max_tokens", "logprobs"}))
+    rules = SamplingRules((0.0, 1.0), (1.0,), 64, frozenset({"temperature", "max_tokens", "logprobs"}))
     body = {"messages": [user], "temperature": 0.1, "max_tokens": 4096, "logprobs": True, "top_logprobs": 5}
-    assert question_of(json.dumps(body).encode(), rules) == plain
-    assert question_of(json.dumps({"messages": [user], "max_tokens": 5}).encode(), rules).most == 5
-    greedy = Rules((0.0, 0.7), (1.0,), 64)
+    assert parse_request(json.dumps(body).encode(), rules) == plain
+    assert parse_request(json.dumps({"messages": [user], "max_tokens": 5}).encode(), rules).most == 5
+    greedy = SamplingRules((0.0, 0.7), (1.0,), 64)
     for temperature in (0, 0.7):
-        assert question_of(json.dumps({"messages": [user], "temperature": temperature}).encode(), greedy) == plain
+        assert parse_request(json.dumps({"messages": [user], "temperature": temperature}).encode(), greedy) == plain
 
 
 @given(st.binary(max_size=40) | st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=4), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "messages", "stop", "tools", "user"]), inner, max_size=4)).map(lambda tree: json.dumps(tree).encode()))  # fmt: skip
 def test_whatever_is_sent_is_a_question_or_refused(raw: bytes) -> None:
-    with contextlib.suppress(Refused):
-        assert question_of(raw, RULES).messages
+    with contextlib.suppress(AgentRequestRefused):
+        assert parse_request(raw, RULES).messages
 
 
 # What is sent.
 
 
 def test_an_answer_and_a_stream_of_it_have_openais_fields() -> None:
-    message = answer_of('<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>', "c", tools=True)
-    answer = Completion("chatcmpl-1", "gpt-4o", 7, message, "tool_calls", 5, 3)
-    told = json.loads(whole(answer))
+    message = format_answer('<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>', "c", tools=True)
+    answer = ChatCompletion("chatcmpl-1", "gpt-4o", 7, message, "tool_calls", 5, 3)
+    told = json.loads(encode_answer(answer))
     assert told.keys() == {"id", "object", "created", "model", "choices", "usage"}
     assert (told["object"], told["model"]) == ("chat.completion", "gpt-4o")
     (choice,) = told["choices"]
@@ -335,7 +335,7 @@ def test_an_answer_and_a_stream_of_it_have_openais_fields() -> None:
         "function": {"name": "f", "arguments": '{"x": "é"}'},
     }
     assert told["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-    lines = events(answer, usage=True).decode().split("\n\n")
+    lines = encode_stream(answer, usage=True).decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     first, last, usage = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
     assert {first["object"], last["object"], usage["object"]} == {"chat.completion.chunk"}
@@ -355,28 +355,28 @@ def told_first(*prompt_ids: int, observed: tuple[tuple[int, int], ...] = ()) -> 
 
 
 def test_the_prompt_of_a_group_is_what_all_its_questions_begin_with() -> None:
-    prompt, (one, other) = alike((5,), [told_first(1, 2, 3), told_first(1, 2, 4, 4, observed=((1, 2),))])
+    prompt, (one, other) = align_prompts((5,), [told_first(1, 2, 3), told_first(1, 2, 4, 4, observed=((1, 2),))])
     assert prompt == (1, 2)
     assert (one.token_ids, one.observed, one.spans) == ((3, 7, 8, 9), ((0, 1),), (VersionSpan(VERSION, 0, 4),))
     assert (other.token_ids, other.observed) == ((4, 4, 7, 8, 9), ((0, 2), (3, 4)))
     assert other.logprobs == (0.0, 0.0, -1.0, -1.0, -1.0)
     assert {one.prompt_ids, other.prompt_ids} == {None}
-    same, (first, second) = alike((5,), [told_first(1, 2), told_first(1, 2)])
+    same, (first, second) = align_prompts((5,), [told_first(1, 2), told_first(1, 2)])
     assert same == (1, 2)
     assert first.token_ids == second.token_ids == (7, 8, 9)
 
 
 def test_a_group_without_agents_is_left_as_it_is_and_questions_with_nothing_in_common_have_no_prompt() -> None:
     plain = made((1, 2))
-    assert alike((5,), [plain, plain]) == ((5,), (plain, plain))
+    assert align_prompts((5,), [plain, plain]) == ((5,), (plain, plain))
     with pytest.raises(RewardError, match="no prompt in common"):
-        alike((5,), [told_first(1), told_first(2)])
+        align_prompts((5,), [told_first(1), told_first(2)])
 
 
 def test_a_message_of_the_assistant_counts_by_what_it_says() -> None:
     sent = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "tool_calls": None}
-    assert message_of(sent, 0) == {"role": "assistant", "content": ""}
-    assert message_of({"role": "user", "content": "x", "name": "n", "extra": 1}, 0) == {
+    assert parse_message(sent, 0) == {"role": "assistant", "content": ""}
+    assert parse_message({"role": "user", "content": "x", "name": "n", "extra": 1}, 0) == {
         "role": "user",
         "content": "x",
         "name": "n",

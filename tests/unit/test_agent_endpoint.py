@@ -14,10 +14,10 @@ import pytest
 from documents import ROOT, blocks
 
 from gcore.errors import EngineError
-from gcore.rollout.agents.api import AgentFault, AgentRollout, Refused, called
-from gcore.rollout.agents.chat_protocol import Rules
-from gcore.rollout.agents.server import MOST_BODY, Endpoint
-from gcore.rollout.agents.session import Limits, Served
+from gcore.rollout.agents.api import AgentFault, AgentRequestRefused, AgentRollout, call_agent
+from gcore.rollout.agents.chat_protocol import SamplingRules
+from gcore.rollout.agents.server import MOST_BODY, AgentHttpServer
+from gcore.rollout.agents.session import AgentSession, DialogueLimits
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
 
@@ -82,19 +82,19 @@ class Policy:
 class Talk:
     """A response that is served, and a client of it."""
 
-    def __init__(self, endpoint: Endpoint, http: httpx.AsyncClient) -> None:
+    def __init__(self, endpoint: AgentHttpServer, http: httpx.AsyncClient) -> None:
         self.endpoint, self.http = endpoint, http
         self.policy, self.clock = Policy(), FakeClock()
-        self.refusals: list[Refused] = []
-        self.served: Served
+        self.refusals: list[AgentRequestRefused] = []
+        self.served: AgentSession
         self.token = ""
         self.url = ""
         self.messages: list[dict[str, Any]] = []
 
     async def begin(self, *, restarts: bool = False, stop: tuple[str, ...] = (), **limits: Any) -> Talk:
-        bounds = Limits(**{"turns": 4, "own": 12, "room": 60, "context": 200, "own_s": 10.0} | limits)
-        rules = Rules((1.0,), (1.0,), bounds.own)
-        self.served = Served(
+        bounds = DialogueLimits(**{"turns": 4, "own": 12, "room": 60, "context": 200, "own_s": 10.0} | limits)
+        rules = SamplingRules((1.0,), (1.0,), bounds.own)
+        self.served = AgentSession(
             Letters(),
             self.policy,
             rules,
@@ -124,7 +124,7 @@ class Talk:
 
 @pytest.fixture
 async def talk() -> AsyncIterator[Talk]:
-    endpoint = Endpoint()
+    endpoint = AgentHttpServer()
     async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
         yield Talk(endpoint, http)
     await endpoint.close()
@@ -392,7 +392,7 @@ async def test_the_agent_of_the_guide_works(talk: Talk) -> None:
     await talk.begin(own=60, room=160, context=None)
     talk.policy.words = ["it is 3", "it is 4"]
     rollout = AgentRollout(talk.url, talk.token, {"prompt": "2+2", "answer": "4"}, {"tries": 3}, 7)
-    assert await asyncio.to_thread(called, names["solver"], rollout) == {"reward": 0.5}
+    assert await asyncio.to_thread(call_agent, names["solver"], rollout) == {"reward": 0.5}
     assert talk.served.sample().text == "it is 3\nu:That is wrong. Try again.\na:it is 4"
 
 

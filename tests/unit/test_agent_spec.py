@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from controllers.api.submission.checks import check_environment
-from controllers.flow.job_data import response_of
+from controllers.flow.job_data import make_response
 from gcore.config import JobSpec, parse_spec
 from gcore.config.data import training_sources
 from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
-from gcore.flows.filters import misfit
+from gcore.flows.filters import untrainable_reason
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
-from gcore.rollout.agents.api import result_of
-from gcore.rollout.postprocess import scored_group
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.rollout.agents.api import parse_result
+from gcore.rollout.postprocess import make_scored_group
+from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.testing.judges import group_of
 from gcore.types import Prompt
 
@@ -70,18 +70,18 @@ def test_what_cannot_be_is_refused(agent: dict[str, Any] | None, more: dict[str,
 
 def test_a_job_with_an_agent_waits_until_every_node_knows_what_was_observed() -> None:
     check_environment(spec(AGENT))
-    speak(NEWEST_VERSION - 1)
+    set_written_version(NEWEST_VERSION - 1)
     try:
         with pytest.raises(SpecError, match="an agent needs nodes of this version"):
             check_environment(spec(AGENT))
     finally:
-        speak(NEWEST_VERSION)
+        set_written_version(NEWEST_VERSION)
 
 
 def test_the_reward_agent_hands_on_what_the_agent_returned() -> None:
     reward, settings = find_reward("agent"), RewardSpec(name="agent")
     sample = replace(group_of([0.0]).samples[0], reward_parts=(("environment", 0.25),))
-    assert reward(response_of(sample), {}, settings) == RewardResult(0.25)
+    assert reward(make_response(sample), {}, settings) == RewardResult(0.25)
     assert reward(Response("cut", 3, True), {}, settings) == RewardResult(0.0)
     with pytest.raises(RewardError, match="the agent gave no reward"):
         reward(Response("whole", 3), {}, settings)
@@ -100,7 +100,7 @@ def test_the_reward_agent_hands_on_what_the_agent_returned() -> None:
     ],
 )
 def test_what_an_agent_returns_is_a_number_or_nothing(made: Any, found: Any) -> None:
-    said = result_of(made)
+    said = parse_result(made)
     if isinstance(found, str):
         assert found in said["what"]
     else:
@@ -111,12 +111,12 @@ def test_a_group_is_made_of_what_its_agents_asked_and_by_nobody_else() -> None:
     group = group_of([0.0, 1.0])
     prompt = Prompt(group.ref, "shown", (1, 2), {}, "data")
     told = [replace(sample, prompt_ids=(5, 6)) for sample in group.samples]
-    of_agents = scored_group(
+    of_agents = make_scored_group(
         prompt, told, [RewardResult(1.0)] * 2, spec(AGENT).rollout, training_sources(spec(AGENT))[0].sampling
     )
     assert of_agents.prompt_ids == (5, 6)
     assert all(sample.prompt_ids is None for sample in of_agents.samples)
-    assert misfit(of_agents, spec(AGENT).train) is None
-    why = misfit(replace(group, samples=tuple(told)), spec(AGENT).train)
+    assert untrainable_reason(of_agents, spec(AGENT).train) is None
+    why = untrainable_reason(replace(group, samples=tuple(told)), spec(AGENT).train)
     assert why is not None
     assert "let peer.score make the group" in why

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cluster.rules import FAILURES, LONGEST_REST_S, REST_S, Health, look, next_look
-from gcore.worker.records import Role, WorkerRecord, WorkerState
+from controllers.cluster.rules import FAILURES, LONGEST_REST_S, REST_S, NodeHealth, next_check_at, update_health
+from gcore.worker.records import WorkerRecord, WorkerRole, WorkerState
 
 ACTIVE = frozenset({"j"})
 
@@ -20,7 +20,7 @@ def worker(
     state: WorkerState,
     *,
     node: str = "n",
-    role: Role = "rollout",
+    role: WorkerRole = "rollout",
     job: str = "j",
     reason: str = "CUDA error: uncorrectable ECC error",
     further: tuple[str, ...] = (),
@@ -49,11 +49,13 @@ def by_name(*workers: WorkerRecord) -> Mapping[str, WorkerRecord]:
 SERVES = worker("good", "cuda:1", "serving")
 
 
-def after_failures(count: int, *others: WorkerRecord, health: Health | None = None, first: int = 0) -> Health:
+def after_failures(count: int, *others: WorkerRecord, health: NodeHealth | None = None, first: int = 0) -> NodeHealth:
     """Failures on cuda:0, a second apart."""
-    health = health or Health("n")
+    health = health or NodeHealth("n")
     for number in range(first, first + count):
-        health = look(health, by_name(worker(f"bad-{number}", "cuda:0", "failed"), *others), ACTIVE, float(number))
+        health = update_health(
+            health, by_name(worker(f"bad-{number}", "cuda:0", "failed"), *others), ACTIVE, float(number)
+        )
     return health
 
 
@@ -79,7 +81,7 @@ def test_without_one_of_the_same_kind_that_serves_the_slot_is_not_blamed(others:
 
 
 def test_one_that_served_only_before_the_failures_says_nothing_of_the_slot() -> None:
-    before = look(Health("n"), by_name(SERVES), ACTIVE, -100.0)
+    before = update_health(NodeHealth("n"), by_name(SERVES), ACTIVE, -100.0)
     assert after_failures(10, health=before).sick == {}
 
 
@@ -89,67 +91,69 @@ def test_one_that_serves_on_another_node_speaks_too() -> None:
 
 @pytest.mark.parametrize("reason", ["killed by the kernel because memory ran out (SIGKILL)", "No space left on device"])
 def test_what_is_not_the_slots_doing_does_not_count(reason: str) -> None:
-    health = Health("n")
+    health = NodeHealth("n")
     for number in range(10):
         failed = worker(f"bad-{number}", "cuda:0", "failed", reason=reason)
-        health = look(health, by_name(failed, SERVES), ACTIVE, float(number))
+        health = update_health(health, by_name(failed, SERVES), ACTIVE, float(number))
     assert health.sick == {}
 
 
 def test_one_failure_counts_once_however_often_it_is_seen() -> None:
-    health = Health("n")
+    health = NodeHealth("n")
     for now in range(10):
-        health = look(health, by_name(worker("bad", "cuda:0", "failed"), SERVES), ACTIVE, float(now))
+        health = update_health(health, by_name(worker("bad", "cuda:0", "failed"), SERVES), ACTIVE, float(now))
     assert health.sick == {}
 
 
 def test_a_worker_that_served_and_failed_then_is_no_failed_start() -> None:
-    health = Health("n")
+    health = NodeHealth("n")
     for number in range(10):
         broke = worker(f"bad-{number}", "cuda:0", "failed").model_copy(update={"address": "h:2"})
-        health = look(health, by_name(broke, SERVES), ACTIVE, float(number))
+        health = update_health(health, by_name(broke, SERVES), ACTIVE, float(number))
     assert health.sick == {}
 
 
 def test_a_start_that_lasts_in_between_begins_the_count_anew() -> None:
     health = after_failures(FAILURES - 1, SERVES)
-    health = look(health, by_name(worker("ok", "cuda:0", "serving"), SERVES), ACTIVE, 10.0)
+    health = update_health(health, by_name(worker("ok", "cuda:0", "serving"), SERVES), ACTIVE, 10.0)
     assert after_failures(FAILURES - 1, SERVES, health=health, first=20).sick == {}
 
 
 def test_an_engine_over_several_slots_speaks_for_all_of_them() -> None:
-    health, good = Health("n"), worker("good", "cuda:2", "serving", further=("cuda:3",))
+    health, good = NodeHealth("n"), worker("good", "cuda:2", "serving", further=("cuda:3",))
     for number in range(FAILURES):
         failed = worker(f"bad-{number}", "cuda:0", "failed", further=("cuda:1",))
-        health = look(health, by_name(failed, good), ACTIVE, float(number))
+        health = update_health(health, by_name(failed, good), ACTIVE, float(number))
     assert health.sick.keys() == {"cuda:0", "cuda:1"}
 
 
 def test_after_its_rest_it_is_tried_once_and_rests_twice_as_long_after_a_relapse() -> None:
     health = after_failures(FAILURES, SERVES)
-    due = next_look(health)
+    due = next_check_at(health)
     assert due == FAILURES - 1 + REST_S
-    health = look(health, by_name(SERVES), ACTIVE, due)
+    health = update_health(health, by_name(SERVES), ACTIVE, due)
     assert health.sick == {}
-    assert next_look(health) is None
+    assert next_check_at(health) is None
     again = worker("again", "cuda:0", "failed")
-    health = look(health, by_name(again, SERVES), ACTIVE, due + 1)
+    health = update_health(health, by_name(again, SERVES), ACTIVE, due + 1)
     assert health.sick.keys() == {"cuda:0"}
-    assert next_look(health) == due + 1 + 2 * REST_S
+    assert next_check_at(health) == due + 1 + 2 * REST_S
 
 
 def test_one_that_serves_after_the_rest_is_well_and_starts_from_nothing() -> None:
     health = after_failures(FAILURES, SERVES)
-    now = next_look(health)
+    now = next_check_at(health)
     assert now is not None
-    health = look(health, by_name(SERVES, worker("ok", "cuda:0", "serving")), ACTIVE, now)
+    health = update_health(health, by_name(SERVES, worker("ok", "cuda:0", "serving")), ACTIVE, now)
     assert (health.sick, dict(health.failing), dict(health.relapses)) == ({}, {}, {})
 
 
 def test_emulated_slots_are_never_sick() -> None:
-    health, good = Health("n"), worker("good", "emulated:1", "serving")
+    health, good = NodeHealth("n"), worker("good", "emulated:1", "serving")
     for number in range(10):
-        health = look(health, by_name(worker(f"b{number}", "emulated:0", "failed"), good), ACTIVE, float(number))
+        health = update_health(
+            health, by_name(worker(f"b{number}", "emulated:0", "failed"), good), ACTIVE, float(number)
+        )
     assert health.sick == {}
 
 
@@ -161,20 +165,20 @@ LOOKS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), STATES
 def test_whatever_happens_only_own_slots_are_sick_and_every_rest_ends(
     looks: list[list[tuple[int, int, WorkerState]]],
 ) -> None:
-    health, now = Health("n"), 0.0
+    health, now = NodeHealth("n"), 0.0
     for number, seen in enumerate(looks):
         now = float(number)
         workers = by_name(*(worker(f"w{number}-{w}", f"cuda:{s}", state, node="nm"[s % 2]) for w, s, state in seen))
-        health = look(health, workers, ACTIVE, now)
+        health = update_health(health, workers, ACTIVE, now)
         assert set(health.sick) <= {"cuda:0", "cuda:2"}
         assert health.counted <= workers.keys()
         serving = {one.slot for one in workers.values() if one.state == "serving" and one.node == "n"}
         failing = {one.slot for one in workers.values() if one.state == "failed"}
         assert not (serving - failing) & health.failing.keys() - health.sick.keys()
-    later = look(health, {}, ACTIVE, now + LONGEST_REST_S + 1)
+    later = update_health(health, {}, ACTIVE, now + LONGEST_REST_S + 1)
     assert later.sick == {}
 
 
 def test_what_is_known_of_a_job_that_has_ended_is_forgotten() -> None:
-    health = look(after_failures(2, SERVES), {}, frozenset(), 5.0)
+    health = update_health(after_failures(2, SERVES), {}, frozenset(), 5.0)
     assert (dict(health.failing), dict(health.served), health.counted) == ({}, {}, frozenset())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.allowlist import EVERYTHING, Allowed
+from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from gcore.config import NodeConfig, parse_spec
 from gcore.config.node import AllowSection
 from gcore.errors import SpecError
@@ -35,9 +35,9 @@ def teacher(**external: Any) -> Any:
 NODE = NodeConfig(node="n", home="/home-of-node", run_root="/runs", etcd={"endpoints": ["a:1"]}, slots=["cpu:0"])  # type: ignore[arg-type]
 
 
-def allowed(*, strangers: bool = True, **section: Any) -> Allowed:
+def allowed(*, strangers: bool = True, **section: Any) -> Allowlist:
     section = {"roots": ["/models", "/data"], **section}
-    return Allowed(AllowSection(**section), NODE if strangers else None)
+    return Allowlist(AllowSection(**section), NODE if strangers else None)
 
 
 def test_where_nothing_is_said_every_plug_in_that_is_installed_may_be_named() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from controllers.api.edge.errors import (
     CODES,
     BadFields,
+    CallContext,
     Conflict,
-    Context,
     Exhausted,
     Forbidden,
     JobEnded,
@@ -25,11 +25,11 @@ from controllers.api.edge.errors import (
     NodeNotFound,
     Unauthenticated,
     bad_field,
-    edge,
-    refusal_of,
-    stream_edge,
+    handle_errors,
+    handle_stream_errors,
+    make_refusal,
 )
-from gcore.api.rpc import Refusal, Violation, cut, sendable, told, trailing
+from gcore.api.rpc import Refusal, Violation, clip_details, cut_bytes, parse_refusal, refusal_metadata
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[GcoreError, grpc.StatusCode, str]] = {
 
 @pytest.mark.parametrize(("error", "code", "reason"), KINDS.values(), ids=KINDS)
 def test_each_kind_of_error_has_its_code_and_its_reason(error: GcoreError, code: grpc.StatusCode, reason: str) -> None:
-    refusal = refusal_of(error)
+    refusal = make_refusal(error)
     assert (refusal.code, refusal.reason) == (code, reason)
 
 
@@ -68,7 +68,7 @@ def test_every_kind_in_the_table_can_be_reached() -> None:
 
 def test_a_specs_error_names_each_of_its_fields() -> None:
     error = SpecError("flow.steps: must be positive; rolout: unknown, did you mean 'rollout'?; it is odd: all of it")
-    fields = {one.field: one.what for one in refusal_of(error).violations}
+    fields = {one.field: one.what for one in make_refusal(error).violations}
     assert fields == {
         "spec.flow.steps": "must be positive",
         "spec.rolout": "unknown, did you mean 'rollout'?",
@@ -85,12 +85,12 @@ class Service(jobs_pb2_grpc.JobsServicer):
     def trouble(self) -> str:
         return "etcd's disk is full"
 
-    @edge
-    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.Job:
+    @handle_errors
+    async def GetJob(self, request: pb.GetJobRequest, context: CallContext) -> pb.Job:
         raise self.error
 
-    @stream_edge
-    async def WatchJob(self, request: pb.WatchJobRequest, context: Context) -> AsyncGenerator[pb.JobEvent, None]:
+    @handle_stream_errors
+    async def WatchJob(self, request: pb.WatchJobRequest, context: CallContext) -> AsyncGenerator[pb.JobEvent, None]:
         yield pb.JobEvent(sequence=1)
         raise self.error
 
@@ -107,12 +107,12 @@ async def refusals(error: Exception) -> list[Refusal]:
             found = []
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.GetJob(pb.GetJobRequest())
-            found.append(told(caught.value))
+            found.append(parse_refusal(caught.value))
             events = stub.WatchJob(pb.WatchJobRequest())
             assert (await events.read()).sequence == 1
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await events.read()
-            return [*found, told(caught.value)]
+            return [*found, parse_refusal(caught.value)]
     finally:
         await server.stop(None)
 
@@ -149,7 +149,7 @@ def test_the_longest_refusal_still_reaches_its_caller() -> None:
 
 @given(st.text(max_size=3000), st.integers(4, 2000))
 def test_a_text_that_is_cut_is_text_and_not_longer(text: str, most: int) -> None:
-    short = cut(text, most)
+    short = cut_bytes(text, most)
     assert len(short.encode(errors="replace")) <= most
     assert short == text or short.endswith(" ...")
 
@@ -166,14 +166,14 @@ def test_details_that_are_none_are_passed_over(data: bytes) -> None:
         def trailing_metadata(self) -> Any:
             return (("grpc-status-details-bin", data),)
 
-    refusal = told(Error())
+    refusal = parse_refusal(Error())
     assert (refusal.code, refusal.sentence) == (Code.INTERNAL, "said")
 
 
 @given(st.text(max_size=5000))
 def test_what_is_written_fits_into_the_metadata_of_a_call(text: str) -> None:
-    sentence = sendable(text * 3)
+    sentence = clip_details(text * 3)
     wrong = (Violation(text, text),) * 99
-    ((_, value),) = trailing(Refusal(Code.INVALID_ARGUMENT, sentence, "R" * 40, wrong, {text: text}))
+    ((_, value),) = refusal_metadata(Refusal(Code.INVALID_ARGUMENT, sentence, "R" * 40, wrong, {text: text}))
     assert len(quote(sentence, safe=" ", errors="replace")) + len(value) * 4 / 3 < 8000
     assert text * 3 == sentence or sentence.endswith(" ...")

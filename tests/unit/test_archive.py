@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from gcore.ledger import archive, chain, transactions
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, LogEntry
 from gcore.ledger.records.job import JobPhase, JobStatus
-from gcore.ledger.transactions import Ledger, Stored, Transaction, TxnOutcome
+from gcore.ledger.transactions import Transaction, TransactionExecutor, TxnOutcome, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 KEYS = JobKeys("u")
-BASE = chain.base(2, "w", Writer("a", "n"))
+BASE = chain.base_entry(2, "w", ChainWriter("a", "n"))
 
 
 def entry(seq: int, kind: str = "account", lineage: int = 0) -> LogEntry:
@@ -34,31 +34,31 @@ def test_only_what_nothing_needs_any_more_is_prunable() -> None:
     log[5] = entry(5, "rollback", lineage=2)
     head = BASE.head.model_copy(update={"seq": 19, "lineage": 2})
     named = (Checkpoint(lineage=0, step=0, seq=0, file=""), Checkpoint(lineage=0, step=1, seq=7, file="c"))
-    assert chain.prunable(head, named, log, keep=10) == (1, 2, 3, 4, 6, 8, 9)
+    assert chain.prunable_entries(head, named, log, keep=10) == (1, 2, 3, 4, 6, 8, 9)
 
 
 def test_what_is_archived_is_read_again(tmp_path: Path) -> None:
-    archive.append(tmp_path, "a", [entry(1), entry(2)])
-    archive.append(tmp_path, "b", [entry(2), entry(3)])
-    archive.append(tmp_path, "a", [entry(4)])
-    assert archive.archive_read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3, 4)}
-    assert archive.archive_read(tmp_path / "none") == {}
+    archive.append_entries(tmp_path, "a", [entry(1), entry(2)])
+    archive.append_entries(tmp_path, "b", [entry(2), entry(3)])
+    archive.append_entries(tmp_path, "a", [entry(4)])
+    assert archive.read_entries(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3, 4)}
+    assert archive.read_entries(tmp_path / "none") == {}
 
 
 def test_a_line_that_was_cut_off_spoils_nothing_that_follows(tmp_path: Path) -> None:
-    archive.append(tmp_path, "a", [entry(1), entry(2)])
+    archive.append_entries(tmp_path, "a", [entry(1), entry(2)])
     file = tmp_path / "log" / "a.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
-    assert archive.archive_read(tmp_path) == {1: entry(1)}
-    archive.append(tmp_path, "a", [entry(2), entry(3)])
-    assert archive.archive_read(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3)}
+    assert archive.read_entries(tmp_path) == {1: entry(1)}
+    archive.append_entries(tmp_path, "a", [entry(2), entry(3)])
+    assert archive.read_entries(tmp_path) == {seq: entry(seq) for seq in (1, 2, 3)}
 
 
 def test_two_forms_of_one_entry_are_refused(tmp_path: Path) -> None:
-    archive.append(tmp_path, "a", [entry(1)])
-    archive.append(tmp_path, "b", [entry(1).model_copy(update={"nonce": "other"})])
+    archive.append_entries(tmp_path, "a", [entry(1)])
+    archive.append_entries(tmp_path, "b", [entry(1).model_copy(update={"nonce": "other"})])
     with pytest.raises(ValueError, match="two forms"):
-        archive.archive_read(tmp_path)
+        archive.read_entries(tmp_path)
 
 
 def started() -> MemoryCluster:
@@ -75,7 +75,7 @@ def mirror_of(cluster: MemoryCluster) -> JobMirror:
 
 
 def run(cluster: MemoryCluster, txn: Transaction) -> TxnOutcome:
-    return asyncio.run(Ledger(MemoryStore(cluster), KEYS).run(txn)).outcome
+    return asyncio.run(TransactionExecutor(MemoryStore(cluster), KEYS).run(txn)).outcome
 
 
 def test_a_prune_is_lost_when_head_or_the_checkpoints_moved() -> None:
@@ -111,15 +111,15 @@ def test_a_deleted_job_is_gone_and_who_still_works_on_it_loses() -> None:
     assert marked.record.deleted
     zombie = transactions.prune(KEYS, old.head, old.checkpoints, [1])
     assert run(cluster, zombie) is TxnOutcome.STALE
-    ended = Stored(ENDED, cluster.transact((), (Put(KEYS.state, ENDED.encode()),)).revision)
+    ended = Versioned(ENDED, cluster.transact((), (Put(KEYS.state, ENDED.encode()),)).revision)
     assert run(cluster, transactions.delete_rest(KEYS, marked, ended, {})) is TxnOutcome.WON
     assert cluster.listing("/gcore/").kvs == ()
     assert run(cluster, zombie) is TxnOutcome.STALE
 
 
 def test_the_rest_is_not_deleted_before_head_is_marked() -> None:
-    head = Stored(Head.model_validate(BASE.head), 1)
+    head = Versioned(Head.model_validate(BASE.head), 1)
     with pytest.raises(ValueError, match="marked first"):
-        transactions.delete_rest(KEYS, head, Stored(ENDED, 1), {})
+        transactions.delete_rest(KEYS, head, Versioned(ENDED, 1), {})
     marked = replace(head, record=head.record.model_copy(update={"deleted": True}))
-    assert transactions.delete_rest(KEYS, marked, Stored(ENDED, 1), {}).writes
+    assert transactions.delete_rest(KEYS, marked, Versioned(ENDED, 1), {}).writes

@@ -10,13 +10,13 @@ from eval_crew import KEYS, Crew
 from stored_job import StoredJob
 
 from controllers.api.edge.errors import Conflict, JobEnded
-from controllers.api.jobs import ask_for_evaluation
+from controllers.api.jobs import request_evaluation
 from gcore.config import parse_spec
 from gcore.errors import StoreUnavailable
-from gcore.ledger.evaluation import ask, best_of
+from gcore.ledger.evaluation import ask, best_evaluation
 from gcore.ledger.records.chain import Head
 from gcore.ledger.records.job import EvalAsked, Evaluation, JobPhase, JobStatus
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
@@ -43,7 +43,7 @@ async def a_job(evaluation: dict[str, Any] | None = None) -> StoredJob:
 
 
 async def asked(job: StoredJob) -> Version:
-    return await ask_for_evaluation(job.ledger, job.look, "ada", 1.0)
+    return await request_evaluation(job.ledger, job.look, "ada", 1.0)
 
 
 async def move_head(job: StoredJob, step: int) -> None:
@@ -87,7 +87,7 @@ async def test_whoever_loses_the_race_against_a_commit_asks_for_the_step_after_i
     job = await a_job(HELD_OUT)
     await move_head(job, 1)
 
-    class Late(Ledger):
+    class Late(TransactionExecutor):
         races = 1
 
         async def run(self, txn: Any) -> Any:
@@ -96,7 +96,7 @@ async def test_whoever_loses_the_race_against_a_commit_asks_for_the_step_after_i
                 await move_head(job, 2)
             return await super().run(txn)
 
-    version = await ask_for_evaluation(Late(job.store, job.keys), job.look, "", 1.0)
+    version = await request_evaluation(Late(job.store, job.keys), job.look, "", 1.0)
     assert version == Version(0, 3)
 
 
@@ -108,9 +108,9 @@ async def test_an_answer_that_never_came_is_told_as_such() -> None:
         async def transact(self, compares: Any, writes: Any) -> Any:
             raise StoreUnavailable("no answer")
 
-    silent = Ledger(Silent(job.store.cluster), job.keys)  # type: ignore[attr-defined]
+    silent = TransactionExecutor(Silent(job.store.cluster), job.keys)  # type: ignore[attr-defined]
     with pytest.raises(StoreUnavailable, match="not known whether it was asked"):
-        await ask_for_evaluation(silent, job.look, "", 1.0)
+        await request_evaluation(silent, job.look, "", 1.0)
 
 
 async def test_only_the_step_after_head_can_be_asked_for() -> None:
@@ -139,16 +139,16 @@ async def test_peers_evaluate_what_was_asked_for_though_it_is_not_its_turn() -> 
 
 def test_an_evaluation_that_was_asked_for_is_never_the_best(head_at: Head) -> None:
     made = [Evaluation(version=Version(0, step), accuracy=step / 10, count=1) for step in (1, 2)]
-    assert getattr(best_of(head_at, made, "accuracy"), "version", None) == Version(0, 2)
+    assert getattr(best_evaluation(head_at, made, "accuracy"), "version", None) == Version(0, 2)
     made[1] = made[1].model_copy(update={"asked": True})
-    assert getattr(best_of(head_at, made, "accuracy"), "version", None) == Version(0, 1)
+    assert getattr(best_evaluation(head_at, made, "accuracy"), "version", None) == Version(0, 1)
 
 
 @pytest.fixture
 def head_at() -> Head:
     """At step 2 of the first lineage."""
 
-    async def made() -> Stored[Head]:
+    async def made() -> Versioned[Head]:
         job = await a_job(HELD_OUT)
         await move_head(job, 2)
         head = (await job.look()).head

@@ -7,8 +7,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gcore.ledger.records.job import Plan
-from placement.assign import POOLS, Dealt, assigned, changes, dealt, nearest_first, roles, split_of
-from placement.slots import Bounds, NodeSlots, Sizes, Slot, Snapshot, Split, feasible
+from placement.assign import (
+    POOLS,
+    Dealt,
+    assign_split,
+    deal_replicas,
+    plan_roles,
+    role_changes,
+    sort_by_unlikeness,
+    split_of,
+)
+from placement.slots import NodeSlots, ReplicaSizes, Slot, Snapshot, Split, SplitBounds, feasible
 
 JUDGES = ("j", "k")
 
@@ -23,7 +32,7 @@ CLUSTERS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(lambda sizes:
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Snapshot, Split, Split]:
     snapshot = draw(CLUSTERS)
-    bounds = Bounds(snapshot.slots, train_sizes=tuple(range(1, snapshot.slots + 1)))
+    bounds = SplitBounds(snapshot.slots, train_sizes=tuple(range(1, snapshot.slots + 1)))
     splits = list(feasible(bounds))
     assume(splits)
     return snapshot, draw(st.sampled_from(splits)), draw(st.sampled_from(splits))
@@ -31,7 +40,7 @@ def situations(draw: st.DrawFn) -> tuple[Snapshot, Split, Split]:
 
 def plan_of(split: Split, snapshot: Snapshot, current: Plan | None = None, world: str = "w") -> Plan:
     generation = 1 if current is None else current.generation + 1
-    plan = assigned(split, current, snapshot, JUDGES, world=world, generation=generation)
+    plan = assign_split(split, current, snapshot, JUDGES, world=world, generation=generation)
     assert plan is not None
     return plan
 
@@ -67,7 +76,7 @@ def test_nothing_moves_when_nothing_changed(given_: tuple[Snapshot, Split, Split
     again = plan_of(second, snapshot, plan, "x")
     assert again.engines == plan.engines
     assert again.ranks == plan.ranks
-    assert changes(plan, again) == []
+    assert role_changes(plan, again) == []
 
 
 @given(situations())
@@ -77,7 +86,7 @@ def test_as_few_slots_as_possible_change_their_role(given_: tuple[Snapshot, Spli
     plan = plan_of(first, snapshot)
     moved = plan_of(second, snapshot, plan, "x")
     grown = sum(max(0, getattr(second, pool) - getattr(first, pool)) for pool in POOLS)
-    changed = [line for line in changes(plan, moved) if not line.endswith("nothing")]
+    changed = [line for line in role_changes(plan, moved) if not line.endswith("nothing")]
     assert len(changed) == grown
 
 
@@ -85,7 +94,7 @@ def test_as_few_slots_as_possible_change_their_role(given_: tuple[Snapshot, Spli
 def test_the_ranks_of_a_world_stay_while_their_number_does(given_: tuple[Snapshot, Split, Split]) -> None:
     snapshot, first, second = given_
     plan = plan_of(first, snapshot)
-    moved = assigned(second, plan, snapshot, JUDGES, world="w", generation=2)
+    moved = assign_split(second, plan, snapshot, JUDGES, world="w", generation=2)
     if second.train != first.train:
         assert moved is None
     else:
@@ -103,14 +112,14 @@ def test_the_ranks_of_a_world_stay_while_their_number_does(given_: tuple[Snapsho
 def test_a_tensor_parallel_group_lies_on_one_node(
     nodes: list[int], rollout: int, reward: int, train: int, seed: int
 ) -> None:
-    snapshot, sizes = cluster(*nodes), Sizes(rollout, reward)
-    bounds = Bounds(snapshot.slots, rollout, reward, (train,), colocated=False)
+    snapshot, sizes = cluster(*nodes), ReplicaSizes(rollout, reward)
+    bounds = SplitBounds(snapshot.slots, rollout, reward, (train,), colocated=False)
     splits = list(feasible(bounds))
     assume(splits)
     now: Dealt = {}
     for turn in range(2):
         split = splits[(seed + turn * 7) % len(splits)]
-        found = dealt(split, now, snapshot, sizes)
+        found = deal_replicas(split, now, snapshot, sizes)
         if found is None:
             return
         slots = [slot for replicas in found.values() for replica in replicas for slot in replica]
@@ -119,12 +128,12 @@ def test_a_tensor_parallel_group_lies_on_one_node(
             assert all(len(replica) == sizes.of(pool) for replica in found[pool])
             assert all(len({slot.node for slot in replica}) == 1 for replica in found[pool])
             assert sum(map(len, found[pool])) == getattr(split, pool)
-        assert dealt(split, found, snapshot, sizes) == found
+        assert deal_replicas(split, found, snapshot, sizes) == found
         now = found
 
 
 def test_groups_that_no_node_holds_cannot_be_placed() -> None:
-    assert dealt(Split("coexisting", 4, 0, 1), {}, cluster(3, 2), Sizes(rollout=4)) is None
+    assert deal_replicas(Split("coexisting", 4, 0, 1), {}, cluster(3, 2), ReplicaSizes(rollout=4)) is None
 
 
 def test_each_node_keeps_an_engine_of_the_policy_while_there_are_enough() -> None:
@@ -144,19 +153,21 @@ def test_to_change_over_is_to_sleep_and_to_wake() -> None:
     bigger = cluster(4)
     after = plan_of(Split("coexisting", 1, 2, 1), bigger, before)
     assert resident < {(p.node, p.slot, p.judge) for p in after.engines}
-    assert changes(before, after) == ["n0/cpu:3 nothing -> reward"]
+    assert role_changes(before, after) == ["n0/cpu:3 nothing -> reward"]
 
 
 def test_engines_of_a_node_that_is_away_keep_their_places_until_there_is_a_new_world() -> None:
     before = plan_of(Split("coexisting", 2, 1, 1), cluster(2, 2))
     left = cluster(2)
-    bounds = Bounds(2, train_sizes=(1,), colocated=False)
-    assert nearest_first(split_of(before, left), bounds) == [], "a rank, a judge and an engine do not fit on two slots"
+    bounds = SplitBounds(2, train_sizes=(1,), colocated=False)
+    assert sort_by_unlikeness(split_of(before, left), bounds) == [], (
+        "a rank, a judge and an engine do not fit on two slots"
+    )
     there = Split("coexisting", 1, 0, 1)
-    plan = assigned(there, before, left, (), world="w", generation=2)
+    plan = assign_split(there, before, left, (), world="w", generation=2)
     assert plan is not None
     assert {p.node for p in plan.engines} == {"n0", "n1"}
-    anew = assigned(there, before, left, (), world="x", generation=2)
+    anew = assign_split(there, before, left, (), world="x", generation=2)
     assert anew is not None
     assert {p.node for p in anew.engines} == {"n0"}
 
@@ -169,14 +180,14 @@ def test_engines_of_a_node_that_is_away_keep_their_places_until_there_is_a_new_w
     ],
 )
 def test_what_is_nearest_changes_the_train_world_last(now: Split, expected: Split) -> None:
-    bounds = Bounds(6, train_sizes=(1, 2))
-    found, *others = nearest_first(now, bounds)
+    bounds = SplitBounds(6, train_sizes=(1, 2))
+    found, *others = sort_by_unlikeness(now, bounds)
     assert (found.mode, found.train) == (expected.mode, expected.train)
-    assert nearest_first(found, bounds)[0] == found
+    assert sort_by_unlikeness(found, bounds)[0] == found
     assert {found, *others} == set(feasible(bounds))
 
 
 def test_a_plan_says_which_slots_have_which_role() -> None:
     plan = plan_of(Split("coexisting", 1, 1, 1), cluster(3))
-    assert {pool: len(found) for pool, found in roles(plan).items()} == {"train": 1, "reward": 1, "rollout": 1}
+    assert {pool: len(found) for pool, found in plan_roles(plan).items()} == {"train": 1, "reward": 1, "rollout": 1}
     assert str(Slot("n", "cpu:0")) == "n/cpu:0"

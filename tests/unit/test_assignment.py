@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.rules.decide import assign_shards
+from controllers.rules.decide import shard_assignment
 
 names = st.lists(st.sampled_from([f"n{i}.x" for i in range(8)]), min_size=1, max_size=8, unique=True)
 
@@ -18,14 +18,14 @@ def loads(assignment, members) -> list[int]:
 
 @given(names, st.integers(1, 80))
 def test_every_shard_has_an_owner_and_loads_differ_by_one(members: list[str], shards: int) -> None:
-    assignment = assign_shards(members, shards, None)
+    assignment = shard_assignment(members, shards, None)
     assert None not in assignment.owners
     assert max(loads(assignment, members)) - min(loads(assignment, members)) <= 1
 
 
 @given(names, names, st.integers(1, 80))
 def test_it_stays_balanced_through_any_change(first: list[str], second: list[str], shards: int) -> None:
-    assignment = assign_shards(second, shards, assign_shards(first, shards, None))
+    assignment = shard_assignment(second, shards, shard_assignment(first, shards, None))
     assert None not in assignment.owners
     assert max(loads(assignment, second)) - min(loads(assignment, second)) <= 1
 
@@ -33,8 +33,8 @@ def test_it_stays_balanced_through_any_change(first: list[str], second: list[str
 @given(st.integers(1, 7), st.integers(1, 80))
 def test_on_a_join_few_shards_move(count: int, shards: int) -> None:
     members = [f"n{i}.x" for i in range(count)]
-    old = assign_shards(members, shards, None)
-    new = assign_shards([*members, "new.y"], shards, old)
+    old = shard_assignment(members, shards, None)
+    new = shard_assignment([*members, "new.y"], shards, old)
     moved = sum(old.owner(s) != new.owner(s) for s in range(shards))
     assert moved <= math.ceil(shards / (count + 1)) + count
 
@@ -47,14 +47,14 @@ def test_through_any_history_of_joins_and_leaves_loads_differ_by_one_and_few_sha
     history: list[tuple[bool, int]], shards: int
 ) -> None:
     members: list[str] = ["first.0"]
-    assignment = assign_shards(members, shards, None)
+    assignment = shard_assignment(members, shards, None)
     for number, (joins, which) in enumerate(history):
         before = list(members)
         if joins or len(members) == 1:
             members.append(f"n{which}.{number}")
         else:
             members.pop(which % len(members))
-        old, assignment = assignment, assign_shards(members, shards, assignment)
+        old, assignment = assignment, shard_assignment(members, shards, assignment)
         moved = [s for s in range(shards) if old.owner(s) != assignment.owner(s)]
         assert None not in assignment.owners
         assert max(loads(assignment, members)) - min(loads(assignment, members)) <= 1
@@ -70,23 +70,23 @@ def test_through_any_history_of_joins_and_leaves_loads_differ_by_one_and_few_sha
 @given(names, st.integers(1, 80))
 def test_a_restart_of_one_moves_its_shards_only(members: list[str], shards: int) -> None:
     """It comes back under another name: that is a leave and a join in one."""
-    old = assign_shards(members, shards, None)
+    old = shard_assignment(members, shards, None)
     after = [*members[1:], f"{members[0]}.again"]
-    new = assign_shards(after, shards, old)
+    new = shard_assignment(after, shards, old)
     moved = {old.owner(s) for s in range(shards) if old.owner(s) != new.owner(s)}
     assert moved <= {members[0]}
 
 
 @given(names, st.integers(1, 80))
 def test_nothing_moves_when_nothing_changed(members: list[str], shards: int) -> None:
-    old = assign_shards(members, shards, None)
-    assert assign_shards(list(reversed(members)), shards, old) == old
+    old = shard_assignment(members, shards, None)
+    assert shard_assignment(list(reversed(members)), shards, old) == old
 
 
 def test_at_first_shards_are_dealt_out_in_turn() -> None:
-    assignment = assign_shards(["a.1", "b.1"], 8, None)
+    assignment = shard_assignment(["a.1", "b.1"], 8, None)
     assert assignment.shards_of("a.1") == (0, 2, 4, 6)
 
 
 def test_without_members_shards_are_nobodys() -> None:
-    assert assign_shards([], 3, None).owners == (None, None, None)
+    assert shard_assignment([], 3, None).owners == (None, None, None)

@@ -9,11 +9,11 @@ import pytest
 
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.audit import audit_records
 from gcore.ledger.audit.receipts import Receipt
-from gcore.ledger.chain import NOTHING_SEEN, Seen, Writer
+from gcore.ledger.chain import NOTHING_SEEN, ChainWriter, HighWater
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, LogEntry, Offer, OfferedGroup, Tally
-from gcore.ledger.selection import Offered, SealNow, StreamRules, choose, in_order
+from gcore.ledger.selection import OffersView, SealStep, StreamRules, choose_seal, refs_in_order
 from gcore.types import PromptRef, Version
 
 RULES = StreamRules(shard_lengths(40, 4), 8, 4)
@@ -32,25 +32,25 @@ def group(ref: PromptRef, version: Version) -> OfferedGroup:
 
 def step(run: Run, nonce: str) -> Run:
     """One sealed and committed step with a filtered ref, and the receipts of two ranks."""
-    refs = list(in_order(RULES, run.head, ()))[:5]
+    refs = list(refs_in_order(RULES, run.head, ()))[:5]
     offer = Offer(
         incarnation="n0.a",
         groups=tuple(group(ref, run.head.version) for ref in refs[1:]),
         outcomes=(EndedRef(ref=refs[0], kind="filtered", reason="constant"),),
     )
-    chosen = choose(RULES, run.head, (), Offered.collect(RULES, run.head, [offer]))
-    assert isinstance(chosen, SealNow)
-    seal = chain.readied(chain.sealed(None, run.head, chosen, world_size=2, mini_batches=1, sealer="n0.a"))
-    advance = chain.committed(run.head, seal, RULES.shape, Writer("n0.a", nonce), keep_cursors=True)
+    chosen = choose_seal(RULES, run.head, (), OffersView.collect(RULES, run.head, [offer]))
+    assert isinstance(chosen, SealStep)
+    seal = chain.ready_slot(chain.seal_slot(None, run.head, chosen, world_size=2, mini_batches=1, sealer="n0.a"))
+    advance = chain.commit_entry(run.head, seal, RULES.shape, ChainWriter("n0.a", nonce), keep_cursors=True)
     receipts = tuple(
         Receipt(seal.token, run.head.world, rank, {g.ref: frozenset({rank}) for g in seal.groups}) for rank in range(2)
     )
     return Run(advance.head, {**run.log, advance.head.seq: advance.entry}, run.receipts + receipts)
 
 
-def good_run(seen: Seen = NOTHING_SEEN) -> Run:
+def good_run(seen: HighWater = NOTHING_SEEN) -> Run:
     """Three steps, a rollback to the second, two more. `seen`: the highest lineage and number of which there was anything."""
-    base = chain.base(4, "w0", Writer("n0.a", "n0"))
+    base = chain.base_entry(4, "w0", ChainWriter("n0.a", "n0"))
     run = Run(base.head, {0: base.entry}, ())
     for nonce in ("n1", "n2", "n3"):
         run = step(run, nonce)
@@ -58,8 +58,8 @@ def good_run(seen: Seen = NOTHING_SEEN) -> Run:
     cursors, tally = run.log[2].cursors, run.log[2].tally
     assert cursors is not None
     assert tally is not None
-    back = chain.rolled_back(
-        run.head, target, cursors, "w1", Writer("n1.b", "n4"), "a rank died", tally=tally, seen=seen
+    back = chain.rollback_entry(
+        run.head, target, cursors, "w1", ChainWriter("n1.b", "n4"), "a rank died", tally=tally, seen=seen
     )
     run = replace(run, head=back.head, log={**run.log, back.head.seq: back.entry})
     for nonce in ("n5", "n6"):
@@ -68,22 +68,22 @@ def good_run(seen: Seen = NOTHING_SEEN) -> Run:
 
 
 def check(run: Run) -> tuple[str, ...]:
-    return audit(RULES, run.head, run.log, run.receipts).violations
+    return audit_records(RULES, run.head, run.log, run.receipts).violations
 
 
 def test_a_good_run_with_a_rollback_is_clean_and_counted() -> None:
-    found = audit(RULES, good_run().head, good_run().log, good_run().receipts)
+    found = audit_records(RULES, good_run().head, good_run().log, good_run().receipts)
     assert found.clean
     assert (found.steps, found.trained, found.filtered, found.lineages) == (4, 16, 4, 1)
     assert found.groups_by_holder == {"n0.a": 16}
 
 
 def test_a_run_whose_store_was_put_back_and_skips_the_lineages_that_were_lost_is_clean() -> None:
-    run = good_run(Seen(lineage=4))
+    run = good_run(HighWater(lineage=4))
     assert run.head.lineage == 5
-    assert audit(RULES, run.head, run.log, run.receipts).clean
+    assert audit_records(RULES, run.head, run.log, run.receipts).clean
     again = run.log[4].model_copy(update={"lineage": 0})
-    found = audit(RULES, run.head, {**run.log, 4: again}, run.receipts)
+    found = audit_records(RULES, run.head, {**run.log, 4: again}, run.receipts)
     assert any("is of lineage 0, expected 1" in one for one in found.violations)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_trained_on_half_of_a_group_only_is_refuted() -> None:
 def test_a_missing_receipt_is_one_finding_that_names_the_prompts_and_not_one_for_each_of_its_samples() -> None:
     run = good_run()
     lost = run.receipts[-2]
-    (finding,) = audit(RULES, run.head, run.log, (*run.receipts[:-2], run.receipts[-1])).findings
+    (finding,) = audit_records(RULES, run.head, run.log, (*run.receipts[:-2], run.receipts[-1])).findings
     assert set(finding.refs) == set(lost.samples)
     told = ", ".join(map(str, sorted(lost.samples)))
     assert finding.sentence == (
@@ -172,7 +172,7 @@ def test_beside_a_missing_receipt_what_else_is_wrong_is_still_told() -> None:
     said = check(replace(run, receipts=(*run.receipts[:-2], strange)))
     assert f"samples [1, 5] of 2 of prompt {refs[0]} were trained at step 4" in said
     nothing = replace(last, samples={ref: last.samples[ref] for ref in refs[1:]})
-    (finding,) = audit(RULES, run.head, run.log, (*run.receipts[:-2], nothing)).findings
+    (finding,) = audit_records(RULES, run.head, run.log, (*run.receipts[:-2], nothing)).findings
     assert set(finding.refs) == set(refs), "also of what no rank trained"
 
 
@@ -192,9 +192,9 @@ def test_missing_entries_in_a_row_are_one_finding() -> None:
 def test_a_tally_that_is_not_the_sum_of_its_chain_is_found_unless_the_job_began_without_one() -> None:
     run = good_run()
     forgetful = run.head.model_copy(update={"tally": Tally()})
-    said = audit(RULES, forgetful, run.log, run.receipts).violations
+    said = audit_records(RULES, forgetful, run.log, run.receipts).violations
     assert any(violation.startswith("head's tally says 0 prompts trained") for violation in said)
     older = {seq: entry.model_copy(update={"parent_digest": ""}) for seq, entry in run.log.items()}
     older[0] = older[0].model_copy(update={"tally": None})
     before_digests = forgetful.model_copy(update={"digest": ""})
-    assert audit(RULES, before_digests, older, run.receipts).violations == ()
+    assert audit_records(RULES, before_digests, older, run.receipts).violations == ()

@@ -12,16 +12,16 @@ import typer.testing
 from corruptions import CORRUPTIONS, Refuted, Scene
 from recorded_job import KEYS, UID, RecordedJob, a_job_under_way
 
-from controllers.api.run_reader import NoCopy, audit_of_folder
-from controllers.api.store_reader import StoredJobs
-from controllers.changes import Changes
+from controllers.api.run_reader import NoRecordsCopy, audit_of_folder
+from controllers.api.store_reader import StoreReader
+from controllers.changes import ChangeSignal
 from controllers.cli.main import app
 from controllers.identity import Identity
-from controllers.telemetry.run_recorder import Reading
+from controllers.telemetry.run_recorder import RunRecorder
 from gcore.ledger import archive as store_copy
-from gcore.ledger.audit.chain import MOST_FOUND, Audit, Found
+from gcore.ledger.audit.chain import MOST_FOUND, Audit, FindingCollector
 from gcore.ledger.records.job import JobPhase
-from gcore.store.types import Listing
+from gcore.store.types import KeyListing
 from gcore.system.clock import SystemClock
 from gcore.types import PromptRef
 
@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> RecordedJob:
 
 
 def audited(job: RecordedJob) -> Audit:
-    return asyncio.run(StoredJobs(job.store).audit(UID))
+    return asyncio.run(StoreReader(job.store).audit(UID))
 
 
 def scene_of(job: RecordedJob) -> Scene:
@@ -113,7 +113,7 @@ def test_what_was_damaged_before_its_copy_is_refuted_from_the_folder_by_the_comm
     job: RecordedJob, corruption: Corruption, tmp_path: Path
 ) -> None:
     refuted = damage(job, corruption)
-    store_copy.leave(job.run_dir, "node-0.a", UID, job.listing)
+    store_copy.write_copy(job.run_dir, "node-0.a", UID, job.listing)
     answer = run_cli(tmp_path, "-o", "json")
     assert answer.exit_code == 1, answer.output
     said = json.loads(answer.output)
@@ -125,21 +125,21 @@ def test_what_was_damaged_before_its_copy_is_refuted_from_the_folder_by_the_comm
 
 def test_a_job_that_never_ended_leaves_no_copy_and_the_command_says_so(job: RecordedJob, tmp_path: Path) -> None:
     assert audited(job).clean
-    assert not store_copy.is_left(job.run_dir, None)
+    assert not store_copy.has_copy(job.run_dir, None)
     answer = run_cli(tmp_path)
     assert answer.exit_code != 0
     assert "no cluster is up" in str(answer.exception)
-    with pytest.raises(NoCopy, match="no copy of the job's records") as raised:
+    with pytest.raises(NoRecordsCopy, match="no copy of the job's records") as raised:
         audit_of_folder(job.run_dir)
     assert raised.value.exit_code == 3, "nothing was audited, so nothing was found"
 
 
 def test_the_newest_copy_counts_and_one_that_cannot_be_read_is_passed_over(job: RecordedJob) -> None:
-    store_copy.leave(job.run_dir, "a", UID, job.listing)
+    store_copy.write_copy(job.run_dir, "a", UID, job.listing)
     job.end(JobPhase.CANCELLED)
-    store_copy.leave(job.run_dir, "b", UID, job.listing)
-    (job.run_dir / store_copy.FOLDER / "c.json").write_text("{")
-    copy = store_copy.read(job.run_dir)
+    store_copy.write_copy(job.run_dir, "b", UID, job.listing)
+    (job.run_dir / store_copy.COPY_FOLDER / "c.json").write_text("{")
+    copy = store_copy.read_copy(job.run_dir)
     assert copy is not None
     assert copy.revision == job.listing.revision
     assert copy.records == {kv.key.removeprefix(KEYS.prefix): kv.value.decode() for kv in job.listing.kvs}
@@ -149,20 +149,20 @@ def test_the_newest_copy_counts_and_one_that_cannot_be_read_is_passed_over(job: 
 async def test_a_controller_leaves_one_copy_when_the_job_has_ended(job: RecordedJob, already: bool) -> None:
     await asyncio.to_thread(job.end, JobPhase.CANCELLED)
     if already:
-        store_copy.leave(job.run_dir, "another", UID, job.listing)
+        store_copy.write_copy(job.run_dir, "another", UID, job.listing)
     mirror = job.mirror
     identity = Identity("node-0", "node-0.a", "127.0.0.1:1", 1)
-    reading = Reading(identity, job.run_dir, job.store, KEYS, lambda: mirror, Changes(), SystemClock())
+    reading = RunRecorder(identity, job.run_dir, job.store, KEYS, lambda: mirror, ChangeSignal(), SystemClock())
     await reading.finish()
-    (file,) = (job.run_dir / store_copy.FOLDER).iterdir()
+    (file,) = (job.run_dir / store_copy.COPY_FOLDER).iterdir()
     assert file.name == ("another.json" if already else "node-0.a.json")
-    copy = store_copy.read(job.run_dir)
+    copy = store_copy.read_copy(job.run_dir)
     assert copy is not None
     assert copy.job.uid == UID
 
 
 def test_very_many_violations_are_counted_not_told() -> None:
-    found = Found()
+    found = FindingCollector()
     for number in range(MOST_FOUND + 7):
         found.add("outcome", f"number {number}", [PromptRef(0, 0, number)])
     told = Audit(tuple(found.findings), more=found.more).violations
@@ -172,5 +172,5 @@ def test_very_many_violations_are_counted_not_told() -> None:
 
 
 def test_of_a_job_that_was_deleted_meanwhile_no_copy_makes_its_folder_again(tmp_path: Path) -> None:
-    store_copy.leave(tmp_path / "gone", "node-0.a", UID, Listing((), 9))
+    store_copy.write_copy(tmp_path / "gone", "node-0.a", UID, KeyListing((), 9))
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import SampleSlot, StepLayout, balance, sample_cost, slot_cost
+from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples, sample_cost, slot_cost
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.ledger.records.cluster import attention_equals_at
 from gcore.types import PromptRef, Version
@@ -73,7 +73,7 @@ def fingerprint(layout: StepLayout) -> str:
 
 @given(seals)
 def test_every_sample_is_taken_exactly_once(seal: Seal) -> None:
-    layout = balance(seal)
+    layout = balance_samples(seal)
     taken = [
         slot
         for mini_batch, rank in itertools.product(range(layout.mini_batches), range(seal.world_size))
@@ -84,7 +84,7 @@ def test_every_sample_is_taken_exactly_once(seal: Seal) -> None:
 
 @given(seals)
 def test_mini_batches_are_contiguous_runs_of_groups_in_the_seals_order(seal: Seal) -> None:
-    layout = balance(seal)
+    layout = balance_samples(seal)
     runs = [
         sorted({slot.group for rank in range(seal.world_size) for slot in layout.share(mini_batch, rank)})
         for mini_batch in range(layout.mini_batches)
@@ -96,12 +96,12 @@ def test_mini_batches_are_contiguous_runs_of_groups_in_the_seals_order(seal: Sea
 
 @given(seals)
 def test_no_update_is_empty_and_there_are_as_many_as_asked_where_the_groups_suffice(seal: Seal) -> None:
-    assert balance(seal).mini_batches == min(seal.mini_batches, len(seal.groups))
+    assert balance_samples(seal).mini_batches == min(seal.mini_batches, len(seal.groups))
 
 
 @given(seals)
 def test_the_fullest_rank_stays_within_the_bound_of_lpt(seal: Seal) -> None:
-    layout = balance(seal)
+    layout = balance_samples(seal)
     for by_rank in layout.shares:
         costs = sorted((slot_cost(seal, slot) for share in by_rank for slot in share), reverse=True)
         loads = [sum(slot_cost(seal, slot) for slot in share) for share in by_rank]
@@ -123,7 +123,7 @@ def best_makespan(costs: list[int], ranks: int) -> int:
 @given(st.lists(st.integers(0, 60_000), min_size=1, max_size=7), st.integers(1, 3))
 def test_against_the_best_layout_the_fullest_rank_has_at_most_a_third_more(lengths: list[int], ranks: int) -> None:
     seal = make_seal([lengths], world_size=ranks)
-    loads = [sum(slot_cost(seal, slot) for slot in share) for share in balance(seal).shares[0]]
+    loads = [sum(slot_cost(seal, slot) for slot in share) for share in balance_samples(seal).shares[0]]
     best = best_makespan([sample_cost(5 + length, seal.attention_equals_at) for length in lengths], ranks)
     assert 3 * ranks * max(loads) <= (4 * ranks - 1) * best
 
@@ -131,7 +131,7 @@ def test_against_the_best_layout_the_fullest_rank_has_at_most_a_third_more(lengt
 @given(seals)
 def test_the_layout_is_the_same_each_time_and_after_the_store(seal: Seal) -> None:
     stored = Seal.model_validate_json(seal.model_dump_json())
-    assert balance(seal) == balance(seal) == balance(stored)
+    assert balance_samples(seal) == balance_samples(seal) == balance_samples(stored)
 
 
 @given(seals)
@@ -142,12 +142,12 @@ def test_the_layout_does_not_depend_on_who_holds_the_groups_or_on_the_attempt(se
             "groups": tuple(group.model_copy(update={"holder": "b", "reward": 1.0}) for group in seal.groups),
         }
     )
-    assert balance(moved) == balance(seal)
+    assert balance_samples(moved) == balance_samples(seal)
 
 
 @given(seals)
 def test_what_a_rank_takes_is_the_union_of_its_shares(seal: Seal) -> None:
-    layout = balance(seal)
+    layout = balance_samples(seal)
     for rank in range(seal.world_size):
         slots = layout.of_rank(rank)
         assert list(slots) == sorted(slot for m in range(layout.mini_batches) for slot in layout.share(m, rank))
@@ -158,7 +158,7 @@ def test_what_a_rank_takes_is_the_union_of_its_shares(seal: Seal) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_equal_samples_are_spread_evenly(ranks: int, samples: int) -> None:
-    layout = balance(make_seal([[7] * samples], world_size=ranks))
+    layout = balance_samples(make_seal([[7] * samples], world_size=ranks))
     counts = [len(layout.share(0, rank)) for rank in range(ranks)]
     assert max(counts) - min(counts) <= 1
     assert counts == sorted(counts, reverse=True), "what does not come out even goes to the lower ranks"
@@ -166,8 +166,8 @@ def test_equal_samples_are_spread_evenly(ranks: int, samples: int) -> None:
 
 def test_samples_are_weighed_by_what_attention_costs_the_model() -> None:
     lengths = [[995] * 2 + [95] * 20]  # with the prompt: two of 1000 tokens, twenty of 100
-    wide = balance(make_seal(lengths, world_size=2, attention_equals_at=1_000_000))
-    narrow = balance(make_seal([[1995, *[95] * 20]], world_size=2, attention_equals_at=100))
+    wide = balance_samples(make_seal(lengths, world_size=2, attention_equals_at=1_000_000))
+    narrow = balance_samples(make_seal([[1995, *[95] * 20]], world_size=2, attention_equals_at=100))
     assert [len(share) for share in wide.shares[0]] == [11, 11]
     # 2000·2100 against 20 · 100·200: all the short ones together weigh a tenth of the long one.
     assert [len(share) for share in narrow.shares[0]] == [1, 20]
@@ -176,8 +176,8 @@ def test_samples_are_weighed_by_what_attention_costs_the_model() -> None:
 def test_a_masked_sample_costs_nothing_and_is_taken_all_the_same() -> None:
     seal = make_seal([[500, 10, 10, 10]], world_size=2, masked=(0,))
     assert slot_cost(seal, SampleSlot(0, 0)) == 0
-    assert sorted(slot for share in balance(seal).shares[0] for slot in share) == every_slot(seal)
-    assert max(sum(slot_cost(seal, s) for s in share) for share in balance(seal).shares[0]) == 2 * sample_cost(
+    assert sorted(slot for share in balance_samples(seal).shares[0] for slot in share) == every_slot(seal)
+    assert max(sum(slot_cost(seal, s) for s in share) for share in balance_samples(seal).shares[0]) == 2 * sample_cost(
         15, 24_576
     )
 
@@ -239,14 +239,14 @@ def test_the_weight_of_attention_follows_from_the_models_configuration(config: d
 
 
 def test_a_seal_without_groups_has_no_updates() -> None:
-    layout = balance(make_seal([], world_size=3, mini_batches=2))
+    layout = balance_samples(make_seal([], world_size=3, mini_batches=2))
     assert layout.mini_batches == 0
     assert layout.of_rank(2) == ()
 
 
 def test_the_layout_of_one_seal_never_changes() -> None:
     # Whoever changes the rule changes what running jobs agree on: then the seal needs a new schema version.
-    layout = balance(make_seal([[4, 3, 2], [4, 2, 1]], world_size=2, mini_batches=1))
+    layout = balance_samples(make_seal([[4, 3, 2], [4, 2, 1]], world_size=2, mini_batches=1))
     assert layout.share(0, 0) == (SampleSlot(0, 0), SampleSlot(0, 1), SampleSlot(1, 2))
     assert layout.share(0, 1) == (SampleSlot(0, 2), SampleSlot(1, 0), SampleSlot(1, 1))
 
@@ -254,8 +254,8 @@ def test_the_layout_of_one_seal_never_changes() -> None:
 def test_another_process_with_another_hash_seed_computes_the_same_layout() -> None:
     seal = make_seal([[11, 900, 3, 3], [3, 3, 3], [5000], [1, 2, 3, 4, 5]], world_size=3, mini_batches=2)
     program = (
-        "import hashlib, sys; from gcore.ledger.balance import balance; from gcore.ledger.records.chain import Seal; "
-        "print(hashlib.sha256(repr(balance(Seal.model_validate_json(sys.stdin.read()))).encode()).hexdigest())"
+        "import hashlib, sys; from gcore.ledger.balance import balance_samples; from gcore.ledger.records.chain import Seal; "
+        "print(hashlib.sha256(repr(balance_samples(Seal.model_validate_json(sys.stdin.read()))).encode()).hexdigest())"
     )
     for hash_seed in ("1", "2"):
         other = subprocess.run(
@@ -266,16 +266,16 @@ def test_another_process_with_another_hash_seed_computes_the_same_layout() -> No
             text=True,
             check=True,
         )
-        assert other.stdout.strip() == fingerprint(balance(seal))
+        assert other.stdout.strip() == fingerprint(balance_samples(seal))
 
 
 @pytest.mark.parametrize(("ranks", "mini_batches"), [(0, 1), (1, 0)], ids=["no ranks", "no mini-batches"])
 def test_a_seal_that_cannot_be_cut_is_refused(ranks: int, mini_batches: int) -> None:
     with pytest.raises(ValueError, match="a seal for"):
-        balance(make_seal([[1]], world_size=ranks, mini_batches=mini_batches))
+        balance_samples(make_seal([[1]], world_size=ranks, mini_batches=mini_batches))
 
 
 @pytest.mark.parametrize("rank", [-1, 2], ids=["below", "beyond"])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
     with pytest.raises(IndexError):
-        balance(make_seal([[1, 2]], world_size=2)).of_rank(rank)
+        balance_samples(make_seal([[1, 2]], world_size=2)).of_rank(rank)

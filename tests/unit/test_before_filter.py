@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.flow.group_buffer import Holdings
+from controllers.flow.group_buffer import GroupBuffer
 from controllers.telemetry.events import EventLog
 from controllers.telemetry.step_stats import sampling_stats
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import EndedRef, LogEntry, OfferedGroup
-from gcore.ledger.selection import SealNow, StreamRules, held_by
+from gcore.ledger.selection import SealStep, StreamRules, sealed_group
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
 RULES = StreamRules(shard_lengths(40, 4), 8, 4, epochs=1, issue_cap=2.0)
-HEAD = chain.base(4, "w", Writer("a", "n")).head
+HEAD = chain.base_entry(4, "w", ChainWriter("a", "n")).head
 FIRST = Version(0, 0)
 
 
@@ -34,11 +34,13 @@ def filtered(seq: int, reward: float | None = None, length: float | None = None)
 
 
 def test_rewards_and_lengths_before_the_filter_are_of_all_groups_that_were_scored() -> None:
-    accounted = chain.accounted(HEAD, (filtered(0, 1.0, 10.0), filtered(1)), RULES.shape, Writer("a", "m")).head
+    accounted = chain.account_entry(
+        HEAD, (filtered(0, 1.0, 10.0), filtered(1)), RULES.shape, ChainWriter("a", "m")
+    ).head
     failed = EndedRef(ref=PromptRef(0, 2, 0), kind="failed", reason="no engine")
-    groups = tuple(held_by(one, "a") for one in (group(0, 0.5, 2, 4), group(1, 0.5, 3, 3)))
-    chosen = SealNow(groups, (filtered(2, 0.0, 6.0), failed))
-    seal = chain.sealed(None, accounted, chosen, world_size=1, mini_batches=1, sealer="a")
+    groups = tuple(sealed_group(one, "a") for one in (group(0, 0.5, 2, 4), group(1, 0.5, 3, 3)))
+    chosen = SealStep(groups, (filtered(2, 0.0, 6.0), failed))
+    seal = chain.seal_slot(None, accounted, chosen, world_size=1, mini_batches=1, sealer="a")
     stats = sampling_stats(RULES, accounted, seal)
     assert stats["prompts_used"] == 6
     assert stats["filter_rate"] == pytest.approx(3 / 6)
@@ -50,15 +52,15 @@ def test_rewards_and_lengths_before_the_filter_are_of_all_groups_that_were_score
 
 
 def test_a_last_step_without_groups_still_says_what_was_filtered() -> None:
-    chosen = SealNow((), (filtered(0, 1.0, 4.0),), last=True, planned=1)
-    seal = chain.sealed(None, HEAD, chosen, world_size=1, mini_batches=1, sealer="a")
+    chosen = SealStep((), (filtered(0, 1.0, 4.0),), last=True, planned=1)
+    seal = chain.seal_slot(None, HEAD, chosen, world_size=1, mini_batches=1, sealer="a")
     stats = sampling_stats(RULES, HEAD, seal)
     assert (stats["filter_rate"], stats["reward_before_filter"], stats["planned_steps"]) == (1.0, 1.0, 1.0)
     assert "prompts_per_group" not in stats
 
 
 def test_what_is_filtered_is_offered_with_what_it_was_worth() -> None:
-    holdings = Holdings()
+    holdings = GroupBuffer()
     spans = (VersionSpan(FIRST, 0, 2),)
     samples = tuple(Sample((1,) * n, (0.0,) * n, "", "stop", spans, reward=r) for n, r in ((2, 1.0), (4, 0.0)))
     made = Group(PromptRef(0, 0, 0), (1,), samples)

@@ -13,8 +13,8 @@ from job_views import running_job, stored
 from mapped_jobs import JUDGE, spec
 from told_nodes import QWEN, node
 
-from controllers.cli.view.placement import account, history_table
-from controllers.job.executor import apply
+from controllers.cli.view.placement import history_table, placement_story
+from controllers.job.executor import apply_action
 from controllers.rules.actions import StartJob
 from gcore.config import JobSpec
 from gcore.ledger.records.cluster import ModelConfigs
@@ -23,9 +23,9 @@ from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, TxnRepor
 from gcore.store.types import Put
 from gcore.testing import FakeClock
 from placement.assign import split_of
-from placement.initial import begun
-from placement.moves import Committed, with_outcomes
-from placement.placer import Moving, bounds_of
+from placement.initial import make_initial_plan
+from placement.moves import CommittedStep, add_outcomes
+from placement.placer import MovablePlacementRequest, find_bounds
 from placement.slots import NodeSlots, Snapshot, Split, feasible
 
 LARGE = QWEN | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -42,7 +42,7 @@ def gpus(count: int = 8, memory: float = 79.6, nodes: int = 1) -> Snapshot:
 
 
 def test_the_way_that_is_predicted_to_take_least_is_what_the_job_begins_with_and_the_plan_says_so() -> None:
-    found = begun(gpus(), job(), SMALL_MODELS)
+    found = make_initial_plan(gpus(), job(), SMALL_MODELS)
     split = split_of(found.plan)
     assert split == found.beginning.split
     assert found.plan.reason.startswith(f"{split} of 8 slots on 1 node; nothing is measured yet: of ")
@@ -52,10 +52,12 @@ def test_the_way_that_is_predicted_to_take_least_is_what_the_job_begins_with_and
 
 
 def test_where_all_models_do_not_fit_on_a_slot_together_pools_have_slots_of_their_own() -> None:
-    tight, roomy = (begun(gpus(memory=memory), job(memory="kept"), LARGE_MODELS) for memory in (80.0, 1000.0))
+    tight, roomy = (
+        make_initial_plan(gpus(memory=memory), job(memory="kept"), LARGE_MODELS) for memory in (80.0, 1000.0)
+    )
     assert split_of(roomy.plan).mode == "colocated"
     assert split_of(tight.plan).mode == "coexisting"
-    limits = bounds_of(gpus(memory=80.0), Moving.by(job(memory="kept"), LARGE_MODELS))
+    limits = find_bounds(gpus(memory=80.0), MovablePlacementRequest.by(job(memory="kept"), LARGE_MODELS))
     assert not limits.colocated, "and it is no choice for the policy later"
 
 
@@ -77,7 +79,7 @@ def test_where_all_models_do_not_fit_on_a_slot_together_pools_have_slots_of_thei
 def test_where_something_is_not_known_a_job_begins_with_all_slots_in_turn_and_says_what(
     snapshot: Snapshot, models: ModelConfigs | None, why: str
 ) -> None:
-    found = begun(snapshot, job(), models)
+    found = make_initial_plan(snapshot, job(), models)
     assert split_of(found.plan).mode == "colocated"
     assert found.plan.reason.endswith(f"; nothing is measured yet, and nothing can be predicted: {why}")
     assert found.beginning.warning == ""
@@ -85,17 +87,17 @@ def test_where_something_is_not_known_a_job_begins_with_all_slots_in_turn_and_sa
 
 def test_of_devices_that_are_not_known_the_first_way_that_fits_is_taken() -> None:
     nodes = Snapshot((node("n0", *[80.0] * 8, device="NVIDIA X", host=2000.0),))
-    found = begun(nodes, job(memory="kept"), LARGE_MODELS)
+    found = make_initial_plan(nodes, job(memory="kept"), LARGE_MODELS)
     assert "how fast NVIDIA X is is not known: " in found.plan.reason
     assert split_of(found.plan).mode == "coexisting", "all slots in turn would not fit"
     assert found.beginning.expected_s is None
 
 
 def test_what_a_person_says_is_not_searched_for() -> None:
-    said = begun(gpus(), job(train=2, reward=3), SMALL_MODELS)
+    said = make_initial_plan(gpus(), job(train=2, reward=3), SMALL_MODELS)
     assert split_of(said.plan) == Split("coexisting", 3, 3, 2)
     assert said.plan.reason.endswith("; that is what the spec says to begin with")
-    fixed = begun(gpus(), job(), SMALL_MODELS, pin=Pin(train=2))
+    fixed = make_initial_plan(gpus(), job(), SMALL_MODELS, pin=Pin(train=2))
     assert len(fixed.plan.ranks) == 2
     assert fixed.plan.reason.endswith("; train has 2, as was asked")
 
@@ -110,19 +112,19 @@ def test_what_a_person_says_is_not_searched_for() -> None:
 )
 def test_a_job_begins_with_what_a_person_fixed_and_only_then_says_so(pin: Pin, said: str) -> None:
     for asked in (job(), job(train=1, reward=2)):
-        found = begun(gpus(), asked, SMALL_MODELS, pin=pin)
+        found = make_initial_plan(gpus(), asked, SMALL_MODELS, pin=pin)
         assert found.plan.reason.endswith(f"; {said}")
         assert (pin.off(split_of(found.plan)) == 0) == said.endswith("as was asked")
 
 
 def test_a_job_in_which_nothing_is_to_move_begins_with_what_is_predicted_to_be_best() -> None:
-    frozen, free = (begun(gpus(), job(), SMALL_MODELS, pin=Pin(frozen=frozen)) for frozen in (True, False))
+    frozen, free = (make_initial_plan(gpus(), job(), SMALL_MODELS, pin=Pin(frozen=frozen)) for frozen in (True, False))
     assert frozen.plan == free.plan
     assert frozen.beginning.expected_s is not None
 
 
 def test_a_job_that_fits_nowhere_begins_all_the_same_and_says_who_exceeds_what() -> None:
-    found = begun(gpus(memory=8.0), job(), LARGE_MODELS)
+    found = make_initial_plan(gpus(memory=8.0), job(), LARGE_MODELS)
     assert found.plan.ranks
     assert found.beginning.warning.startswith("by what is estimated, no placement fits; the nearest to it: co-")
     assert " exceeds 8 GiB on " in found.beginning.warning or " exceed 8 GiB on " in found.beginning.warning
@@ -130,14 +132,14 @@ def test_a_job_that_fits_nowhere_begins_all_the_same_and_says_who_exceeds_what()
 
 def test_an_engine_that_would_take_more_for_its_cache_than_there_is_is_warned_of() -> None:
     asked = spec(placement={"policy": "dynamic", "memory": "kept"}, rollout={"batch_slots": 4096}, train={"ranks": 1})
-    found = begun(gpus(count=1, memory=30.0), asked, ModelConfigs(policy=QWEN))
+    found = make_initial_plan(gpus(count=1, memory=30.0), asked, ModelConfigs(policy=QWEN))
     assert found.beginning.expected_s is not None
     said = re.fullmatch(
         r"rollout has room for a cache of (\d+) tokens and takes more unless it is told not to \(rollout\.cache_tokens: (\d+)\)",
         found.beginning.warning,
     )
     assert said is not None, found.beginning
-    told = begun(
+    told = make_initial_plan(
         gpus(count=1, memory=30.0),
         asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"cache_tokens": int(said[1])})}),
         ModelConfigs(policy=QWEN),
@@ -154,9 +156,9 @@ def test_what_a_job_begins_with_is_one_of_the_splits_that_its_policy_may_choose(
 ) -> None:
     nodes = Snapshot(tuple(node(f"n{i}", *[memory] * n, host=2000.0) for i, n in enumerate(slots)))
     asked = job(memory="kept") if kept else job()
-    found = begun(nodes, asked, models)
-    assert found.plan == begun(nodes, asked, models).plan
-    assert split_of(found.plan) in set(feasible(bounds_of(nodes, Moving.by(asked, models))))
+    found = make_initial_plan(nodes, asked, models)
+    assert found.plan == make_initial_plan(nodes, asked, models).plan
+    assert split_of(found.plan) in set(feasible(find_bounds(nodes, MovablePlacementRequest.by(asked, models))))
 
 
 class Writing:
@@ -187,7 +189,7 @@ async def started(asked: JobSpec, memory: float, outcome: TxnOutcome = TxnOutcom
     ledger, told = Writing(outcome), list[str]()
     hands: Any = type("Hands", (), {})()
     hands.ledger, hands.clock, hands.tell = ledger, FakeClock(), lambda topic, sentence: told.append(sentence)
-    done = await apply(StartJob(), replace(seen, spec=asked, nodes=nodes, mirror=mirror), hands)
+    done = await apply_action(StartJob(), replace(seen, spec=asked, nodes=nodes, mirror=mirror), hands)
     assert (done.outcome, ledger.made) == (outcome, [TxnKind.START])
     return ledger, told
 
@@ -200,9 +202,9 @@ async def test_what_a_job_began_with_and_why_is_its_first_move() -> None:
     assert (move.kind, move.generation, move.step, moves.total) == (MoveKind.BEGIN, plan.generation, 0, 1)
     assert plan.reason.endswith(move.reason)
     assert told == []
-    steps = [Committed(step, step, seconds) for step, seconds in ((1, 90.0), (2, 30.0), (3, 32.0))]
-    known = with_outcomes(moves, steps, {}, 3, plan)
-    lines = "\n".join(account("j", None, known.moves, 0))
+    steps = [CommittedStep(step, step, seconds) for step, seconds in ((1, 90.0), (2, 30.0), (3, 32.0))]
+    known = add_outcomes(moves, steps, {}, 3, plan)
+    lines = "\n".join(placement_story("j", None, known.moves, 0))
     assert f"at the beginning: began with {split_of(plan)}, because nothing is measured yet: of " in lines
     assert "Expected: a step was to take " in lines
     assert "What came of it: the 2 steps after it took 31.0 s each; that is " in lines

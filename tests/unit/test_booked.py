@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_views import SPEC, running_job, sealed_job, stored
 
-from controllers.accounting.attribution import Meaning, RankClaims
-from controllers.accounting.states import FAILED, NOBODY, SYNCING, UNALLOCATED, Line, busy, idle, switching
-from controllers.accounting.step_account import PATIENCE_S, WORD_S, SlotBooks
+from controllers.accounting.attribution import Attribution, RankReports
+from controllers.accounting.states import FAILED, NOBODY, SYNCING, UNALLOCATED, Timeline, busy, idle, switching
+from controllers.accounting.step_account import PATIENCE_S, WORD_S, StepAccountBuilder
 from controllers.rules.view import EngineView, JobView, RankView
 from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
-from gcore.ledger.records.slot_accounting import Kept, StepBook, line_of, parse
-from gcore.rollout.engine_time import EngineReading, Sums
+from gcore.ledger.records.slot_accounting import StepAccount, WorkerTotals, encode_line, parse_line
+from gcore.rollout.engine_time import EngineReading, EngineTimeSums
 from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 
@@ -48,14 +48,16 @@ def place(slot: str, judge: str = "", *, asleep: bool = False) -> EnginePlace:
 def reading(at: float, busy_s: float = 0.0, **more: float) -> EngineReading:
     """Of an engine that began at 0 and was idle else."""
     rest = at - busy_s - sum(more.values())
-    return EngineReading(at, Sums(at, busy_s, rest, more.get("paused_s", 0.0), more.get("asleep_s", 0.0)), 0, 0, 0, 0)
+    return EngineReading(
+        at, EngineTimeSums(at, busy_s, rest, more.get("paused_s", 0.0), more.get("asleep_s", 0.0)), 0, 0, 0, 0
+    )
 
 
-def closed(books: SlotBooks, at: float) -> StepBook:
+def closed(books: StepAccountBuilder, at: float) -> StepAccount:
     (found,) = books.close(at)
     book = found.book
     assert sum(book.booked.values()) + book.unbooked == pytest.approx(book.seconds * book.slots, abs=1e-4)
-    read = parse(line_of(found.line("node-0")))
+    read = parse_line(encode_line(found.line("node-0")))
     assert read is not None
     assert read.book == book
     assert sum(one.end - one.begin for one in read.phases) == pytest.approx(book.seconds, abs=1e-3)
@@ -63,18 +65,18 @@ def closed(books: SlotBooks, at: float) -> StepBook:
     return book
 
 
-def begun(view: JobView) -> SlotBooks:
-    books = SlotBooks(SPEC, 0.0, 1000.0)
+def begun(view: JobView) -> StepAccountBuilder:
+    books = StepAccountBuilder(SPEC, 0.0, 1000.0)
     books.look(view, "no_work", 0.0)
     return books
 
 
-def ended(books: SlotBooks, at: float) -> None:
+def ended(books: StepAccountBuilder, at: float) -> None:
     books.head_moved(STEP, at, 1000.0 + at)
 
 
 def test_a_start_that_was_over_before_the_job_was_looked_at_has_no_book_and_the_next_step_begins_at_its_end() -> None:
-    books = SlotBooks(SPEC, 0.0, 1000.0)
+    books = StepAccountBuilder(SPEC, 0.0, 1000.0)
     books.head_moved(Version(0, 0), 0.4, 1000.4)
     assert books.close(0.5 + WORD_S) == []
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
@@ -155,7 +157,7 @@ def test_a_place_is_switching_while_its_worker_loads_and_failed_once_it_was_ther
     serving = replace(view, workers={"e": engine_of("e", "cpu:0")})
     books.look(serving, "no_work", 3.0)
     # The engine's own sums began when it could be asked.
-    books.read("e", EngineReading(5.0, Sums(5.0, busy_s=2.0), 0, 0, 0, 0))
+    books.read("e", EngineReading(5.0, EngineTimeSums(5.0, busy_s=2.0), 0, 0, 0, 0))
     gone = replace(view, workers={})
     books.look(gone, "no_work", 5.0)
     ended(books, 9.0)
@@ -237,9 +239,9 @@ def test_a_slot_that_changes_over_has_all_its_time_booked_whenever_its_engines_a
 
 
 def test_a_rank_that_gives_its_slot_away_has_all_the_time_before_that_booked() -> None:
-    line = Line(Meaning(idle("train", "tail")), 0.0)
-    line.note(Meaning(None), 6.0)
-    claims = RankClaims("t0")
+    line = Timeline(Attribution(idle("train", "tail")), 0.0)
+    line.note(Attribution(None), 6.0)
+    claims = RankReports("t0")
     claims.hear(told(0.0, "waiting", waiting=0.0), line)
     tellings = claims.hear(told(10.0, "update", waiting=10.0), line)
     assert [(one.begin, one.end, dict(one.seconds)) for one in tellings] == [
@@ -276,7 +278,7 @@ def test_where_ranks_and_engines_take_turns_the_slot_is_of_one_or_on_its_way_to_
     spec = SPEC.model_copy(update={"placement": placement})
     base = replace(job(place("cpu:0"), workers=(worker,), rank=True), spec=spec)
     resting = RankView(0, phase="waiting", clock=0.0, phases={}, released=frozenset({"optimizer", "weights"}))
-    books = SlotBooks(spec, 0.0, 1000.0)
+    books = StepAccountBuilder(spec, 0.0, 1000.0)
     books.look(replace(base, ranks={0: resting}), "tail", 0.0)
     books.read("e", reading(4.0, busy_s=4.0))
     sealed = sealed_job(ready=True).mirror.seals
@@ -328,7 +330,7 @@ def test_a_rank_tells_its_phases_and_is_believed_until_it_tells_again() -> None:
 
 
 def test_what_a_rank_was_taken_for_beyond_its_word_is_not_told_twice() -> None:
-    line, claims = Line(Meaning(idle("train", "tail")), 0.0), RankClaims("t0")
+    line, claims = Timeline(Attribution(idle("train", "tail")), 0.0), RankReports("t0")
     assert not claims.hear(told(0.0, "waiting"), line)
     (ahead,) = claims.extend(3.0, line)
     assert ahead.seconds == {idle("train", "tail"): 3.0}
@@ -340,7 +342,7 @@ def test_what_a_rank_was_taken_for_beyond_its_word_is_not_told_twice() -> None:
 
 def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
-    books = SlotBooks(SPEC, 100.0, 0.0)
+    books = StepAccountBuilder(SPEC, 100.0, 0.0)
     books.look(view, "no_work", 100.0)
     books.read("e", reading(100.5, busy_s=100.0))
     ended(books, 104.0)
@@ -352,7 +354,7 @@ def test_what_happened_before_the_job_was_taken_up_is_not_booked() -> None:
 
 def test_while_nobody_kept_the_books_a_worker_that_nothing_was_kept_of_leaves_its_slot_unbooked() -> None:
     view = job(place("cpu:0"), place("cpu:2"), workers=(engine_of("e", "cpu:0"),))
-    books = SlotBooks(SPEC, 100.0, 1000.0, gap_s=6.0)
+    books = StepAccountBuilder(SPEC, 100.0, 1000.0, gap_s=6.0)
     books.look(view, "no_work", 100.0)
     books.read("e", reading(100.0, busy_s=100.0))
     ended(books, 104.0)
@@ -368,7 +370,7 @@ def test_while_nobody_kept_the_books_a_worker_that_nothing_was_kept_of_leaves_it
 def test_a_rank_that_began_while_nobody_kept_the_books_says_all_that_it_did() -> None:
     """As where a controller dies while a train world of another size is formed: its rank loads, and trains, meanwhile."""
     view = job(rank=True)
-    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0)
+    books = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0)
     books.look(view, "no_work", 16.0)
     assert books.close(16.4) == [], "it is waited for"
     # It began 1 s after the last life of its controller had ended.
@@ -382,7 +384,7 @@ def test_a_rank_that_began_while_nobody_kept_the_books_says_all_that_it_did() ->
     assert found.book.unbooked == pytest.approx(1.0)
 
 
-def kept_until(at: float, view: JobView) -> dict[str, Kept]:
+def kept_until(at: float, view: JobView) -> dict[str, WorkerTotals]:
     """What the other life of the controller kept of an engine `e` and a rank, whose step ended at `at`."""
     books = begun(replace(view, ranks={0: told(0.0, "waiting")}))
     books.look(replace(view, ranks={0: told(at - 2, "update", waiting=at - 2)}), "tail", at - 2)
@@ -400,7 +402,7 @@ def test_who_is_sent_away_before_it_says_what_it_did_while_its_controller_was_aw
     # As the controller comes back, the plan has nobody here any more: the rank is on its way out, the engine goes before it is read.
     rank = view.workers["t0"].model_copy(update={"state": "stopping"})
     dropped = replace(job(workers=(engine_of("e", "cpu:1"),)), workers={"e": engine_of("e", "cpu:1"), "t0": rank})
-    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
+    books = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
     books.look(dropped, "no_work", 16.0)
     assert books.close(16.3) == []
     books.look(replace(dropped, workers={}), "no_work", 16.5)
@@ -414,7 +416,7 @@ def test_who_is_sent_away_before_it_says_what_it_did_while_its_controller_was_aw
 def test_a_rank_that_is_slow_to_say_what_it_did_while_its_controller_was_away_is_waited_for() -> None:
     view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
     kept = kept_until(10.0, view)
-    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
+    books = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
     books.look(view, "tail", 16.0)
     books.read("e", reading(16.0, busy_s=9.0))
     assert books.close(17.0) == []
@@ -428,7 +430,7 @@ def test_a_rank_that_is_slow_to_say_what_it_did_while_its_controller_was_away_is
 
 def test_one_that_never_says_it_is_waited_for_no_longer_than_an_engine() -> None:
     view = job(place("cpu:1"), workers=(engine_of("e", "cpu:1"),), rank=True)
-    books = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept_until(10.0, view))
+    books = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept_until(10.0, view))
     books.look(view, "tail", 16.0)
     books.unread("e", 16.1)
     books.head_moved(Version(0, 2), 16.5, 1016.5)
@@ -461,7 +463,7 @@ def test_a_slot_whose_rank_rests_beside_engines_that_are_to_sleep_is_the_idle_ra
     spec = SPEC.model_copy(update={"placement": SPEC.placement.model_copy(update={"memory": "in_turns"})})
     resting = RankView(0, phase="waiting", clock=0.0, phases={}, released=frozenset({"optimizer", "weights"}))
     asleep = {"e": EngineView("e", "h:9", None, asleep=True)}
-    books = SlotBooks(spec, 0.0, 1000.0)
+    books = StepAccountBuilder(spec, 0.0, 1000.0)
     books.look(replace(base, spec=spec, ranks={0: resting}, engines=asleep), "tail", 0.0)
     books.read("e", reading(10.0, asleep_s=10.0))
     ended(books, 10.0)
@@ -479,7 +481,7 @@ def test_who_outlives_a_controller_says_what_it_did_meanwhile_and_who_does_not_h
     (line,) = before.close(10.2)
     kept = line.line("node-0").kept
     assert kept.keys() == {"e", "f", "t0"}
-    after = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
+    after = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=kept)
     left = replace(view, workers={name: one for name, one in view.workers.items() if name != "f"})
     now = told(16.0, "waiting", waiting=11.0, update=5.0)
     after.look(replace(left, ranks={0: now}), "tail", 16.0)
@@ -511,7 +513,7 @@ def test_a_slot_on_which_all_slept_while_its_controller_was_away_was_nobodys() -
     before.read("j", reading(10.0, asleep_s=10.0))
     ended(before, 10.0)
     (line,) = before.close(10.2)
-    after = SlotBooks(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=line.line("node-0").kept)
+    after = StepAccountBuilder(SPEC, 16.0, 1016.0, head=STEP, gap_s=6.0, kept=line.line("node-0").kept)
     after.look(view, "tail", 16.0)
     after.read("e", reading(16.0, busy_s=11.0, asleep_s=5.0))
     after.read("j", reading(16.0, busy_s=1.0, asleep_s=14.0))
@@ -528,9 +530,9 @@ def test_a_slot_on_which_all_slept_while_its_controller_was_away_was_nobodys() -
 def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
-    books.read("e", EngineReading(8.0, Sums(8.0, 8.0, 0, 0, 0, 8.0, 32.0), 4, 0, 160, 4))
+    books.read("e", EngineReading(8.0, EngineTimeSums(8.0, 8.0, 0, 0, 0, 8.0, 32.0), 4, 0, 160, 4))
     ended(books, 10.0)
-    books.read("e", EngineReading(12.0, Sums(12.0, 12.0, 0, 0, 0, 12.0, 48.0), 4, 0, 240, 6))
+    books.read("e", EngineReading(12.0, EngineTimeSums(12.0, 12.0, 0, 0, 0, 12.0, 48.0), 4, 0, 240, 6))
     book = closed(books, 12.5)
     sums = book.engines["rollout"]
     assert (sums.active_s, sums.running_s, sums.tokens, sums.requests) == (10.0, 40.0, 200, 5)
@@ -540,7 +542,7 @@ def test_what_engines_did_is_summed_by_pool_and_cut_where_the_step_ends() -> Non
 def test_a_step_that_takes_days_takes_no_more_room_the_longer_it_takes() -> None:
     books, sizes = begun(job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))), []
     for at in range(1, 2001):
-        books.read("e", EngineReading(at, Sums(at, at, 0, 0, 0, at, 4.0 * at), 4, 0, 10 * at, at))
+        books.read("e", EngineReading(at, EngineTimeSums(at, at, 0, 0, 0, at, 4.0 * at), 4, 0, 10 * at, at))
         books.close(float(at))
         if at % 1000 == 0:
             sizes.append(len(pickle.dumps(books)))
@@ -554,7 +556,7 @@ def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:
     view = job(place("cpu:0"), workers=(engine_of("e", "cpu:0"),))
     books = begun(view)
     for at, running_s, tokens in ((2.0, 32.0, 640), (3.0, 35.0, 710), (5.0, 41.0, 860)):
-        books.read("e", EngineReading(at, Sums(at, at, 0, 0, 0, at, running_s), 4, 0, tokens, 4))
+        books.read("e", EngineReading(at, EngineTimeSums(at, at, 0, 0, 0, at, running_s), 4, 0, tokens, 4))
     ended(books, 5.0)
     crowd, tail = closed(books, 5.5).loads["rollout"][::-1]
     assert (crowd.active_s, crowd.running_s, crowd.tokens) == (2.0, 32.0, 640)
@@ -570,8 +572,8 @@ def test_what_engines_did_is_told_by_how_many_requests_they_had() -> None:
 def test_whatever_a_rank_was_taken_for_every_second_of_it_is_told_once(
     phases: list[tuple[float, str, bool]], extends: list[float]
 ) -> None:
-    line = Line(Meaning(idle("train", "tail")), 0.0)
-    claims, totals, now, phase = RankClaims("t0"), {"waiting": 0.0}, 0.0, "waiting"
+    line = Timeline(Attribution(idle("train", "tail")), 0.0)
+    claims, totals, now, phase = RankReports("t0"), {"waiting": 0.0}, 0.0, "waiting"
     words = [(0.0, told(0.0, "waiting", waiting=0.0))]
     for passed, following, says in phases:
         now += passed

@@ -8,27 +8,29 @@ from dataclasses import replace
 import pytest
 from booked_run import check_sums
 
-from gcore.ledger.records.slot_accounting import BookLine, StepBook, Stretch
+from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, StepSpan
 from gcore.types import Version
 
 WORK, REST = "busy rollout", "idle rollout tail"
 SPANS = {
-    "cpu:0": (Stretch(0.0, 3.0, {WORK: 3.0}), Stretch(3.0, 4.0, {REST: 0.9})),
-    "cpu:1": (Stretch(0.0, 4.0, {WORK: 1.0, REST: 3.0}),),
+    "cpu:0": (StepSpan(0.0, 3.0, {WORK: 3.0}), StepSpan(3.0, 4.0, {REST: 0.9})),
+    "cpu:1": (StepSpan(0.0, 4.0, {WORK: 1.0, REST: 3.0}),),
 }
 
 
-def line() -> BookLine:
+def line() -> AccountLine:
     """Two slots for four seconds, of which a tenth is nobody's."""
-    book = StepBook(version=Version(0, 1), began=9.0, seconds=4.0, slots=2, booked={WORK: 4.0, REST: 3.9}, unbooked=0.1)
-    return BookLine("n", book, (), SPANS)
+    book = StepAccount(
+        version=Version(0, 1), began=9.0, seconds=4.0, slots=2, booked={WORK: 4.0, REST: 3.9}, unbooked=0.1
+    )
+    return AccountLine("n", book, (), SPANS)
 
 
-def booked(**update: object) -> BookLine:
+def booked(**update: object) -> AccountLine:
     return replace(line(), book=line().book.model_copy(update=update))
 
 
-def spanned(slot: str, *spans: Stretch) -> BookLine:
+def spanned(slot: str, *spans: StepSpan) -> AccountLine:
     return replace(line(), spans={**SPANS, slot: spans})
 
 
@@ -44,12 +46,12 @@ def test_books_that_sum_are_right() -> None:
         pytest.param(lambda: booked(seconds=5.0, unbooked=2.1), id="the step was longer"),
         pytest.param(lambda: booked(slots=3, unbooked=4.1), id="a slot is missing"),
         pytest.param(lambda: spanned("cpu:0", *SPANS["cpu:0"][:1]), id="a span is missing"),
-        pytest.param(lambda: spanned("cpu:1", Stretch(0.0, 4.0, {WORK: 2.0, REST: 3.0})), id="more than there was"),
+        pytest.param(lambda: spanned("cpu:1", StepSpan(0.0, 4.0, {WORK: 2.0, REST: 3.0})), id="more than there was"),
         pytest.param(
-            lambda: spanned("cpu:0", Stretch(0.0, 2.9, {WORK: 3.0}), SPANS["cpu:0"][1]), id="a gap between spans"
+            lambda: spanned("cpu:0", StepSpan(0.0, 2.9, {WORK: 3.0}), SPANS["cpu:0"][1]), id="a gap between spans"
         ),
     ],
 )
-def test_books_that_do_not_are_noticed(forged: Callable[[], BookLine]) -> None:
+def test_books_that_do_not_are_noticed(forged: Callable[[], AccountLine]) -> None:
     with pytest.raises(AssertionError):
         check_sums([forged()])

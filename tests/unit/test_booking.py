@@ -11,8 +11,8 @@ import pytest
 from job_views import SPEC, running_job
 
 from controllers.accounting import collector as booking
-from controllers.accounting.collector import Booking
-from gcore.ledger.records.slot_accounting import BookLine, NodeBooks
+from controllers.accounting.collector import AccountCollector
+from gcore.ledger.records.slot_accounting import AccountLine, NodeAccounts
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -25,18 +25,18 @@ async def test_a_step_that_was_closed_is_written_though_its_round_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a job's end the last step's book is often just being written: on a slow disk it would be in no file."""
-    asked, go_on, written = threading.Event(), threading.Event(), list[BookLine]()
+    asked, go_on, written = threading.Event(), threading.Event(), list[AccountLine]()
 
-    def slow_append(run_dir: Path, line: BookLine) -> None:
+    def slow_append(run_dir: Path, line: AccountLine) -> None:
         asked.set()
         go_on.wait()
         written.append(line)
 
-    monkeypatch.setattr(booking, "append", slow_append)
+    monkeypatch.setattr(booking, "append_line", slow_append)
     clock = FakeClock()
     memory = MemoryCluster(clock)
     lease = await MemoryStore(memory).grant(600)
-    kept = Booking(MemoryStore(memory), KEYS, "node-0", lease, Metrics(), clock)
+    kept = AccountCollector(MemoryStore(memory), KEYS, "node-0", lease, Metrics(), clock)
     await kept.begin(SPEC, tmp_path, None)
     kept.look(running_job(), held_back=False)
     await clock.advance(100.0)
@@ -50,4 +50,4 @@ async def test_a_step_that_was_closed_is_written_though_its_round_is_ended(
     await kept.finish()
     assert [line.book.version for line in written] == [Version(0, 1)]
     told: Any = await MemoryStore(memory).get(KEYS.books("node-0"))
-    assert [book.version for book in NodeBooks.decode(told.value).steps] == [Version(0, 1)]
+    assert [book.version for book in NodeAccounts.decode(told.value).steps] == [Version(0, 1)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from job_views import ME, RULES, SPEC, running_job, sealed_job, stored
 
-from controllers.accounting.attribution import cause_of, stage_of
+from controllers.accounting.attribution import find_idle_cause, worker_idle_cause
 from controllers.rules.view import EngineView, JobView
 from gcore.ledger.records.chain import Assignment, OfferedGroup
 from gcore.ledger.records.job import JobPhase, JobStatus
@@ -33,16 +33,16 @@ def begun(view: JobView, count: int) -> JobView:
 def test_prompts_that_are_due_and_not_begun_are_work_that_is_not_there_yet() -> None:
     view = running_job()
     assert len(mine(view)) >= 2
-    assert stage_of(view, held_back=False) == "no_work"
-    assert stage_of(begun(view, 1), held_back=False) == "no_work"
+    assert find_idle_cause(view, held_back=False) == "no_work"
+    assert find_idle_cause(begun(view, 1), held_back=False) == "no_work"
 
 
 def test_once_all_is_begun_or_finished_others_have_the_tail() -> None:
     view = running_job()
     refs = mine(view)
-    assert stage_of(begun(view, len(refs)), held_back=True) == "tail"
+    assert find_idle_cause(begun(view, len(refs)), held_back=True) == "tail"
     some = replace(begun(view, 1), holdings={ref: group(ref) for ref in refs[1:]})
-    assert stage_of(some, held_back=False) == "tail"
+    assert find_idle_cause(some, held_back=False) == "tail"
 
 
 @pytest.mark.parametrize("cause", ["judge", "concurrency", "leaving"])
@@ -53,34 +53,34 @@ def test_what_admission_holds_is_back_pressure(cause: str) -> None:
         view = replace(view, spec=SPEC.model_copy(update={"rollout": rollout}))
     if cause == "leaving":
         view = replace(view, leaving=True)
-    assert stage_of(view, held_back=cause == "judge") == "back_pressure"
+    assert find_idle_cause(view, held_back=cause == "judge") == "back_pressure"
 
 
 @pytest.mark.parametrize("ready", [False, True], ids=["exchanged", "trained"])
 def test_while_a_closed_batch_is_worked_on_there_is_a_barrier(ready: bool) -> None:
-    assert stage_of(sealed_job(ready=ready), held_back=False) == "barrier"
+    assert find_idle_cause(sealed_job(ready=ready), held_back=False) == "barrier"
 
 
 def test_with_staleness_a_closed_batch_is_no_barrier_but_a_bound_on_age() -> None:
     sealed = sealed_job()
     view = replace(sealed, rules=replace(RULES, staleness=1))
-    assert stage_of(view, held_back=False) == ("no_work" if view.due else "back_pressure")
+    assert find_idle_cause(view, held_back=False) == ("no_work" if view.due else "back_pressure")
     none_left = replace(view, rules=replace(RULES, staleness=1, steps=1))
     assert none_left.due == ()
-    assert stage_of(none_left, held_back=False) == "back_pressure"
+    assert find_idle_cause(none_left, held_back=False) == "back_pressure"
 
 
 def test_before_and_after_there_is_no_work() -> None:
     view = running_job()
-    assert stage_of(replace(view, mirror=replace(view.mirror, head=None)), held_back=True) == "no_work"
+    assert find_idle_cause(replace(view, mirror=replace(view.mirror, head=None)), held_back=True) == "no_work"
     pending = replace(view.mirror, status=stored(JobStatus(phase=JobPhase.PENDING)))
-    assert stage_of(replace(view, mirror=pending), held_back=True) == "no_work"
+    assert find_idle_cause(replace(view, mirror=pending), held_back=True) == "no_work"
 
 
 def test_a_controller_without_shards_says_that_there_is_no_work_while_the_batch_is_open() -> None:
     view = running_job()
     others = stored(Assignment(members=("other",), owners=(0, 0, 0, 0)))
-    assert stage_of(replace(view, mirror=replace(view.mirror, assign=others)), held_back=False) == "no_work"
+    assert find_idle_cause(replace(view, mirror=replace(view.mirror, assign=others)), held_back=False) == "no_work"
 
 
 def engine(version: Version | None, *, asleep: bool = False) -> dict[str, EngineView]:
@@ -90,21 +90,21 @@ def engine(version: Version | None, *, asleep: bool = False) -> dict[str, Engine
 @pytest.mark.parametrize("stage", ["tail", "barrier", "no_work"])
 def test_an_engine_with_other_weights_waits_for_weights_whatever_else_there_is(stage: str) -> None:
     view = replace(running_job(), engines=engine(None))
-    assert cause_of(view, stage, "rollout", "e") == "waiting_weights"  # type: ignore[arg-type]
+    assert worker_idle_cause(view, stage, "rollout", "e") == "waiting_weights"  # type: ignore[arg-type]
     current = replace(view, engines=engine(HEAD))
-    assert cause_of(current, stage, "rollout", "e") == stage  # type: ignore[arg-type]
+    assert worker_idle_cause(current, stage, "rollout", "e") == stage  # type: ignore[arg-type]
 
 
 def test_ranks_and_judges_wait_for_weights_while_no_engine_has_them() -> None:
     view = replace(running_job(), engines=engine(None))
-    assert cause_of(view, "no_work", "train", "t0") == "waiting_weights"
-    assert cause_of(view, "no_work", "reward", "j") == "waiting_weights"
-    assert cause_of(view, "barrier", "train", "t0") == "barrier"
+    assert worker_idle_cause(view, "no_work", "train", "t0") == "waiting_weights"
+    assert worker_idle_cause(view, "no_work", "reward", "j") == "waiting_weights"
+    assert worker_idle_cause(view, "barrier", "train", "t0") == "barrier"
     asleep = replace(view, engines=engine(None, asleep=True))
-    assert cause_of(asleep, "no_work", "train", "t0") == "no_work"
+    assert worker_idle_cause(asleep, "no_work", "train", "t0") == "no_work"
 
 
 def test_a_judge_that_has_nothing_while_admission_is_held_has_no_work() -> None:
     view = replace(running_job(), engines=engine(HEAD))
-    assert cause_of(view, "back_pressure", "reward", "j") == "no_work"
-    assert cause_of(view, "back_pressure", "train", "t0") == "back_pressure"
+    assert worker_idle_cause(view, "back_pressure", "reward", "j") == "no_work"
+    assert worker_idle_cause(view, "back_pressure", "train", "t0") == "back_pressure"

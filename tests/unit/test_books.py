@@ -16,14 +16,14 @@ from controllers.accounting.states import (
     NOBODY,
     SYNCING,
     UNALLOCATED,
-    Line,
     Pool,
-    SlotBook,
-    Telling,
+    SlotAccount,
+    Timeline,
+    TimeReport,
     busy,
     idle,
     precedence,
-    settle,
+    settle_claims,
     switching,
 )
 
@@ -38,14 +38,14 @@ CLAIM = st.dictionaries(st.sampled_from(STATES), st.floats(0, 5), max_size=4)
 
 
 @st.composite
-def tellings(draw: st.DrawFn, least: float = 0.0, most: float = 20.0) -> list[Telling]:
+def tellings(draw: st.DrawFn, least: float = 0.0, most: float = 20.0) -> list[TimeReport]:
     """Of several workers, each from one edge to the next, with gaps."""
     found = []
     for number in range(draw(st.integers(0, 3))):
         edges = sorted(draw(st.lists(st.floats(least, most), min_size=2, max_size=6, unique=True)))
         for begin, end in pairwise(edges):
             if draw(st.booleans()):
-                found.append(Telling(f"worker-{number}", begin, end, draw(CLAIM)))
+                found.append(TimeReport(f"worker-{number}", begin, end, draw(CLAIM)))
     return found
 
 
@@ -53,7 +53,7 @@ def tellings(draw: st.DrawFn, least: float = 0.0, most: float = 20.0) -> list[Te
 def test_what_is_booked_is_never_more_than_there_was_nor_than_was_claimed(
     length: float, claims: list[dict[str, float]]
 ) -> None:
-    booked = settle(length, claims)
+    booked = settle_claims(length, claims)
     assert sum(booked.values()) <= length + 1e-9
     assert sum(booked.values()) == pytest.approx(min(length, sum(sum(claim.values()) for claim in claims)))
     for state, seconds in booked.items():
@@ -61,8 +61,8 @@ def test_what_is_booked_is_never_more_than_there_was_nor_than_was_claimed(
 
 
 @given(told=tellings(), until=st.floats(0.1, 25))
-def test_booked_and_unbooked_are_exactly_the_time_that_passed(told: list[Telling], until: float) -> None:
-    book = SlotBook(0.0)
+def test_booked_and_unbooked_are_exactly_the_time_that_passed(told: list[TimeReport], until: float) -> None:
+    book = SlotAccount(0.0)
     for one in told:
         book.tell(one)
     book.settle(until)
@@ -75,10 +75,10 @@ def test_booked_and_unbooked_are_exactly_the_time_that_passed(told: list[Telling
 
 
 @given(told=tellings(), until=st.floats(0.1, 25), seed=st.integers(0, 99))
-def test_the_order_in_which_workers_tell_is_of_no_matter(told: list[Telling], until: float, seed: int) -> None:
+def test_the_order_in_which_workers_tell_is_of_no_matter(told: list[TimeReport], until: float, seed: int) -> None:
     mixed = told[:]
     random.Random(seed).shuffle(mixed)
-    books = SlotBook(0.0), SlotBook(0.0)
+    books = SlotAccount(0.0), SlotAccount(0.0)
     for book, order in zip(books, (told, mixed), strict=True):
         for one in order:
             book.tell(one)
@@ -90,8 +90,8 @@ def test_the_order_in_which_workers_tell_is_of_no_matter(told: list[Telling], un
 
 
 @given(told=tellings(), cuts=st.lists(st.floats(0, 20), max_size=5))
-def test_cutting_the_time_into_steps_changes_no_sum(told: list[Telling], cuts: list[float]) -> None:
-    whole, cut = SlotBook(0.0), SlotBook(0.0)
+def test_cutting_the_time_into_steps_changes_no_sum(told: list[TimeReport], cuts: list[float]) -> None:
+    whole, cut = SlotAccount(0.0), SlotAccount(0.0)
     for one in told:
         whole.tell(one)
         cut.tell(one)
@@ -110,8 +110,8 @@ def test_cutting_the_time_into_steps_changes_no_sum(told: list[Telling], cuts: l
     assert sum(total.values()) == pytest.approx(sum(expected.booked.values()))
 
 
-def book_of(*told: Telling, until: float = 10.0) -> SlotBook:
-    book = SlotBook(0.0)
+def book_of(*told: TimeReport, until: float = 10.0) -> SlotAccount:
+    book = SlotAccount(0.0)
     for one in told:
         book.tell(one)
     book.settle(until)
@@ -119,29 +119,29 @@ def book_of(*told: Telling, until: float = 10.0) -> SlotBook:
 
 
 def test_a_rank_that_computes_has_the_slot_whatever_engines_on_it_do() -> None:
-    rank = Telling("rank", 0, 10, {busy("train"): 4.0, idle("train", "no_work"): 6.0})
-    engine = Telling("engine", 0, 10, {busy("rollout"): 5.0, idle("rollout", "tail"): 5.0})
-    judge = Telling("judge", 0, 10, {busy("reward"): 3.0, idle("reward", "no_work"): 7.0})
+    rank = TimeReport("rank", 0, 10, {busy("train"): 4.0, idle("train", "no_work"): 6.0})
+    engine = TimeReport("engine", 0, 10, {busy("rollout"): 5.0, idle("rollout", "tail"): 5.0})
+    judge = TimeReport("judge", 0, 10, {busy("reward"): 3.0, idle("reward", "no_work"): 7.0})
     times = book_of(rank, engine, judge).cut()
     assert times.booked == pytest.approx({busy("train"): 4.0, busy("rollout"): 5.0, busy("reward"): 1.0})
 
 
 def test_a_slot_is_idle_only_as_far_as_nobody_on_it_was_at_anything() -> None:
-    rank = Telling("rank", 0, 10, {busy("train"): 4.0, idle("train", "no_work"): 6.0})
-    engine = Telling("engine", 0, 10, {busy("rollout"): 3.0, idle("rollout", "barrier"): 7.0})
+    rank = TimeReport("rank", 0, 10, {busy("train"): 4.0, idle("train", "no_work"): 6.0})
+    engine = TimeReport("engine", 0, 10, {busy("rollout"): 3.0, idle("rollout", "barrier"): 7.0})
     assert book_of(rank, engine).cut().booked == pytest.approx(
         {busy("train"): 4.0, busy("rollout"): 3.0, idle("rollout", "barrier"): 3.0}
     )
 
 
 def test_one_that_sleeps_lays_no_claim_to_its_slot() -> None:
-    times = book_of(Telling("engine", 0, 10, {}), Telling("judge", 0, 10, {busy("reward"): 10.0})).cut()
+    times = book_of(TimeReport("engine", 0, 10, {}), TimeReport("judge", 0, 10, {busy("reward"): 10.0})).cut()
     assert times.booked == {busy("reward"): 10.0}
     assert times.unbooked == 0
 
 
 def test_what_nobody_told_is_unbooked_and_not_given_to_anybody() -> None:
-    times = book_of(Telling("engine", 2, 6, {busy("rollout"): 4.0})).cut()
+    times = book_of(TimeReport("engine", 2, 6, {busy("rollout"): 4.0})).cut()
     assert (times.booked, times.unbooked) == ({busy("rollout"): 4.0}, 6.0)
     assert [(span.begin, span.end, span.state) for span in times.spans] == [
         (0, 2, ""),
@@ -151,7 +151,7 @@ def test_what_nobody_told_is_unbooked_and_not_given_to_anybody() -> None:
 
 
 def test_what_a_worker_tells_beyond_its_own_time_is_cut_off_and_counted() -> None:
-    times = book_of(Telling("engine", 0, 10, {busy("rollout"): 15.0, SYNCING: 5.0})).cut()
+    times = book_of(TimeReport("engine", 0, 10, {busy("rollout"): 15.0, SYNCING: 5.0})).cut()
     assert times.booked == pytest.approx({busy("rollout"): 7.5, SYNCING: 2.5})
     assert times.overbooked == pytest.approx(10.0)
 
@@ -159,25 +159,25 @@ def test_what_a_worker_tells_beyond_its_own_time_is_cut_off_and_counted() -> Non
 def test_what_is_told_of_a_time_that_is_settled_comes_too_late() -> None:
     book = book_of()
     book.cut()
-    book.tell(Telling("engine", 5, 10, {busy("rollout"): 5.0}))
-    book.tell(Telling("engine", 8, 12, {busy("rollout"): 4.0}))
+    book.tell(TimeReport("engine", 5, 10, {busy("rollout"): 5.0}))
+    book.tell(TimeReport("engine", 8, 12, {busy("rollout"): 4.0}))
     book.settle(12.0)
     assert book.cut().booked == pytest.approx({busy("rollout"): 2.0})
 
 
 def test_how_long_a_change_of_role_took_is_known_when_it_is_over_also_over_the_end_of_a_step() -> None:
     change = switching("rollout", "reward")
-    book = book_of(Telling("judge", 6, 10, {change: 4.0}), Telling("engine", 0, 6, {busy("rollout"): 6.0}))
+    book = book_of(TimeReport("judge", 6, 10, {change: 4.0}), TimeReport("engine", 0, 6, {busy("rollout"): 6.0}))
     assert book.cut().switches == {}
-    book.tell(Telling("judge", 10, 11, {change: 1.0}))
-    book.tell(Telling("judge", 11, 20, {busy("reward"): 9.0}))
+    book.tell(TimeReport("judge", 10, 11, {change: 1.0}))
+    book.tell(TimeReport("judge", 11, 20, {busy("reward"): 9.0}))
     book.settle(20.0)
     assert book.cut().switches == {"rollout>reward": (5.0,)}
 
 
 def test_a_slot_that_flickers_is_told_in_spans_that_are_bounded_and_leave_nothing_out() -> None:
     told = [
-        Telling("engine", at, at + 1, {busy("rollout") if at % 2 else idle("rollout", "tail"): 1.0})
+        TimeReport("engine", at, at + 1, {busy("rollout") if at % 2 else idle("rollout", "tail"): 1.0})
         for at in range(1000)
     ]
     spans = book_of(*told, until=1000.0).cut().spans
@@ -198,7 +198,7 @@ def test_every_state_has_a_place_in_the_order() -> None:
     length=st.floats(0.01, 30),
 )
 def test_a_line_says_what_was_so_at_every_moment(marks: list[tuple[float, int]], begin: float, length: float) -> None:
-    line = Line(0, 0.0)
+    line = Timeline(0, 0.0)
     for at, value in sorted(marks):
         line.note(value, at)
     assert sum(seconds for _, seconds in line.over(begin, begin + length)) == pytest.approx(length)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controllers.api.job_messages import best_checkpoint, source_reports
-from controllers.telemetry.gauges import show
+from controllers.telemetry.gauges import show_job
 from controllers.telemetry.step_stats import (
-    by_source,
-    key_of,
-    mostly_truncated,
-    split_key,
+    drop_reward_stats,
+    source_key,
+    source_stats,
+    split_source_key,
     truncated_share,
-    without_rewards,
+    truncated_sources,
 )
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, EndedRef, SealedGroup
 from gcore.ledger.records.job import Evaluation, JobRecord, SourceScore
-from gcore.ledger.statistics import added
-from gcore.ledger.transactions import Stored
+from gcore.ledger.statistics import add_to_tally
+from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
@@ -64,18 +64,21 @@ NUMBERS = {
 
 
 def test_every_source_has_its_means_and_counts() -> None:
-    assert by_source(GROUPS, OUTCOMES, several=True) == NUMBERS
+    assert source_stats(GROUPS, OUTCOMES, several=True) == NUMBERS
     assert truncated_share(GROUPS) == 0.5
     assert truncated_share(()) == 0.0
 
 
 def test_a_job_with_one_source_says_nothing_twice() -> None:
-    assert by_source(GROUPS[:2], (), several=False) == {}
+    assert source_stats(GROUPS[:2], (), several=False) == {}
 
 
 def test_a_key_is_read_as_it_was_written_and_nothing_else_is() -> None:
-    assert [split_key(key_of(name, "a.b")) for name in ("reward", "groups")] == [("reward", "a.b"), ("groups", "a.b")]
-    assert [split_key(key) for key in ("reward", "reward/", "speed/a", "/a")] == [None] * 4
+    assert [split_source_key(source_key(name, "a.b")) for name in ("reward", "groups")] == [
+        ("reward", "a.b"),
+        ("groups", "a.b"),
+    ]
+    assert [split_source_key(key) for key in ("reward", "reward/", "speed/a", "/a")] == [None] * 4
 
 
 def test_a_step_of_demonstrations_says_no_reward() -> None:
@@ -87,20 +90,20 @@ def test_a_step_of_demonstrations_says_no_reward() -> None:
         "tokens": 9.0,
         "loss": 1.0,
     }
-    assert without_rewards(stats) == {"groups/sums": 2.0, "tokens": 9.0, "loss": 1.0}
+    assert drop_reward_stats(stats) == {"groups/sums": 2.0, "tokens": 9.0, "loss": 1.0}
 
 
 def test_who_is_cut_off_more_often_than_not_is_named() -> None:
-    assert mostly_truncated(NUMBERS | {"truncated": 0.9}, "data") == ["words"]
-    assert mostly_truncated({"truncated": 0.6}, "data") == ["data"]
-    assert mostly_truncated({"truncated": 0.5}, "data") == []
-    assert mostly_truncated({}, "data") == []
+    assert truncated_sources(NUMBERS | {"truncated": 0.9}, "data") == ["words"]
+    assert truncated_sources({"truncated": 0.6}, "data") == ["data"]
+    assert truncated_sources({"truncated": 0.5}, "data") == []
+    assert truncated_sources({}, "data") == []
 
 
 def mirror_and_batch(stats: dict[str, float]) -> tuple[JobMirror, WatchBatch]:
     """A job after one step, as just heard."""
-    base = chain.base(1, "w", Writer("a", "n"))
-    head = base.head.model_copy(update={"step": 1, "tally": added(base.head.tally, GROUPS, OUTCOMES)})
+    base = chain.base_entry(1, "w", ChainWriter("a", "n"))
+    head = base.head.model_copy(update={"step": 1, "tally": add_to_tally(base.head.tally, GROUPS, OUTCOMES)})
     entry = base.entry.model_copy(update={"seq": 1, "kind": "train", "step": 1, "stats": stats, "writer": "a"})
     job = JobRecord(uid="u", name="j", spec={}, run_dir="/r", created=0.0, prompts=9)
     measured = {"mean@4": 0.5, "pass@1": 0.125, "pass@4": 0.375}
@@ -120,7 +123,7 @@ def mirror_and_batch(stats: dict[str, float]) -> tuple[JobMirror, WatchBatch]:
 
 def test_metrics_show_every_source() -> None:
     metrics = Metrics()
-    show(metrics, *mirror_and_batch(NUMBERS), "a")
+    show_job(metrics, *mirror_and_batch(NUMBERS), "a")
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, {"job": "j", **labels})
@@ -160,7 +163,7 @@ def test_the_api_says_no_reward_of_demonstrations() -> None:
     mirror, _ = mirror_and_batch(NUMBERS)
     assert mirror.job is not None
     shown_only = mirror.job.record.model_copy(update={"spec": {"train": {"loss": "sft"}}})
-    reports = source_reports(replace(mirror, job=Stored(shown_only, 1)))
+    reports = source_reports(replace(mirror, job=Versioned(shown_only, 1)))
     assert [report.HasField("mean_reward") for report in reports] == [False] * 3
     assert [report.trained for report in reports] == [0, 2, 1]
 
@@ -172,7 +175,7 @@ def test_the_api_names_the_best_state_and_its_checkpoint() -> None:
     assert first is not None
     assert (first.step, first.metric, first.value, first.checkpoint) == (0, "accuracy", 0.5, "")
     entry = Checkpoint(lineage=0, step=1, seq=1, file="checkpoints/0-1")
-    mirror = replace(mirror, checkpoints=Stored(Checkpoints(entries=(entry,)), 9))
+    mirror = replace(mirror, checkpoints=Versioned(Checkpoints(entries=(entry,)), 9))
     best = best_checkpoint(mirror, "words/pass@4")
     assert best is not None
     assert (best.step, best.value, best.checkpoint) == (1, 0.375, "/r/checkpoints/0-1")

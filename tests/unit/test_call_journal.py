@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from controllers.api.edge.gate import MOST_OF_A_FIELD, MOST_WAITING, CallJournal, Entry
+from controllers.api.edge.gate import MOST_OF_A_FIELD, MOST_WAITING, CallEntry, CallJournal
 from gcore.testing import FakeClock
 
 
-def entry(number: int = 0, *, known: bool = True, job: str = "") -> Entry:
+def entry(number: int = 0, *, known: bool = True, job: str = "") -> CallEntry:
     who = ("ada", "admin") if known else ("", "")
-    return Entry(*who, peer="ipv4:127.0.0.1:1", verb="CancelJob", job=job or f"job-{number}", outcome="OK")
+    return CallEntry(*who, peer="ipv4:127.0.0.1:1", verb="CancelJob", job=job or f"job-{number}", outcome="OK")
 
 
 def lines(file: Path) -> list[dict[str, object]]:

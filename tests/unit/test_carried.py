@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import EndedRef, Head, InFlightRef, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.selection import AccountNow, NotYet, Offered, SealNow, StreamRules, in_order, refuse_seal
-from gcore.ledger.staleness import awaited, choose, due, most_kept, staleness_stats, steps_left
+from gcore.ledger.selection import AwaitGroups, CloseStep, OffersView, SealStep, StreamRules, refs_in_order, refuse_seal
+from gcore.ledger.staleness import awaited_refs, choose_seal, due_refs, max_kept, staleness_stats, steps_left
 from gcore.types import PromptRef, Version
 
-WRITER = Writer("a.1", "n")
+WRITER = ChainWriter("a.1", "n")
 
 
 def rules(staleness: int = 1, *, prompts: int = 40, shards: int = 4, window: int = 8, quota: int = 4) -> StreamRules:
@@ -24,7 +24,7 @@ def rules(staleness: int = 1, *, prompts: int = 40, shards: int = 4, window: int
 
 
 def at(step: int, shards: int = 4) -> Head:
-    return chain.base(shards, "w", WRITER).head.model_copy(update={"step": step})
+    return chain.base_entry(shards, "w", WRITER).head.model_copy(update={"step": step})
 
 
 def group(ref: PromptRef, *steps: int) -> OfferedGroup:
@@ -38,35 +38,35 @@ def offer(*groups: OfferedGroup, flying: dict[PromptRef, int] | None = None, nam
 
 
 def refs(r: StreamRules, head: Head, count: int) -> list[PromptRef]:
-    return list(in_order(r, head, ()))[:count]
+    return list(refs_in_order(r, head, ()))[:count]
 
 
 def sealed(chosen: object) -> list[PromptRef]:
-    assert isinstance(chosen, SealNow)
+    assert isinstance(chosen, SealStep)
     return [one.ref for one in chosen.groups]
 
 
 def test_a_seal_takes_what_is_offered_and_does_not_wait_for_the_oldest() -> None:
     r, head = rules(), at(0)
     first = refs(r, head, 6)
-    known = Offered.collect(r, head, [offer(*(group(ref, 0) for ref in first[1:5]), flying={first[0]: 0})])
-    assert sealed(choose(r, head, (), known)) == first[1:5]
+    known = OffersView.collect(r, head, [offer(*(group(ref, 0) for ref in first[1:5]), flying={first[0]: 0})])
+    assert sealed(choose_seal(r, head, (), known)) == first[1:5]
 
 
 def test_what_was_begun_for_an_earlier_step_comes_before_what_stands_earlier_in_the_order() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 6)
     groups = [group(ref, 1) for ref in first[:4]] + [group(first[4], 0, 1), group(first[5], 0)]
-    known = Offered.collect(r, head, [offer(*groups)])
-    assert sealed(choose(r, head, (), known)) == [first[4], first[5], first[0], first[1]]
+    known = OffersView.collect(r, head, [offer(*groups)])
+    assert sealed(choose_seal(r, head, (), known)) == [first[4], first[5], first[0], first[1]]
 
 
 def test_a_seal_waits_for_what_would_be_too_old_after_it_though_the_quota_is_there() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 6)
-    known = Offered.collect(r, head, [offer(*(group(ref, 1) for ref in first[1:]), flying={first[0]: 0})])
-    assert choose(r, head, (), known) == NotYet(first[0], 1)
-    assert awaited(r, head, (), known) == (first[0],)
+    known = OffersView.collect(r, head, [offer(*(group(ref, 1) for ref in first[1:]), flying={first[0]: 0})])
+    assert choose_seal(r, head, (), known) == AwaitGroups(first[0], 1)
+    assert awaited_refs(r, head, (), known) == (first[0],)
 
 
 def test_what_has_a_step_left_is_waited_for_only_if_a_quota_of_it_is_left_already() -> None:
@@ -74,62 +74,62 @@ def test_what_has_a_step_left_is_waited_for_only_if_a_quota_of_it_is_left_alread
     r, head = rules(2), at(1)
     first = refs(r, head, 14)
     newer = [group(ref, 1) for ref in first[8:12]]
-    few = Offered.collect(r, head, [offer(*newer, flying=dict.fromkeys(first[:4], 0))])
-    many = Offered.collect(r, head, [offer(*newer, flying=dict.fromkeys(first[:8], 0))])
-    assert sealed(choose(r, head, (), few)) == first[8:12]
-    assert isinstance(choose(r, head, (), many), NotYet)
-    assert awaited(r, head, (), many) == tuple(first[:8])
+    few = OffersView.collect(r, head, [offer(*newer, flying=dict.fromkeys(first[:4], 0))])
+    many = OffersView.collect(r, head, [offer(*newer, flying=dict.fromkeys(first[:8], 0))])
+    assert sealed(choose_seal(r, head, (), few)) == first[8:12]
+    assert isinstance(choose_seal(r, head, (), many), AwaitGroups)
+    assert awaited_refs(r, head, (), many) == tuple(first[:8])
 
 
 def test_nothing_is_waited_for_that_is_too_old_already_or_whose_holder_is_gone() -> None:
     r, head = rules(), at(2)
     first = refs(r, head, 6)
-    known = Offered.collect(r, head, [offer(*(group(ref, 2) for ref in first[1:5]), flying={first[0]: 0})])
-    assert sealed(choose(r, head, (), known)) == first[1:5]
-    assert first[0] in due(r, head, (), known)
+    known = OffersView.collect(r, head, [offer(*(group(ref, 2) for ref in first[1:5]), flying={first[0]: 0})])
+    assert sealed(choose_seal(r, head, (), known)) == first[1:5]
+    assert first[0] in due_refs(r, head, (), known)
 
 
 def test_nothing_new_is_issued_while_k_and_one_quotas_are_offered_or_in_flight() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 12)
-    assert due(r, head, (), Offered({}, {})) == tuple(first[:8])
+    assert due_refs(r, head, (), OffersView({}, {})) == tuple(first[:8])
     held = offer(*(group(ref, 0) for ref in first[2:5]), flying=dict.fromkeys(first[5:8], 0))
-    assert due(r, head, (), Offered.collect(r, head, [held])) == tuple(first[:2])
+    assert due_refs(r, head, (), OffersView.collect(r, head, [held])) == tuple(first[:2])
     full = offer(*(group(ref, 0) for ref in first[:5]), flying=dict.fromkeys(first[5:8], 0), name="b")
-    assert due(r, head, (), Offered.collect(r, head, [full])) == ()
+    assert due_refs(r, head, (), OffersView.collect(r, head, [full])) == ()
 
 
 def test_beside_a_batch_that_is_being_trained_k_quotas_are_issued() -> None:
     r, head = rules(2), at(0)
     first = refs(r, head, 20)
-    ready = chain.readied(sealed_of(r, head, first[:4]))
-    assert due(r, head, (ready,), Offered({}, {})) == tuple(first[4:12])
+    ready = chain.ready_slot(sealed_of(r, head, first[:4]))
+    assert due_refs(r, head, (ready,), OffersView({}, {})) == tuple(first[4:12])
     held = offer(*(group(ref, 0) for ref in first[4:7]), flying=dict.fromkeys(first[7:10], 0))
-    assert due(r, head, (ready,), Offered.collect(r, head, [held])) == tuple(first[10:12])
+    assert due_refs(r, head, (ready,), OffersView.collect(r, head, [held])) == tuple(first[10:12])
     reopened = ready.model_copy(update={"state": SealState.OPEN, "groups": ()})
-    assert len(due(r, head, (reopened,), Offered({}, {}))) == 12
+    assert len(due_refs(r, head, (reopened,), OffersView({}, {}))) == 12
 
 
 def sealed_of(r: StreamRules, head: Head, chosen: list[PromptRef]) -> Seal:
-    known = Offered.collect(r, head, [offer(*(group(ref, head.step) for ref in chosen))])
-    now = choose(r, head, (), known)
-    assert isinstance(now, SealNow)
-    return chain.sealed(None, head, now, world_size=2, mini_batches=2, sealer="a")
+    known = OffersView.collect(r, head, [offer(*(group(ref, head.step) for ref in chosen))])
+    now = choose_seal(r, head, (), known)
+    assert isinstance(now, SealStep)
+    return chain.seal_slot(None, head, now, world_size=2, mini_batches=2, sealer="a")
 
 
 def test_what_a_dead_holder_had_is_issued_before_anything_new() -> None:
     r, head = rules(), at(1)
     first = refs(r, head, 12)
     left = offer(*(group(ref, 0) for ref in first[3:6]), flying={first[6]: 0})
-    wanted = due(r, head, (), Offered.collect(r, head, [left]))
+    wanted = due_refs(r, head, (), OffersView.collect(r, head, [left]))
     assert wanted == (*first[:3], first[7])
 
 
 def test_towards_the_end_no_more_is_issued_than_the_last_steps_take() -> None:
     r = StreamRules(shard_lengths(40, 4), 8, 4, staleness=2, steps=3)
-    assert [len(due(r, at(step), (), Offered({}, {}))) for step in range(4)] == [12, 8, 4, 0]
-    trained = [chain.readied(sealed_of(r, at(step), refs(r, at(step), 4))) for step in range(3)]
-    assert [len(due(r, at(step), (trained[step],), Offered({}, {}))) for step in range(3)] == [8, 4, 0]
+    assert [len(due_refs(r, at(step), (), OffersView({}, {}))) for step in range(4)] == [12, 8, 4, 0]
+    trained = [chain.ready_slot(sealed_of(r, at(step), refs(r, at(step), 4))) for step in range(3)]
+    assert [len(due_refs(r, at(step), (trained[step],), OffersView({}, {}))) for step in range(3)] == [8, 4, 0]
 
 
 def test_an_offer_that_names_nothing_in_flight_is_written_as_before() -> None:
@@ -142,16 +142,16 @@ def test_of_two_holders_that_both_have_begun_a_prompt_the_older_counts() -> None
     r, head = rules(2), at(2)
     ref = refs(r, head, 1)[0]
     both = [offer(flying={ref: 1}, name="a"), offer(flying={ref: 0}, name="b")]
-    assert Offered.collect(r, head, both).in_flight == {ref: Version(0, 0)}
+    assert OffersView.collect(r, head, both).in_flight == {ref: Version(0, 0)}
 
 
 def test_a_step_tells_how_old_its_weights_were() -> None:
     r, head = rules(2), at(2)
     first = refs(r, head, 4)
     groups = [group(first[0], 0, 2), group(first[1], 1), group(first[2], 2), group(first[3], 1, 2)]
-    chosen = choose(r, head, (), Offered.collect(r, head, [offer(*groups)]))
-    assert isinstance(chosen, SealNow)
-    seal = chain.sealed(None, head, chosen, world_size=1, mini_batches=1, sealer="a")
+    chosen = choose_seal(r, head, (), OffersView.collect(r, head, [offer(*groups)]))
+    assert isinstance(chosen, SealStep)
+    seal = chain.seal_slot(None, head, chosen, world_size=1, mini_batches=1, sealer="a")
     assert staleness_stats(seal) == {"staleness": 1.0, "staleness_max": 2.0, "mixed_groups": 2.0}
 
 
@@ -173,12 +173,12 @@ def test_whatever_is_sealed_is_fresh_enough_and_taken_once_and_nothing_gets_stuc
             outcomes=tuple(outcomes.values()),
             in_flight=offer(flying=flying).in_flight,
         )
-        known = Offered.collect(r, head, [held])
+        known = OffersView.collect(r, head, [held])
         assert set(known.in_flight) == set(flying), "what is in flight never becomes too old"
-        late = set(awaited(r, head, (), known))
-        chosen = choose(r, head, (), known)
-        if isinstance(chosen, NotYet):
-            flying |= dict.fromkeys(due(r, head, (), known), head.step)
+        late = set(awaited_refs(r, head, (), known))
+        chosen = choose_seal(r, head, (), known)
+        if isinstance(chosen, AwaitGroups):
+            flying |= dict.fromkeys(due_refs(r, head, (), known), head.step)
             assert flying
             for ref in sorted(flying):
                 what = "g" if ref in late else data.draw(st.sampled_from("gfn"))
@@ -187,16 +187,16 @@ def test_whatever_is_sealed_is_fresh_enough_and_taken_once_and_nothing_gets_stuc
                 elif what == "f":
                     outcomes[ref] = EndedRef(ref=ref, kind="filtered", versions=(Version(0, flying.pop(ref)),))
             continue
-        if isinstance(chosen, AccountNow):
-            advance = chain.accounted(head, chosen.outcomes, r.shape, WRITER)
+        if isinstance(chosen, CloseStep):
+            advance = chain.account_entry(head, chosen.outcomes, r.shape, WRITER)
         else:
-            assert isinstance(chosen, SealNow)
+            assert isinstance(chosen, SealStep)
             assert refuse_seal(r, head, (), chosen) is None
             assert all(steps_left(r, head, one.versions[0]) >= 0 for one in chosen.groups)
-            seal = chain.sealed(None, head, chosen, world_size=2, mini_batches=2, sealer="a")
+            seal = chain.seal_slot(None, head, chosen, world_size=2, mini_batches=2, sealer="a")
             if data.draw(st.booleans()):  # generation goes on while the batch is trained
-                flying |= dict.fromkeys(due(r, head, (chain.readied(seal),), known), head.step)
-            advance = chain.committed(head, chain.readied(seal), r.shape, WRITER, keep_cursors=False)
+                flying |= dict.fromkeys(due_refs(r, head, (chain.ready_slot(seal),), known), head.step)
+            advance = chain.commit_entry(head, chain.ready_slot(seal), r.shape, WRITER, keep_cursors=False)
         gone = {one.ref for one in advance.entry.delta}
         assert not gone & ended
         ended |= gone
@@ -209,20 +209,20 @@ def test_fewer_than_k_and_one_quotas_may_be_wanted_in_flight() -> None:
     head = at(1)
     for over_provision, issued in ((1.0, 4), (1.5, 6), (1.6, 7), (2.0, 8), (None, 8)):
         r = replace(rules(), over_provision=over_provision)
-        assert len(due(r, head, (), Offered({}, {}))) == issued
+        assert len(due_refs(r, head, (), OffersView({}, {}))) == issued
     half = replace(rules(), over_provision=1.5)
     first = refs(half, head, 8)
     held = offer(group(first[0], 1), flying=dict.fromkeys(first[1:4], 1))
-    assert due(half, head, (), Offered.collect(half, head, [held])) == tuple(first[4:6])
+    assert due_refs(half, head, (), OffersView.collect(half, head, [held])) == tuple(first[4:6])
 
 
 @given(st.integers(0, 500), st.floats(1.0, 16.0))
 def test_where_prompts_are_filtered_chance_may_keep_more_than_the_mean_and_never_more_than_all(
     count: int, ratio: float
 ) -> None:
-    assert count / ratio - 1e-9 <= most_kept(count, ratio) <= count
-    assert most_kept(count, ratio) <= most_kept(count + 1, ratio)
-    assert most_kept(count, 1.0) == count
+    assert count / ratio - 1e-9 <= max_kept(count, ratio) <= count
+    assert max_kept(count, ratio) <= max_kept(count + 1, ratio)
+    assert max_kept(count, 1.0) == count
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.floats(1.0, 8.0))
@@ -233,8 +233,8 @@ def test_of_what_is_issued_no_more_is_kept_than_the_steps_to_come_can_take(
     head = at(1, shards=8)
     tally = head.tally.model_copy(update={"issue_ratio": took})
     head = head.model_copy(update={"tally": tally})
-    issued = len(due(r, head, (), Offered({}, {})))
+    issued = len(due_refs(r, head, (), OffersView({}, {})))
     room = quota * (staleness + 1)
     assert room <= issued <= math.ceil(room * took)
-    assert most_kept(issued, took) <= room
-    assert issued == math.ceil(room * took) or most_kept(issued + 1, took) > room
+    assert max_kept(issued, took) <= room
+    assert issued == math.ceil(room * took) or max_kept(issued + 1, took) > room

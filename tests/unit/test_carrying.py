@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 from engine_workers import ServingEngine
 
-from controllers.changes import Changes
-from controllers.flow.group_buffer import Flights, Holdings
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer, InFlightPrompts
 from controllers.flow.step import JobStep
-from controllers.inference.pool import EngineBook
-from controllers.inference.rules import Following
+from controllers.inference.pool import EnginePool
+from controllers.inference.rules import VersionFollower
 from controllers.rules.actions import GiveUp, Intent, MakeSeal, PutOffer
 from controllers.rules.decide import decide
-from controllers.rules.step import COALESCE_S, EVALUATION_PATIENCE_S, expiring
+from controllers.rules.step import COALESCE_S, EVALUATION_PATIENCE_S, give_up_stale_prompts
 from controllers.rules.view import JobView
-from controllers.rules.waits import waiting_for
-from controllers.telemetry.gauges import show_flights
+from controllers.rules.waits import current_waits
+from controllers.telemetry.gauges import show_in_flight
 from gcore.config import parse_spec
 from gcore.data.order import shard_lengths
 from gcore.errors import EngineError
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, InFlightRef, Member, Offer, OfferedGroup
 from gcore.ledger.records.job import EvalPart, Evaluation, JobPhase, JobStatus, Plan
-from gcore.ledger.selection import StreamRules, in_order
-from gcore.ledger.transactions import Stored
+from gcore.ledger.selection import StreamRules, refs_in_order
+from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics import Metrics
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
@@ -52,7 +52,7 @@ OLD, NEW = Version(0, 1), Version(0, 2)
 
 
 def at(step: int) -> Head:
-    return chain.base(4, "w", Writer(ME, "n")).head.model_copy(update={"step": step})
+    return chain.base_entry(4, "w", ChainWriter(ME, "n")).head.model_copy(update={"step": step})
 
 
 def group(ref: PromptRef, *versions: Version) -> OfferedGroup:
@@ -63,12 +63,12 @@ def view_of(step: int = 2, offer: Offer | None = None, **changes: Any) -> JobVie
     """One member, at `step`; what stands in its offer."""
     mirror = JobMirror(
         JobKeys("u"),
-        status=Stored(JobStatus(phase=JobPhase.RUNNING), 1),
-        head=Stored(at(step), 1),
-        checkpoints=Stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),)), 1),
-        plan=Stored(Plan(generation=1, world="w", ranks=(), engines=()), 1),
-        members={ME: Stored(Member(incarnation=ME, node="node-0", address="a:1"), 1)},
-        offers={} if offer is None else {ME: Stored(offer, 1)},
+        status=Versioned(JobStatus(phase=JobPhase.RUNNING), 1),
+        head=Versioned(at(step), 1),
+        checkpoints=Versioned(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),)), 1),
+        plan=Versioned(Plan(generation=1, world="w", ranks=(), engines=()), 1),
+        members={ME: Versioned(Member(incarnation=ME, node="node-0", address="a:1"), 1)},
+        offers={} if offer is None else {ME: Versioned(offer, 1)},
     )
     return replace(JobView(SPEC, RULES, mirror, ME, "node-0", {}, {}), **changes)
 
@@ -78,7 +78,7 @@ def offers(view: JobView) -> list[Offer]:
 
 
 def given_up(view: JobView) -> list[Intent]:
-    return [intent for intent in expiring(view) if isinstance(intent.action, GiveUp)]
+    return [intent for intent in give_up_stale_prompts(view) if isinstance(intent.action, GiveUp)]
 
 
 def test_what_is_in_flight_is_named_once() -> None:
@@ -100,18 +100,18 @@ def test_what_is_no_longer_in_flight_is_taken_out_unless_it_has_ended() -> None:
     view = view_of(offer=named)
     head = at(2)
     ended = head.model_copy(update={"cursors": head.cursors.union(RULES.shape, [REF])})
-    assert offers(replace(view, mirror=replace(view.mirror, head=Stored(ended, 1)))) == []
+    assert offers(replace(view, mirror=replace(view.mirror, head=Versioned(ended, 1)))) == []
 
 
 def test_at_staleness_0_nothing_in_flight_is_named_or_given_up() -> None:
     view = view_of(in_flight={REF: OLD}, rules=replace(RULES, staleness=0))
     assert offers(view) == []
     assert given_up(view) == []
-    assert [wait.cause for wait in waiting_for(view)].count("in_flight") == 0
+    assert [wait.cause for wait in current_waits(view)].count("in_flight") == 0
 
 
 def test_what_the_seal_waits_for_is_given_up_after_a_while() -> None:
-    refs = list(in_order(RULES, at(2), ()))
+    refs = list(refs_in_order(RULES, at(2), ()))
     named = Offer(
         incarnation=ME,
         groups=tuple(map(group, refs[1:5])),
@@ -132,24 +132,24 @@ def test_what_can_no_longer_be_trained_is_given_up_at_once_and_counts_only_if_it
 
 
 def test_a_batch_of_what_was_carried_is_not_closed_before_the_weights_are_evaluated() -> None:
-    refs = list(in_order(RULES, at(2), ()))
+    refs = list(refs_in_order(RULES, at(2), ()))
     full = Offer(incarnation=ME, groups=tuple(map(group, refs[:4])))
     spec = parse_spec(DOCUMENT | {"eval": {"path": "e", "every": 2}})
     view = view_of(offer=full, spec=spec)
     assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [EVALUATION_PATIENCE_S]
     part = EvalPart(version=NEW, number=0, parts=2, source="data", first=0, samples=1, correct=(1,), reward=1.0)
-    going_on = replace(view, mirror=replace(view.mirror, eval_parts={"0.2/000000": Stored(part, 1)}))
+    going_on = replace(view, mirror=replace(view.mirror, eval_parts={"0.2/000000": Versioned(part, 1)}))
     conditions = {i.condition for v in (view, going_on) for i in decide(v) if isinstance(i.action, MakeSeal)}
     assert len(conditions) == 2, "each part that comes begins the wait anew"
-    evaluations = {"0.2": Stored(Evaluation(version=NEW, accuracy=0.5, count=1, by=ME), 1)}
+    evaluations = {"0.2": Versioned(Evaluation(version=NEW, accuracy=0.5, count=1, by=ME), 1)}
     view = replace(view, mirror=replace(view.mirror, evaluations=evaluations))
     assert [i.after for i in decide(view) if isinstance(i.action, MakeSeal)] == [0.0]
 
 
 def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
-    refs = list(in_order(RULES, at(2), ()))
+    refs = list(refs_in_order(RULES, at(2), ()))
     named = Offer(incarnation=ME, groups=tuple(map(group, refs[1:5])), in_flight=(InFlightRef(ref=REF, version=OLD),))
-    told = {wait.cause: wait.what for wait in waiting_for(view_of(offer=named, in_flight={REF: OLD}))}
+    told = {wait.cause: wait.what for wait in current_waits(view_of(offer=named, in_flight={REF: OLD}))}
     assert told["groups"].endswith(
         "(the oldest: 0/0/0); it was begun with the weights of step 1, and would be too old later"
     )
@@ -159,12 +159,12 @@ def test_what_goes_on_and_what_is_waited_for_is_told_in_words() -> None:
 
 
 def test_the_age_of_the_oldest_in_flight_is_a_metric_in_seconds_and_steps() -> None:
-    metrics, holdings = Metrics(), Holdings()
-    mirror: Any = SimpleNamespace(job=SimpleNamespace(record=SimpleNamespace(full_name="j")), head=Stored(at(3), 1))
+    metrics, holdings = Metrics(), GroupBuffer()
+    mirror: Any = SimpleNamespace(job=SimpleNamespace(record=SimpleNamespace(full_name="j")), head=Versioned(at(3), 1))
     holdings.in_flight.begin(REF, NEW, 10.0)
     holdings.in_flight.note_version(REF, NEW)
     holdings.in_flight.begin(PromptRef(0, 1, 0), Version(0, 3), 14.0)
-    show_flights(metrics, mirror, holdings, 15.5)
+    show_in_flight(metrics, mirror, holdings, 15.5)
     values = {
         name: metrics.registry.get_sample_value(f"gcore_{name}", {"job": "j"})
         for name in ("groups_in_flight", "oldest_in_flight_seconds", "oldest_in_flight_steps")
@@ -175,7 +175,7 @@ def test_the_age_of_the_oldest_in_flight_is_a_metric_in_seconds_and_steps() -> N
 
 
 def test_a_flight_that_has_no_token_yet_is_as_old_as_heads_weights_unless_its_lineage_was_cut_off() -> None:
-    flights = Flights()
+    flights = InFlightPrompts()
     flights.begin(REF, OLD, 0.0)
     assert flights.versions(at(4)) == {REF: Version(0, 4)}
     flights.note_version(REF, NEW)
@@ -191,8 +191,8 @@ class Peer:
 
     def __init__(self, staleness: int = 1) -> None:
         self.head = at(1)
-        self.holdings = Holdings()
-        self.changes = Changes()
+        self.holdings = GroupBuffer()
+        self.changes = ChangeSignal()
         self.clock = FakeClock()
         self.faults = SimpleNamespace(note=lambda what, trace="": None)
         rollout = SimpleNamespace(staleness=staleness)
@@ -289,7 +289,9 @@ async def test_a_group_with_tokens_of_a_cut_off_lineage_is_issued_again_and_does
     await begun(peer, answer)
     back = Checkpoint(lineage=0, step=1, seq=0, file="")
     head = at(2)
-    peer.head = chain.rolled_back(head, back, head.cursors, "w2", Writer(ME, "m"), "died", tally=head.tally).head
+    peer.head = chain.rollback_entry(
+        head, back, head.cursors, "w2", ChainWriter(ME, "m"), "died", tally=head.tally
+    ).head
     answer.set_result(made(REF, OLD, NEW))
     await settled(peer)
     assert not peer.holdings.knows(REF)
@@ -297,7 +299,7 @@ async def test_a_group_with_tokens_of_a_cut_off_lineage_is_issued_again_and_does
 
 
 def test_a_held_group_that_becomes_too_old_counts_as_issued_in_vain() -> None:
-    holdings = Holdings()
+    holdings = GroupBuffer()
     holdings.keep(made(REF, OLD))
     holdings.prune(RULES, at(2))
     assert holdings.knows(REF)
@@ -345,8 +347,8 @@ class Engine(ServingEngine):
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 
 
-async def book_of(engine: Engine, tmp_path: Any) -> EngineBook:
-    book = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
+async def book_of(engine: Engine, tmp_path: Any) -> EnginePool:
+    book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
     await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     await book.publish("e", engine.version, tmp_path)
     return book
@@ -354,7 +356,7 @@ async def book_of(engine: Engine, tmp_path: Any) -> EngineBook:
 
 async def test_an_answer_may_go_on_with_newer_weights_but_not_begin_with_older_ones(tmp_path: Any) -> None:
     began: list[Version] = []
-    follow = Following(lambda: OLD, began.append)
+    follow = VersionFollower(lambda: OLD, began.append)
     book = await book_of(Engine(OLD, NEW), tmp_path)
     (sample,) = await book.generate(OLD, [(1,)], PARAMS, (0,), "r", follow)
     assert [span.version for span in sample.spans] == [OLD, NEW]
@@ -370,11 +372,11 @@ async def test_an_answer_may_go_on_with_newer_weights_but_not_begin_with_older_o
 async def test_a_request_that_waits_for_a_seat_takes_what_is_served_when_there_is_one(tmp_path: Any) -> None:
     wanted, began = [OLD], []  # type: ignore[var-annotated]
     engine = Engine(NEW)
-    changes = Changes()
-    book = EngineBook(changes, timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
+    changes = ChangeSignal()
+    book = EnginePool(changes, timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
     await book.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     asking = asyncio.create_task(
-        book.generate(OLD, [(1,)], PARAMS, (0,), "r", Following(lambda: wanted[0], began.append))
+        book.generate(OLD, [(1,)], PARAMS, (0,), "r", VersionFollower(lambda: wanted[0], began.append))
     )
     await asyncio.sleep(0)
     assert not asking.done()

@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 
 from controllers.cli.main import app
 from gcore.api.authority import (
-    Wanted,
-    issue,
-    issue_into,
-    look,
+    CertificateRequest,
+    add_trust,
+    inspect_certificate,
+    is_signed_by,
+    issue_certificate,
+    issue_certificate_into,
     make_authority,
     new_authority,
-    renew_in,
-    seen,
-    signed_by,
-    trust_in,
+    read_certificate,
+    renew_certificate,
 )
-from gcore.api.tls import CertName, check_user, name_in
+from gcore.api.tls import CertName, check_user, parse_cert_name
 from gcore.errors import UsageError
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
@@ -40,16 +40,16 @@ def test_who_a_certificate_is_of_is_read_as_it_was_written(name: str, role: str,
         check_user(name, "admin", (), "x"),
         check_user(name, role, ["*"], "x"),
     ):
-        assert name_in([whose.uri]) == whose
-        assert name_in(["DNS:a", whose.uri]) == whose
+        assert parse_cert_name([whose.uri]) == whose
+        assert parse_cert_name(["DNS:a", whose.uri]) == whose
     node = CertName("node", name.replace("@", "-"))
-    assert name_in([node.uri]) == node
+    assert parse_cert_name([node.uri]) == node
 
 
 @given(st.text(max_size=40))
 def test_any_other_uri_is_nobodys(text: str) -> None:
     for uri in (text, f"gcore://{text}", f"gcore://user/{text}", f"gcore://user/a?{text}"):
-        found = name_in([uri])
+        found = parse_cert_name([uri])
         assert found is None or found.uri == uri
 
 
@@ -70,46 +70,50 @@ def test_any_other_uri_is_nobodys(text: str) -> None:
     ],
 )
 def test_a_name_that_was_never_signed_so_is_nobodys(uri: str) -> None:
-    assert name_in([uri]) is None
+    assert parse_cert_name([uri]) is None
 
 
 def test_a_certificate_with_two_names_is_nobodys() -> None:
-    assert name_in([NODE.uri, CertName("node", "n2").uri]) is None
+    assert parse_cert_name([NODE.uri, CertName("node", "n2").uri]) is None
 
 
 def test_an_authority_signs_for_nodes_users_and_etcd_what_each_needs() -> None:
     authority = new_authority("ours", days=100, now=NOW)
-    node = issue(authority, "n1", NODE, ["n1.cluster", "10.0.0.1", "::1"], days=10, now=NOW)
-    user = issue(authority, "ada", check_user("ada", "admin", (), "x"), [], days=10, now=NOW)
-    etcd = issue(authority, "etcd", None, ["etcd-1"], days=10, now=NOW)
-    told = seen(node.cert)
+    node = issue_certificate(authority, "n1", NODE, ["n1.cluster", "10.0.0.1", "::1"], days=10, now=NOW)
+    user = issue_certificate(authority, "ada", check_user("ada", "admin", (), "x"), [], days=10, now=NOW)
+    etcd = issue_certificate(authority, "etcd", None, ["etcd-1"], days=10, now=NOW)
+    told = read_certificate(node.cert)
     assert (told.whose, told.hosts, told.serves, told.calls) == (NODE, ("n1.cluster", "10.0.0.1", "::1"), True, True)
     assert told.ends == NOW + timedelta(days=10)
-    assert (seen(user.cert).serves, seen(user.cert).calls, seen(user.cert).hosts) == (False, True, ())
-    assert (seen(etcd.cert).whose, seen(etcd.cert).serves) == (None, True)
-    assert seen(authority.cert).is_authority
+    assert (
+        read_certificate(user.cert).serves,
+        read_certificate(user.cert).calls,
+        read_certificate(user.cert).hosts,
+    ) == (False, True, ())
+    assert (read_certificate(etcd.cert).whose, read_certificate(etcd.cert).serves) == (None, True)
+    assert read_certificate(authority.cert).is_authority
     assert not told.is_authority
-    assert all(signed_by(pair.cert, authority.cert) for pair in (node, user, etcd))
-    assert not signed_by(node.cert, new_authority("ours", days=100, now=NOW).cert)
+    assert all(is_signed_by(pair.cert, authority.cert) for pair in (node, user, etcd))
+    assert not is_signed_by(node.cert, new_authority("ours", days=100, now=NOW).cert)
     assert "PRIVATE" not in repr(node)
 
 
 def test_an_authority_signs_nothing_that_outlives_it() -> None:
     authority = new_authority("ours", days=5, now=NOW)
     with pytest.raises(UsageError, match="the authority itself ends on 2026-05-06"):
-        issue(authority, "n1", NODE, ["h"], days=10, now=NOW)
+        issue_certificate(authority, "n1", NODE, ["h"], days=10, now=NOW)
 
 
 def test_a_key_of_another_authority_signs_nothing() -> None:
     one, other = (new_authority("a", days=5, now=NOW) for _ in range(2))
     with pytest.raises(UsageError, match="the authority's key is not that of its certificate"):
-        issue(type(one)(one.cert, other.key), "n1", NODE, ["h"], days=1, now=NOW)
+        issue_certificate(type(one)(one.cert, other.key), "n1", NODE, ["h"], days=1, now=NOW)
 
 
 @pytest.mark.parametrize("host", ["", "a b", "a/b", "a:1", "x" * 300])
 def test_a_host_that_is_none_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="is no host"):
-        issue(new_authority("a", days=5, now=NOW), "n1", NODE, [host], days=1, now=NOW)
+        issue_certificate(new_authority("a", days=5, now=NOW), "n1", NODE, [host], days=1, now=NOW)
 
 
 @pytest.fixture
@@ -119,53 +123,56 @@ def authority(tmp_path: Path) -> Path:
 
 
 def test_keys_are_for_their_owner_alone_and_a_nodes_folder_has_what_a_node_needs(authority: Path) -> None:
-    issue_into(authority / "n1", authority, Wanted("node", "n1", ("h",)), NOW)
+    issue_certificate_into(authority / "n1", authority, CertificateRequest("node", "n1", ("h",)), NOW)
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (authority / "n1").iterdir()}
     assert {name for name, mode in modes.items() if mode == 0o600} == {"key.pem", "engines.key"}
     assert set(modes) == {"key.pem", "engines.key", "cert.pem", "ca.pem"}
     assert stat.S_IMODE((authority / "ca-key.pem").stat().st_mode) == 0o600
     assert stat.S_IMODE((authority / "n1").stat().st_mode) == 0o700
-    issue_into(authority / "ada", authority, Wanted("user", "ada", role="admin"), NOW)
+    issue_certificate_into(authority / "ada", authority, CertificateRequest("user", "ada", role="admin"), NOW)
     assert not (authority / "ada" / "engines.key").exists()
 
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (Wanted("node", "n1"), "names where it answers"),
-        (Wanted("node", "a b", ("h",)), "is no name"),
-        (Wanted("node", "n1", ("h",), role="admin"), "has no role"),
-        (Wanted("user", "ada"), "a user has a role, and none is named. Name one of viewer, submitter, admin"),
-        (Wanted("user", "ada", role="boss"), "there is no role 'boss'"),
-        (Wanted("user", "ada", role="viewer"), "none is"),
-        (Wanted("user", "ada", role="admin", namespaces=("a",)), "an admin has every namespace"),
-        (Wanted("user", "ada", role="viewer", namespaces=("A",)), "is no namespace"),
-        (Wanted("user", "ada", ("h",), role="admin"), "names no host"),
-        (Wanted("node", "n1", ("h",), days=0), "0 days are no time"),
+        (CertificateRequest("node", "n1"), "names where it answers"),
+        (CertificateRequest("node", "a b", ("h",)), "is no name"),
+        (CertificateRequest("node", "n1", ("h",), role="admin"), "has no role"),
+        (
+            CertificateRequest("user", "ada"),
+            "a user has a role, and none is named. Name one of viewer, submitter, admin",
+        ),
+        (CertificateRequest("user", "ada", role="boss"), "there is no role 'boss'"),
+        (CertificateRequest("user", "ada", role="viewer"), "none is"),
+        (CertificateRequest("user", "ada", role="admin", namespaces=("a",)), "an admin has every namespace"),
+        (CertificateRequest("user", "ada", role="viewer", namespaces=("A",)), "is no namespace"),
+        (CertificateRequest("user", "ada", ("h",), role="admin"), "names no host"),
+        (CertificateRequest("node", "n1", ("h",), days=0), "0 days are no time"),
     ],
 )
-def test_what_cannot_be_issued_is_told_in_one_sentence(authority: Path, wanted: Wanted, said: str) -> None:
+def test_what_cannot_be_issued_is_told_in_one_sentence(authority: Path, wanted: CertificateRequest, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        issue_into(authority / "x", authority, wanted, NOW)
+        issue_certificate_into(authority / "x", authority, wanted, NOW)
     assert not (authority / "x").exists()
 
 
 def test_nothing_is_overwritten(authority: Path) -> None:
     with pytest.raises(UsageError, match="there is an authority already"):
         make_authority(authority, "another", days=10, now=NOW)
-    issue_into(authority / "n1", authority, Wanted("node", "n1", ("h",)), NOW)
+    issue_certificate_into(authority / "n1", authority, CertificateRequest("node", "n1", ("h",)), NOW)
     with pytest.raises(UsageError, match="there is a certificate already"):
-        issue_into(authority / "n1", authority, Wanted("node", "n1", ("h",)), NOW)
+        issue_certificate_into(authority / "n1", authority, CertificateRequest("node", "n1", ("h",)), NOW)
 
 
 def test_what_ends_soon_is_renewed_for_the_same_names_with_another_key(authority: Path) -> None:
     folder = authority / "n1"
-    issue_into(folder, authority, Wanted("node", "n1", ("h", "10.0.0.1"), days=40), NOW)
-    before, key = look(folder), (folder / "key.pem").read_bytes()
+    issue_certificate_into(folder, authority, CertificateRequest("node", "n1", ("h", "10.0.0.1"), days=40), NOW)
+    before, key = inspect_certificate(folder), (folder / "key.pem").read_bytes()
     later = NOW + timedelta(days=20)
-    assert renew_in(folder, authority, within_days=10, days=None, now=later) is None
-    made = renew_in(folder, authority, within_days=30, days=None, now=later)
-    assert made == look(folder)
+    assert renew_certificate(folder, authority, within_days=10, days=None, now=later) is None
+    made = renew_certificate(folder, authority, within_days=30, days=None, now=later)
+    assert made == inspect_certificate(folder)
     assert (made.whose, made.hosts) == (before.whose, before.hosts)
     assert made.ends == later + timedelta(days=40)
     assert (folder / "key.pem").read_bytes() != key
@@ -173,14 +180,14 @@ def test_what_ends_soon_is_renewed_for_the_same_names_with_another_key(authority
 
 def test_renewing_by_a_new_authority_leaves_both_trusted(authority: Path, tmp_path: Path) -> None:
     folder = authority / "n1"
-    issue_into(folder, authority, Wanted("node", "n1", ("h",)), NOW)
+    issue_certificate_into(folder, authority, CertificateRequest("node", "n1", ("h",)), NOW)
     old = (folder / "ca.pem").read_bytes()
     make_authority(tmp_path / "new", "new", days=1000, now=NOW)
-    renew_in(folder, tmp_path / "new", within_days=None, days=None, now=NOW)
+    renew_certificate(folder, tmp_path / "new", within_days=None, days=None, now=NOW)
     trusted = (folder / "ca.pem").read_bytes()
     assert old.strip() in trusted
     assert (tmp_path / "new" / "ca.pem").read_bytes().strip() in trusted
-    renew_in(folder, tmp_path / "new", within_days=None, days=None, now=NOW)
+    renew_certificate(folder, tmp_path / "new", within_days=None, days=None, now=NOW)
     assert (folder / "ca.pem").read_bytes() == trusted
 
 
@@ -191,7 +198,7 @@ def test_an_authority_is_replaced_without_a_moment_in_which_somebody_is_not_trus
     make_authority(new, "new", days=1000, now=NOW)
     folders = [authority / name for name in ("n1", "n2")]
     for folder in folders:
-        issue_into(folder, authority, Wanted("node", folder.name, ("h",)), NOW)
+        issue_certificate_into(folder, authority, CertificateRequest("node", folder.name, ("h",)), NOW)
 
     def all_trusted() -> bool:
         """Whether each folder trusts every folder's certificate."""
@@ -199,19 +206,19 @@ def test_an_authority_is_replaced_without_a_moment_in_which_somebody_is_not_trus
         for one in folders:
             parts = (one / "ca.pem").read_bytes().split(b"-----END CERTIFICATE-----\n")
             trusted = [part + b"-----END CERTIFICATE-----\n" for part in parts if part.strip()]
-            found += [any(signed_by((other / "cert.pem").read_bytes(), ca) for ca in trusted) for other in folders]
+            found += [any(is_signed_by((other / "cert.pem").read_bytes(), ca) for ca in trusted) for other in folders]
         return all(found)
 
     for folder in folders:
-        assert trust_in(folder, new, only=False) == 2
+        assert add_trust(folder, new, only=False) == 2
         assert all_trusted()
     for folder in folders:
         with pytest.raises(UsageError, match="would be trusted by nobody"):
-            trust_in(folder, new, only=True)
-        renew_in(folder, new, within_days=None, days=None, now=NOW)
+            add_trust(folder, new, only=True)
+        renew_certificate(folder, new, within_days=None, days=None, now=NOW)
         assert all_trusted()
     for folder in folders:
-        assert trust_in(folder, new, only=True) == 1
+        assert add_trust(folder, new, only=True) == 1
         assert all_trusted()
 
 
@@ -232,10 +239,12 @@ def test_the_commands_make_show_and_renew(tmp_path: Path) -> None:
     assert '"hosts": [\n' in gcore("show", str(tmp_path / "ca" / "n1"), "-o", "json")
     assert "lasts" in gcore("renew", str(tmp_path / "ca" / "n1"), "--within-days", "1", *ours)
     assert "until" in gcore("renew", str(tmp_path / "ca" / "n1"), *ours)
-    before = look(tmp_path / "ca" / "n1").sha256
+    before = inspect_certificate(tmp_path / "ca" / "n1").sha256
     with pytest.raises(UsageError, match=r"gone/cert.pem: cannot be read"):
         gcore("renew", str(tmp_path / "gone"), str(tmp_path / "ca" / "n1"), *ours)
-    assert look(tmp_path / "ca" / "n1").sha256 != before, "one that cannot be renewed keeps no other from it"
+    assert inspect_certificate(tmp_path / "ca" / "n1").sha256 != before, (
+        "one that cannot be renewed keeps no other from it"
+    )
     with pytest.raises(UsageError, match=r"2 of 3 were not renewed: .*gone/cert.pem.*lost/cert.pem"):
         gcore("renew", *(str(tmp_path / name) for name in ("gone", "lost", "ca/n1")), *ours)
     with pytest.raises(UsageError, match="there is nothing called 'judge'"):

@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT
 from gcore.ledger.transactions import TxnKind
-from gcore.reward.pool import SETTLED, Pace
+from gcore.reward.pool import SETTLED, LatencyTrend
 from gcore.schema import NEWEST_VERSION, PIN
 from gcore.store import client as watching
-from gcore.store.connection import Compacted
-from gcore.store.types import Listing
-from gcore.system.fault_injection import At
+from gcore.store.connection import RevisionCompacted
+from gcore.store.types import KeyListing
+from gcore.system.fault_injection import FaultPoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,10 +67,10 @@ def test_a_fault_at_random_moments_has_at_least_five() -> None:
 
 
 def test_exact_moments_are_of_points_that_are_in_the_code() -> None:
-    known = {str(kind) for kind in TxnKind} | {str(at) for at in At}
+    known = {str(kind) for kind in TxnKind} | {str(at) for at in FaultPoint}
     named = {fault.name.removeprefix("at-") for fault in FAULTS if fault.name.startswith("at-")}
     assert named <= known
-    assert {str(at) for at in At} <= named
+    assert {str(at) for at in FaultPoint} <= named
 
 
 def test_a_run_that_waits_for_old_entries_to_leave_has_a_prune_for_each_of_its_moments() -> None:
@@ -391,7 +391,7 @@ async def test_what_was_told_at_an_earlier_moment_does_not_count(tmp_path: Path)
 
 @pytest.mark.usefixtures("quick")
 async def test_a_slow_reward_must_be_told_and_that_it_is_over(tmp_path: Path) -> None:
-    before = Pace()
+    before = LatencyTrend()
     for _ in range(SETTLED):
         before = before.note(0.02)
     slow = before.note(2.0).note(2.0).note(2.0)
@@ -446,14 +446,14 @@ async def test_a_watch_whose_history_is_gone_says_that_it_lists_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def compacted(*_: object) -> Any:
-        raise Compacted("required revision has been compacted")
+        raise RevisionCompacted("required revision has been compacted")
 
-    async def listed(prefix: str) -> Listing:
-        return Listing((), 5)
+    async def listed(prefix: str) -> KeyListing:
+        return KeyListing((), 5)
 
     monkeypatch.setattr(watching._Stream, "open", compacted)
     with caplog.at_level("INFO"):
-        batches = watching.watch(SimpleNamespace(), "jobs/", listed)  # type: ignore[arg-type]
+        batches = watching.watch_prefix(SimpleNamespace(), "jobs/", listed)  # type: ignore[arg-type]
         assert (await anext(batches)).reset
         assert not caplog.messages
         assert (await anext(batches)).reset

@@ -20,7 +20,10 @@ from tools.problem import ROOT
             "class Rank:\n    async def commit(self):\n        return records.Checkpoint(seq=1)\n",
             ["defines commit", "constructs Checkpoint"],
         ),
-        ("def rank():\n    def choose():\n        return SealNow()\n", ["defines choose", "constructs SealNow"]),
+        (
+            "def rank():\n    def choose_seal():\n        return SealStep()\n",
+            ["defines choose_seal", "constructs SealStep"],
+        ),
         ("def trains(seal):\n    return Receipt(seal.token)\n", []),
     ],
     ids=["a function", "a method", "within another", "nothing"],

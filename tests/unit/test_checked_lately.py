@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.submit import KEPT_S, MOST, CheckedLately, Found, key_of
+from controllers.api.submission.submit import KEPT_S, MOST, CheckCache, CheckFindings, spec_key
 from gcore.config import JobSpec, parse_spec
 from gcore.data.stream import identify_data
 from gcore.errors import SpecError
 from gcore.testing import FakeClock
 
-FOUND = Found(1, "d", "", "", (), {}, 1, None)
+FOUND = CheckFindings(1, "d", "", "", (), {}, 1, None)
 
 
 class Checks:
@@ -28,7 +28,7 @@ class Checks:
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
-    async def __call__(self) -> Found:
+    async def __call__(self) -> CheckFindings:
         self.made += 1
         await self.goes_on.wait()
         if self.wrong is not None:
@@ -60,7 +60,7 @@ def checks() -> Checks:
 async def test_many_jobs_over_the_same_files_are_checked_once_also_at_the_same_time(
     tmp_path: Path, checks: Checks
 ) -> None:
-    lately = CheckedLately(FakeClock())
+    lately = CheckCache(FakeClock())
     specs = [spec(tmp_path, name=f"job-{n}", scheduling={"priority": n}) for n in range(20)]
     assert await asyncio.gather(*(lately.found(one, checks) for one in specs)) == [FOUND] * 20
     await lately.found(spec(tmp_path, name="later", namespace="research"), checks)
@@ -68,7 +68,7 @@ async def test_many_jobs_over_the_same_files_are_checked_once_also_at_the_same_t
 
 
 async def test_another_spec_or_another_file_is_checked_anew(tmp_path: Path, checks: Checks) -> None:
-    lately = CheckedLately(FakeClock())
+    lately = CheckCache(FakeClock())
     await lately.found(spec(tmp_path), checks)
     await lately.found(spec(tmp_path, flow={"steps": 8}), checks)
     assert checks.made == 2
@@ -122,10 +122,10 @@ FILES = (
 @pytest.mark.parametrize("name", FILES)
 def test_whichever_file_of_a_spec_changes_it_is_checked_anew(tmp_path: Path, name: str) -> None:
     full = with_every_file(tmp_path)
-    before = key_of(full)
+    before = spec_key(full)
     assert before is not None
     change(tmp_path / name, "as it is now")
-    assert key_of(full) != before
+    assert spec_key(full) != before
 
 
 async def test_what_is_recorded_of_the_data_is_what_every_node_finds(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ async def test_what_is_recorded_of_the_data_is_what_every_node_finds(tmp_path: P
     (tmp_path / "template").write_text("{{ messages }}")
     full = spec(tmp_path, data={"path": str(tmp_path / "d.jsonl"), "template": str(tmp_path / "template")})
     (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    lately = CheckedLately(FakeClock())
+    lately = CheckCache(FakeClock())
 
-    async def check() -> Found:
+    async def check() -> CheckFindings:
         return replace(FOUND, data_digest=identify_data(full, tmp_path).digest)
 
     for text in ("{{ messages }}", "{{ messages }} and more"):
@@ -146,14 +146,14 @@ async def test_what_is_recorded_of_the_data_is_what_every_node_finds(tmp_path: P
 def test_a_folder_that_jobs_write_to_is_not_watched(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     full = spec(tmp_path, storage={"root": str(tmp_path / "runs")})
-    before = key_of(full)
+    before = spec_key(full)
     (tmp_path / "runs" / "another-job").mkdir()
-    assert key_of(full) == before
+    assert spec_key(full) == before
 
 
 async def test_after_a_while_it_is_checked_anew_for_plug_ins_may_have_changed(tmp_path: Path, checks: Checks) -> None:
     clock = FakeClock()
-    lately = CheckedLately(clock)
+    lately = CheckCache(clock)
     await lately.found(spec(tmp_path), checks)
     await clock.advance(KEPT_S + 1)
     await lately.found(spec(tmp_path), checks)
@@ -161,7 +161,7 @@ async def test_after_a_while_it_is_checked_anew_for_plug_ins_may_have_changed(tm
 
 
 async def test_what_was_wrong_is_never_remembered(tmp_path: Path, checks: Checks) -> None:
-    lately = CheckedLately(FakeClock())
+    lately = CheckCache(FakeClock())
     checks.wrong = SpecError("it is wrong")
     for _ in range(2):
         with pytest.raises(SpecError):
@@ -172,14 +172,14 @@ async def test_what_was_wrong_is_never_remembered(tmp_path: Path, checks: Checks
 
 
 async def test_only_a_few_findings_are_kept(tmp_path: Path, checks: Checks) -> None:
-    lately = CheckedLately(FakeClock())
+    lately = CheckCache(FakeClock())
     for steps in range(1, MOST + 5):
         await lately.found(spec(tmp_path, flow={"steps": steps}), checks)
     assert len(lately._known) == MOST
 
 
 async def test_who_gives_up_asking_takes_it_from_nobody(tmp_path: Path, checks: Checks) -> None:
-    lately = CheckedLately(FakeClock())
+    lately = CheckCache(FakeClock())
     checks.goes_on.clear()
     one, other = (asyncio.ensure_future(lately.found(spec(tmp_path), checks)) for _ in range(2))
     for _ in range(200):
@@ -194,7 +194,7 @@ async def test_who_gives_up_asking_takes_it_from_nobody(tmp_path: Path, checks: 
 
 
 def test_models_of_hubs_and_files_that_are_not_there_are_looked_up_each_time(tmp_path: Path) -> None:
-    assert key_of(spec(tmp_path)) is not None
-    assert key_of(spec(tmp_path, model={"path": "hf://a/b"})) is None
-    assert key_of(spec(tmp_path, data={"path": str(tmp_path / "nowhere")})) is None
-    assert json.loads(key_of(spec(tmp_path)) or "")[0].get("name") is None
+    assert spec_key(spec(tmp_path)) is not None
+    assert spec_key(spec(tmp_path, model={"path": "hf://a/b"})) is None
+    assert spec_key(spec(tmp_path, data={"path": str(tmp_path / "nowhere")})) is None
+    assert json.loads(spec_key(spec(tmp_path)) or "")[0].get("name") is None

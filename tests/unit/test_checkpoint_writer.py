@@ -27,14 +27,14 @@ from gcore.models.layout import (
     verify_checkpoint,
 )
 from gcore.train.checkpoint import writer as saving
-from gcore.train.checkpoint.run_files import CheckpointWriter, Saved, Tick, Writing
-from gcore.train.checkpoint.writer import HostCopy, Progress, _write_copy
+from gcore.train.checkpoint.run_files import BackgroundWriter, WriteCallback, WriteProgress, WrittenCheckpoint
+from gcore.train.checkpoint.writer import HostSnapshot, UpdateCounts, _write_copy
 from gcore.types import Version
 
 FILES = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "config.json")
 
 
-def fill(folder: Path, tick: Tick) -> None:
+def fill(folder: Path, tick: WriteCallback) -> None:
     """A small whole checkpoint, file by file."""
     for name in FILES:
         (folder / name).write_text(name)
@@ -54,7 +54,7 @@ class Disk:
         self.entered = threading.Event()
         self.tries = 0
 
-    def fill(self, folder: Path, tick: Tick) -> None:
+    def fill(self, folder: Path, tick: WriteCallback) -> None:
         self.tries += 1
         (folder / "half").write_text("half")
         tick(4)
@@ -73,19 +73,19 @@ def lying(run_dir: Path) -> list[str]:
 
 def test_a_checkpoint_is_saved_when_it_is_whole_and_not_before(tmp_path: Path) -> None:
     shown = threading.Event()
-    writer, disk = CheckpointWriter(tmp_path, "w", shown.set), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w", shown.set), Disk()
     disk.open.clear()
     writer.begin(Version(0, 1), 100, disk.fill, insist=False)
     assert disk.entered.wait(SECONDS)
     assert writer.busy
     assert not writer.wait(0.0)
     assert writer.saved is None
-    assert writer.writing == Writing(Version(0, 1), total=100, written=4)
+    assert writer.writing == WriteProgress(Version(0, 1), total=100, written=4)
     assert lying(tmp_path) == [".0-1.w.tmp"], "no name yet"
     disk.open.set()
     assert writer.wait(SECONDS)
     folder = checkpoint_folder(tmp_path, Version(0, 1))
-    assert writer.saved == Saved(Version(0, 1), "checkpoints/0-1", manifest_digest(folder))
+    assert writer.saved == WrittenCheckpoint(Version(0, 1), "checkpoints/0-1", manifest_digest(folder))
     assert verify_checkpoint(folder).step == 1
     assert lying(tmp_path) == ["0-1"]
     assert writer.writing is not None
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_saved_when_it_is_whole_and_not_before(tmp_path: Path) -
 
 
 def test_there_is_one_write_at_a_time(tmp_path: Path) -> None:
-    writer, disk = CheckpointWriter(tmp_path, "w"), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w"), Disk()
     disk.open.clear()
     writer.begin(Version(0, 1), 1, disk.fill, insist=False)
     with pytest.raises(ValueError, match="another"):
@@ -118,7 +118,7 @@ def test_there_is_one_write_at_a_time(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_is_told_and_the_next_checkpoint_is_the_next_try(
     tmp_path: Path, error: Exception, said: str
 ) -> None:
-    writer, disk = CheckpointWriter(tmp_path, "w"), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w"), Disk()
     disk.errors = [error]
     writer.begin(Version(0, 1), 1, disk.fill, insist=False)
     assert writer.wait(SECONDS), "nobody raises: no step is lost"
@@ -135,7 +135,7 @@ def test_a_disk_that_takes_nothing_is_told_and_the_next_checkpoint_is_the_next_t
 
 
 def test_the_last_one_is_tried_until_the_disk_takes_it(tmp_path: Path) -> None:
-    writer, disk = CheckpointWriter(tmp_path, "w"), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w"), Disk()
     writer.again_s = 0.01
     disk.errors = [OSError(errno.ENOSPC, "No space left on device") for _ in range(3)]
     writer.begin(Version(0, 9), 1, disk.fill, insist=True)
@@ -154,7 +154,7 @@ def test_between_two_tries_it_is_shown_why_and_that_it_goes_on(tmp_path: Path) -
         if writer.writing is not None and writer.writing.error:
             shown.set()
 
-    writer, disk = CheckpointWriter(tmp_path, "w", show), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w", show), Disk()
     writer.again_s = SECONDS
     disk.errors = [OSError(errno.ENOSPC, "No space left on device")]
     writer.begin(Version(0, 9), 1, disk.fill, insist=True)
@@ -168,7 +168,7 @@ def test_between_two_tries_it_is_shown_why_and_that_it_goes_on(tmp_path: Path) -
 
 
 def test_what_is_given_up_leaves_nothing_half_written(tmp_path: Path) -> None:
-    writer, disk = CheckpointWriter(tmp_path, "w"), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w"), Disk()
     disk.open.clear()
     writer.begin(Version(0, 1), 1, disk.fill, insist=True)
     assert disk.entered.wait(SECONDS)
@@ -182,7 +182,7 @@ def test_what_is_given_up_leaves_nothing_half_written(tmp_path: Path) -> None:
 
 
 def test_a_defect_is_no_failing_disk_and_surfaces(tmp_path: Path) -> None:
-    writer, disk = CheckpointWriter(tmp_path, "w"), Disk()
+    writer, disk = BackgroundWriter(tmp_path, "w"), Disk()
     disk.errors = [KeyError("a defect")]
     writer.begin(Version(0, 1), 1, disk.fill, insist=True)
     with pytest.raises(KeyError, match="a defect"):
@@ -195,9 +195,9 @@ KILLED = """
 import sys
 from pathlib import Path
 from test_checkpoint_writer import fill
-from gcore.train.checkpoint.run_files import CheckpointWriter
+from gcore.train.checkpoint.run_files import BackgroundWriter
 from gcore.types import Version
-writer = CheckpointWriter(Path(sys.argv[1]), "w")
+writer = BackgroundWriter(Path(sys.argv[1]), "w")
 writer.begin(Version(0, 1), 1, fill, insist=False)
 writer.wait(60)
 """
@@ -231,7 +231,7 @@ def read(folder: Path, files: Any) -> dict[str, dict[str, np.ndarray[Any, Any]]]
 
 def test_a_copy_is_not_changed_by_the_steps_that_follow(tmp_path: Path) -> None:
     model: Any = Model()
-    copy = HostCopy(model)
+    copy = HostSnapshot(model)
     taken = copy.take(lambda: None)
     for value in (*model.values.values(), model.steps):
         value.add_(1)  # the next step, before anything was written
@@ -249,7 +249,7 @@ def test_a_copy_is_not_changed_by_the_steps_that_follow(tmp_path: Path) -> None:
 
 
 def test_the_copys_memory_is_used_again(tmp_path: Path) -> None:
-    copy = HostCopy(Model())  # type: ignore[arg-type]
+    copy = HostSnapshot(Model())  # type: ignore[arg-type]
     first = copy.take(lambda: None)
     second = copy.take(lambda: None)
     at = [np.frombuffer(files[0].tensors["a"].data, dtype=np.uint8).ctypes.data for files in (first, second)]
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_is_due_waits_for_the_one_before_on_all_ranks(
 def test_the_rank_that_writes_leaves_a_whole_checkpoint_and_the_other_nothing(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     for saver in ranks.savers:
-        saver.checkpoint(Version(0, 3), Progress(6, 1), lambda: None)
+        saver.checkpoint(Version(0, 3), UpdateCounts(6, 1), lambda: None)
     assert all(saver.writer.wait(SECONDS) for saver in ranks.savers)
     assert ranks.savers[1].writer.saved is None
     manifest = verify_checkpoint(checkpoint_folder(tmp_path / "run", Version(0, 3)))

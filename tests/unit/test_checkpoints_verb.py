@@ -12,9 +12,9 @@ import pytest
 
 from controllers.api.jobs import JobsService
 from controllers.api.run_reader import checkpoints_of_folder, list_checkpoints
-from controllers.api.store_reader import StoredJobs
+from controllers.api.store_reader import StoreReader
 from controllers.cli.commands import checkpoints as checkpoints_verb
-from controllers.cli.commands.checkpoints import FoundCheckpoints, checkpoint_at, checkpoints, export, size_of
+from controllers.cli.commands.checkpoints import CheckpointListing, checkpoints, export, format_size, select_checkpoint
 from controllers.cli.output import Output
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
@@ -23,15 +23,15 @@ from gcore.config import parse_spec
 from gcore.errors import UsageError
 from gcore.ledger import archive as store_copy
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints
 from gcore.ledger.records.job import Evaluation, JobRecord
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.models.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry, manifest_digest
 from gcore.store.keys import JobKeys
 from gcore.store.keys import name as names
-from gcore.store.types import KeyValue, Listing, Put
+from gcore.store.types import KeyListing, KeyValue, Put
 from gcore.system.clock import SystemClock
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
@@ -63,19 +63,19 @@ def make_checkpoint(run_dir: Path, step: int, lineage: int = 0) -> Checkpoint:
 
 def mirror_of(run_dir: Path, *entries: Checkpoint) -> JobMirror:
     """Head at step 20; the evaluation of step 12 was the best."""
-    head = chain.base(2, "w", Writer("a", "n")).head.model_copy(update={"step": 20, "seq": 20})
+    head = chain.base_entry(2, "w", ChainWriter("a", "n")).head.model_copy(update={"step": 20, "seq": 20})
     tree = SPEC.model_dump(mode="json")
     job = JobRecord(uid="u", name="sums", spec=tree, run_dir=str(run_dir), created=0.0, prompts=9)
     evaluations = {
-        f"0.{step}": Stored(Evaluation(version=Version(0, step), accuracy=accuracy, count=9), 1)
+        f"0.{step}": Versioned(Evaluation(version=Version(0, step), accuracy=accuracy, count=9), 1)
         for step, accuracy in ((12, 0.9), (20, 0.8))
     }
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     return JobMirror(
         JobKeys("u"),
-        job=Stored(job, 1),
-        head=Stored(head, 1),
-        checkpoints=Stored(Checkpoints(entries=(base, *entries)), 1),
+        job=Versioned(job, 1),
+        head=Versioned(head, 1),
+        checkpoints=Versioned(Checkpoints(entries=(base, *entries)), 1),
         evaluations=evaluations,
     )
 
@@ -131,7 +131,7 @@ async def test_any_controller_answers_for_a_job_by_its_name(tmp_path: Path) -> N
     records = {keys.job: mirror.job, keys.head: mirror.head, keys.checkpoints: mirror.checkpoints}
     puts = [Put(key, stored.record.encode()) for key, stored in records.items()]
     await store.transact((), (Put(names("sums"), b"u"), *puts))
-    service: Any = JobsService(StoredJobs(store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    service: Any = JobsService(StoreReader(store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
     server = grpc.aio.server()
     jobs_pb2_grpc.add_JobsServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -167,7 +167,7 @@ def leave_copy(run_dir: Path, mirror: JobMirror) -> None:
     records = {keys.job: mirror.job, keys.head: mirror.head, keys.checkpoints: mirror.checkpoints}
     records |= {keys.evaluation(version): stored for version, stored in mirror.evaluations.items()}
     kvs = tuple(KeyValue(key, stored.record.encode(), 1, 1) for key, stored in records.items())
-    store_copy.leave(run_dir, "n0.x", "u", Listing(kvs, 7))
+    store_copy.write_copy(run_dir, "n0.x", "u", KeyListing(kvs, 7))
 
 
 def test_the_copy_of_the_records_says_why_each_of_an_ended_run_was_kept_and_which_are_gone(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_copy_of_the_records_says_why_each_of_an_ended_run_was_kept_and_whic
 def test_a_copy_that_is_damaged_or_of_another_job_says_nothing(tmp_path: Path) -> None:
     leave_copy(tmp_path, mirror_of(tmp_path, make_checkpoint(tmp_path, 20)))
     assert [list(one.kept) for one in checkpoints_of_folder(tmp_path, "sums", "other").checkpoints] == [[]]
-    (copy,) = (tmp_path / store_copy.FOLDER).iterdir()
+    (copy,) = (tmp_path / store_copy.COPY_FOLDER).iterdir()
     copy.write_bytes(copy.read_bytes()[:100])
     assert [list(one.kept) for one in checkpoints_of_folder(tmp_path, "sums", "u").checkpoints] == [[]]
 
@@ -211,22 +211,22 @@ def test_a_checkpoint_that_is_not_the_registered_one_is_not_exported(
     assert not (tmp_path / "other").exists()
 
 
-def found(*steps: tuple[int, int, list[str]]) -> FoundCheckpoints:
+def found(*steps: tuple[int, int, list[str]]) -> CheckpointListing:
     """Of (step, lineage, why it is kept)."""
     infos = [pb.CheckpointInfo(step=s, lineage=number, kept=kept, folder=f"f{number}-{s}") for s, number, kept in steps]
-    return FoundCheckpoints(pb.ListCheckpointsReply(uid="u", name="sums", checkpoints=infos))
+    return CheckpointListing(pb.ListCheckpointsReply(uid="u", name="sums", checkpoints=infos))
 
 
 def test_of_several_of_a_step_the_one_that_is_kept_is_meant() -> None:
-    assert checkpoint_at(found((8, 0, ["every"]), (8, 1, [])), 8).folder == "f0-8"
-    assert checkpoint_at(found((8, 0, []), (8, 1, [])), 8).folder == "f1-8"
+    assert select_checkpoint(found((8, 0, ["every"]), (8, 1, [])), 8).folder == "f0-8"
+    assert select_checkpoint(found((8, 0, []), (8, 1, [])), 8).folder == "f1-8"
 
 
 def test_a_step_without_one_is_a_sentence_that_names_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"no checkpoint of step 5; there are those of steps 4, 8"):
-        checkpoint_at(found((8, 0, []), (4, 0, [])), 5)
+        select_checkpoint(found((8, 0, []), (4, 0, [])), 5)
     with pytest.raises(UsageError, match="it has none yet"):
-        checkpoint_at(found(), 5)
+        select_checkpoint(found(), 5)
 
 
 @pytest.fixture
@@ -273,4 +273,4 @@ def test_the_model_of_a_step_is_exported(home: Path, tmp_path: Path, capsys: pyt
     ("count", "shown"), [(0, "-"), (900, "0.9 KB"), (12_340_000, "12.3 MB"), (84e9, "84.0 GB"), (2e12, "2.0 TB")]
 )
 def test_a_size_is_shown_as_people_say_it(count: int, shown: str) -> None:
-    assert size_of(count) == shown
+    assert format_size(count) == shown

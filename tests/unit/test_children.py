@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_engine, missing_here
+from controllers.api.submission.checks import check_engine, local_warning
 from controllers.workers.launch_documents import (
     ENGINE_COMMANDS,
     START_LIMITS_S,
-    NoSglang,
-    engine_child,
-    guards,
+    SglangMissing,
+    access_settings,
+    engine_document,
     interface_env,
     serving_tls,
 )
@@ -34,14 +34,14 @@ def test_where_a_node_has_certificates_its_workers_serve_with_them_and_each_engi
     files = {"ca": "/ca.pem", "cert": "/cert.pem", "key": "/key.pem"}
     config = CONFIG.model_copy(update={"tls": TlsSection(**files, engines_key="/e"), "train_interface": "eth1"})
     connector = Connector(engines=b"e" * 32)
-    told = {name: guards(config, connector, "rollout", name) for name in ("one", "two")}
+    told = {name: access_settings(config, connector, "rollout", name) for name in ("one", "two")}
     assert told["one"]["tls"] == files
     assert told["one"]["api_key"] != told["two"]["api_key"]
-    assert torch_launch.from_document({"model": "/m", **told["one"]}).tls == serving_tls(config)
-    assert sglang_launch.launch_from_document({"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(config)
-    assert guards(config, connector, "train", "rank") == {"tls": files}
+    assert torch_launch.parse_engine_launch({"model": "/m", **told["one"]}).tls == serving_tls(config)
+    assert sglang_launch.parse_sglang_launch({"model": "/m", "python": "/p", **told["one"]}).tls == serving_tls(config)
+    assert access_settings(config, connector, "train", "rank") == {"tls": files}
     assert interface_env(config) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1"}
-    assert guards(CONFIG, PLAIN, "rollout", "one") == interface_env(CONFIG) == {}
+    assert access_settings(CONFIG, PLAIN, "rollout", "one") == interface_env(CONFIG) == {}
 
 
 def spec(**rollout: Any) -> JobSpec:
@@ -64,9 +64,9 @@ def check_common(read: Any) -> None:
 
 @pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
 def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
-    child = engine_child(spec(deterministic=True, **TOLD), place(slot), CONFIG)
+    child = engine_document(spec(deterministic=True, **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["torch"]
-    read = torch_launch.from_document(child.document)
+    read = torch_launch.parse_engine_launch(child.document)
     check_common(read)
     assert (read.dtype, read.device, read.deterministic) == (dtype, device, True)
     assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
@@ -74,9 +74,9 @@ def test_the_torch_engine_reads_what_it_is_told(slot: str, dtype: str, device: s
 
 @pytest.mark.parametrize(("slot", "dtype", "device"), [("cpu:1", "float32", "cpu"), ("cuda:3", "bfloat16", "cuda")])
 def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str) -> None:
-    child = engine_child(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), place(slot), CONFIG)
+    child = engine_document(spec(engine="sglang", engine_args=["--x", "1"], **TOLD), place(slot), CONFIG)
     assert child.command == ENGINE_COMMANDS["sglang"]
-    read = sglang_launch.launch_from_document(child.document)
+    read = sglang_launch.parse_sglang_launch(child.document)
     check_common(read)
     assert (read.dtype, read.device, read.python, read.engine_args) == (dtype, device, "/p", ("--x", "1"))
     assert child.env["CUDA_VISIBLE_DEVICES"] == ("3" if device == "cuda" else "")
@@ -85,9 +85,9 @@ def test_sglangs_worker_reads_what_it_is_told(slot: str, dtype: str, device: str
 
 def test_a_node_without_sglang_says_so_and_what_to_do() -> None:
     bare = CONFIG.model_copy(update={"sglang_python": None})
-    with pytest.raises(NoSglang, match=r"node n has no SGLang.*make sglang-setup"):
-        engine_child(spec(engine="sglang"), place("cpu:0"), bare)
-    assert engine_child(spec(), place("cpu:0"), bare).command == ENGINE_COMMANDS["torch"]
+    with pytest.raises(SglangMissing, match=r"node n has no SGLang.*make sglang-setup"):
+        engine_document(spec(engine="sglang"), place("cpu:0"), bare)
+    assert engine_document(spec(), place("cpu:0"), bare).command == ENGINE_COMMANDS["torch"]
 
 
 def test_a_judges_engine_is_told_of_the_judges_model_and_not_of_the_policys() -> None:
@@ -96,12 +96,12 @@ def test_a_judges_engine_is_told_of_the_judges_model_and_not_of_the_policys() ->
     tree = spec().model_dump(mode="json")
     for one, command, slots in ((judge, "torch", 64), (served, "sglang", 3)):
         job = parse_spec(tree | {"judges": [one], "reward": {"judge": "sums"}})
-        child = engine_child(job, place("cpu:0", "sums"), CONFIG)
+        child = engine_document(job, place("cpu:0", "sums"), CONFIG)
         assert child.command == ENGINE_COMMANDS[command]
         told = child.document
         assert (told["model"], told["context_length"], told["batch_slots"]) == ("/judge", 90, slots)
         assert told["trust_remote_code"] is False
-        assert engine_child(job, place("cpu:0"), CONFIG).document["model"] == "/m"
+        assert engine_document(job, place("cpu:0"), CONFIG).document["model"] == "/m"
 
 
 def node(name: str, *, sglang: bool) -> NodeRecord:
@@ -128,11 +128,11 @@ def test_a_job_that_wants_sglang_is_taken_where_all_nodes_have_it() -> None:
 
 def test_validation_only_warns_for_the_job_may_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controllers.api.submission.checks.find_python", lambda: None)
-    assert "SGLang was not found on this machine" in (missing_here(spec(engine="sglang")) or "")
-    assert missing_here(spec()) is None
+    assert "SGLang was not found on this machine" in (local_warning(spec(engine="sglang")) or "")
+    assert local_warning(spec()) is None
 
 
 def test_a_variable_that_names_nothing_is_an_error_not_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCORE_SGLANG_PYTHON", "/nowhere")
     with pytest.raises(UsageError, match="there is no such Python"):
-        missing_here(spec(engine="sglang"))
+        local_warning(spec(engine="sglang"))

@@ -13,17 +13,17 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from heard_cluster import heard
 from listed_jobs import SPEC, create
 
-from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import BadFields
-from controllers.api.job_messages import ending, list_jobs, paused, updated, with_claim
+from controllers.api.job_messages import add_claim, end_change, list_jobs, pause_change, update_change
 from controllers.api.jobs import JobsService, remove_folder
-from controllers.api.store_reader import StoredJobs
+from controllers.api.store_reader import StoreReader
 from controllers.cluster.mirror import ClusterMirror
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import parse_spec
 from gcore.config.base import MOST_SLOTS
 from gcore.errors import GcoreError, SpecError
-from gcore.ledger.records.cluster import Claim, Queued, Share, Shares
+from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares
 from gcore.ledger.records.job import JobPhase, JobRecord, NodeRecord
 from gcore.schema import NEWEST_VERSION
 from gcore.store import keys
@@ -31,7 +31,7 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord
-from placement.shares import Cluster, queue
+from placement.shares import ClusterSlots, queue_jobs
 
 HERE = {"n0": ("cpu:0", "cpu:1")}
 
@@ -42,11 +42,11 @@ def asked(**fields: Any) -> pb.UpdateJobRequest:
 
 def test_only_what_the_mask_names_is_changed_and_in_whole_engines() -> None:
     claim = Claim(priority=3, least=2, most=8, unit=4)
-    assert updated(asked(priority=-7))(claim) == claim.model_copy(update={"priority": -7})
-    assert updated(asked(slots_min=5))(claim).least == 8
-    assert updated(asked(slots_max=0))(claim).most is None
+    assert update_change(asked(priority=-7))(claim) == claim.model_copy(update={"priority": -7})
+    assert update_change(asked(slots_min=5))(claim).least == 8
+    assert update_change(asked(slots_max=0))(claim).most is None
     dotted = pb.UpdateJobRequest(update_mask=FieldMask(paths=["scheduling.priority"]), priority=1)
-    assert updated(dotted)(claim).priority == 1
+    assert update_change(dotted)(claim).priority == 1
 
 
 WRONG = {
@@ -61,15 +61,15 @@ WRONG = {
 @pytest.mark.parametrize(("request_", "fields"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_with_a_change_names_the_fields(request_: pb.UpdateJobRequest, fields: list[str]) -> None:
     with pytest.raises(BadFields) as error:
-        updated(request_)
+        update_change(request_)
     assert [one.field for one in error.value.violations] == fields
 
 
 def test_bounds_that_do_not_go_together_are_refused_whichever_was_there_first() -> None:
     with pytest.raises(BadFields, match="slots_max"):
-        updated(asked(slots_max=1))(Claim(least=2))
+        update_change(asked(slots_max=1))(Claim(least=2))
     with pytest.raises(BadFields, match="slots_min"):
-        updated(asked(slots_min=9))(Claim(most=8))
+        update_change(asked(slots_min=9))(Claim(most=8))
 
 
 TOO_MANY: dict[str, dict[str, Any]] = {
@@ -94,13 +94,13 @@ async def test_a_claim_of_any_size_hides_no_job_of_the_list() -> None:
     await store.transact(
         (), (Put(JobKeys("u1").active, claim.encode(NEWEST_VERSION)), Put(keys.SHARES, Shares().encode(NEWEST_VERSION)))
     )
-    reply = await list_jobs(StoredJobs(store), pb.ListJobsRequest())
+    reply = await list_jobs(StoreReader(store), pb.ListJobsRequest())
     assert [job.uid for job in reply.jobs] == ["u2", "u1"]
     assert reply.jobs[1].slots_min == reply.jobs[1].slots_max == 2**31 - 1
 
 
 def test_a_job_that_ends_keeps_its_first_reason() -> None:
-    assert ending("b")(ending("a")(Claim())).ends == "a"
+    assert end_change("b")(end_change("a")(Claim())).ends == "a"
 
 
 def share(granted: Any = None, held: Any = None) -> Shares:
@@ -120,8 +120,8 @@ STANDINGS: dict[str, tuple[Claim, Shares, Any, str]] = {
 
 @pytest.mark.parametrize(("claim", "shares", "state", "reason"), STANDINGS.values(), ids=STANDINGS)
 def test_a_job_stands_as_its_records_and_its_slots_say(claim: Claim, shares: Shares, state: Any, reason: str) -> None:
-    queue = {"u": Queued(2, reason)} if reason == "3 are wanted" else {}
-    job = with_claim(pb.Job(uid="u", state=pb.JOB_STATE_RUNNING, reason="training"), claim, shares, queue)
+    queue = {"u": QueuePosition(2, reason)} if reason == "3 are wanted" else {}
+    job = add_claim(pb.Job(uid="u", state=pb.JOB_STATE_RUNNING, reason="training"), claim, shares, queue)
     assert job.state == state
     assert reason in job.reason
     assert job.queue_position == 2 * len(queue)
@@ -129,7 +129,7 @@ def test_a_job_stands_as_its_records_and_its_slots_say(claim: Claim, shares: Sha
 
 def test_a_job_that_has_ended_claims_nothing() -> None:
     job = pb.Job(uid="u", state=pb.JOB_STATE_FAILED, reason="no luck")
-    assert with_claim(job, None, share()) == pb.Job(uid="u", state=pb.JOB_STATE_FAILED, reason="no luck")
+    assert add_claim(job, None, share()) == pb.Job(uid="u", state=pb.JOB_STATE_FAILED, reason="no luck")
 
 
 class Context:
@@ -149,14 +149,14 @@ class Api:
     def __init__(self) -> None:
         self.store = MemoryStore(MemoryCluster(FakeClock()))
         self.cluster: ClusterMirror | None = None
-        jobs = StoredJobs(self.store, cluster=lambda: self.cluster)
+        jobs = StoreReader(self.store, cluster=lambda: self.cluster)
         self.service = JobsService(jobs, None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
 
     async def ready(self) -> Api:
         await create(self.store, "u", "waits")
         await create(self.store, "e", "ended", JobPhase.FAILED)
         node = NodeRecord(name="n0", incarnation="n0.a", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
-        reads = Put(keys.reads("n0"), str(NEWEST_VERSION).encode())
+        reads = Put(keys.readable_version("n0"), str(NEWEST_VERSION).encode())
         shares = Put(keys.SHARES, share(HERE, HERE).encode())
         await self.store.transact((), (Put(keys.node("n0"), node.encode()), reads, shares))
         self.cluster = await heard(self.store)
@@ -178,7 +178,7 @@ Code = grpc.StatusCode
 async def test_a_job_is_paused_resumed_changed_and_cancelled_by_its_claim() -> None:
     api = await Api().ready()
     await api.ask("PauseJob", pb.PauseJobRequest(job="waits"))
-    claim = await StoredJobs(api.store).claim("u")
+    claim = await StoreReader(api.store).claim("u")
     assert claim is not None
     assert claim.record.paused
     await api.ask("ResumeJob", pb.ResumeJobRequest(job="waits"))
@@ -265,13 +265,13 @@ def test_a_folder_that_is_not_the_runs_is_not_touched(tmp_path: Path) -> None:
 
 async def test_a_node_is_drained_and_used_again() -> None:
     api = await Api().ready()
-    with acting_for(Caller("ada", Role.ADMIN)):
+    with acting_as(Caller("ada", Role.ADMIN)):
         node = await api.ask("DrainNode", pb.DrainNodeRequest(node="n0"))
     assert (node.name, node.draining) == ("n0", True)
     assert {use.slot: use.job_uid for use in node.uses} == {"cpu:0": "u", "cpu:1": "u"}
-    assert (await StoredJobs(api.store).pool())[0] == {"n0"}
+    assert (await StoreReader(api.store).pool())[0] == {"n0"}
     assert not (await api.ask("DrainNode", pb.DrainNodeRequest(node="n0", undo=True))).draining
-    assert (await StoredJobs(api.store).pool())[0] == frozenset()
+    assert (await StoreReader(api.store).pool())[0] == frozenset()
     assert (await api.refused("DrainNode", pb.DrainNodeRequest(node="nowhere")))[0] is Code.NOT_FOUND
     assert (await api.refused("DrainNode", pb.DrainNodeRequest()))[0] is Code.INVALID_ARGUMENT
 
@@ -291,12 +291,12 @@ async def test_jobs_that_wait_say_at_which_place_and_what_they_need() -> None:
 async def test_however_many_ask_the_queue_is_worked_out_once_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     api, made = await Api().ready(), list[int]()
 
-    def counted(there: Cluster, claims: Mapping[str, Claim], shares: Shares) -> Mapping[str, Queued]:
+    def counted(there: ClusterSlots, claims: Mapping[str, Claim], shares: Shares) -> Mapping[str, QueuePosition]:
         made.append(len(claims))
-        return queue(there, claims, shares)
+        return queue_jobs(there, claims, shares)
 
     await api.ask("UpdateJob", _named(asked(slots_min=2)))
-    monkeypatch.setattr("controllers.cluster.mirror.queue", counted)
+    monkeypatch.setattr("controllers.cluster.mirror.queue_jobs", counted)
     for number in range(30):
         await create(api.store, f"w{number:02d}", f"job-{number}")
     asking = [api.ask("GetJob", pb.GetJobRequest(job=f"w{number:02d}")) for number in range(30)]
@@ -321,11 +321,11 @@ async def test_a_daemon_that_hears_nothing_of_the_cluster_tells_of_jobs_all_the_
 
 async def test_whose_a_slot_is_is_told_to_those_who_may_know_it() -> None:
     api = await Api().ready()
-    with acting_for(Caller("eve", Role.VIEWER, frozenset({"research"}))):
+    with acting_as(Caller("eve", Role.VIEWER, frozenset({"research"}))):
         (node,) = (await api.ask("ListNodes", pb.ListNodesRequest())).nodes
         assert {use.slot: use.job_uid for use in node.uses} == {"cpu:0": "", "cpu:1": ""}
         assert (await api.refused("GetJob", pb.GetJobRequest(job="u")))[0] is Code.NOT_FOUND
 
 
 def test_pausing_twice_is_pausing_once() -> None:
-    assert paused(yes=True)(paused(yes=True)(Claim())) == Claim(paused=True)
+    assert pause_change(yes=True)(pause_change(yes=True)(Claim())) == Claim(paused=True)

@@ -14,8 +14,8 @@ import transformers
 from engine_core import LLAMA_LIKE, SMALL
 from safetensors.torch import load_file, save_file
 
-from gcore.engines.torch.classifier import Classifier, ClassifierCore, Question, load_classifier
-from gcore.engines.torch.model import stage
+from gcore.engines.torch.classifier import Classifier, ClassifierCore, ClassifierRequest, load_classifier
+from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, EngineError
 from gcore.testing.models import CHARACTERS, SPECIAL, VOCABULARY, make_liking_classifier, make_tiny_classifier
 
@@ -73,7 +73,7 @@ def plain(folder: Path, question: tuple[int, ...]) -> float:
 
 
 def run(core: ClassifierCore, questions: list[tuple[int, ...]]) -> list[float | None]:
-    core.submit([Question(number, f"q-{number}", one) for number, one in enumerate(questions)])
+    core.submit([ClassifierRequest(number, f"q-{number}", one) for number, one in enumerate(questions)])
     while core.can_work:
         core.cycle()
     told = {one.number: one.score for one in core.outbox}
@@ -131,7 +131,7 @@ def test_the_classifier_that_is_made_by_hand_counts_what_it_likes(tmp_path: Path
 def test_nothing_is_scored_while_it_is_paused_and_what_is_aborted_has_no_score(folder: Path) -> None:
     core = core_of(folder)
     core.pause("retract")
-    core.submit([Question(0, "a", (5, 6)), Question(1, "b", (7,)), Question(2, "c", (8,))])
+    core.submit([ClassifierRequest(0, "a", (5, 6)), ClassifierRequest(1, "b", (7,)), ClassifierRequest(2, "c", (8,))])
     assert not core.can_work
     core.abort(lambda question: question.rid == "b")
     assert [(one.number, one.score, one.ending.kind) for one in core.outbox] == [(1, None, "abort")]
@@ -140,7 +140,7 @@ def test_nothing_is_scored_while_it_is_paused_and_what_is_aborted_has_no_score(f
     core.cycle()
     assert sorted(one.number for one in core.outbox) == [0, 2]
     core.outbox = []
-    core.submit([Question(3, "d", (5,))])
+    core.submit([ClassifierRequest(3, "d", (5,))])
     core.pause("abort")
     assert [one.ending.message for one in core.outbox] == ["aborted by a pause"]
 
@@ -149,12 +149,12 @@ def test_other_weights_are_served_from_the_next_pass_on_and_never_older_ones(fol
     other = make_tiny_classifier(tmp_path / "other", seed=1, context=128)
     core = core_of(folder)
     questions = questions_of(3, 20)
-    core.change_weights(stage(core.model, other), "0.3", flush=True, abort=False)
+    core.change_weights(stage_weights(core.model, other), "0.3", flush=True, abort=False)
     assert run(core, questions) == [pytest.approx(plain(other, one), abs=1e-4) for one in questions]
     with pytest.raises(EngineError, match=r"version 0\.1 is older than 0\.3"):
-        core.change_weights(stage(core.model, folder), "0.1", flush=True, abort=False)
+        core.change_weights(stage_weights(core.model, folder), "0.1", flush=True, abort=False)
     with pytest.raises(EngineError, match="there are no weights"):
-        stage(core.model, tmp_path)
+        stage_weights(core.model, tmp_path)
 
 
 def test_asleep_it_scores_nothing_and_awake_the_same(folder: Path) -> None:
@@ -162,7 +162,7 @@ def test_asleep_it_scores_nothing_and_awake_the_same(folder: Path) -> None:
     questions = questions_of(3, 20)
     before = run(core, questions)
     core.release(frozenset({"weights", "kv_cache"}))
-    core.submit([Question(9, "q", (5,))])
+    core.submit([ClassifierRequest(9, "q", (5,))])
     assert not core.can_work
     core.abort_all()
     core.outbox = []

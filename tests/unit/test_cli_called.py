@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from controllers.cli.local import check_gpus, check_law, gpus
+from controllers.cli.local import check_gpus, check_timing_model, count_gpus
 from controllers.cli.main import app
-from controllers.cli.options import as_called, prepared_by, program
+from controllers.cli.options import prepare_hint, program_name, with_program_name
 from gcore.engines.emulated.launch import LAW_FILE
-from gcore.engines.emulated.law import read_law
+from gcore.engines.emulated.law import read_timing_model
 from gcore.errors import UsageError
 from gcore.quickstart import NAMES
 from gcore.quickstart.main import EXAMPLES
@@ -34,20 +34,20 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_off_the_path_the_program_is_named_as_it_was_called(script: Path) -> None:
-    assert program() == ".venv/bin/gcore"
-    assert as_called("Start one with `gcore up`, or go on") == "Start one with `.venv/bin/gcore up`, or go on"
+    assert program_name() == ".venv/bin/gcore"
+    assert with_program_name("Start one with `gcore up`, or go on") == "Start one with `.venv/bin/gcore up`, or go on"
 
 
 def test_from_another_folder_it_is_named_in_full(
     script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert program() == str(script)
+    assert program_name() == str(script)
 
 
 def test_on_the_path_the_program_is_gcore(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(script.parent))
-    assert program() == "gcore"
+    assert program_name() == "gcore"
 
 
 def test_another_gcore_on_the_path_is_not_the_one_that_was_called(
@@ -58,7 +58,7 @@ def test_another_gcore_on_the_path_is_not_the_one_that_was_called(
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", str(other.parent))
-    assert program() == ".venv/bin/gcore"
+    assert program_name() == ".venv/bin/gcore"
 
 
 def test_the_demonstration_calls_the_script_so_that_what_it_tells_to_type_works(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_demonstration_calls_the_script_so_that_what_it_tells_to_type_works(
 def test_gpus_are_counted_by_the_driver_s_device_files(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert gpus(tmp_path) == 2
+    assert count_gpus(tmp_path) == 2
     check_gpus(2, tmp_path)
     with pytest.raises(UsageError, match=r"asks for 3 GPUs, and this machine shows 2 GPUs.*cuda:2"):
         check_gpus(3, tmp_path)
@@ -95,13 +95,13 @@ def test_the_law_of_emulated_devices_gets_its_whole_path_and_one_that_is_none_is
     (tmp_path / "law.json").write_text('{"speedup": 4.0}')
     (tmp_path / "none.json").write_text('{"sped": 1}')
     environment = {LAW_FILE: "law.json"}
-    check_law(environment)
+    check_timing_model(environment)
     assert environment == {LAW_FILE: str(tmp_path / "law.json")}
-    check_law({})
+    check_timing_model({})
     with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW: .*/none\.json: no law: sped"):
-        check_law({LAW_FILE: "none.json"})
+        check_timing_model({LAW_FILE: "none.json"})
     with pytest.raises(UsageError, match=r"GCORE_EMULATED_LAW=law\.json: a worker does not stand where.*whole path"):
-        read_law({LAW_FILE: "law.json"})
+        read_timing_model({LAW_FILE: "law.json"})
 
 
 def test_an_error_about_an_examples_file_that_is_not_there_says_what_makes_it(
@@ -110,13 +110,13 @@ def test_an_error_about_an_examples_file_that_is_not_there_says_what_makes_it(
     monkeypatch.chdir(tmp_path)
     here = tmp_path / ".cache" / "examples"
     lost = f"{here}/arithmetic-judge/model: the model folder does not exist"
-    assert prepared_by(lost) == ". `gcore prepare arithmetic-judge` makes it"
+    assert prepare_hint(lost) == ". `gcore prepare arithmetic-judge` makes it"
     away = f"{tmp_path}/x/.cache/examples/arithmetic"
-    assert prepared_by(f"{away}/train.jsonl: cannot read") == f". `gcore prepare arithmetic --to {away}` makes it"
+    assert prepare_hint(f"{away}/train.jsonl: cannot read") == f". `gcore prepare arithmetic --to {away}` makes it"
     (here / "arithmetic-judge").mkdir(parents=True)
-    assert prepared_by(lost) == "", "it was prepared, and is damaged"
-    assert prepared_by("/models/m: the model folder does not exist") == ""
-    assert prepared_by(lost.replace("judge", "judgex")) == "", "there is no such example"
+    assert prepare_hint(lost) == "", "it was prepared, and is damaged"
+    assert prepare_hint("/models/m: the model folder does not exist") == ""
+    assert prepare_hint(lost.replace("judge", "judgex")) == "", "there is no such example"
 
 
 def test_the_help_of_prepare_names_every_example() -> None:

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from controllers.cli.commands.cluster import check_as_asked
+from controllers.cli.commands.cluster import check_cluster_matches
 from controllers.cli.commands.run import EventFile
-from controllers.cli.local import UpRequest, UpResult, deal_slots, kind_of
-from controllers.cli.local import up as local_up
+from controllers.cli.local import UpRequest, UpResult, classify_process, deal_slots
+from controllers.cli.local import start_cluster as local_up
 from controllers.cli.main import app
 from controllers.cli.options import find_addresses
-from controllers.cli.output import best_line, job_rows, job_tree, ranges, snapshot
+from controllers.cli.output import best_line, format_ranges, job_rows, job_snapshot, job_tree
 from controllers.cli.view import summary as summaries
 from controllers.cli.view.state import BestPoint, JobSnapshot, SourceFigures, ViewState
 from controllers.cli.view.summary import AuditVerdict, find_summary, summarize
@@ -75,12 +75,12 @@ def test_a_port_that_is_none_is_refused_before_anything_is_brought_up(tmp_path, 
 def test_a_cluster_that_is_up_and_is_not_what_was_asked_for_is_a_wrong_command():
     there = cluster(HOME)  # two controllers with cpu:7 and cpu:8
     slots = ("cpu:7", "cpu:8")
-    check_as_asked(there, {"home"}, 3, ("cpu:0",))
-    check_as_asked(there, {"controllers", "slots"}, 2, slots)
+    check_cluster_matches(there, {"home"}, 3, ("cpu:0",))
+    check_cluster_matches(there, {"controllers", "slots"}, 2, slots)
     with pytest.raises(UsageError, match=r"has 2 controllers and not 3\. `gcore down` first"):
-        check_as_asked(there, {"controllers"}, 3, slots)
+        check_cluster_matches(there, {"controllers"}, 3, slots)
     with pytest.raises(UsageError, match="has the slots cpu:7 cpu:8"):
-        check_as_asked(there, {"slots"}, 3, ("cuda:7", "cuda:8"))
+        check_cluster_matches(there, {"slots"}, 3, ("cuda:7", "cuda:8"))
 
 
 def test_up_tells_a_number_that_was_given_from_a_default(monkeypatch, tmp_path):
@@ -89,7 +89,7 @@ def test_up_tells_a_number_that_was_given_from_a_default(monkeypatch, tmp_path):
     async def up_already(request, **_):
         return UpResult(there, started=False)
 
-    monkeypatch.setattr("controllers.cli.local.up", up_already)
+    monkeypatch.setattr("controllers.cli.local.start_cluster", up_already)
     home = ["--home", str(tmp_path)]
     assert CliRunner().invoke(app, ["up", "--controllers", "2", *home]).exit_code == 0
     assert CliRunner().invoke(app, ["up", *home]).exit_code == 0
@@ -138,7 +138,7 @@ def test_no_controller_at_all_is_refused():
     ],
 )
 def test_a_process_belongs_to_the_home_on_its_command_line(command, kind):
-    assert kind_of(command, HOME) == kind
+    assert classify_process(command, HOME) == kind
 
 
 def cluster(home: Path) -> LocalCluster:
@@ -242,7 +242,7 @@ JOB = JobSnapshot("sums", "u1", "SUCCEEDED", step=1, steps=1, run_dir="/r", chec
 def test_the_summary_says_what_a_program_asks(tmp_path):
     verdict = AuditVerdict(groups_by_node=(("node-0", 2), ("node-1", 1)))
     summary = summarize(finished_state(), JOB, verdict, 12.3456)
-    written = json.loads(summaries.write(summary, tmp_path).read_text())
+    written = json.loads(summaries.write_summary(summary, tmp_path).read_text())
     assert {key: written[key] for key in list(written)[:17]} == {
         "job": "sums", "uid": "u1", "state": "SUCCEEDED", "reason": "", "steps": 1, "lineage": 0, "rollbacks": 0,
         "eval_accuracy_before": 0.45, "eval_accuracy_after": 0.94, "wall_seconds": 12.346, "job_seconds": 4.0,
@@ -265,18 +265,18 @@ def test_the_summary_has_what_came_of_each_source(tmp_path):
         data = {"step": number, "accuracy": 0.5, "count": 5, "by_source": by_source}
         state = state.apply(JobEvent(number + 1, 1.0, "eval", data=data))
     summary = summarize(state, dataclasses.replace(JOB, sources=SOURCES), AuditVerdict(), 1.0)
-    written = json.loads(summaries.write(summary, tmp_path).read_text())["sources"]
+    written = json.loads(summaries.write_summary(summary, tmp_path).read_text())["sources"]
     assert written["letters"] == {
         "trained": 5, "filtered": 1, "failed": 0, "mean_reward": 0.25, "mean_length": 3.5, "truncated": 0.5,
         "eval_accuracy_before": 0.4, "eval_accuracy_after": 0.9,
         "eval_before": {}, "eval_after": {}, "eval_unscored": 0,
     }  # fmt: skip
     assert written["sums"]["mean_reward"] is None
-    shown = summaries.rows(summary, again="gcore run x.yaml")["sources"]
+    shown = summaries.summary_rows(summary, again="gcore run x.yaml")["sources"]
     assert shown == "letters 5 trained, 40.0% → 90.0%; sums 7 trained"
     held_out = dataclasses.replace(summary.sources["letters"], trained=0)  # a source for evaluation alone
     summary = dataclasses.replace(summary, sources=summary.sources | {"letters": held_out})
-    assert summaries.rows(summary, again="x")["sources"] == "letters 40.0% → 90.0%; sums 7 trained"
+    assert summaries.summary_rows(summary, again="x")["sources"] == "letters 40.0% → 90.0%; sums 7 trained"
 
 
 def test_the_summary_has_what_was_measured_beside_the_accuracy_and_the_best_state(tmp_path):
@@ -286,10 +286,10 @@ def test_the_summary_has_what_was_measured_beside_the_accuracy_and_the_best_stat
     figures = (dataclasses.replace(SOURCES[0], trained=0, eval_unscored=2), SOURCES[1])
     job = dataclasses.replace(JOB, sources=figures, best=best)
     summary = summarize(ViewState().apply(event), job, AuditVerdict(), 1.0)
-    written = json.loads(summaries.write(summary, tmp_path).read_text())
+    written = json.loads(summaries.write_summary(summary, tmp_path).read_text())
     assert written["sources"]["letters"]["eval_before"] == score["metrics"]
     assert written["best"] == dataclasses.asdict(best)
-    shown = summaries.rows(summary, again="x")
+    shown = summaries.summary_rows(summary, again="x")
     assert shown["best"] == "step 32, letters/pass@4 98.5%: /runs/u1/checkpoints/0-32"
     assert shown["sources"] == ("letters 50.0% → -, mean@4 0.550, pass@4 80.0%, 2 responses not scored; sums 7 trained")
     assert shown["export"] == "gcore export u1 --to DIR, with --best the best"
@@ -326,7 +326,7 @@ def test_without_an_audit_the_groups_are_those_of_the_events():
 
 
 def test_the_table_of_a_run_tells_how_to_go_on():
-    shown = summaries.rows(summarize(finished_state(), JOB, AuditVerdict(), 1.0), again="gcore run x.yaml")
+    shown = summaries.summary_rows(summarize(finished_state(), JOB, AuditVerdict(), 1.0), again="gcore run x.yaml")
     assert shown["accuracy"] == "45.0% before, 94.0% after"
     assert shown["export"] == "gcore export u1 --to DIR"
     assert shown["run again"] == "gcore run x.yaml"
@@ -360,7 +360,7 @@ def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
     )
     job.sources.add(name="sums", failed=2)
     job.best.CopyFrom(pb.BestCheckpoint(step=2, metric="accuracy", value=0.9, checkpoint="/c/0-2"))
-    found = snapshot(job)
+    found = job_snapshot(job)
     assert job_rows(found, 100.0)["best"] == "step 2, accuracy 90.0%: /c/0-2"
     assert job_tree(found)["best"]["step"] == 2
     shown = job_rows(found, 100.0)
@@ -377,7 +377,7 @@ def test_a_described_job_says_who_has_which_shards_and_what_is_waited_for():
 
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_name_every_number_and_no_other(numbers):
-    shown = ranges(sorted(numbers))
+    shown = format_ranges(sorted(numbers))
     named = set()
     for part in [] if shown == "none" else shown.split(", "):
         first, _, last = part.partition("-")

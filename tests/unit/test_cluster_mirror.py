@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import NO_SHARES, ClusterMirror
 from controllers.identity import Identity
 from controllers.job import supervision as retaking
-from controllers.job.runner import JobRunner
-from controllers.job.supervision import work_on
+from controllers.job.runner import JobSession
+from controllers.job.supervision import work_on_job
 from gcore.config import NodeConfig
 from gcore.errors import GcoreError, LeaseLost, SpecError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Quotas, Share, Shares
 from gcore.ledger.records.job import JobPhase, JobStatus, NodeRecord
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics import Metrics
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
@@ -37,7 +37,7 @@ NODE = NodeRecord(name="node-0", incarnation="node-0.a", address="h:1", slots=("
 async def heard(**nodes: bytes) -> dict[str, NodeRecord]:
     memory = MemoryCluster(FakeClock())
     memory.transact((), tuple(Put(keys.node(name.replace("_", "-")), value) for name, value in nodes.items()))
-    changes = Changes()
+    changes = ChangeSignal()
     mirror = ClusterMirror(MemoryStore(memory), changes)
     watching = asyncio.create_task(mirror.watch_nodes())
     await changes.until(lambda: keys.NODES in mirror.listened)
@@ -54,7 +54,7 @@ async def test_a_registration_of_another_version_is_passed_over(caplog: pytest.L
 ERRORS = [
     UnreadableRecord("of another version"),
     SpecError("no flow is called 'new'"),
-    retaking.NotHere("the file was changed"),
+    retaking.NodeNotReady("the file was changed"),
 ]
 
 
@@ -92,7 +92,7 @@ async def test_a_job_that_cannot_be_read_ends_its_runner_and_not_the_daemon(
 ) -> None:
     tries = Tries(error)
     with caplog.at_level(logging.ERROR):
-        await work_on(tries, lambda: False, Changes())
+        await work_on_job(tries, lambda: False, ChangeSignal())
     assert f"job u is not worked on here: {error}" in caplog.messages
     assert tries.left == ["u"]  # its peers do not wait for its lease's end
 
@@ -104,20 +104,20 @@ async def test_a_job_that_was_left_is_taken_up_again_when_it_can_be_read(
     one, other, _ = ERRORS
     tries = Tries(one, one, other)
     with caplog.at_level(logging.ERROR):
-        await work_on(tries, lambda: True, Changes())
+        await work_on_job(tries, lambda: True, ChangeSignal())
     assert tries.errors == []
     assert len(tries.left) == 3
     assert len(caplog.messages) == 2  # what is wrong still is not said again
 
 
 async def test_a_job_that_was_left_and_ends_is_not_taken_up_again() -> None:
-    tries, changes, looks = Tries(*ERRORS), Changes(), iter((True, True, False))
+    tries, changes, looks = Tries(*ERRORS), ChangeSignal(), iter((True, True, False))
 
     def is_active() -> bool:
         asyncio.get_running_loop().call_soon(changes.notify)
         return next(looks)
 
-    await work_on(tries, is_active, changes)
+    await work_on_job(tries, is_active, changes)
     assert len(tries.left) == 1
 
 
@@ -127,7 +127,7 @@ async def test_a_defect_ends_its_jobs_runner_and_not_the_daemon_and_its_tracebac
     monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
     tries = Tries(AssertionError("a defect"), OverflowError("another"))
     with caplog.at_level(logging.ERROR):
-        await work_on(tries, lambda: True, Changes())
+        await work_on_job(tries, lambda: True, ChangeSignal())
     assert tries.errors == []
     assert tries.left == ["u", "u"]
     assert tries.ended == []  # a single one may be of the moment
@@ -139,7 +139,7 @@ async def test_a_defect_ends_its_jobs_runner_and_not_the_daemon_and_its_tracebac
 async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
     tries = Tries(*(OverflowError("too large") for _ in range(retaking.MOST_DEFECTS)))
-    await work_on(tries, lambda: True, Changes())
+    await work_on_job(tries, lambda: True, ChangeSignal())
     (reason,) = tries.ended
     assert reason.startswith(
         "a defect of gcore was met 3 times in a row: OverflowError: too large at test_cluster_mirror.py:"
@@ -150,7 +150,7 @@ async def test_who_meets_defects_again_and_again_ends_the_job_with_the_place(mon
 async def test_what_the_store_or_a_node_lacks_ends_no_job(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
     tries = Tries(*(error,) * (2 * retaking.MOST_DEFECTS))
-    await work_on(tries, lambda: True, Changes())
+    await work_on_job(tries, lambda: True, ChangeSignal())
     assert len(tries.left) == 2 * retaking.MOST_DEFECTS
     assert tries.ended == []
 
@@ -159,19 +159,19 @@ async def test_defects_far_apart_are_not_counted_together(monkeypatch: pytest.Mo
     monkeypatch.setattr(retaking, "AGAIN_S", 0.0)
     monkeypatch.setattr(retaking, "CALM_S", 0.0)
     tries = Tries(*(OverflowError() for _ in range(2 * retaking.MOST_DEFECTS)))
-    await work_on(tries, lambda: True, Changes())
+    await work_on_job(tries, lambda: True, ChangeSignal())
     assert tries.ended == []
 
 
 async def test_a_lost_lease_is_the_lifes() -> None:
     tries = Tries(LeaseLost("it has ended"))
     with pytest.raises(ExceptionGroup):
-        await work_on(tries, lambda: True, Changes())
+        await work_on_job(tries, lambda: True, ChangeSignal())
     assert tries.left == []
 
 
 async def test_a_job_is_ended_by_who_leaves_it_last_only(tmp_path: Path) -> None:
-    clock, changes = FakeClock(), Changes()
+    clock, changes = FakeClock(), ChangeSignal()
     memory = MemoryCluster(clock)
     store = MemoryStore(memory)
     config = NodeConfig.model_validate(
@@ -183,7 +183,7 @@ async def test_a_job_is_ended_by_who_leaves_it_last_only(tmp_path: Path) -> None
             "slots": ["cpu:0"],
         }
     )
-    runner = JobRunner(
+    runner = JobSession(
         "u", Identity("n", "n.1", "h:1", 1), store, ClusterMirror(store, changes), changes, Metrics(), clock, config
     )
     await runner.end_left("nothing is there")
@@ -241,7 +241,7 @@ def put(key: str, value: bytes, revision: int) -> WatchEvent:
 
 async def test_quotas_that_went_while_nobody_listened_are_gone() -> None:
     quotas = put(keys.QUOTAS, Quotas(slots={"a": 2}).encode(), 1)
-    mirror = ClusterMirror(Batches(WatchBatch((quotas,), 1, True), WatchBatch((), 2, False)), Changes())
+    mirror = ClusterMirror(Batches(WatchBatch((quotas,), 1, True), WatchBatch((), 2, False)), ChangeSignal())
     await mirror.watch_pool()
     assert mirror.quotas == {"a": 2}
     mirror._store = Batches(WatchBatch((), 9, True))
@@ -253,7 +253,7 @@ async def test_shares_that_cannot_be_read_are_not_taken_for_nobodys(caplog: pyte
     """Or all slots would be dealt out a second time."""
     shares = Shares(jobs={"u": Share(granted={"a": ("cpu:0",)})})
     read, unread = put(keys.SHARES, shares.encode(), 1), put(keys.SHARES, b"?", 2)
-    mirror = ClusterMirror(Batches(WatchBatch((unread,), 2, True)), Changes())
+    mirror = ClusterMirror(Batches(WatchBatch((unread,), 2, True)), ChangeSignal())
     mirror.listened.update(mirror.watches.keys() - {keys.SHARES})
     await mirror.watch_shares()
     assert mirror.shares is None
@@ -261,7 +261,7 @@ async def test_shares_that_cannot_be_read_are_not_taken_for_nobodys(caplog: pyte
     assert "passed over" in caplog.text
     mirror._store = Batches(WatchBatch((read,), 1, True), WatchBatch((unread,), 2, False))
     await mirror.watch_shares()
-    assert mirror.shares == Stored(shares, 1)
+    assert mirror.shares == Versioned(shares, 1)
     assert mirror.is_complete
     mirror._store = Batches(WatchBatch((WatchEvent("delete", KeyValue(keys.SHARES, b"", 0, 3)),), 3, False))
     await mirror.watch_shares()

@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from controllers.rules.step import COALESCE_S, GROUPS_S, OUTCOME_S, patience_s
-from gcore.ledger.selection import NotYet, SealNow
+from controllers.rules.step import COALESCE_S, GROUPS_S, OUTCOME_S, offer_delay_s
+from gcore.ledger.selection import AwaitGroups, SealStep
 from gcore.types import PromptRef
 
 
 def view(lacking: int, peers: int, part: int | None = None) -> Any:
-    chosen = NotYet(PromptRef(0, 0, 0), lacking) if lacking else SealNow((), ())
+    chosen = AwaitGroups(PromptRef(0, 0, 0), lacking) if lacking else SealStep((), ())
     members = SimpleNamespace(members=dict.fromkeys(range(peers)))
     return SimpleNamespace(chosen=chosen, mirror=members, rules=SimpleNamespace(part=part))
 
@@ -23,7 +23,7 @@ def view(lacking: int, peers: int, part: int | None = None) -> Any:
 @given(told=st.lists(st.integers(0, 70), min_size=1, max_size=20), lacking=st.integers(1, 1100))
 def test_what_would_complete_the_quota_is_told_by_somebody_at_once(told: list[int], lacking: int) -> None:
     assume(sum(told) >= lacking)
-    waits = [patience_s(view(lacking, len(told)), untold, 0) for untold in told if untold]
+    waits = [offer_delay_s(view(lacking, len(told)), untold, 0) for untold in told if untold]
     assert min(waits) == COALESCE_S
 
 
@@ -35,17 +35,17 @@ def test_a_peer_writes_few_offers_however_many_groups_there_are(peers: int, quot
     for number in range(quota):
         peer = number % peers
         untold[peer] += 1
-        if patience_s(view(lacking, peers), untold[peer], 0) == COALESCE_S:
+        if offer_delay_s(view(lacking, peers), untold[peer], 0) == COALESCE_S:
             lacking, untold[peer], writes = lacking - untold[peer], 0, writes + 1
     # What lacks shrinks by 1 - 1/n with each telling, down to one group a peer: about the logarithm of a peer's groups.
     assert writes / peers <= 2 + 2 * math.log2(max(2.0, quota / peers))
 
 
 def test_less_than_a_share_waits_longer_without_outcomes_than_with_them() -> None:
-    assert patience_s(view(100, 4), 3, 0) == GROUPS_S
-    assert patience_s(view(100, 4), 3, 1) == OUTCOME_S
-    assert patience_s(view(100, 4), 25, 0) == COALESCE_S
+    assert offer_delay_s(view(100, 4), 3, 0) == GROUPS_S
+    assert offer_delay_s(view(100, 4), 3, 1) == OUTCOME_S
+    assert offer_delay_s(view(100, 4), 25, 0) == COALESCE_S
 
 
 def test_what_is_told_when_nothing_lacks_waits_a_moment_only() -> None:
-    assert patience_s(view(0, 4), 1, 0) == COALESCE_S
+    assert offer_delay_s(view(0, 4), 1, 0) == COALESCE_S

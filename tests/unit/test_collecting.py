@@ -9,12 +9,12 @@ from typing import Any
 
 from engine_workers import ServingEngine
 
-from controllers.changes import Changes
-from controllers.flow.group_buffer import Holdings
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.step import JobStep
-from controllers.inference.pool import EngineBook
+from controllers.inference.pool import EnginePool
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import SealState
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
@@ -47,10 +47,10 @@ class Peer:
     """One peer, whose seal is set by hand."""
 
     def __init__(self) -> None:
-        self.changes, self.holdings, self.clock = Changes(), Holdings(), FakeClock()
+        self.changes, self.holdings, self.clock = ChangeSignal(), GroupBuffer(), FakeClock()
         self.material = SimpleNamespace(spec=SimpleNamespace(rollout=SimpleNamespace(staleness=0)))
         self.seal: Any = None
-        self._head = chain.base(2, "w", Writer("a", "n")).head
+        self._head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
 
     def look(self) -> Any:
         mirror = SimpleNamespace(head=SimpleNamespace(record=self._head), status=None)
@@ -59,7 +59,7 @@ class Peer:
 
 async def test_when_a_batch_is_sealed_whatever_is_in_flight_is_aborted_at_its_engine(tmp_path: Path) -> None:
     engine, peer = NeverDone(), Peer()
-    engines = EngineBook(peer.changes, timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
+    engines = EnginePool(peer.changes, timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type, return-value]
     await engines.aim({"e": SimpleNamespace(address="h:1")})  # type: ignore[dict-item]
     await engines.publish("e", HEAD, tmp_path)
     step = JobStep(peer, HEAD)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.flow import step as collectives
 from controllers.flow.step import Collectives
 from gcore.ledger.collectives import (
@@ -20,14 +20,14 @@ from gcore.ledger.collectives import (
     MAX_NAMES,
     Agreed,
     Part,
+    add_contribution,
     agree,
-    answer,
-    awaited,
-    check_given,
+    awaited_members,
+    check_contribution,
+    compute_answer,
+    exact_sum,
+    finished_answers,
     give,
-    over,
-    summed,
-    with_given,
 )
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Member
@@ -51,53 +51,53 @@ def part(name: str, at: Version = FIRST, **values: object) -> Part:
 
 def test_everybody_who_has_not_given_is_awaited() -> None:
     parts = {"a": part("a", x=1), "b": part("b", y=1)}
-    assert awaited(FIRST, "x", ["a", "b", "c"], parts) == {"b", "c"}
+    assert awaited_members(FIRST, "x", ["a", "b", "c"], parts) == {"b", "c"}
 
 
 def test_a_peer_that_is_past_the_step_is_not_awaited_and_one_before_it_is() -> None:
     parts = {"a": part("a", x=1), "b": part("b", SECOND), "c": part("c", Version(0, 2))}
-    assert awaited(FIRST, "x", parts, parts) == {"c"}
+    assert awaited_members(FIRST, "x", parts, parts) == {"c"}
 
 
 def test_a_later_lineage_is_past_every_step_of_an_earlier() -> None:
-    assert awaited(Version(0, 9), "x", ["b"], {"b": part("b", Version(1, 2))}) == frozenset()
+    assert awaited_members(Version(0, 9), "x", ["b"], {"b": part("b", Version(1, 2))}) == frozenset()
 
 
 def test_an_answer_holds_what_was_given_in_that_step_only() -> None:
     parts = {"b": part("b", x=2), "a": part("a", x=1), "c": part("c", SECOND, x=3), "d": part("d", y=4)}
-    assert answer(FIRST, "x", parts).values == {"a": 1, "b": 2}
+    assert compute_answer(FIRST, "x", parts).values == {"a": 1, "b": 2}
 
 
 def test_what_was_given_is_never_changed() -> None:
-    once = with_given(None, "a", FIRST, "x", 1)
-    assert with_given(once, "a", FIRST, "x", 2).given == {"x": 1}
-    assert with_given(once, "a", FIRST, "y", 2).given == {"x": 1, "y": 2}
-    assert with_given(once, "a", SECOND, "y", 2).given == {"y": 2}
+    once = add_contribution(None, "a", FIRST, "x", 1)
+    assert add_contribution(once, "a", FIRST, "x", 2).given == {"x": 1}
+    assert add_contribution(once, "a", FIRST, "y", 2).given == {"x": 1, "y": 2}
+    assert add_contribution(once, "a", SECOND, "y", 2).given == {"y": 2}
 
 
 def test_a_step_has_room_for_a_bounded_number_of_names() -> None:
     full = part("a", **{f"n{i}": 0 for i in range(MAX_NAMES)})
     with pytest.raises(ValueError, match="more than 64 names"):
-        with_given(full, "a", FIRST, "one-more", 0)
+        add_contribution(full, "a", FIRST, "one-more", 0)
 
 
 def test_answers_are_forgotten_when_every_member_is_past_their_step() -> None:
     agreed = [(FIRST, "x"), (SECOND, "x")]
-    assert over(["a", "b"], {"a": part("a", SECOND), "b": part("b", SECOND)}, agreed) == ((FIRST, "x"),)
-    assert over(["a", "b"], {"a": part("a", SECOND)}, agreed) == (), "of b nothing is known"
-    assert over([], {}, agreed) == ()
+    assert finished_answers(["a", "b"], {"a": part("a", SECOND), "b": part("b", SECOND)}, agreed) == ((FIRST, "x"),)
+    assert finished_answers(["a", "b"], {"a": part("a", SECOND)}, agreed) == (), "of b nothing is known"
+    assert finished_answers([], {}, agreed) == ()
 
 
 @pytest.mark.parametrize("name", ["", "X", "a b", "a/b", "é", "a" * 65], ids=repr)
 def test_a_name_that_is_no_key_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is no name"):
-        check_given(name, 1)
+        check_contribution(name, 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}, "x" * 5000, [1] * 3000], ids=type)
 def test_a_value_that_is_no_small_json_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="'x'"):
-        check_given("x", value)
+        check_contribution("x", value)
 
 
 def test_what_is_nested_so_deep_that_nobody_could_read_it_again_is_refused() -> None:
@@ -106,25 +106,25 @@ def test_what_is_nested_so_deep_that_nobody_could_read_it_again_is_refused() -> 
     for depth in range(1, 3000):
         value = [value] if depth % 2 else {"a": value}
         if depth <= MAX_DEPTH:
-            check_given("x", value)
-            part = Part.decode(with_given(None, "a", FIRST, "x", value).encode())
-            assert Agreed.decode(answer(FIRST, "x", {"a": part}).encode()).values == {"a": value}
+            check_contribution("x", value)
+            part = Part.decode(add_contribution(None, "a", FIRST, "x", value).encode())
+            assert Agreed.decode(compute_answer(FIRST, "x", {"a": part}).encode()).values == {"a": value}
         elif depth < 30 or depth % 500 == 0:
             with pytest.raises(ValueError, match="what is given under 'x'"):
-                check_given("x", value)
+                check_contribution("x", value)
 
 
 @pytest.mark.parametrize("value", [True, "1", None, [1]], ids=repr)
 def test_what_is_no_number_has_no_sum(value: object) -> None:
     with pytest.raises(ValueError, match="no number"):
-        summed([1, value])
+        exact_sum([1, value])
 
 
 @given(st.lists(st.floats(-1e9, 1e9)), st.randoms())
 def test_a_sum_does_not_depend_on_the_order(values: list[float], chance: random.Random) -> None:
     shuffled = list(values)
     chance.shuffle(shuffled)
-    assert summed(shuffled) == summed(values)
+    assert exact_sum(shuffled) == exact_sum(values)
 
 
 # --- random schedules over the store in memory: views are as old as they like, peers die and join
@@ -184,13 +184,15 @@ class World:
             # By chance only that it is there, as one says whose flow is elsewhere in the step.
             new = Part(incarnation=name, at=at)
             if self.chance.random() < 0.7:
-                new = with_given(mine and mine.record, name, at, "x", f"{name} {self.lives}")
+                new = add_contribution(mine and mine.record, name, at, "x", f"{name} {self.lives}")
             self.make(give(KEYS, mine, new, flow.lease))
         elif "x" not in mine.record.given:
-            self.make(give(KEYS, mine, with_given(mine.record, name, at, "x", name), flow.lease))
-        elif not awaited(at, "x", view.members, parts):
-            gone = over(view.members, parts, [(s.record.version, s.record.name) for s in view.agreed.values()])
-            self.make(agree(KEYS, answer(at, "x", parts), gone))
+            self.make(give(KEYS, mine, add_contribution(mine.record, name, at, "x", name), flow.lease))
+        elif not awaited_members(at, "x", view.members, parts):
+            gone = finished_answers(
+                view.members, parts, [(s.record.version, s.record.name) for s in view.agreed.values()]
+            )
+            self.make(agree(KEYS, compute_answer(at, "x", parts), gone))
 
     def make(self, txn: Transaction) -> None:
         self.cluster.transact(txn.compares, txn.writes)
@@ -234,7 +236,7 @@ class Node:
         self.store = MemoryStore(cluster, name=name, network=PerfectNetwork(clock))
         self.name, self.cluster = name, cluster
         self.mirror = JobMirror(KEYS)
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.lease = cluster.grant(1000)
         self.collectives = Collectives(self.store, lambda: self.mirror, name, self.lease, self.changes, clock)
         self._tasks: list[asyncio.Task[None]] = []

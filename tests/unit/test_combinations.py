@@ -10,7 +10,7 @@ import pytest
 
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
-from gcore.flows.filters import misfit
+from gcore.flows.filters import untrainable_reason
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 
@@ -182,26 +182,26 @@ def group(*rewards: float, baseline: float | None = None) -> Group:
 
 
 def test_a_flows_group_of_one_fails_its_prompt_where_a_group_is_compared() -> None:
-    assert "at least 2 are needed" in (misfit(group(1.0), spec().train) or "")
-    assert misfit(group(1.0), spec(advantage="reinforce_pp").train) is None
-    assert misfit(group(1.0), spec(loss="sft").train) is None
-    assert misfit(group(1.0, 0.0), spec().train) is None
-    assert "without samples" in (misfit(group(), spec(loss="sft").train) or "")
+    assert "at least 2 are needed" in (untrainable_reason(group(1.0), spec().train) or "")
+    assert untrainable_reason(group(1.0), spec(advantage="reinforce_pp").train) is None
+    assert untrainable_reason(group(1.0), spec(loss="sft").train) is None
+    assert untrainable_reason(group(1.0, 0.0), spec().train) is None
+    assert "without samples" in (untrainable_reason(group(), spec(loss="sft").train) or "")
 
 
 def test_a_flows_group_without_a_baseline_fails_its_prompt_where_one_is_needed() -> None:
-    assert "without a baseline" in (misfit(group(1.0), spec(advantage="remax").train) or "")
-    assert misfit(group(1.0, baseline=0.0), spec(advantage="remax").train) is None
+    assert "without a baseline" in (untrainable_reason(group(1.0), spec(advantage="remax").train) or "")
+    assert untrainable_reason(group(1.0, baseline=0.0), spec(advantage="remax").train) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 def test_a_flows_numbers_that_no_rank_takes_fail_the_prompt(value: float) -> None:
-    assert "reward of" in (misfit(group(1.0, value), spec().train) or "")
-    assert "baseline of" in (misfit(group(1.0, 0.0, baseline=value), spec().train) or "")
+    assert "reward of" in (untrainable_reason(group(1.0, value), spec().train) or "")
+    assert "baseline of" in (untrainable_reason(group(1.0, 0.0, baseline=value), spec().train) or "")
 
 
 @pytest.mark.parametrize("lacking", [{"token_ids": (), "logprobs": ()}, {"logprobs": ()}, {"spans": ()}], ids=str)
 def test_a_flows_response_that_lacks_what_a_token_needs_fails_its_prompt(lacking: dict[str, Any]) -> None:
     whole = group(1.0, 0.0)
     torn = replace(whole, samples=(whole.samples[0], replace(whole.samples[1], **lacking)))
-    assert "the flow gave a response (sample 1) of" in (misfit(torn, spec().train) or "")
+    assert "the flow gave a response (sample 1) of" in (untrainable_reason(torn, spec().train) or "")

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gcore.config import JobSpec, apply_overrides, as_said, load_spec, parse_spec
+from gcore.config import JobSpec, apply_overrides, dump_explicit, load_spec, parse_spec
 from gcore.errors import SpecError
 
 MINIMAL: dict[str, Any] = {
@@ -447,7 +447,7 @@ SPECS = [file for file in EXAMPLES if file.parent.name not in ("clusters", "cust
 def test_what_is_sent_is_what_was_said_and_means_the_same(file: Path, overrides: tuple[str, ...]) -> None:
     """A controller of an older gcore knows no sections that nobody said anything of, and must not be told them."""
     spec = load_spec(file, overrides)
-    said = json.loads(as_said(spec))
+    said = json.loads(dump_explicit(spec))
     assert parse_spec(said) == spec
     written = yaml.safe_load(file.read_text())
     assert not {"namespace", "scheduling"} & (said.keys() - written.keys())

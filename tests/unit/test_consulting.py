@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from controllers.planning.planner import MOST_IDLE, MOST_NAME, Consulting, PolicyFailed, checked
+from controllers.planning.planner import MOST_IDLE, MOST_NAME, PolicyFailed, PolicyRunner, check_decision
 from placement.policies.base import Decision, Situation, SwitchCosts
-from placement.slots import Bounds, Split
+from placement.slots import Split, SplitBounds
 
-SITUATION = Situation(Bounds(4, train_sizes=(1,)), None, (), SwitchCosts(1.0, 2.0), None)
+SITUATION = Situation(SplitBounds(4, train_sizes=(1,)), None, (), SwitchCosts(1.0, 2.0), None)
 GOOD = Decision(Split("coexisting", 2, 1, 1), "why")
 
 
@@ -37,7 +37,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 
 async def test_what_a_policy_decides_is_what_comes() -> None:
-    assert await Consulting().asked(Of(lambda: GOOD), SITUATION) == GOOD
+    assert await PolicyRunner().asked(Of(lambda: GOOD), SITUATION) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ async def test_what_a_policy_decides_is_what_comes() -> None:
     ids=lambda error: type(error).__name__,
 )
 async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> None:
-    consulting = Consulting()
+    consulting = PolicyRunner()
     with pytest.raises(PolicyFailed, match=type(error).__name__):
         await consulting.asked(Of(raising(error)), SITUATION)
     assert await consulting.asked(Of(lambda: GOOD), SITUATION) == GOOD
@@ -58,7 +58,7 @@ async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> N
     ids=lambda e: type(e).__name__,
 )
 async def test_whatever_is_raised_where_a_policy_is_made_is_a_sentence(error: BaseException) -> None:
-    consulting = Consulting()
+    consulting = PolicyRunner()
     with pytest.raises(PolicyFailed, match=type(error).__name__) as caught:
         await consulting.made(raising(error))
     assert len(caught.value.what.splitlines()) == 1
@@ -78,18 +78,18 @@ class Silent(Exception):
 
 async def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name() -> None:
     with pytest.raises(PolicyFailed, match=r"^Silent$"):
-        await Consulting().asked(Of(raising(Silent())), SITUATION)
+        await PolicyRunner().asked(Of(raising(Silent())), SITUATION)
 
 
 async def test_a_policy_whose_making_hangs_holds_up_nobody() -> None:
-    may_end, consulting = threading.Event(), Consulting(limit_s=0.05)
+    may_end, consulting = threading.Event(), PolicyRunner(limit_s=0.05)
     with pytest.raises(PolicyFailed, match="has not answered for"):
         await consulting.made(lambda: may_end.wait(30.0))
     may_end.set()
 
 
 async def test_a_policy_that_hangs_is_left_and_not_asked_again_before_it_has_answered() -> None:
-    may_end, consulting = threading.Event(), Consulting(limit_s=0.05)
+    may_end, consulting = threading.Event(), PolicyRunner(limit_s=0.05)
     hangs = Of(lambda: may_end.wait(30.0) and GOOD)
     with pytest.raises(PolicyFailed, match="has not answered for"):
         await consulting.asked(hangs, SITUATION)
@@ -130,15 +130,15 @@ def made(**more: Any) -> Any:
 )
 def test_what_is_no_decision_is_refused_in_a_sentence(given: Any) -> None:
     with pytest.raises(PolicyFailed):
-        checked(given)
+        check_decision(given)
 
 
 def test_a_reason_that_cannot_be_written_down_is_mended() -> None:
-    checked(made(reason="half \ud800 of it")).reason.encode()
+    check_decision(made(reason="half \ud800 of it")).reason.encode()
 
 
 def test_what_a_policy_changes_after_it_has_answered_is_not_looked_at() -> None:
     idle = {"rollout": 0.5}
-    found = checked(made(idle=idle))
+    found = check_decision(made(idle=idle))
     idle["rollout"] = float("nan")
     assert found.idle == {"rollout": 0.5}

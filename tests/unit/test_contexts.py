@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from controllers.cli.main import app
 from controllers.cli.options import find_cluster
 from gcore.api.tokens import new_token
-from gcore.client.contexts import Context, Contexts, file_of, load, reach, save
+from gcore.client.contexts import Context, Contexts, choose_cluster, contexts_file, load_contexts, save_contexts
 from gcore.errors import GcoreError, UsageError
 
 LAB = Context(addresses=("127.0.0.1:7", "127.0.0.1:8"), token="gcore_lab")
@@ -26,12 +26,12 @@ OTHER = Context(addresses=("127.0.0.1:9",), token="gcore_other")
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     file = tmp_path / "config.yaml"
-    save(file, Contexts(current="lab", contexts={"lab": LAB, "other": OTHER}))
+    save_contexts(file, Contexts(current="lab", contexts={"lab": LAB, "other": OTHER}))
     return {"GCORE_CONFIG": str(file)}
 
 
 def shown(env: dict[str, str], *addresses: str, local: bool = False) -> tuple[tuple[str, ...], str]:
-    found = reach(env, addresses, local=local)
+    found = choose_cluster(env, addresses, local=local)
     (metadata,) = found.connector.metadata("127.0.0.1:1") or (("", ""),)
     return found.addresses, metadata[1].removeprefix("Bearer ")
 
@@ -54,8 +54,8 @@ def test_a_token_goes_to_its_own_cluster_and_to_no_address_that_is_only_typed(en
 
 def test_without_a_file_nothing_is_known_and_nothing_shown(tmp_path: Path) -> None:
     assert shown({"HOME": str(tmp_path)}) == ((), "")
-    assert file_of({"HOME": "/home/ada"}) == Path("/home/ada/.config/gcore/config.yaml")
-    assert file_of({"XDG_CONFIG_HOME": "/x", "HOME": "/home/ada"}) == Path("/x/gcore/config.yaml")
+    assert contexts_file({"HOME": "/home/ada"}) == Path("/home/ada/.config/gcore/config.yaml")
+    assert contexts_file({"XDG_CONFIG_HOME": "/x", "HOME": "/home/ada"}) == Path("/x/gcore/config.yaml")
 
 
 def test_files_are_relative_to_the_contexts_file_and_the_authority_is_trusted(tmp_path: Path) -> None:
@@ -63,14 +63,16 @@ def test_files_are_relative_to_the_contexts_file_and_the_authority_is_trusted(tm
     (tmp_path / "t").write_text(new_token().text)
     (tmp_path / "t").chmod(0o600)
     file = tmp_path / "config.yaml"
-    save(file, Contexts(current="a", contexts={"a": Context(addresses=("h:1",), ca="ca/ca.pem", token_file="t")}))
-    found = reach({"GCORE_CONFIG": str(file)})
+    save_contexts(
+        file, Contexts(current="a", contexts={"a": Context(addresses=("h:1",), ca="ca/ca.pem", token_file="t")})
+    )
+    found = choose_cluster({"GCORE_CONFIG": str(file)})
     assert found.connector.secure
     assert found.connector.metadata("h:1")
-    assert reach({"GCORE_CONFIG": "none", "GCORE_CA": str(ca / "ca.pem")}, ("h:1",)).connector.secure
+    assert choose_cluster({"GCORE_CONFIG": "none", "GCORE_CA": str(ca / "ca.pem")}, ("h:1",)).connector.secure
     (tmp_path / "t").chmod(0o644)
     with pytest.raises(UsageError, match="others may read the token"):
-        reach({"GCORE_CONFIG": str(file)})
+        choose_cluster({"GCORE_CONFIG": str(file)})
 
 
 def test_the_file_is_for_its_owner_alone_if_a_token_stands_in_it(env: dict[str, str]) -> None:
@@ -78,12 +80,12 @@ def test_the_file_is_for_its_owner_alone_if_a_token_stands_in_it(env: dict[str, 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.chmod(0o644)
     with pytest.raises(UsageError, match="others may read the token in it"):
-        load(file)
+        load_contexts(file)
 
 
 def test_a_name_that_is_near_is_suggested(env: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"there is no context 'labb', did you mean 'lab'\?"):
-        reach(env | {"GCORE_CONTEXT": "labb"})
+        choose_cluster(env | {"GCORE_CONTEXT": "labb"})
 
 
 @given(st.binary(max_size=200))
@@ -95,7 +97,7 @@ def test_any_bytes_are_contexts_or_one_sentence_that_tells_no_token(
     file.chmod(0o600)
     said = ""
     try:
-        load(file)
+        load_contexts(file)
     except GcoreError as error:
         said = str(error)
     assert len(said) < 2000
@@ -106,7 +108,7 @@ def test_a_mistake_in_the_file_does_not_show_its_tokens(tmp_path: Path) -> None:
     file.write_text("contexts: {lab: {addresses: [h:1], token: {a: gcore_secret}}}\n")
     file.chmod(0o600)
     with pytest.raises(UsageError) as caught:
-        load(file)
+        load_contexts(file)
     assert "gcore_secret" not in str(caught.value)
     assert "gcore_lab" not in repr(LAB)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.inference.continuation import FEWEST, HALVES, Responses, told_every
+from controllers.inference.continuation import FEWEST, HALVES, PartialResponses, progress_interval
 from gcore.rollout.client import SamplingParams
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
@@ -29,15 +29,15 @@ def sample(tokens: Sequence[int], ending: FinishReason = "abort", version: Versi
 
 
 def test_long_responses_are_told_of_a_few_times_and_short_ones_never() -> None:
-    assert told_every(params(FEWEST), None) == 0
-    assert told_every(params(FEWEST + 1), None) == FEWEST
-    assert told_every(params(4096), None) == 512
-    assert told_every(params(4096), 10) == 10
-    assert told_every(params(4096), 0) == 0
+    assert progress_interval(params(FEWEST), None) == 0
+    assert progress_interval(params(FEWEST + 1), None) == FEWEST
+    assert progress_interval(params(4096), None) == 512
+    assert progress_interval(params(4096), 10) == 10
+    assert progress_interval(params(4096), 0) == 0
 
 
 def test_the_next_engine_goes_on_behind_what_was_told() -> None:
-    responses = Responses([(1,), (2,)], params(10, least=3), (7, 8), letters)
+    responses = PartialResponses([(1,), (2,)], params(10, least=3), (7, 8), letters)
     first = responses.ask()
     assert first.prompts == ((1,), (2,))
     assert first.seeds == (7, 8)
@@ -59,7 +59,7 @@ def test_the_next_engine_goes_on_behind_what_was_told() -> None:
 
 
 def test_what_had_finished_is_not_asked_again() -> None:
-    responses = Responses([(1,), (2,)], params(10), (7, 8), letters)
+    responses = PartialResponses([(1,), (2,)], params(10), (7, 8), letters)
     responses.ask()
     responses.grow(0, sample([3], "stop"))
     assert responses.keep() == 1
@@ -68,7 +68,7 @@ def test_what_had_finished_is_not_asked_again() -> None:
 
 
 def test_a_response_that_had_come_to_its_greatest_length_is_over() -> None:
-    responses = Responses([(1,)], params(2), (7,), letters)
+    responses = PartialResponses([(1,)], params(2), (7,), letters)
     responses.ask()
     responses.grow(0, sample([3, 4]))
     assert responses.keep() == 2
@@ -77,7 +77,7 @@ def test_a_response_that_had_come_to_its_greatest_length_is_over() -> None:
 
 
 def test_nothing_is_kept_of_an_engine_that_told_nothing() -> None:
-    responses = Responses([(1,)], params(10), (7,), letters)
+    responses = PartialResponses([(1,)], params(10), (7,), letters)
     responses.ask()
     assert responses.keep() == 0
     assert responses.ask().prompts == ((1,),)
@@ -95,7 +95,7 @@ def test_nothing_is_kept_of_an_engine_that_told_nothing() -> None:
 )
 def test_what_is_kept_does_not_end_in_the_beginning_of_a_stop_string(told: str, kept: str) -> None:
     """What follows is drawn anew, and the next engine looks at what it makes itself only."""
-    responses = Responses([(1,)], params(10, stop=("xy", "z")), (7,), letters)
+    responses = PartialResponses([(1,)], params(10, stop=("xy", "z")), (7,), letters)
     responses.ask()
     responses.grow(0, sample([ord(letter) - ord("a") for letter in told]))
     assert responses.keep() == len(kept)
@@ -103,7 +103,7 @@ def test_what_is_kept_does_not_end_in_the_beginning_of_a_stop_string(told: str, 
 
 
 def test_nothing_is_kept_where_a_stop_string_could_have_begun_all_over() -> None:
-    responses = Responses([(1,)], params(10, stop=("xy",)), (7,), letters)
+    responses = PartialResponses([(1,)], params(10, stop=("xy",)), (7,), letters)
     responses.ask()
     responses.grow(0, sample([23] * 5))
     assert responses.keep() == 0
@@ -117,7 +117,7 @@ def test_nothing_is_kept_where_a_stop_string_could_have_begun_all_over() -> None
 def test_no_stop_string_stands_across_the_join_of_two_engines(
     told: list[int], follows: list[int], stop: list[str]
 ) -> None:
-    responses = Responses([(1,)], params(100, stop=tuple(stop)), (7,), letters)
+    responses = PartialResponses([(1,)], params(100, stop=tuple(stop)), (7,), letters)
     responses.ask()
     responses.grow(0, sample(told))
     responses.keep()
@@ -134,7 +134,7 @@ def test_no_character_is_cut_in_two() -> None:
         return bytes(tokens).decode(errors="replace")
 
     cut = "aé".encode()[:2]
-    responses = Responses([(1,)], params(10), (7,), halves)
+    responses = PartialResponses([(1,)], params(10), (7,), halves)
     responses.ask()
     responses.grow(0, Sample(tuple(cut), (0.0, 0.0), "a", "abort", (VersionSpan(OLD, 0, 2),)))
     assert responses.keep() == 1
@@ -155,7 +155,7 @@ def test_characters_that_never_become_whole_are_characters_and_are_not_decoded_o
         return b"".join(chr(one).encode() if one > 0xFF else bytes([one]) for one in tokens).decode(errors="replace")
 
     count = 4000
-    responses = Responses([(65,)], params(2 * count, stop=stop), (7,), noted)
+    responses = PartialResponses([(65,)], params(2 * count, stop=stop), (7,), noted)
     responses.ask()
     responses.grow(0, Sample((token,) * count, (0.0,) * count, "", "abort", (VersionSpan(OLD, 0, count),)))
     assert responses.keep() == count - HALVES
@@ -171,7 +171,7 @@ def test_a_stop_string_that_could_have_begun_anywhere_is_not_sought_for_ever() -
         return letters(tokens)
 
     count = 4000
-    responses = Responses([(1,)], params(2 * count, stop=("xy",)), (7,), noted)
+    responses = PartialResponses([(1,)], params(2 * count, stop=("xy",)), (7,), noted)
     responses.ask()
     responses.grow(0, sample([2, *[23] * count]))
     assert responses.keep() == 0
@@ -189,7 +189,7 @@ def test_the_text_of_what_is_kept_is_as_it_stands_behind_the_tokens_before_it() 
         spans = (VersionSpan(OLD, 0, len(tokens)),)
         return Sample(tuple(tokens), (0.0,) * len(tokens), text, ending, spans)
 
-    responses = Responses([(1,)], params(10), (7,), decode)
+    responses = PartialResponses([(1,)], params(10), (7,), decode)
     for token, text in ((2, " hello"), (3, " world")):
         responses.ask()
         responses.grow(0, part([token], text))
@@ -211,7 +211,7 @@ def test_the_space_at_the_join_is_there_once_whether_or_not_the_engine_told_it(h
     def part(tokens: Sequence[int], text: str, ending: FinishReason = "abort") -> Sample:
         return Sample(tuple(tokens), (0.0,) * len(tokens), text, ending, (VersionSpan(OLD, 0, len(tokens)),))
 
-    responses = Responses([(1,)], params(10, stop=("!",)), (7,), decode)
+    responses = PartialResponses([(1,)], params(10, stop=("!",)), (7,), decode)
     responses.ask()
     responses.grow(0, part([2, 3], "hello big"))
     assert responses.keep() == 2
@@ -228,7 +228,7 @@ def test_the_space_at_the_join_is_there_once_whether_or_not_the_engine_told_it(h
 
 
 def test_a_response_that_ended_at_once_on_its_next_engine_says_no_more_than_before() -> None:
-    responses = Responses([(1,)], params(10), (7,), lambda tokens: " ".join(map(str, tokens)))
+    responses = PartialResponses([(1,)], params(10), (7,), lambda tokens: " ".join(map(str, tokens)))
     responses.ask()
     responses.grow(0, sample([3]))
     responses.keep()
@@ -246,7 +246,7 @@ def test_a_response_that_ended_at_once_on_its_next_engine_says_no_more_than_befo
 def test_however_often_its_engine_is_lost_a_response_is_what_was_told_of_it(
     whole: list[int], cuts: list[tuple[int, Version]]
 ) -> None:
-    responses = Responses([(1,)], params(100), (7,), letters)
+    responses = PartialResponses([(1,)], params(100), (7,), letters)
     made = 0
     versions: list[Version] = []
     for told, version in cuts:

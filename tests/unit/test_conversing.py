@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from controllers.flow.episodes import Conversation, Conversing, new_tools
-from controllers.flow.evaluation import marked
-from controllers.inference.rules import Load, Seat, route
+from controllers.flow.episodes import EnvironmentEpisodes, EpisodeRequest, new_tool_pool
+from controllers.flow.evaluation import score_answers
+from controllers.inference.rules import Affinity, RouteCandidate, choose_engine
 from gcore.config import parse_spec
 from gcore.errors import EngineError
 from gcore.reward.api import RewardError, RewardResult
@@ -55,7 +55,7 @@ class Engines:
         follow: Any = None,
         decode: Any = None,
         *,
-        seat: Seat,
+        seat: Affinity,
     ) -> tuple[Sample, ...]:
         before = Letters().decode(prompts[0])
         last, seat.instance = seat.instance, seat.instance or f"e{len(self.asked) % 2}"
@@ -101,7 +101,9 @@ class Moody:
         pass
 
 
-def conversing(engines: Engines, told: list[str] | None = None, maker: Any = None, **section: Any) -> Conversing:
+def conversing(
+    engines: Engines, told: list[str] | None = None, maker: Any = None, **section: Any
+) -> EnvironmentEpisodes:
     section = {"name": "tools", "tools": {"names": ["calculator"]}, "options": {"form": "tags"}} | section
     spec = parse_spec(
         {
@@ -114,15 +116,15 @@ def conversing(engines: Engines, told: list[str] | None = None, maker: Any = Non
         }
     )
     events = told if told is not None else []
-    found = Conversing(spec, engines, Calculator(), FakeClock(), lambda what, trace: events.append(what))  # type: ignore[arg-type]
+    found = EnvironmentEpisodes(spec, engines, Calculator(), FakeClock(), lambda what, trace: events.append(what))  # type: ignore[arg-type]
     if maker is not None:
         found._maker = maker
     return found
 
 
-def conversation(params: SamplingParams = PARAMS) -> Conversation:
+def conversation(params: SamplingParams = PARAMS) -> EpisodeRequest:
     prompt = Prompt(PromptRef(0, 0, 0), "6*7=", tuple(map(ord, "6*7=")), {}, "data")
-    return Conversation(HEAD, prompt, Letters(), params)  # type: ignore[arg-type]
+    return EpisodeRequest(HEAD, prompt, Letters(), params)  # type: ignore[arg-type]
 
 
 async def test_each_response_goes_on_where_it_was_with_all_that_is_before_it() -> None:
@@ -192,7 +194,7 @@ async def test_in_an_evaluation_what_fails_is_not_scored_and_the_others_are() ->
         async def each_scored(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[RewardResult, ...]:
             return tuple(RewardResult(1.0) for _ in samples)
 
-    marks = await marked(Scoring(), 0.5, conversation().prompt, found, HEAD)  # type: ignore[arg-type]
+    marks = await score_answers(Scoring(), 0.5, conversation().prompt, found, HEAD)  # type: ignore[arg-type]
     assert [(one.shown.correct, bool(one.shown.unscored)) for one in marks] == [
         (True, False),
         (False, True),
@@ -201,14 +203,14 @@ async def test_in_an_evaluation_what_fails_is_not_scored_and_the_others_are() ->
     assert "no mood" in marks[1].shown.unscored
     assert isinstance(found[0], Sample)
     told = replace(found[0], text="6*7=<<6*7>>42", observed_text=((11, 13),))
-    (mark,) = await marked(Scoring(), 0.5, conversation().prompt, [told], HEAD)  # type: ignore[arg-type]
+    (mark,) = await score_answers(Scoring(), 0.5, conversation().prompt, [told], HEAD)  # type: ignore[arg-type]
     assert mark.shown.response == "6*7=<<6*7>>⟦42⟧", "as `gcore samples` shows it"
 
 
 async def test_a_job_without_an_environment_has_no_tools() -> None:
     tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
     spec = parse_spec(tree | {"rollout": {"max_new_tokens": 4}})
-    assert new_tools(spec, FakeClock(), lambda what, trace: None, "") is None
+    assert new_tool_pool(spec, FakeClock(), lambda what, trace: None, "") is None
 
 
 @pytest.mark.parametrize(
@@ -218,5 +220,5 @@ async def test_a_job_without_an_environment_has_no_tools() -> None:
 def test_a_turn_goes_to_the_engine_of_the_last_one_while_that_serves(
     last: str | None, serving: bool, chosen: str
 ) -> None:
-    loads = [Load("busy", 9.0, serving), Load("idle", 0.0, True)]
-    assert route(loads, 1.0, None, last) == chosen
+    loads = [RouteCandidate("busy", 9.0, serving), RouteCandidate("idle", 0.0, True)]
+    assert choose_engine(loads, 1.0, None, last) == chosen

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from gcore.ledger.records.chain import WorldState
-from gcore.models.replicas import Extent, lying
+from gcore.models.replicas import Extent, list_copies
 from gcore.testing.models import rank_launch
-from gcore.train.checkpoint.replicas import Copier
-from gcore.train.checkpoint.writer import Progress
+from gcore.train.checkpoint.replicas import StateReplicator
+from gcore.train.checkpoint.writer import UpdateCounts
 
 NUMBERS = 100
 STATE_BYTES = 3 * 4 * NUMBERS
@@ -43,7 +43,9 @@ class Policy:
             yield torch.ones(extent.numel)
 
 
-def copier(memory: Path, lineage: int = 0, start: WorldState | None = None, copies_gb: float | None = None) -> Copier:
+def copier(
+    memory: Path, lineage: int = 0, start: WorldState | None = None, copies_gb: float | None = None
+) -> StateReplicator:
     spec = {
         "name": "j",
         "model": {"path": "m"},
@@ -58,16 +60,16 @@ def copier(memory: Path, lineage: int = 0, start: WorldState | None = None, copi
     )
     models: Any = SimpleNamespace(policy=Policy(), critic=None)
     world: Any = Alone()
-    return Copier(launch, world, models)
+    return StateReplicator(launch, world, models)
 
 
-def keep(one: Copier, step: int) -> int:
+def keep(one: StateReplicator, step: int) -> int:
     one.begin(step)
-    return one.keep(step, 1, Progress(0, 0), lambda: None)
+    return one.keep(step, 1, UpdateCounts(0, 0), lambda: None)
 
 
 def states(memory: Path) -> set[tuple[str, int]]:
-    return {(one.of.world, one.of.step) for one in lying(memory, "j")}
+    return {(one.of.world, one.of.step) for one in list_copies(memory, "j")}
 
 
 @pytest.fixture
@@ -131,15 +133,15 @@ def test_a_copy_that_somebody_took_away_is_not_sent_and_costs_no_step(
     def send(tensor: torch.Tensor, keeper: int, group: Any) -> None:
         sent.append(int(tensor[0]))
 
-    write = Copier._write
+    write = StateReplicator._write
 
-    def taken_away(self: Copier, *arguments: Any) -> Any:
+    def taken_away(self: StateReplicator, *arguments: Any) -> Any:
         header = write(self, *arguments)
         for path in memory.iterdir():
             path.unlink()
         return header
 
-    monkeypatch.setattr(Copier, "_write", taken_away)
+    monkeypatch.setattr(StateReplicator, "_write", taken_away)
     monkeypatch.setattr(dist, "isend", send)
     world._keepers = (1,)
     keep(world, 1)

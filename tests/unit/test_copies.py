@@ -14,13 +14,13 @@ from gcore.models.replicas import (
     CopyHeader,
     Extent,
     data_file,
-    drop,
+    drop_copies,
     header_file,
     home_folder,
-    keepers,
-    lying,
+    list_copies,
     memory_folder,
     open_folder,
+    second_keepers,
     shard_bytes,
     sweep_memory,
 )
@@ -42,7 +42,7 @@ def leave(folder: Path, of: WorldState, shard: int, *, size: int = 4, job_uid: s
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_a_second_copy_is_on_another_node_if_there_is_one(nodes: list[str]) -> None:
-    for rank, keeper in enumerate(keepers(nodes)):
+    for rank, keeper in enumerate(second_keepers(nodes)):
         if keeper is None:
             assert set(nodes) == {nodes[rank]}
         else:
@@ -53,13 +53,13 @@ def test_a_second_copy_is_on_another_node_if_there_is_one(nodes: list[str]) -> N
 def test_whichever_node_is_lost_every_shard_is_left_on_another(nodes: list[str], lost: str) -> None:
     left = {node for node in nodes if node != lost}
     if left:
-        for rank, keeper in enumerate(keepers(nodes)):
+        for rank, keeper in enumerate(second_keepers(nodes)):
             assert nodes[rank] != lost or (keeper is not None and nodes[keeper] in left)
 
 
 @pytest.mark.parametrize("nodes", [("a", "b", "c", "d"), ("a", "b", "a", "b")], ids=["one a node", "two a node"])
 def test_ranks_that_are_spread_evenly_each_keep_one_neighbours_copy(nodes: tuple[str, ...]) -> None:
-    assert sorted(keeper for keeper in keepers(nodes) if keeper is not None) == list(range(len(nodes)))
+    assert sorted(keeper for keeper in second_keepers(nodes) if keeper is not None) == list(range(len(nodes)))
 
 
 def test_a_header_says_where_everything_stands_in_the_data() -> None:
@@ -92,8 +92,8 @@ def test_what_is_not_whole_is_no_copy(tmp_path: Path) -> None:
     data_file(tmp_path, state(4), 0).write_bytes(b"\0\0\0\0")  # its rank died before the header
     leave(tmp_path, state(5), 0, job_uid="another job")
     header_file(tmp_path, state(), 0).with_name("renamed.json").write_bytes(whole.encode())
-    assert lying(tmp_path, "j") == (whole,)
-    assert lying(tmp_path / "none", "j") == ()
+    assert list_copies(tmp_path, "j") == (whole,)
+    assert list_copies(tmp_path / "none", "j") == ()
 
 
 def test_what_is_dropped_goes_with_what_never_got_a_header_and_nothing_else_goes(tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_what_is_dropped_goes_with_what_never_got_a_header_and_nothing_else_goes
         leave(tmp_path, state(step), 0)
     leave(tmp_path, state(1, world="other", lineage=1), 0)
     data_file(tmp_path, state(1), 7).write_bytes(b"half")
-    drop(tmp_path, "j", lambda of: of.world == "w" and of.step < 3)
-    assert {(one.of.world, one.of.step) for one in lying(tmp_path, "j")} == {("w", 3), ("other", 1)}
+    drop_copies(tmp_path, "j", lambda of: of.world == "w" and of.step < 3)
+    assert {(one.of.world, one.of.step) for one in list_copies(tmp_path, "j")} == {("w", 3), ("other", 1)}
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_world_whose_name_has_dashes_is_told_from_its_numbers(tmp_path: Path) -> None:
     data_file(tmp_path, state(2, world="a-b-1"), 0).write_bytes(b"half")
-    drop(tmp_path, "j", lambda of: of == state(2, world="a-b-1", shards=1))
+    drop_copies(tmp_path, "j", lambda of: of == state(2, world="a-b-1", shards=1))
     assert not list(tmp_path.iterdir())
 
 

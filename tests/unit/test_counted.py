@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from job_views import running_job, stored
 
-from controllers.changes import Changes
-from controllers.inference.requests import counted
+from controllers.changes import ChangeSignal
+from controllers.inference.requests import count_request
 from controllers.job import reconciler as deeds
-from controllers.job.reconciler import Deeds
-from controllers.rules.actions import Action, Applied, Intent, Publish, Register, Retain, Sleep, Wake, Warn
+from controllers.job.reconciler import ActionsInFlight
+from controllers.rules.actions import Action, ActionResult, Intent, Publish, Register, Retain, Sleep, Wake, Warn
 from controllers.rules.retention import CHECKPOINT_TROUBLE
 from gcore.errors import EngineError, EngineUnreachable, StoreUnavailable
 from gcore.ledger.records.chain import Checkpoint, Checkpoints
 from gcore.ledger.transactions import TxnOutcome
-from gcore.observability.metrics import MeasuredStore, Metrics
+from gcore.observability.metrics import InstrumentedStore, Metrics
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore, PerfectNetwork
 from gcore.types import Sample, Version, VersionSpan
 
@@ -48,15 +48,15 @@ async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_
     view = replace(view, mirror=replace(view.mirror, checkpoints=known))
     metrics, outcomes = Metrics(), [TxnOutcome.STALE, TxnOutcome.UNKNOWN, TxnOutcome.WON]
 
-    async def applied(*_: Any) -> Applied:
-        return Applied(outcomes.pop(0), "done", 9)
+    async def applied(*_: Any) -> ActionResult:
+        return ActionResult(outcomes.pop(0), "done", 9)
 
-    monkeypatch.setattr(deeds, "apply", applied)
-    changes = Changes()
+    monkeypatch.setattr(deeds, "apply_action", applied)
+    changes = ChangeSignal()
     job: Any = SimpleNamespace(
         uid="u", changes=changes, mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
     )
-    doer = Deeds(job, metrics, FakeClock())
+    doer = ActionsInFlight(job, metrics, FakeClock())
     while outcomes:
         before = len(outcomes)
         await doer.carry_out(Intent(action, "topic"), view)
@@ -69,15 +69,15 @@ async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_
 async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the driver would look five times a second, for seconds after everything it does."""
 
-    async def applied(*_: Any) -> Applied:
-        return Applied(TxnOutcome.WON, "done", 9)
+    async def applied(*_: Any) -> ActionResult:
+        return ActionResult(TxnOutcome.WON, "done", 9)
 
-    monkeypatch.setattr(deeds, "apply", applied)
-    view, changes = running_job(), Changes()
+    monkeypatch.setattr(deeds, "apply_action", applied)
+    view, changes = running_job(), ChangeSignal()
     job: Any = SimpleNamespace(
         uid="u", changes=changes, mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
     )
-    doer = Deeds(job, Metrics(), FakeClock())
+    doer = ActionsInFlight(job, Metrics(), FakeClock())
     await doer.carry_out(Intent(Register(NEXT), "topic"), view)
     doer.forget_what_is_over(0.0)
     assert (doer.held_off, doer.under_way()) == (True, {"topic"})
@@ -92,15 +92,15 @@ async def test_what_writes_nothing_is_not_waited_to_be_heard_of(
 ) -> None:
     """Or an engine that has woken would be brought no weights until somebody happened to write something."""
 
-    async def applied(*_: Any) -> Applied:
-        return Applied(TxnOutcome.WON, "done")
+    async def applied(*_: Any) -> ActionResult:
+        return ActionResult(TxnOutcome.WON, "done")
 
-    monkeypatch.setattr(deeds, "apply", applied)
+    monkeypatch.setattr(deeds, "apply_action", applied)
     view = running_job()
     job: Any = SimpleNamespace(
-        uid="u", changes=Changes(), mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+        uid="u", changes=ChangeSignal(), mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
     )
-    doer = Deeds(job, Metrics(), FakeClock())
+    doer = ActionsInFlight(job, Metrics(), FakeClock())
     await doer.carry_out(Intent(action, "topic"), view)
     assert doer.under_way() == {"topic"}
     for _ in range(5):
@@ -132,7 +132,7 @@ async def test_requests_to_engines_are_counted_by_what_came_of_them(brings: Any,
             raise brings
         return tuple(brings)
 
-    asked = counted(request(), metrics, FakeClock(), pool, lambda samples: samples)
+    asked = count_request(request(), metrics, FakeClock(), pool, lambda samples: samples)
     (outcome,) = await asyncio.gather(asked, return_exceptions=True)
     assert type(outcome) is type(brings)
     results = ("ok", "aborted", "unreachable", "refused")
@@ -146,7 +146,7 @@ async def test_requests_to_engines_are_counted_by_what_came_of_them(brings: Any,
 
 async def test_calls_to_the_store_are_counted_with_those_that_had_no_answer() -> None:
     clock, metrics = FakeClock(), Metrics()
-    store = MeasuredStore(MemoryStore(MemoryCluster(clock), network=PerfectNetwork(clock)), metrics, clock)
+    store = InstrumentedStore(MemoryStore(MemoryCluster(clock), network=PerfectNetwork(clock)), metrics, clock)
     assert await clock.run(store.get("k")) is None
     assert (await clock.run(store.list(""))).kvs == ()
 
@@ -156,7 +156,7 @@ async def test_calls_to_the_store_are_counted_with_those_that_had_no_answer() ->
 
     gone: Any = Away()
     with pytest.raises(StoreUnavailable):
-        await MeasuredStore(gone, metrics, clock).get("k")
+        await InstrumentedStore(gone, metrics, clock).get("k")
     assert value(metrics, "gcore_store_call_seconds_count", operation="get") == 2
     assert value(metrics, "gcore_store_call_seconds_count", operation="list") == 1
     assert value(metrics, "gcore_store_unavailable_total", operation="get") == 1

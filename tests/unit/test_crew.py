@@ -10,13 +10,13 @@ import pytest
 from gcore.config.rollout import ToolsSpec
 from gcore.plugins import PluginFault
 from gcore.rollout.environments.pool import ToolPool
-from gcore.system.concurrency import Hold, in_time
+from gcore.system.concurrency import Pausable, wait_within
 from gcore.system.process import CannotStart
 from gcore.testing import FakeClock
-from gcore.worker.sandbox.pool import START_TRIES, WAIT_S, Crew, Program
-from gcore.worker.sandbox.process import ProcessEnded, RewardProcess
+from gcore.worker.sandbox.pool import START_TRIES, WAIT_S, SandboxProgram, WorkerPool
+from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess
 
-PROGRAM = Program("odd", b"", "the tools", "environment.tools", 60.0)
+PROGRAM = SandboxProgram("odd", b"", "the tools", "environment.tools", 60.0)
 READY, LATE, DEAD = {"ready": True}, TimeoutError(), ProcessEnded("it died")
 
 
@@ -53,7 +53,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
         self.started: list[Started] = []
         self._said = list(said)
-        monkeypatch.setattr(RewardProcess, "of", self._of)
+        monkeypatch.setattr(SandboxProcess, "of", self._of)
 
     async def _of(self, module: str, setup: bytes, group: str = "") -> Started:
         said = self._said.pop(0) if self._said else READY
@@ -63,7 +63,7 @@ class Machine:
         return self.started[-1]
 
 
-async def used(crew: Crew, *, fit: bool = True) -> Any:
+async def used(crew: WorkerPool, *, fit: bool = True) -> Any:
     async with crew.lent() as loan:
         await asyncio.sleep(0)
         loan.fit = fit
@@ -74,7 +74,7 @@ async def test_a_program_that_takes_too_long_is_the_specs_fault_until_one_has_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, machine = FakeClock(), Machine(monkeypatch, LATE)
-    crew = Crew(PROGRAM, 2, clock)
+    crew = WorkerPool(PROGRAM, 2, clock)
     with pytest.raises(
         PluginFault, match=r"environment\.tools\.start_timeout_s: to load the tools took longer than 60 s"
     ):
@@ -95,7 +95,7 @@ async def test_who_needs_a_process_that_cannot_be_started_waits_and_it_is_told_w
 ) -> None:
     clock, said = FakeClock(), []
     Machine(monkeypatch, *[lack] * START_TRIES)
-    crew = Crew(PROGRAM, 1, clock)
+    crew = WorkerPool(PROGRAM, 1, clock)
 
     async def look() -> None:
         await clock.sleep(WAIT_S)
@@ -111,7 +111,7 @@ async def test_who_needs_a_process_that_cannot_be_started_waits_and_it_is_told_w
 
 async def test_no_more_are_started_than_are_needed_and_none_serves_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    crew = Crew(PROGRAM, 4, FakeClock())
+    crew = WorkerPool(PROGRAM, 4, FakeClock())
     assert await used(crew) is await used(crew)
     assert len(machine.started) == 1
     first, second, *_ = await asyncio.gather(*(used(crew) for _ in range(9)))
@@ -123,7 +123,7 @@ async def test_one_that_is_not_given_back_fit_or_has_died_meanwhile_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(monkeypatch)
-    crew = Crew(PROGRAM, 1, FakeClock())
+    crew = WorkerPool(PROGRAM, 1, FakeClock())
     await used(crew, fit=False)
     await used(crew)
     assert len(machine.started) == 2
@@ -140,7 +140,7 @@ async def test_one_that_is_not_given_back_fit_or_has_died_meanwhile_is_replaced(
 async def test_callers_that_go_take_no_place_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch)
     clock = FakeClock()
-    crew = Crew(PROGRAM, 2, clock)
+    crew = WorkerPool(PROGRAM, 2, clock)
     for round_ in range(40):
         callers = [asyncio.ensure_future(used(crew)) for _ in range(6)]
         for _ in range(round_ % 7):
@@ -163,10 +163,10 @@ async def test_a_call_that_waits_for_a_process_takes_none_of_its_environments_ti
         return {"said": "x"}
 
     async def response(limit_s: float) -> str:
-        hold = Hold(clock)
+        hold = Pausable(clock)
         tools = pool.within(hold.held)
         try:
-            return (await in_time(tools.call("search", "a"), limit_s, clock, hold)).text
+            return (await wait_within(tools.call("search", "a"), limit_s, clock, hold)).text
         except TimeoutError:
             return "late"
 
@@ -179,7 +179,7 @@ async def test_a_call_that_waits_for_a_process_takes_none_of_its_environments_ti
 
 async def test_time_that_is_held_by_some_counts_again_when_the_last_has_gone() -> None:
     clock = FakeClock()
-    hold = Hold(clock)
+    hold = Pausable(clock)
 
     async def holds(at: float, seconds: float) -> None:
         await clock.sleep(at)
@@ -190,9 +190,9 @@ async def test_time_that_is_held_by_some_counts_again_when_the_last_has_gone() -
         await asyncio.gather(holds(1.0, 3.0), holds(2.0, 6.0), clock.sleep(seconds))
         return "done"
 
-    assert await clock.run(in_time(works(16.5), 10.0, clock, hold)) == "done"
+    assert await clock.run(wait_within(works(16.5), 10.0, clock, hold)) == "done"
     with pytest.raises(TimeoutError):
-        await clock.run(in_time(works(17.5), 10.0, clock, hold))
+        await clock.run(wait_within(works(17.5), 10.0, clock, hold))
     assert hold.seconds == pytest.approx(14.0)
 
 
@@ -201,7 +201,7 @@ async def test_one_that_was_left_with_processes_is_replaced_but_not_for_those_of
 ) -> None:
     machine = Machine(monkeypatch)
     monkeypatch.setattr(Started, "started", lambda one: one.children | {1})
-    crew = Crew(PROGRAM, 1, FakeClock())
+    crew = WorkerPool(PROGRAM, 1, FakeClock())
     assert await used(crew) is await used(crew)
     machine.started[0].children = frozenset({2})
     await used(crew)

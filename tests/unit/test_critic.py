@@ -18,19 +18,19 @@ from safetensors.torch import load_file, save_file
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.models.layout import MANIFEST_FILE, Manifest, file_entry
 from gcore.testing.models import rank_launch
 from gcore.train.advantages import advantages, moments, value_targets
 from gcore.train.algorithms.losses import value_clip_tokens, value_loss
 from gcore.train.backends.packed_attention import NAME
-from gcore.train.batching import Feeding, Place, Step, cut_step
+from gcore.train.batching import BatchIndex, Feeding, StepTensors, cut_step
 from gcore.train.critic import ValueModel, ValueTally, load_backbone, make_value_model
 from gcore.train.hf_models import logits_of
-from gcore.train.models import _other_backbone, fit
+from gcore.train.models import _other_backbone, choose_feeding
 from gcore.train.packing import Packing
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.train.rank.launch import RankLaunch
 from gcore.train.rank.main import _manifest
 from gcore.types import PromptRef, Version
@@ -72,11 +72,11 @@ def with_head(model: Any) -> ValueModel:
     return made
 
 
-def make_work(responses: Sequence[Sequence[int]], rewards: Sequence[float], masked: tuple[int, ...] = ()) -> Work:
+def make_work(responses: Sequence[Sequence[int]], rewards: Sequence[float], masked: tuple[int, ...] = ()) -> StepInput:
     """One group, prompt 1 2 3."""
     prompt = np.array([1, 2, 3], dtype=np.int32)
     samples = {
-        i: HeldSample(np.array(ids, dtype=np.int32), np.full(len(ids), -1.0, dtype=np.float32), reward)
+        i: TrainSample(np.array(ids, dtype=np.int32), np.full(len(ids), -1.0, dtype=np.float32), reward)
         for i, (ids, reward) in enumerate(zip(responses, rewards, strict=True))
     }
     ref = PromptRef(0, 0, 0)
@@ -90,10 +90,10 @@ def make_work(responses: Sequence[Sequence[int]], rewards: Sequence[float], mask
         masked=masked,
     )
     seal = ready_seal((group,))
-    return Work(seal, balance(seal), 0, {"d": HeldGroup(ref, "d", prompt, samples)})
+    return StepInput(seal, balance_samples(seal), 0, {"d": TrainGroup(ref, "d", prompt, samples)})
 
 
-def make_step(work: Work, packing: Packing = "bucketed", **train: Any) -> Step:
+def make_step(work: StepInput, packing: Packing = "bucketed", **train: Any) -> StepTensors:
     return cut_step(work, TrainSpec(advantage="gae", **train), Feeding(packing, VOCABULARY, CPU))
 
 
@@ -103,7 +103,7 @@ def test_a_value_has_seen_the_prompt_and_the_tokens_before_its_own_and_nothing_e
     packing: Packing, kind: str
 ) -> None:
     model = language_model(kind)
-    assert fit(model, TrainSpec(packing=packing), None, list).packing == packing
+    assert choose_feeding(model, TrainSpec(packing=packing), None, list).packing == packing
     module = with_head(model)
 
     @torch.no_grad()
@@ -132,17 +132,19 @@ def test_a_value_has_seen_the_prompt_and_the_tokens_before_its_own_and_nothing_e
 
 def test_gae_gets_the_reward_at_the_last_token_and_the_values_before_each() -> None:
     step = make_step(make_work([[4, 5, 6, 7]], [1.0]))
-    values = {Place(0, 0): torch.tensor([[0.5, 0.4, 0.3, 0.2]])}
+    values = {BatchIndex(0, 0): torch.tensor([[0.5, 0.4, 0.3, 0.2]])}
     train = TrainSpec(advantage="gae", gamma=0.9, gae_lambda=0.8)
     found = value_targets(step, train, values, {})
     expected = torch.tensor([[0.00279, 0.19832, 0.456, 0.8]], dtype=torch.float64)
-    torch.testing.assert_close(found.advantages[Place(0, 0)], expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(found.returns[Place(0, 0)], expected + values[Place(0, 0)].double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.advantages[BatchIndex(0, 0)], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        found.returns[BatchIndex(0, 0)], expected + values[BatchIndex(0, 0)].double(), atol=1e-6, rtol=0
+    )
 
 
 def test_the_kl_inside_the_reward_is_taken_off_at_every_token() -> None:
     step = make_step(make_work([[4, 5, 6]], [1.0]))
-    place = Place(0, 0)
+    place = BatchIndex(0, 0)
     penalties = {place: torch.tensor([[0.1, 0.2, 0.4]], dtype=torch.float64)}
     values = {place: torch.tensor([[0.5, 0.25, 0.75]])}
     train = TrainSpec(advantage="gae", gamma=0.5)
@@ -287,13 +289,13 @@ def test_the_policys_own_model_is_not_read_twice(tmp_path: Path) -> None:
 def test_where_the_critic_cannot_be_packed_the_policy_is_not_either() -> None:
     policy, critic = language_model(), language_model("Mistral", sliding_window=4)
     before = policy.config._attn_implementation
-    found = fit(policy, TrainSpec(), 64, list, beside=critic)
+    found = choose_feeding(policy, TrainSpec(), 64, list, beside=critic)
     assert found.packing == "bucketed"
     assert "window" in found.reason
     assert policy.config._attn_implementation == before
     with pytest.raises(DataError, match="a mistral cannot be packed"):
-        fit(policy, TrainSpec(packing="packed"), 64, list, beside=critic)
-    assert fit(policy, TrainSpec(), 64, list, beside=language_model("Qwen3")).packing == "packed"
+        choose_feeding(policy, TrainSpec(packing="packed"), 64, list, beside=critic)
+    assert choose_feeding(policy, TrainSpec(), 64, list, beside=language_model("Qwen3")).packing == "packed"
     assert policy.config._attn_implementation == NAME
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.changes import Changes
-from controllers.flow.job_data import EpochOrders, check_curriculum, curriculum_view
+from controllers.changes import ChangeSignal
+from controllers.flow.job_data import CurriculumOrders, check_curriculum, curriculum_view
 from gcore import plugins
 from gcore.config import JobSpec, parse_spec
 from gcore.config.data import training_sources
@@ -23,7 +23,7 @@ from gcore.data.curriculum import (
     CurriculumError,
     CurriculumView,
     SourceStatistics,
-    arranged,
+    arrange_shard,
     easy_first,
     find_curriculum,
     hard_sources_first,
@@ -31,7 +31,7 @@ from gcore.data.curriculum import (
 )
 from gcore.data.dataset import Dataset
 from gcore.data.order import ShardOrder
-from gcore.data.stream import OpenSource, PromptStream
+from gcore.data.stream import PromptSource, PromptStream
 from gcore.errors import SpecError
 from gcore.ledger.records.chain import EpochRecord, SourceTally
 from gcore.types import PromptRef, Version
@@ -63,7 +63,7 @@ def open_stream(spec: JobSpec, tmp_path: Path) -> PromptStream:
     sources = []
     for source in training_sources(spec):
         dataset = Dataset.open(source.path, prompt_field="prompt", answer_fields=("answer",), cache_dir=tmp_path)
-        sources.append(OpenSource(source, dataset, None, None))  # type: ignore[arg-type]
+        sources.append(PromptSource(source, dataset, None, None))  # type: ignore[arg-type]
     return PromptStream(sources, shards=SHARDS, seed=spec.seed)
 
 
@@ -85,7 +85,7 @@ def test_an_order_has_every_place_once_the_smallest_keys_first_and_equal_ones_as
     seed: int, epoch: int, shard: int, values: list[float]
 ) -> None:
     keys = np.array(values, dtype=np.float32)
-    order = arranged(seed, epoch, shard, keys)
+    order = arrange_shard(seed, epoch, shard, keys)
     places = [order.index(seq) for seq in range(len(values))]
     assert sorted(places) == list(range(len(values)))
     usual = ShardOrder(seed, epoch, shard, len(values))
@@ -96,7 +96,7 @@ def test_an_order_has_every_place_once_the_smallest_keys_first_and_equal_ones_as
 
 
 def test_equal_keys_everywhere_are_the_usual_order() -> None:
-    order, usual = arranged(1, 2, 3, np.zeros(50, dtype=np.float32)), ShardOrder(1, 2, 3, 50)
+    order, usual = arrange_shard(1, 2, 3, np.zeros(50, dtype=np.float32)), ShardOrder(1, 2, 3, 50)
     assert [order.index(seq) for seq in range(50)] == [usual.index(seq) for seq in range(50)]
 
 
@@ -266,9 +266,9 @@ class OnePeer:
     """A controller's stream and orders."""
 
     def __init__(self, spec: JobSpec, tmp_path: Path) -> None:
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.stream = open_stream(spec, tmp_path)
-        self.orders = EpochOrders(spec, self.stream, self.changes.notify)
+        self.orders = CurriculumOrders(spec, self.stream, self.changes.notify)
 
     def ready(self, refs: list[PromptRef], begun: dict[int, EpochRecord]) -> list[PromptRef]:
         return self.orders.ready(refs, begun, range(SHARDS))

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from controllers.job.executor import apply
+from controllers.job.executor import apply_action
 from controllers.rules.actions import Rollback
 from controllers.rules.view import EngineView, JobView
-from controllers.storage.run_folder import FOLDER, away
+from controllers.storage.run_folder import FOLDER, folder_loss
 from controllers.telemetry.events import EventLog
 from gcore.config import parse_spec
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, Lineage, LogEntry
 from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.selection import StreamRules, is_ancestor
-from gcore.ledger.transactions import Stored, Transaction, TxnKind, TxnOutcome, TxnReport
+from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, TxnReport, Versioned
 from gcore.models.layout import (
     MANIFEST_FILE,
     Manifest,
@@ -36,7 +36,7 @@ from gcore.models.layout import (
 )
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
-from gcore.system.files import whole_folder
+from gcore.system.files import replace_folder
 from gcore.testing import FakeClock
 from gcore.types import Version
 
@@ -80,7 +80,7 @@ HARMS: dict[str, Callable[[Path], None]] = {
 def make_checkpoint(run_dir: Path, step: int) -> Checkpoint:
     """A whole one, with a critic, as a rank writes it."""
     target = checkpoint_folder(run_dir, Version(0, step))
-    with whole_folder(target, owner="w", durable=False) as folder:
+    with replace_folder(target, owner="w", durable=False) as folder:
         (folder / "critic").mkdir()
         for name in (*FILES, *(f"critic/{name}" for name in (*TENSORS, "config.json"))):
             if name.endswith(".json"):
@@ -115,11 +115,11 @@ class Recorded:
 
 def view(*checkpoints: Checkpoint) -> JobView:
     """Head at step 7, in a world of one rank that is lost."""
-    base = chain.base(2, "w", Writer("a", "n"))
+    base = chain.base_entry(2, "w", ChainWriter("a", "n"))
     head = base.head.model_copy(update={"step": 7, "seq": 7, "parent": 6})
     cursors = base.head.cursors
-    log = {0: Stored(base.entry, 1)} | {
-        one.seq: Stored(
+    log = {0: Versioned(base.entry, 1)} | {
+        one.seq: Versioned(
             LogEntry(
                 seq=one.seq,
                 parent=one.seq - 1,
@@ -143,10 +143,10 @@ def view(*checkpoints: Checkpoint) -> JobView:
     )
     mirror = JobMirror(
         KEYS,
-        head=Stored(head, 1),
+        head=Versioned(head, 1),
         log=log,
-        plan=Stored(plan, 1),
-        checkpoints=Stored(Checkpoints(entries=(first, *checkpoints)), 1),
+        plan=Versioned(plan, 1),
+        checkpoints=Versioned(Checkpoints(entries=(first, *checkpoints)), 1),
     )
     nodes = {"node-0": NodeRecord(name="node-0", incarnation="i", address="h:1", slots=("cpu:0",), pid=1)}
     return JobView(SPEC, StreamRules(shard_lengths(40, 2), 8, 2), mirror, "a", "node-0", nodes, {})
@@ -158,7 +158,7 @@ async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, Recorded]:
     hands: Any = SimpleNamespace(
         own=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
     )
-    done = await apply(Rollback("rank 0 is gone"), seen, hands)
+    done = await apply_action(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON
     return Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)), ledger
 
@@ -245,15 +245,15 @@ async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_pa
     (run_dir / "logs").mkdir(parents=True)  # as a worker's log makes it
     ledger, told_of = Recorded(), dict[str, str]()
     hands: Any = SimpleNamespace(
-        own=None, ledger=ledger, run_dir=run_dir, away=partial(away, run_dir, "node-0"), tell=told_of.__setitem__
+        own=None, ledger=ledger, run_dir=run_dir, away=partial(folder_loss, run_dir, "node-0"), tell=told_of.__setitem__
     )
-    done = await apply(Rollback("rank 0 is gone"), view(newest), hands)
+    done = await apply_action(Rollback("rank 0 is gone"), view(newest), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.UNKNOWN, [])
     assert "node-0 does not see the run's folder" in told_of["mount"]
     (run_dir / "logs").rmdir()
     run_dir.rmdir()
     (tmp_path / "unmounted").rename(run_dir)
-    done = await apply(Rollback("rank 0 is gone"), view(newest), hands)
+    done = await apply_action(Rollback("rank 0 is gone"), view(newest), hands)
     assert done.outcome is TxnOutcome.WON
     assert told_of["mount"] == "", "it is over, and would be told anew"
     assert Head.decode(ledger.written(TxnKind.ROLLBACK, KEYS.head)).step == 6
@@ -266,7 +266,7 @@ async def test_for_a_larger_world_nothing_that_was_trained_is_given_up(tmp_path:
         cut_off(tmp_path / one.file / "config.json")
     ledger = Recorded()
     hands: Any = SimpleNamespace(own=None, ledger=ledger, run_dir=tmp_path, away=str, tell=lambda topic, sentence: None)
-    done = await apply(Rollback("2 ranks instead of 1", between_steps=True), view(older, one), hands)
+    done = await apply_action(Rollback("2 ranks instead of 1", between_steps=True), view(older, one), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.STALE, [])
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from job_views import KEYS as VIEW_KEYS
-from job_views import ME, RULES, in_order, running_job
+from job_views import ME, RULES, refs_in_order, running_job
 
-from controllers.job.executor import apply
+from controllers.job.executor import apply_action
 from controllers.rules.actions import PutOffer
 from controllers.rules.decide import decide
 from gcore.ledger import collectives, transactions
 from gcore.ledger.mirror import HINTS, JobMirror
 from gcore.ledger.records.chain import NodeCopies, NodeFolder, Offer, OfferedGroup
 from gcore.ledger.records.job import Trouble
-from gcore.ledger.transactions import Ledger, Transaction, TxnOutcome
+from gcore.ledger.transactions import Transaction, TransactionExecutor, TxnOutcome
 from gcore.schema import UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
@@ -99,14 +99,14 @@ async def test_whoever_wrote_a_hint_that_was_damaged_writes_it_anew(prefix: str)
         "folder/": lambda: transactions.say_folder(KEYS, written, NodeFolder(node="n", by="a"), 0),
         "trouble/": lambda: transactions.warn(KEYS, written, Trouble(topic="n", node="n", sentence="full")),
     }
-    assert (await Ledger(store, KEYS).run(anew[prefix]())).outcome is TxnOutcome.WON
+    assert (await TransactionExecutor(store, KEYS).run(anew[prefix]())).outcome is TxnOutcome.WON
 
 
 async def test_a_peer_whose_offer_was_damaged_offers_again() -> None:
     store = MemoryStore(MemoryCluster(FakeClock()))
     seen = running_job()
     group = OfferedGroup(
-        ref=next(iter(in_order(RULES, seen.head, ()))),
+        ref=next(iter(refs_in_order(RULES, seen.head, ()))),
         digest="d",
         prompt_tokens=3,
         response_tokens=(2, 2),
@@ -119,6 +119,6 @@ async def test_a_peer_whose_offer_was_damaged_offers_again() -> None:
     mirror = seen.mirror.fold(WatchBatch((WatchEvent("put", kv),), kv.mod_revision))
     view = replace(seen, mirror=mirror, holdings={group.ref: group})
     (action,) = (intent.action for intent in decide(view) if isinstance(intent.action, PutOffer))
-    hands: Any = SimpleNamespace(ledger=Ledger(store, VIEW_KEYS), lease=lease)
-    assert (await apply(action, view, hands)).outcome is TxnOutcome.WON
+    hands: Any = SimpleNamespace(ledger=TransactionExecutor(store, VIEW_KEYS), lease=lease)
+    assert (await apply_action(action, view, hands)).outcome is TxnOutcome.WON
     assert (await store.get(VIEW_KEYS.offer(ME))).value == action.offer.encode()  # type: ignore[union-attr]

@@ -28,27 +28,27 @@ from controllers.rules.actions import (
     StartJob,
     Warn,
 )
-from controllers.rules.decide import assign_shards, decide
-from controllers.rules.retention import KEEP_LOG, PRUNE_AT, checkpointing, warning_of_disks
-from controllers.rules.step import COALESCE_S, EXCHANGE_LIMIT_S, GROUPS_S, OUTCOME_S, stands_by
+from controllers.rules.decide import decide, shard_assignment
+from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints, warn_of_disks
+from controllers.rules.step import COALESCE_S, EXCHANGE_LIMIT_S, GROUPS_S, OUTCOME_S, waits_for_others
 from controllers.rules.view import (
     TURN_SECONDS,
-    CheckpointWriting,
+    CheckpointProgress,
     EngineView,
     JobView,
     RankView,
     SavedCheckpoint,
-    Waits,
-    order,
-    turn,
+    Timers,
+    turn_of,
+    turn_order,
 )
-from controllers.rules.waits import ranks_of, waiting_for, weights_of
+from controllers.rules.waits import current_waits, ranks_text, weights_text
 from controllers.rules.world import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
 from gcore.config import parse_spec
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.balance import balance, content_sha256
-from gcore.ledger.chain import Writer
+from gcore.ledger.balance import balance_samples, content_sha256
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import (
@@ -79,8 +79,8 @@ from gcore.ledger.records.job import (
     RankPlace,
     Trouble,
 )
-from gcore.ledger.selection import SealNow, StreamRules, held_by, in_order
-from gcore.ledger.transactions import Stored
+from gcore.ledger.selection import SealStep, StreamRules, refs_in_order, sealed_group
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
@@ -100,8 +100,8 @@ RULES = StreamRules(shard_lengths(40, 4), 8, 4, steps=3)
 KEYS = JobKeys("u")
 
 
-def stored(record: Any, revision: int = 5) -> Stored[Any]:
-    return Stored(record, revision)
+def stored(record: Any, revision: int = 5) -> Versioned[Any]:
+    return Versioned(record, revision)
 
 
 def group(ref: PromptRef) -> OfferedGroup:
@@ -115,7 +115,7 @@ def worker(instance: str, role: str, node: str, **more: Any) -> WorkerRecord:
 
 def running(**changes: Any) -> JobView:
     """Two members, a world of two ranks that serve, nothing offered."""
-    base = chain.base(4, "w", Writer(ME, "n"))
+    base = chain.base_entry(4, "w", ChainWriter(ME, "n"))
     nodes = {
         n: NodeRecord(name=n, incarnation=f"{n}.x", address="a:1", slots=("cpu:0",), pid=1)
         for n in ("node-0", "node-1")
@@ -130,7 +130,7 @@ def running(**changes: Any) -> JobView:
         KEYS,
         status=stored(JobStatus(phase=JobPhase.RUNNING)),
         head=stored(base.head),
-        assign=stored(assign_shards([ME, PEER], 4, None)),
+        assign=stored(shard_assignment([ME, PEER], 4, None)),
         checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),))),
         plan=stored(plan),
         members={m: stored(Member(incarnation=m, node=m.split(".")[0], address="a:1")) for m in (ME, PEER)},
@@ -147,11 +147,11 @@ def with_mirror(view: JobView, **changes: Any) -> JobView:
 
 
 def sealed(view: JobView, *, holder: str = PEER, ready: bool = False) -> tuple[JobView, Seal]:
-    refs = list(in_order(RULES, view.mirror.head.record, ()))[:4]
+    refs = list(refs_in_order(RULES, view.mirror.head.record, ()))[:4]
     groups = tuple(group(ref) for ref in refs)
-    chosen = SealNow(tuple(held_by(g, holder) for g in groups), ())
-    seal = chain.sealed(None, view.mirror.head.record, chosen, world_size=2, mini_batches=1, sealer=ME)
-    seal = Seal.decode((chain.readied(seal) if ready else seal).encode())
+    chosen = SealStep(tuple(sealed_group(g, holder) for g in groups), ())
+    seal = chain.seal_slot(None, view.mirror.head.record, chosen, world_size=2, mini_batches=1, sealer=ME)
+    seal = Seal.decode((chain.ready_slot(seal) if ready else seal).encode())
     return with_mirror(view, seals={1: stored(seal)}), seal
 
 
@@ -159,7 +159,7 @@ def holding(view: JobView, seal: Seal, ranks: tuple[int, ...] = (0, 1)) -> JobVi
     views = dict(view.ranks)
     for rank in ranks:
         held: dict[str, set[int]] = {}
-        for slot in balance(seal).of_rank(rank):
+        for slot in balance_samples(seal).of_rank(rank):
             held.setdefault(seal.groups[slot.group].digest, set()).add(slot.sample)
         views[rank] = RankView(rank, holding=seal.token, held={d: frozenset(s) for d, s in held.items()})
     return replace(view, ranks=views)
@@ -197,9 +197,9 @@ def test_a_pending_job_waits_for_nodes_that_are_still_to_come_and_says_how_many_
 def test_a_lost_world_that_has_no_room_says_so() -> None:
     view = replace(running(), workers={})
     cramped = replace(view, spec=SPEC.model_copy(update={"train": SPEC.train.model_copy(update={"ranks": 9})}))
-    said = [wait.what for wait in waiting_for(cramped) if wait.cause == "train_world"]
+    said = [wait.what for wait in current_waits(cramped) if wait.cause == "train_world"]
     assert any(what.startswith("rank 0 on node-0 is gone: 9 train ranks need as many slots") for what in said)
-    assert not any("slots" in wait.what for wait in waiting_for(view))
+    assert not any("slots" in wait.what for wait in current_waits(view))
 
 
 def test_an_engine_that_is_still_brought_older_weights_is_given_the_next_when_it_has_them() -> None:
@@ -241,7 +241,7 @@ def test_a_member_whose_node_the_plan_gives_no_engine_gets_no_shards() -> None:
 
 
 def test_what_is_held_is_offered_and_once_only() -> None:
-    refs = list(in_order(RULES, running().mirror.head.record, ()))[:2]
+    refs = list(refs_in_order(RULES, running().mirror.head.record, ()))[:2]
     view = running(holdings={ref: group(ref) for ref in refs})
     (action,) = actions(view)
     assert isinstance(action, PutOffer)
@@ -250,7 +250,7 @@ def test_what_is_held_is_offered_and_once_only() -> None:
 
 
 def test_an_offer_of_what_was_dropped_and_may_be_sealed_again_is_taken_back() -> None:
-    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
     view = with_mirror(running(), offers={ME: stored(Offer(incarnation=ME, groups=(group(ref),)))})
     (action,) = actions(view)
     assert action == PutOffer(Offer(incarnation=ME))
@@ -258,7 +258,7 @@ def test_an_offer_of_what_was_dropped_and_may_be_sealed_again_is_taken_back() ->
 
 def test_an_outcome_of_a_cut_off_lineage_in_the_offer_does_not_stand_for_the_one_that_came_after_it() -> None:
     """Or nobody would ever hear of the new one, and the step would wait for it for ever."""
-    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
     old = EndedRef(ref=ref, kind="filtered", reason="signal", holder=ME, versions=(Version(0, 1),))
     new = old.model_copy(update={"versions": (Version(1, 0),)})
     view = with_mirror(running(outcomes={ref: new}), offers={ME: stored(Offer(incarnation=ME, outcomes=(old,)))})
@@ -279,20 +279,20 @@ def test_what_is_under_way_is_not_begun_again_before_the_job_runs_either() -> No
 def test_an_offer_of_what_is_terminal_is_left_alone() -> None:
     view = running()
     head = view.mirror.head.record
-    ref = next(in_order(RULES, head, ()))
+    ref = next(refs_in_order(RULES, head, ()))
     done = head.model_copy(update={"cursors": head.cursors.union(RULES.shape, [ref])})
     offers = {ME: stored(Offer(incarnation=ME, groups=(group(ref),)))}
     assert actions(with_mirror(view, head=stored(done), offers=offers)) == []
 
 
 def test_an_incomplete_offer_waits_for_more() -> None:
-    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
     (intent,) = decide(running(holdings={ref: group(ref)}, busy=True))
     assert intent.after == GROUPS_S
 
 
 def test_an_incomplete_offer_of_a_share_of_what_lacks_waits_a_moment_only() -> None:
-    refs = list(in_order(RULES, running().mirror.head.record, ()))
+    refs = list(refs_in_order(RULES, running().mirror.head.record, ()))
     assert len(running().mirror.members) == 2
     (intent,) = decide(running(holdings={ref: group(ref) for ref in refs[: RULES.quota // 2]}, busy=True))
     assert intent.after == COALESCE_S
@@ -302,14 +302,14 @@ def test_an_incomplete_offer_of_a_share_of_what_lacks_waits_a_moment_only() -> N
 
 
 def test_an_incomplete_offer_with_an_outcome_waits_less_long_than_one_of_groups() -> None:
-    ref = next(in_order(RULES, running().mirror.head.record, ()))
+    ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
     ended = EndedRef(ref=ref, kind="filtered", reason="signal", holder=ME)
     (intent,) = decide(running(outcomes={ref: ended}, busy=True))
     assert COALESCE_S < intent.after == OUTCOME_S < GROUPS_S
 
 
 def test_a_full_quota_is_sealed() -> None:
-    refs = list(in_order(RULES, running().mirror.head.record, ()))[:4]
+    refs = list(refs_in_order(RULES, running().mirror.head.record, ()))[:4]
     offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(group, refs))))}
     (action,) = actions(with_mirror(running(), offers=offers))
     assert isinstance(action, MakeSeal)
@@ -407,21 +407,25 @@ def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part
     }
     view, seal = sealed(with_mirror(running(), members=members), holder="node-3.x")
     topics = (f"ready {seal.token}", f"exchange {seal.token}")
-    first = {order(members, topic)[0] for topic in topics}
-    assert {me for me in members if not stands_by(replace(view, me=me))} == {*first, "node-3.x"}, "it has not fed yet"
+    first = {turn_order(members, topic)[0] for topic in topics}
+    assert {me for me in members if not waits_for_others(replace(view, me=me))} == {*first, "node-3.x"}, (
+        "it has not fed yet"
+    )
     fed = holding(view, seal, ranks=(0,))
-    assert not stands_by(replace(fed, me="node-3.x"))
+    assert not waits_for_others(replace(fed, me="node-3.x"))
     whole = holding(view, seal)
-    assert {me for me in members if not stands_by(replace(whole, me=me))} == first
-    assert not any(stands_by(replace(whole, me=me, under_way=frozenset({f"feed 0 {seal.token}"}))) for me in members)
-    assert not any(stands_by(replace(sealed(view, ready=True)[0], me=me)) for me in members)
-    assert not stands_by(running()), "nothing is sealed"
-    assert not stands_by(with_mirror(running(), head=None)), "nothing has begun"
+    assert {me for me in members if not waits_for_others(replace(whole, me=me))} == first
+    assert not any(
+        waits_for_others(replace(whole, me=me, under_way=frozenset({f"feed 0 {seal.token}"}))) for me in members
+    )
+    assert not any(waits_for_others(replace(sealed(view, ready=True)[0], me=me)) for me in members)
+    assert not waits_for_others(running()), "nothing is sealed"
+    assert not waits_for_others(with_mirror(running(), head=None)), "nothing has begun"
 
 
 def test_what_keeps_an_engine_from_its_weights_is_told() -> None:
     view = running(engines={"e": EngineView("e", "h:1", None, trouble="the engine did not answer /pause_generation")})
-    (wait,) = [wait for wait in waiting_for(view) if wait.cause == "engines"]
+    (wait,) = [wait for wait in current_waits(view) if wait.cause == "engines"]
     assert wait.what.endswith("(none is ready); e: the engine did not answer /pause_generation")
 
 
@@ -513,12 +517,12 @@ def test_a_saved_checkpoint_is_registered_but_not_one_older_than_what_is_registe
 
 def writing(step: int, error: str, *, over: bool) -> JobView:
     """As rank 0 shows it."""
-    shown = CheckpointWriting(Version(0, step), total=100, written=0, error=error, over=over)
+    shown = CheckpointProgress(Version(0, step), total=100, written=0, error=error, over=over)
     return running(ranks={0: RankView(0, writing=shown), 1: RankView(1)})
 
 
 def told(view: JobView) -> list[str]:
-    return [intent.action.sentence for intent in warning_of_disks(view) if isinstance(intent.action, Warn)]
+    return [intent.action.sentence for intent in warn_of_disks(view) if isinstance(intent.action, Warn)]
 
 
 def test_a_checkpoint_that_the_disk_did_not_take_is_told_once_with_its_reason() -> None:
@@ -548,22 +552,22 @@ def test_what_a_step_waits_for_on_the_disk_is_told_once() -> None:
 
 
 def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
-    shown = CheckpointWriting(Version(0, 2), total=120_000_000, written=30_000_000, error="", over=False)
+    shown = CheckpointProgress(Version(0, 2), total=120_000_000, written=30_000_000, error="", over=False)
     view, seal = sealed(running(), holder=ME, ready=True)
     ranks = {0: RankView(0, phase="checkpoint", writing=shown), 1: RankView(1, applied=seal.token)}
-    (what,) = [wait.what for wait in waiting_for(replace(view, ranks=ranks)) if wait.cause == "train"]
+    (what,) = [wait.what for wait in current_waits(replace(view, ranks=ranks)) if wait.cause == "train"]
     assert what == (
         "train rank 0 trains step 1 (checkpoint); before its own, the checkpoint of step 2 is being written (30 of 120 MB)"
     )
     over = running(ranks={0: RankView(0, writing=shown)})
     head = over.mirror.head.record.model_copy(update={"step": 3})
-    (wait,) = [wait for wait in waiting_for(with_mirror(over, head=stored(head))) if wait.cause == "finish"]
+    (wait,) = [wait for wait in current_waits(with_mirror(over, head=stored(head))) if wait.cause == "finish"]
     assert wait.what == "all steps are trained; the checkpoint of step 2 is being written (30 of 120 MB)"
     failing = replace(shown, error="No space left on device")
     ranks = {0: RankView(0, writing=failing)}
     (wait,) = [
         wait
-        for wait in waiting_for(with_mirror(replace(over, ranks=ranks), head=stored(head)))
+        for wait in current_waits(with_mirror(replace(over, ranks=ranks), head=stored(head)))
         if wait.cause == "finish"
     ]
     assert wait.what.endswith(
@@ -588,13 +592,13 @@ def test_the_entry_of_a_checkpoint_that_is_being_written_stays_in_the_store() ->
     }
     at = head.model_copy(update={"seq": 100, "step": 100})
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
-    kept = log.keys() - set(chain.prunable(at, [base], log, keep=5))
+    kept = log.keys() - set(chain.prunable_entries(at, [base], log, keep=5))
     assert kept == {90, 96, 97, 98, 99, 100}, "of 90 and 100 the checkpoints may still come; of 10 to 80 they failed"
     done = Checkpoint(lineage=0, step=90, seq=90, file="c90")
-    kept = log.keys() - set(chain.prunable(at, [base, done], log, keep=5))
+    kept = log.keys() - set(chain.prunable_entries(at, [base, done], log, keep=5))
     assert kept == {90, 96, 97, 98, 99, 100}
     later = Checkpoint(lineage=0, step=100, seq=100, file="c100")
-    assert 90 in chain.prunable(at, [base, later], log, keep=5)
+    assert 90 in chain.prunable_entries(at, [base, later], log, keep=5)
 
 
 def test_a_long_log_is_pruned_many_entries_at_a_time() -> None:
@@ -632,7 +636,9 @@ def kept_after(accuracies: dict[int, float], head: Head, known: tuple[Checkpoint
             "eval": view.spec.eval.model_copy(update={"path": "e"}),
         }
     )
-    intents = [i.action for i in checkpointing(replace(view, spec=spec)) if isinstance(i.action, Retain)]
+    intents = [
+        i.action for i in register_and_forget_checkpoints(replace(view, spec=spec)) if isinstance(i.action, Retain)
+    ]
     return [c.step for c in (intents[0].kept if intents else known)]
 
 
@@ -654,7 +660,7 @@ def test_an_evaluation_that_is_due_is_waited_for_in_words() -> None:
     view = replace(view, spec=view.spec.model_copy(update={"eval": view.spec.eval.model_copy(update={"path": "e"})}))
 
     def waits(**changes: Any) -> list[str]:
-        return [wait.what for wait in waiting_for(with_mirror(view, **changes)) if wait.cause == "evaluation"]
+        return [wait.what for wait in current_waits(with_mirror(view, **changes)) if wait.cause == "evaluation"]
 
     assert waits() == ["the evaluation of the first weights has none of its parts"]
     part = EvalPart(
@@ -672,7 +678,9 @@ def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> N
         known = tuple(Checkpoint(lineage=0, step=s, seq=s, file=f"c{s}" if s else "") for s in steps)
         head = running().mirror.head.record.model_copy(update={"step": steps[-1], "seq": steps[-1]})
         view = with_mirror(running(), head=stored(head), checkpoints=stored(Checkpoints(entries=known)))
-        return {intent.condition for intent in checkpointing(view) if isinstance(intent.action, Retain)}
+        return {
+            intent.condition for intent in register_and_forget_checkpoints(view) if isinstance(intent.action, Retain)
+        }
 
     few, more = (conditions(range(count)) for count in (6, 9))
     assert few == more != set(), "a condition that changes with every checkpoint never holds for long"
@@ -686,15 +694,15 @@ def test_what_is_under_way_is_not_decided_again() -> None:
 
 def test_one_peer_goes_first_and_the_others_follow() -> None:
     members = [f"n{i}.x" for i in range(5)]
-    assert sorted(turn(members, m, "topic") for m in members) == list(range(5))
-    waits = Waits({}).note(["c"], 10.0)
+    assert sorted(turn_of(members, m, "topic") for m in members) == list(range(5))
+    waits = Timers({}).note(["c"], 10.0)
     assert waits.ripe("c", 0, 10.0)
     assert not waits.ripe("c", 1, 10.0)
     assert waits.note(["c"], 11.0).ripe("c", 1, 10.0 + TURN_SECONDS)
 
 
 def test_a_condition_that_broke_begins_anew() -> None:
-    waits = Waits({}).note(["c"], 10.0).note([], 11.0).note(["c"], 12.0)
+    waits = Timers({}).note(["c"], 10.0).note([], 11.0).note(["c"], 12.0)
     assert waits.since["c"] == 12.0
 
 
@@ -702,7 +710,7 @@ def ended_refs(view: JobView, epochs: int, kind: str = "filtered") -> JobView:
     """With every ref of the first epochs ended without a group."""
     refs = [PromptRef(e, s, q) for e in range(epochs) for s in range(4) for q in range(10)]
     ended = tuple(EndedRef(ref=ref, kind=kind, reason="too long", source="data") for ref in refs)  # type: ignore[arg-type]
-    advance = chain.accounted(view.mirror.head.record, ended, RULES.shape, Writer(ME, "n1"))
+    advance = chain.account_entry(view.mirror.head.record, ended, RULES.shape, ChainWriter(ME, "n1"))
     return with_mirror(view, head=stored(advance.head), log={**view.mirror.log, 1: stored(advance.entry)})
 
 
@@ -729,10 +737,10 @@ def test_a_job_with_a_group_of_the_next_epoch_offered_or_sealed_does_not_despair
     offered = with_mirror(view, offers={PEER: stored(Offer(incarnation=PEER, groups=(later,)))})
     assert SetPhase not in kinds(offered)
     head = view.mirror.head.record
-    chosen = SealNow((held_by(later, PEER),), ())
-    seal = chain.sealed(None, head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    chosen = SealStep((sealed_group(later, PEER),), ())
+    seal = chain.seal_slot(None, head, chosen, world_size=2, mini_batches=1, sealer=ME)
     assert SetPhase not in kinds(with_mirror(view, seals={1: stored(seal)}))
-    gone = with_mirror(view, seals={1: stored(chain.resealed(seal, ME))})
+    gone = with_mirror(view, seals={1: stored(chain.reseal_slot(seal, ME))})
     assert SetPhase in kinds(gone)
 
 
@@ -746,7 +754,7 @@ def by_epochs(view: JobView, **more: Any) -> JobView:
 
 def all_filtered(view: JobView, count: int) -> JobView:
     """The first prompts of the order are offered as filtered."""
-    refs = list(in_order(view.rules, view.mirror.head.record, ()))[:count]
+    refs = list(refs_in_order(view.rules, view.mirror.head.record, ()))[:count]
     ended = tuple(EndedRef(ref=ref, kind="filtered", reason="all the same", versions=(Version(0, 0),)) for ref in refs)
     return with_mirror(view, offers={PEER: stored(Offer(incarnation=PEER, outcomes=ended))})
 
@@ -829,7 +837,7 @@ def test_without_a_curriculum_no_epoch_is_written_down() -> None:
 def waits(view: JobView) -> dict[str, str]:
     """What is waited for, in words, by cause; an engine serves what head says."""
     served = {"e": EngineView("e", "h:1", view.mirror.head.record.version)} if view.mirror.head else {}
-    return {wait.cause: wait.what for wait in waiting_for(replace(view, engines=view.engines or served))}
+    return {wait.cause: wait.what for wait in current_waits(replace(view, engines=view.engines or served))}
 
 
 def test_what_a_job_waits_for_is_a_sentence_without_numbers_of_the_machinery() -> None:
@@ -847,7 +855,7 @@ def test_what_a_job_waits_for_is_a_sentence_without_numbers_of_the_machinery() -
 def test_a_job_says_which_ranks_and_engines_it_waits_for() -> None:
     view = running()
     starting = {"t0": view.workers["t0"].model_copy(update={"state": "starting"})}
-    said = [wait.what for wait in waiting_for(replace(view, workers=starting))]
+    said = [wait.what for wait in current_waits(replace(view, workers=starting))]
     assert "train rank 0 on node-0 is starting" in said
     assert "train rank 1 on node-1 has no process yet" in said
     assert "the engines of node-0 are to load the first weights (none is ready)" in said
@@ -874,30 +882,30 @@ def test_a_node_that_has_joined_is_not_waited_for_whatever_was_last_heard_of_its
 
 
 def test_ranks_and_weights_are_named_as_people_count_them() -> None:
-    assert [ranks_of(range(n)) for n in (1, 2, 3, 8)] == [
+    assert [ranks_text(range(n)) for n in (1, 2, 3, 8)] == [
         "train rank 0",
         "train ranks 0 and 1",
         "train ranks 0, 1 and 2",
         "8 train ranks",
     ]
-    assert weights_of(Version(0, 0)) == "the first weights"
-    assert weights_of(Version(0, 7)) == "the weights of step 7"
-    assert weights_of(Version(2, 7)) == "the weights of step 7 in lineage 2"
+    assert weights_text(Version(0, 0)) == "the first weights"
+    assert weights_text(Version(0, 7)) == "the weights of step 7"
+    assert weights_text(Version(2, 7)) == "the weights of step 7 in lineage 2"
 
 
 def test_whoever_has_not_come_to_what_the_others_wait_in_is_named() -> None:
     view = running()
     at = view.mirror.head.record.version  # type: ignore[union-attr]
     mine = Part(incarnation=ME, at=at, given={"tried": 3})
-    waiting = replace(view, mirror=replace(view.mirror, parts={ME: Stored(mine, 9)}))
-    (wait,) = [w for w in waiting_for(waiting) if w.cause == "peers"]
+    waiting = replace(view, mirror=replace(view.mirror, parts={ME: Versioned(mine, 9)}))
+    (wait,) = [w for w in current_waits(waiting) if w.cause == "peers"]
     assert wait.what == f"step {at.step + 1}: node-1 has not yet given 'tried' (the flow there has not come to it)"
     past = Part(incarnation=PEER, at=Version(at.lineage, at.step + 1))
-    gone_on = replace(view, mirror=replace(view.mirror, parts={ME: Stored(mine, 9), PEER: Stored(past, 10)}))
-    assert not [w for w in waiting_for(gone_on) if w.cause == "peers"]
+    gone_on = replace(view, mirror=replace(view.mirror, parts={ME: Versioned(mine, 9), PEER: Versioned(past, 10)}))
+    assert not [w for w in current_waits(gone_on) if w.cause == "peers"]
     agreed = Agreed(version=at, name="tried", values={ME: 3})
-    done = replace(view, mirror=replace(waiting.mirror, agreed={f"{at}/tried": Stored(agreed, 11)}))
-    assert not [w for w in waiting_for(done) if w.cause == "peers"]
+    done = replace(view, mirror=replace(waiting.mirror, agreed={f"{at}/tried": Versioned(agreed, 11)}))
+    assert not [w for w in current_waits(done) if w.cause == "peers"]
 
 
 def test_a_look_at_records_that_are_the_same_works_nothing_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -910,13 +918,13 @@ def test_a_look_at_records_that_are_the_same_works_nothing_out_again(monkeypatch
 
         return noted
 
-    for name in ("balance", "choose"):
+    for name in ("balance_samples", "choose_seal"):
         monkeypatch.setattr(f"controllers.rules.view.{name}", noting(name, getattr(view_module, name)))
     producing = running(busy=True)
     view, _ = sealed(producing)
     for look in range(3):  # another view each time, as after a response or a rank's word
         decide(replace(producing, busy=bool(look % 2)))
         decide(replace(view, ranks={**view.ranks, 0: RankView(0, progress=look)}))
-    assert sorted(worked) == ["balance", "choose"]
+    assert sorted(worked) == ["balance_samples", "choose_seal"]
     decide(with_mirror(view, seals={1: stored(view.mirror.seals[1].record.model_copy())}))
-    assert sorted(worked) == ["balance", "balance", "choose"]
+    assert sorted(worked) == ["balance_samples", "balance_samples", "choose_seal"]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from deployed import specs_may_name
 
-from gcore.api.authority import look, renew_in
+from gcore.api.authority import inspect_certificate, renew_certificate
 from gcore.config import NodeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -103,11 +103,11 @@ def test_certificates_of_compose_that_end_soon_are_renewed_when_it_starts_and_wh
     def ending() -> dict[str, str]:
         """They were made months ago."""
         for name in names:
-            renew_in(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
-        return {name: look(certs / name).sha256 for name in names}
+            renew_certificate(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
+        return {name: inspect_certificate(certs / name).sha256 for name in names}
 
     def renewed(old: dict[str, str]) -> bool:
-        return not any(look(certs / name).sha256 == sha256 for name, sha256 in old.items())
+        return not any(inspect_certificate(certs / name).sha256 == sha256 for name, sha256 in old.items())
 
     old = ending()
     subprocess.run(script, env=environment, check=True)

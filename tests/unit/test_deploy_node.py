@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.api.authority import Wanted, issue_into, make_authority
+from gcore.api.authority import CertificateRequest, issue_certificate_into, make_authority
 from gcore.system.slots import bound_cores, is_cuda, slots_problem
 
 NODE = Path(__file__).parents[2] / "deploy" / "node"
@@ -229,9 +229,9 @@ def test_the_probe_speaks_tls_with_the_nodes_own_certificate(
     now = datetime.now(UTC)
     for authority in ("ours", "theirs"):
         make_authority(tmp_path / authority, "gcore", days=900, now=now)
-    wanted = Wanted("node", "gpu-1", (host,))
-    issue_into(tmp_path / "node", tmp_path / "ours", wanted, now)
-    issue_into(tmp_path / "served", tmp_path / ("theirs" if foreign else "ours"), wanted, now)
+    wanted = CertificateRequest("node", "gpu-1", (host,))
+    issue_certificate_into(tmp_path / "node", tmp_path / "ours", wanted, now)
+    issue_certificate_into(tmp_path / "served", tmp_path / ("theirs" if foreign else "ours"), wanted, now)
     cert, key = ((tmp_path / "served" / name).read_bytes() for name in ("cert.pem", "key.pem"))
     server = grpc.server(futures.ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)

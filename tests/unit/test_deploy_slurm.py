@@ -14,7 +14,13 @@ import pytest
 from deployed import specs_may_name
 from slurm_stand_ins import make_stand_ins
 
-from gcore.api.authority import Wanted, issue_into, look, make_authority, renew_in
+from gcore.api.authority import (
+    CertificateRequest,
+    inspect_certificate,
+    issue_certificate_into,
+    make_authority,
+    renew_certificate,
+)
 from gcore.api.tls import CertName
 from gcore.config import NodeConfig
 
@@ -120,17 +126,17 @@ def test_a_later_allocation_goes_on_with_what_is_there(batch: Batch) -> None:
 def test_an_allocation_months_later_begins_with_certificates_that_last(batch: Batch) -> None:
     certs, long_ago = batch.folder / "cluster" / "certs", datetime.now(UTC) - timedelta(days=91)
     make_authority(certs, "gcore", days=3650, now=long_ago)
-    issue_into(certs / "node0", certs, Wanted("node", "node0", ("node0",)), long_ago)
-    issue_into(certs / "etcd-node0", certs, Wanted("etcd", "etcd-node0", ("node0",)), long_ago)
-    issue_into(certs / "users" / "ada", certs, Wanted("user", "ada", role="admin"), long_ago)
+    issue_certificate_into(certs / "node0", certs, CertificateRequest("node", "node0", ("node0",)), long_ago)
+    issue_certificate_into(certs / "etcd-node0", certs, CertificateRequest("etcd", "etcd-node0", ("node0",)), long_ago)
+    issue_certificate_into(certs / "users" / "ada", certs, CertificateRequest("user", "ada", role="admin"), long_ago)
     engines = (certs / "node0" / "engines.key").read_bytes()
     (batch.folder / "bin" / "gcore-controller.code").write_text("0")
     process = batch.start()
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, said
     for name in (*NODES, "etcd-node0", "users/ada"):
-        assert look(certs / name).ends > datetime.now(UTC) + timedelta(days=89), said
-    assert look(certs / "users" / "ada").whose == CertName("user", "ada", "admin")
+        assert inspect_certificate(certs / name).ends > datetime.now(UTC) + timedelta(days=89), said
+    assert inspect_certificate(certs / "users" / "ada").whose == CertName("user", "ada", "admin")
     assert (certs / "node0" / "engines.key").read_bytes() == engines
 
 
@@ -142,9 +148,9 @@ def test_an_allocation_that_lives_for_months_renews_its_certificates(batch: Batc
     certs = batch.folder / "cluster" / "certs"
     names = (*NODES, "etcd-node0", "users/ada")
     for name in names:
-        renew_in(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
-    old = {name: look(certs / name).sha256 for name in names}
-    batch.until(lambda _: all(look(certs / name).sha256 != old[name] for name in names), process)
+        renew_certificate(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
+    old = {name: inspect_certificate(certs / name).sha256 for name in names}
+    batch.until(lambda _: all(inspect_certificate(certs / name).sha256 != old[name] for name in names), process)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, said

@@ -9,11 +9,11 @@ from typing import Any
 
 from stored_job import StoredJob
 
-from controllers.api.job_messages import MOST_SAID, MOST_WARNINGS, described, with_news
+from controllers.api.job_messages import MOST_SAID, MOST_WARNINGS, add_news, describe_job
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
-from controllers.cli.output import audit_rows, job_rows, job_tree, snapshot
-from controllers.telemetry.notices import TroubleBook
+from controllers.api.store_reader import StoreReader
+from controllers.cli.output import audit_rows, job_rows, job_snapshot, job_tree
+from controllers.telemetry.notices import WarningLog
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config import parse_spec
 from gcore.ledger.mirror import JobMirror
@@ -28,7 +28,7 @@ async def told(job: StoredJob, *troubles: Trouble) -> pb.Job:
     puts = [Put(job.keys.trouble(one.topic), one.encode()) for one in troubles]
     await job.store.transact((), puts)
     mirror = await job.look()
-    return with_news(described(mirror), mirror)
+    return add_news(describe_job(mirror), mirror)
 
 
 async def a_job() -> StoredJob:
@@ -68,7 +68,7 @@ async def test_warnings_of_a_version_that_did_not_say_when_stand_in_the_order_in
 
 async def test_what_a_controller_notes_says_when() -> None:
     job, clock = await a_job(), FakeClock()
-    book = TroubleBook(job.store, job.keys, "n0", clock)
+    book = WarningLog(job.store, job.keys, "n0", clock)
     book.note("folder", "no room is left")
     work = asyncio.create_task(book.run())
     mirror: JobMirror = job.mirror
@@ -86,7 +86,7 @@ async def test_the_last_rollback_is_told_and_a_list_of_all_jobs_stays_short() ->
     assert not (await told(job)).HasField("rollback")
     for _ in range(2):
         await job.won(job.rolling_back())
-    service: Any = JobsService(StoredJobs(job.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    service: Any = JobsService(StoreReader(job.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
     found = await service.GetJob(pb.GetJobRequest(job="u"), None)
     assert found.rollback == pb.LastRollback(step=0, lineage=2, reason="why")
     listed = await service.ListJobs(pb.ListJobsRequest(), None)
@@ -95,15 +95,15 @@ async def test_the_last_rollback_is_told_and_a_list_of_all_jobs_stays_short() ->
 
 def test_a_described_job_tells_what_went_wrong_to_who_followed_no_event() -> None:
     job = pb.Job(uid="u1", name="sums", state=pb.JOB_STATE_RUNNING)
-    assert not {"last rollback", "warning (1)"} & job_rows(snapshot(job), 100.0).keys()
+    assert not {"last rollback", "warning (1)"} & job_rows(job_snapshot(job), 100.0).keys()
     job.warnings.add(topic="folder", node="node-0", sentence="no room is left", time=88.0)
     job.warnings.add(topic="samples", node="node-1", sentence="of an older version")
     job.rollback.CopyFrom(pb.LastRollback(step=3, lineage=2, reason="rank 1 is gone"))
-    shown = job_rows(snapshot(job), 100.0)
+    shown = job_rows(job_snapshot(job), 100.0)
     assert shown["last rollback"] == "to step 3, lineage 2: rank 1 is gone"
     assert shown["warning (1)"] == "node-0: no room is left (folder, 12s ago)"
     assert shown["warning (2)"] == "node-1: of an older version (samples)"
-    tree = json.loads(json.dumps(job_tree(snapshot(job))))
+    tree = json.loads(json.dumps(job_tree(job_snapshot(job))))
     assert tree["rollback"] == {"step": 3, "lineage": 2, "reason": "rank 1 is gone"}
     assert tree["warnings"][0] == {"topic": "folder", "node": "node-0", "sentence": "no room is left", "time": 88.0}
 
@@ -128,7 +128,7 @@ async def test_a_job_whose_spec_or_state_this_version_does_not_know_hides_no_oth
     job = await a_job()
     assert job.mirror.job is not None
     record = job.mirror.job.record
-    service = JobsService(StoredJobs(job.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    service = JobsService(StoreReader(job.store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
 
     async def listed() -> pb.Job:
         (one,) = (await service.ListJobs(pb.ListJobsRequest(), None)).jobs  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger import staleness as carried
-from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.audit import audit_records
 from gcore.ledger.audit.receipts import Receipt
-from gcore.ledger.chain import Advance, Writer
+from gcore.ledger.chain import Advance, ChainWriter
 from gcore.ledger.records.chain import (
     Checkpoint,
     EndedRef,
@@ -29,23 +29,23 @@ from gcore.ledger.records.chain import (
     SourceTally,
 )
 from gcore.ledger.selection import (
-    AccountNow,
+    AwaitGroups,
     Choice,
-    NotYet,
-    Offered,
-    Short,
+    CloseStep,
+    DataExhausted,
+    OffersView,
     StreamRules,
-    choose,
-    due,
-    in_order,
+    choose_seal,
+    due_refs,
     is_acceptable,
     is_over,
     issue_ratio,
     planned_steps,
     prompts_left,
+    refs_in_order,
     refuse_seal,
 )
-from gcore.ledger.statistics import after_step, gathered, why_short
+from gcore.ledger.statistics import add_outcomes, shortage_reason, start_next_step
 from gcore.types import PromptRef
 
 Keeps = Callable[[PromptRef], bool]
@@ -77,8 +77,10 @@ class Job:
 
     def __init__(self, rules: StreamRules, keeps: Keeps) -> None:
         self.rules, self.keeps = rules, keeps
-        self.head = chain.base(len(rules.shape.lengths), "w", Writer("a", "n")).head
-        self.log: dict[int, LogEntry] = {0: chain.base(len(rules.shape.lengths), "w", Writer("a", "n")).entry}
+        self.head = chain.base_entry(len(rules.shape.lengths), "w", ChainWriter("a", "n")).head
+        self.log: dict[int, LogEntry] = {
+            0: chain.base_entry(len(rules.shape.lengths), "w", ChainWriter("a", "n")).entry
+        }
         self.receipts: list[Receipt] = []
         self.outcomes: dict[PromptRef, EndedRef] = {}
         self.groups: dict[PromptRef, OfferedGroup] = {}
@@ -87,18 +89,18 @@ class Job:
         """Rounds of generation that each step took."""
         self.made: list[int] = []
         """Groups and outcomes that each step's rounds made."""
-        self.short: Short | None = None
+        self.short: DataExhausted | None = None
 
-    def offered(self) -> Offered:
+    def offered(self) -> OffersView:
         offer = Offer(incarnation="a", groups=tuple(self.groups.values()), outcomes=tuple(self.outcomes.values()))
-        return Offered.collect(self.rules, self.head, [offer])
+        return OffersView.collect(self.rules, self.head, [offer])
 
     def due(self) -> tuple[PromptRef, ...]:
-        rule = carried.due if self.rules.staleness else due
+        rule = carried.due_refs if self.rules.staleness else due_refs
         return rule(self.rules, self.head, (), self.offered())
 
     def chosen(self) -> Choice:
-        rule = carried.choose if self.rules.staleness else choose
+        rule = carried.choose_seal if self.rules.staleness else choose_seal
         return rule(self.rules, self.head, (), self.offered())
 
     def step(self) -> bool:
@@ -106,7 +108,7 @@ class Job:
         rounds = made = 0
         while not is_over(self.rules, self.head):
             wanted, chosen = self.due(), self.chosen()
-            if isinstance(chosen, NotYet):
+            if isinstance(chosen, AwaitGroups):
                 assert chosen.oldest in wanted, "what the seal waits for must be made"
                 rounds, made = rounds + 1, made + len(wanted)
                 for ref in wanted:
@@ -114,18 +116,22 @@ class Job:
                         self.groups[ref] = group(ref, self.head)
                     else:
                         self.outcomes[ref] = ended(ref, self.head)
-            elif isinstance(chosen, AccountNow):
-                self.advance(chain.accounted(self.head, chosen.outcomes, self.rules.shape, Writer("a", "n")))
-            elif isinstance(chosen, Short):
+            elif isinstance(chosen, CloseStep):
+                self.advance(chain.account_entry(self.head, chosen.outcomes, self.rules.shape, ChainWriter("a", "n")))
+            elif isinstance(chosen, DataExhausted):
                 self.short = chosen
                 return False
             else:
                 assert refuse_seal(self.rules, self.head, (), chosen) is None
-                seal = chain.readied(chain.sealed(None, self.head, chosen, world_size=1, mini_batches=2, sealer="a"))
+                seal = chain.ready_slot(
+                    chain.seal_slot(None, self.head, chosen, world_size=1, mini_batches=2, sealer="a")
+                )
                 seal = Seal.decode(seal.encode())
                 self.seals.append(seal)
                 self.receipts.append(Receipt(seal.token, "w", 0, {g.ref: frozenset((0, 1)) for g in seal.groups}))
-                self.advance(chain.committed(self.head, seal, self.rules.shape, Writer("a", "n"), keep_cursors=False))
+                self.advance(
+                    chain.commit_entry(self.head, seal, self.rules.shape, ChainWriter("a", "n"), keep_cursors=False)
+                )
                 self.rounds.append(rounds)
                 self.made.append(made)
                 return True
@@ -150,7 +156,7 @@ class Job:
 
     def check(self) -> None:
         """The audit, to which an end that comes too late is a violation too."""
-        found = audit(self.rules, self.head, self.log, self.receipts)
+        found = audit_records(self.rules, self.head, self.log, self.receipts)
         assert found.clean, found.violations
 
 
@@ -208,14 +214,14 @@ class TestSizes:
         job = Job(rules(), share(30)).run(3)
         target = job.head
         entry = job.log[target.seq].model_copy(update={"cursors": target.cursors, "tally": target.tally})
-        outcomes = tuple(ended(ref, target) for ref in itertools.islice(in_order(job.rules, target, ()), 5))
-        job.advance(chain.accounted(job.head, outcomes, job.rules.shape, Writer("a", "n")))
+        outcomes = tuple(ended(ref, target) for ref in itertools.islice(refs_in_order(job.rules, target, ()), 5))
+        job.advance(chain.account_entry(job.head, outcomes, job.rules.shape, ChainWriter("a", "n")))
         assert job.head.tally.since_step.ended == 5
         checkpoint = Checkpoint(lineage=0, step=3, seq=target.seq, file="c")
         assert entry.cursors is not None
         assert entry.tally is not None
-        back = chain.rolled_back(
-            job.head, checkpoint, entry.cursors, "w2", Writer("a", "m"), "died", tally=entry.tally
+        back = chain.rollback_entry(
+            job.head, checkpoint, entry.cursors, "w2", ChainWriter("a", "m"), "died", tally=entry.tally
         ).head
         assert back.tally.since_step.ended == 0
         assert issue_ratio(job.rules, back) == issue_ratio(job.rules, target)
@@ -228,20 +234,20 @@ class TestSizes:
         r = rules(
             prompts=60, window=8, quota=quota, issue_cap=cap, limit=limit, epochs=data.draw(st.none() | st.just(1))
         )
-        head = chain.base(4, "w", Writer("a", "n")).head
+        head = chain.base_entry(4, "w", ChainWriter("a", "n")).head
         head = head.model_copy(update={"tally": head.tally.model_copy(update={"issue_ratio": ratio})})
-        refs = list(in_order(r, head, ()))
+        refs = list(refs_in_order(r, head, ()))
         kinds = data.draw(st.lists(st.sampled_from("gfn"), min_size=len(refs), max_size=len(refs)))
         offer = Offer(
             incarnation="a",
             groups=tuple(group(ref, head) for ref, k in zip(refs, kinds, strict=True) if k == "g"),
             outcomes=tuple(ended(ref, head) for ref, k in zip(refs, kinds, strict=True) if k == "f"),
         )
-        known = Offered.collect(r, head, [offer])
-        wanted, chosen = due(r, head, (), known), choose(r, head, (), known)
+        known = OffersView.collect(r, head, [offer])
+        wanted, chosen = due_refs(r, head, (), known), choose_seal(r, head, (), known)
         assert len(set(wanted)) == len(wanted)
         assert not set(wanted) & (known.groups.keys() | known.outcomes.keys())
-        if isinstance(chosen, NotYet):
+        if isinstance(chosen, AwaitGroups):
             assert chosen.oldest == wanted[0]
             assert chosen.missing <= len(wanted)
         if limit is not None:
@@ -249,14 +255,14 @@ class TestSizes:
 
     @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 500)), min_size=1, max_size=20))
     def test_the_ratio_stays_between_what_was_seen(self, steps: list[tuple[int, int]]) -> None:
-        head = chain.base(1, "w", Writer("a", "n")).head
+        head = chain.base_entry(1, "w", ChainWriter("a", "n")).head
         tally, seen = head.tally, []
         for groups, outcomes in steps:
             refs = [EndedRef(ref=PromptRef(0, 0, i), kind="filtered") for i in range(outcomes)]
             kept = sum(one.kept for one in tally.sources.values()) + groups
             sources = {"data": SourceTally(kept=kept)}
-            since = gathered(tally.since_step, refs)
-            tally = after_step(tally.model_copy(update={"since_step": since, "sources": sources}), groups)
+            since = add_outcomes(tally.since_step, refs)
+            tally = start_next_step(tally.model_copy(update={"since_step": since, "sources": sources}), groups)
             seen.append(min((groups + outcomes) / groups, 16.0))
             assert min(seen) - 1e-9 <= tally.issue_ratio <= max(seen) + 1e-9
         if len(seen) == 1:
@@ -293,7 +299,7 @@ class TestLimits:
     def test_fail_fails_with_the_counts_the_reason_and_what_to_do(self) -> None:
         job = Job(rules(prompts=4000, limit=20, on_limit="fail"), share(20)).run(10)
         assert job.short is not None
-        said = why_short(job.rules, job.head, job.short, job.log.values())
+        said = shortage_reason(job.rules, job.head, job.short, job.log.values())
         kept = job.short.groups
         assert said.startswith(
             f"step {job.head.step + 1} has used up its 20 prompts (flow.max_prompts_per_step) with {kept} of 8 groups kept "
@@ -304,13 +310,13 @@ class TestLimits:
     @pytest.mark.parametrize("on_limit", ["train_smaller", "pad_masked", "fail"])
     def test_without_any_group_every_choice_is_a_failure(self, on_limit: str) -> None:
         job = Job(rules(prompts=4000, limit=20, on_limit=on_limit), nothing).run()
-        assert job.short == Short(0, job.short.outcomes if job.short else ())
+        assert job.short == DataExhausted(0, job.short.outcomes if job.short else ())
         assert job.short is not None
-        said = why_short(job.rules, job.head, job.short, job.log.values())
+        said = shortage_reason(job.rules, job.head, job.short, job.log.values())
         assert "there is nothing to train on" in said
         assert "gcore samples" not in said, "of a job without a step there are none"
         later = job.head.model_copy(update={"step": 3})
-        assert "(gcore samples)" in why_short(job.rules, later, job.short, job.log.values())
+        assert "(gcore samples)" in shortage_reason(job.rules, later, job.short, job.log.values())
 
     def test_the_count_survives_what_is_written_down_meanwhile(self) -> None:
         """The windows are smaller than the limit, so that outcomes are accounted for on the way to it."""
@@ -318,7 +324,7 @@ class TestLimits:
         assert job.short is not None
         assert job.head.tally.since_step.ended >= 16
         assert job.head.tally.since_step.ended + len(job.short.outcomes) == 30
-        assert "has used up its 30 prompts" in why_short(job.rules, job.head, job.short, job.log.values())
+        assert "has used up its 30 prompts" in shortage_reason(job.rules, job.head, job.short, job.log.values())
 
     @pytest.mark.parametrize("staleness", [0, 1])
     def test_windows_that_hold_no_more_are_a_limit_too_and_end_as_the_spec_says(self, staleness: int) -> None:
@@ -330,7 +336,7 @@ class TestLimits:
         assert all(min(len(seal.groups) for seal in job.seals) < 8 for job in (smaller, padded))
         failed = Job(replace(small, on_limit="fail"), share(20)).run(10)
         assert failed.short is not None
-        said = why_short(failed.rules, failed.head, failed.short, failed.log.values())
+        said = shortage_reason(failed.rules, failed.head, failed.short, failed.log.values())
         assert said.startswith("step 2 has used up the prompts in the shards' windows (data.window), ")
         assert f" in all, with {failed.short.groups} of 8 groups kept (" in said
         assert "raise data.window or data.shards" in said
@@ -347,7 +353,7 @@ class TestLimits:
     def test_a_seal_that_is_given_up_forgets_what_lacked(self) -> None:
         job = Job(rules(prompts=4000, limit=20, on_limit="pad_masked"), share(20)).run(10)
         padded = next(seal for seal in job.seals if seal.padding)
-        opened = chain.resealed(padded.model_copy(update={"state": SealState.SEALED}), "b")
+        opened = chain.reseal_slot(padded.model_copy(update={"state": SealState.SEALED}), "b")
         assert (opened.padding, opened.last, opened.planned_steps) == (0, False, None)
 
 
@@ -425,5 +431,5 @@ class TestEpochs:
 
     def test_a_prompt_beyond_the_epochs_is_a_violation(self) -> None:
         job = Job(rules(prompts=20, steps=5), everything).run()
-        found = audit(replace(job.rules, steps=None, epochs=1), job.head, job.log, job.receipts)
+        found = audit_records(replace(job.rules, steps=None, epochs=1), job.head, job.log, job.receipts)
         assert any("beyond the job's 1 data epoch" in violation for violation in found.violations)

@@ -8,28 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore.engines.emulated.device import Device
-from gcore.engines.emulated.law import Law, Timing
-from gcore.engines.emulated.responses import Response
-from gcore.engines.request import Delivery, Ending, Sampling, Task
+from gcore.engines.emulated.device import EmulatedDevice
+from gcore.engines.emulated.law import ReplicaTiming, TimingModel
+from gcore.engines.emulated.responses import EmulatedResponse
+from gcore.engines.request import Finish, GenerationRequest, RequestOutput, RequestSampling
 
-QUIET = Law(replica_noise=0.0, event_noise=0.0, decode_s=1.0, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e15)
-
-
-def task(number: int, length: int, prompt: tuple[int, ...] = (1, 2)) -> Task:
-    return Task(number, f"r{number}", prompt, Sampling(max_new_tokens=length, seed=number))
+QUIET = TimingModel(
+    replica_noise=0.0, event_noise=0.0, decode_s=1.0, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e15
+)
 
 
-def whole(task: Task, version: str) -> Response:
+def task(number: int, length: int, prompt: tuple[int, ...] = (1, 2)) -> GenerationRequest:
+    return GenerationRequest(number, f"r{number}", prompt, RequestSampling(max_new_tokens=length, seed=number))
+
+
+def whole(task: GenerationRequest, version: str) -> EmulatedResponse:
     count = task.sampling.max_new_tokens
-    return Response(tuple(range(count)), (-1.0,) * count, Ending("length"))
+    return EmulatedResponse(tuple(range(count)), (-1.0,) * count, Finish("length"))
 
 
-def device(law: Law = QUIET, rows: int = 8, respond: Callable[[Task, str], Response] = whole) -> Device:
-    return Device(Timing(law, "one"), respond, rows=rows, version="0.0")
+def device(
+    law: TimingModel = QUIET, rows: int = 8, respond: Callable[[GenerationRequest, str], EmulatedResponse] = whole
+) -> EmulatedDevice:
+    return EmulatedDevice(ReplicaTiming(law, "one"), respond, rows=rows, version="0.0")
 
 
-def run(one: Device, until: float) -> list[tuple[float, Delivery]]:
+def run(one: EmulatedDevice, until: float) -> list[tuple[float, RequestOutput]]:
     """Everything that ends until then, and when."""
     ended = []
     while (at := one.wake_at()) is not None and at <= until:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_served
+from controllers.api.submission.checks import check_served_judges
 from controllers.workers.launch_documents import emulated_engine, emulated_host
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.engines.emulated.launch import HostLaunch, Inbox
+from gcore.engines.emulated.launch import HostLaunch, LaunchQueue
 from gcore.errors import SpecError
 from gcore.ledger.records.job import EnginePlace, NodeRecord
 from gcore.schema import UnreadableRecord
@@ -54,13 +54,13 @@ def test_a_judges_engine_is_told_what_its_job_says_of_it() -> None:
 
 
 def test_emulated_slots_serve_judges_that_write_and_no_classifiers() -> None:
-    check_served(spec(), [EMULATED])
+    check_served_judges(spec(), [EMULATED])
     with pytest.raises(SpecError, match="judge 'tutor' is a classifier, and the emulated slots of e serve judges that"):
-        check_served(spec(kind="classifier"), [EMULATED])
+        check_served_judges(spec(kind="classifier"), [EMULATED])
 
 
 def test_a_document_is_taken_once_by_the_one_process_that_has_the_claim(tmp_path: Path) -> None:
-    first, second = Inbox(tmp_path / "inbox"), Inbox(tmp_path / "inbox")
+    first, second = LaunchQueue(tmp_path / "inbox"), LaunchQueue(tmp_path / "inbox")
     launches = [launched(spec(), name, EnginePlace(node="n", slot="emulated:0")) for name in ("a", "b")]
     files = [inbox.put(launch) for inbox, launch in zip((first, second), launches, strict=True)]
     assert (first.claim(), second.claim(), first.claim()) == (True, False, True)
@@ -70,7 +70,7 @@ def test_a_document_is_taken_once_by_the_one_process_that_has_the_claim(tmp_path
 
 
 def test_what_is_no_launch_document_is_named(tmp_path: Path) -> None:
-    inbox = Inbox(tmp_path / "inbox")
+    inbox = LaunchQueue(tmp_path / "inbox")
     (tmp_path / "inbox" / "x.json").write_text("{}")
     with pytest.raises(UnreadableRecord, match=r"x\.json"):
         inbox.take()

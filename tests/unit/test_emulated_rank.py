@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from ready_seals import ready_seal
 
-from gcore.engines.emulated.law import Law, Timing
+from gcore.engines.emulated.law import ReplicaTiming, TimingModel
 from gcore.engines.emulated.rank import STAGED, EmulatedTrainer
 from gcore.errors import DataError
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.models.layout import copy_model, receipts_file, verify_checkpoint, weights_folder
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
-from gcore.train.checkpoint.run_files import CheckpointWriter, Insisting
-from gcore.train.rank.feed import Work
+from gcore.train.checkpoint.run_files import BackgroundWriter, RetryingWriter
+from gcore.train.rank.feed import StepInput
 from gcore.train.rank.launch import StepResult
 from gcore.types import PromptRef, Version
 
-LAW = Law(speedup=1e6, event_noise=0.0, replica_noise=0.0)
+LAW = TimingModel(speedup=1e6, event_noise=0.0, replica_noise=0.0)
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ class Rank:
         }
         self.run_dir, self.rank, self.ranks = tmp_path / "run", rank, ranks
         self.told: list[str] = []
-        self.writer = CheckpointWriter(self.run_dir, "w")
+        self.writer = BackgroundWriter(self.run_dir, "w")
         launch = rank_launch(spec, self.run_dir, rank=rank, world_size=ranks, start=start)
-        self.trainer = EmulatedTrainer(launch, Timing(LAW, f"rank {rank}"), self.writer, SystemClock())
+        self.trainer = EmulatedTrainer(launch, ReplicaTiming(LAW, f"rank {rank}"), self.writer, SystemClock())
         self.trainer.load(self.told.append)
 
     def step(self, number: int) -> StepResult:
@@ -66,7 +66,7 @@ class Rank:
             for shard in range(4)
         ]
         seal = ready_seal(groups, step=number, ranks=self.ranks)
-        result = self.trainer.run(Work(seal, balance(seal), self.rank, {}), self.told.append)
+        result = self.trainer.run(StepInput(seal, balance_samples(seal), self.rank, {}), self.told.append)
         assert self.writer.wait(30)
         return result
 
@@ -111,7 +111,7 @@ def test_a_disk_that_takes_nothing_is_tried_again(tmp_path: Path, model: Path) -
             weights.unlink()
             (tmp_path / "aside").rename(weights)
 
-    one.trainer._insisting = Insisting(mend, 60.0, again_s=0.01)
+    one.trainer._insisting = RetryingWriter(mend, 60.0, again_s=0.01)
     one.step(1)
     assert shown[0].startswith("the weights of step 1 cannot be written (Not a directory)")
     assert shown[1:] == [""]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gcore.engines.emulated.host import Registration
+from gcore.engines.emulated.host import EngineRegistrations
 from gcore.store import keys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord
@@ -26,7 +26,7 @@ class Scene:
     cluster: MemoryCluster
     clock: FakeClock
     store: MemoryStore
-    registration: Registration
+    registration: EngineRegistrations
 
     def shown(self) -> dict[str, str]:
         records = (WorkerRecord.decode(kv.value) for kv in self.cluster.listing(keys.WORKERS).kvs)
@@ -41,7 +41,7 @@ async def scene() -> AsyncIterator[Scene]:
     clock = FakeClock()
     cluster = MemoryCluster(clock)
     store = MemoryStore(cluster, "host")
-    registration = Registration(store, clock, TTL)
+    registration = EngineRegistrations(store, clock, TTL)
     running = asyncio.create_task(registration.run())
     yield Scene(cluster, clock, store, registration)
     running.cancel()

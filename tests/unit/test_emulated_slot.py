@@ -6,29 +6,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gcore.engines.emulated.device import Device, Slot
-from gcore.engines.emulated.law import Law, Timing
-from gcore.engines.emulated.responses import Response
-from gcore.engines.request import Ending, Sampling, Task
+from gcore.engines.emulated.device import EmulatedDevice, EmulatedSlot
+from gcore.engines.emulated.law import ReplicaTiming, TimingModel
+from gcore.engines.emulated.responses import EmulatedResponse
+from gcore.engines.request import Finish, GenerationRequest, RequestSampling
 
-QUIET = Law(replica_noise=0.0, event_noise=0.0, decode_s=1.0, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e15)
+QUIET = TimingModel(
+    replica_noise=0.0, event_noise=0.0, decode_s=1.0, decode_per_sequence_s=0.0, prefill_tokens_per_s=1e15
+)
 BOTH = frozenset({"weights", "kv_cache"})
 
 
-def task(number: int, length: int) -> Task:
-    return Task(number, f"r{number}", (number, 2), Sampling(max_new_tokens=length, seed=number))
+def task(number: int, length: int) -> GenerationRequest:
+    return GenerationRequest(number, f"r{number}", (number, 2), RequestSampling(max_new_tokens=length, seed=number))
 
 
 class Scene:
     """A slot with devices, and when what ended."""
 
-    def __init__(self, devices: int, law: Law = QUIET, rows: int = 8) -> None:
-        def whole(task: Task, version: str) -> Response:
+    def __init__(self, devices: int, law: TimingModel = QUIET, rows: int = 8) -> None:
+        def whole(task: GenerationRequest, version: str) -> EmulatedResponse:
             count = task.sampling.max_new_tokens
-            return Response(tuple(range(count)), (-1.0,) * count, Ending("length"))
+            return EmulatedResponse(tuple(range(count)), (-1.0,) * count, Finish("length"))
 
-        self.slot = Slot()
-        self.devices = [Device(Timing(law, f"{i}"), whole, rows=rows, version="0.0") for i in range(devices)]
+        self.slot = EmulatedSlot()
+        self.devices = [
+            EmulatedDevice(ReplicaTiming(law, f"{i}"), whole, rows=rows, version="0.0") for i in range(devices)
+        ]
         self.ended: dict[tuple[int, int], float] = {}
         for device in self.devices:
             self.slot.add(device, 0.0)
@@ -44,7 +48,7 @@ class Scene:
                 self.ended[self.devices.index(device), delivery.number] = now
         self.slot.share(now)
 
-    def submit(self, which: int, one: Task, now: float) -> None:
+    def submit(self, which: int, one: GenerationRequest, now: float) -> None:
         self.until(now)
         self.devices[which].submit([one], now)
         self.slot.share(now)

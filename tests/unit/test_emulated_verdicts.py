@@ -9,23 +9,23 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gcore.config.reward import VerdictSpec
-from gcore.engines.detokenizer import Text
-from gcore.engines.emulated.responses import Vocabulary, verdict_of
+from gcore.engines.detokenizer import Detokenizer
+from gcore.engines.emulated.responses import Vocabulary, find_emulated_verdict
 from gcore.errors import DataError
-from gcore.quickstart.arithmetic import VERDICTS_CHARACTERS as SUMS_AND_VERDICTS
+from gcore.quickstart.arithmetic import JUDGE_CHARACTERS as SUMS_AND_VERDICTS
 from gcore.quickstart.lessons import Alphabet, save_tokenizer
 from gcore.reward.judges.parsers import find_parser
 
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyzYNGr0123456789 .,:{}"'
 
 
-def text_of(characters: str) -> Text:
+def text_of(characters: str) -> Detokenizer:
     words = {"<unk>": 0} | {c: i + 1 for i, c in enumerate(dict.fromkeys(characters))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<unk>"])
-    return Text(tokenizer)
+    return Detokenizer(tokenizer)
 
 
 def words_of(characters: str) -> Vocabulary:
@@ -49,7 +49,7 @@ def test_the_parser_reads_the_best_and_the_worst_verdict_behind_whatever_stands_
     told: dict[str, Any], best: float, worst: float
 ) -> None:
     spec, text, words = VerdictSpec.model_validate(told), text_of(CHARACTERS), words_of(CHARACTERS)
-    found = verdict_of("j", spec, words, text)
+    found = find_emulated_verdict("j", spec, words, text)
     parse = find_parser(spec.parser)
     for before in words.ordinary:
         said = [
@@ -62,20 +62,20 @@ def test_the_parser_reads_the_best_and_the_worst_verdict_behind_whatever_stands_
 def test_a_judge_whose_tokens_cannot_say_a_verdict_is_refused_by_name() -> None:
     spec = VerdictSpec(parser="words", words={"Y": 1.0, "N": 0.0})
     with pytest.raises(DataError, match="judge 'tutor' can say in its tokens is read by parser 'words'"):
-        verdict_of("tutor", spec, words_of("abc "), text_of("abc "))
+        find_emulated_verdict("tutor", spec, words_of("abc "), text_of("abc "))
     with pytest.raises(DataError, match="no tokenizer"):
-        verdict_of("tutor", spec, words_of("abc "), None)
+        find_emulated_verdict("tutor", spec, words_of("abc "), None)
 
 
 def test_the_judge_of_the_arithmetic_example_has_a_verdict_though_its_tokenizer_cannot_spell_a_space(
     tmp_path: Path,
 ) -> None:
     save_tokenizer(Alphabet(SUMS_AND_VERDICTS), tmp_path)
-    text = Text.load(tmp_path)
+    text = Detokenizer.load(tmp_path)
     assert text is not None
     with pytest.raises(Exception, match="UNK"):
         text.encode(" :Y")
     spec = VerdictSpec(parser="words", after=":", words={"Y": 1.0, "N": 0.0})
     words = Vocabulary(len(SUMS_AND_VERDICTS) + 2, tuple(range(len(SUMS_AND_VERDICTS))), (), 64)
-    found = verdict_of("sums", spec, words, text)
+    found = find_emulated_verdict("sums", spec, words, text)
     assert [text.decode(one, skip_special_tokens=True) for one in (found.best, found.worst)] == [":Y", ":N"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gcore.engines.serving.http import ADMIN, Keys
+from gcore.engines.serving.http import ADMIN, ApiKeys
 
 NORMAL, ADMINISTRATIVE, OPEN = "/generate", "/abort_request", "/health_generate"
 
@@ -10,13 +10,13 @@ NORMAL, ADMINISTRATIVE, OPEN = "/generate", "/abort_request", "/health_generate"
 @pytest.mark.parametrize(
     ("keys", "normal", "administrative"),
     [
-        pytest.param(Keys(), {None, "k", "a"}, {None, "k", "a"}, id="no keys"),
-        pytest.param(Keys("k"), {"k"}, {"k"}, id="a key for all"),
-        pytest.param(Keys(None, "a"), {None, "k", "a"}, {"a"}, id="a key for changes"),
-        pytest.param(Keys("k", "a"), {"k"}, {"a"}, id="both"),
+        pytest.param(ApiKeys(), {None, "k", "a"}, {None, "k", "a"}, id="no keys"),
+        pytest.param(ApiKeys("k"), {"k"}, {"k"}, id="a key for all"),
+        pytest.param(ApiKeys(None, "a"), {None, "k", "a"}, {"a"}, id="a key for changes"),
+        pytest.param(ApiKeys("k", "a"), {"k"}, {"a"}, id="both"),
     ],
 )
-def test_a_route_opens_to_its_own_key(keys: Keys, normal: set[str | None], administrative: set[str | None]) -> None:
+def test_a_route_opens_to_its_own_key(keys: ApiKeys, normal: set[str | None], administrative: set[str | None]) -> None:
     for path, allowed in ((NORMAL, normal), (ADMINISTRATIVE, administrative), (OPEN, {None, "k", "a"})):
         for given in (None, "k", "a"):
             assert keys.allow(path, None if given is None else f"Bearer {given}") == (given in allowed)
@@ -24,15 +24,15 @@ def test_a_route_opens_to_its_own_key(keys: Keys, normal: set[str | None], admin
 
 @pytest.mark.parametrize("header", ["", "Bearer", "k", "Basic k", "Bearer  k", "Bearer kk", "Bearer \u00e4"])
 def test_what_is_not_the_key_opens_nothing(header: str) -> None:
-    assert not Keys("k").allow(NORMAL, header)
+    assert not ApiKeys("k").allow(NORMAL, header)
 
 
 def test_the_word_bearer_is_read_in_any_case() -> None:
-    assert Keys("k").allow(NORMAL, "bearer k")
+    assert ApiKeys("k").allow(NORMAL, "bearer k")
 
 
 def test_keys_are_not_shown() -> None:
-    assert "secret" not in repr(Keys("secret", "secret"))
+    assert "secret" not in repr(ApiKeys("secret", "secret"))
 
 
 def test_every_route_that_changes_the_engine_is_administrative() -> None:

@@ -4,7 +4,14 @@ import pytest
 from pydantic import ValidationError
 
 from gcore.engines.serving.http import BodyRefused
-from gcore.engines.serving.io_struct import MOST_SAMPLES, AbortBody, Asked, SamplingBody, finite, generate_body
+from gcore.engines.serving.io_struct import (
+    MOST_SAMPLES,
+    AbortBody,
+    LogprobRequest,
+    SamplingBody,
+    generate_body,
+    json_number,
+)
 from gcore.errors import EngineError
 
 
@@ -12,7 +19,7 @@ from gcore.errors import EngineError
 def test_a_least_length_without_a_greatest_ends_with_the_room_that_there_is(least: int) -> None:
     body = SamplingBody(max_new_tokens=None, min_new_tokens=least)
     body.check()
-    sampling = body.sampling(index=0, drawn_seed=1, end_tokens=(), room=10, vocabulary=5, asked=Asked())
+    sampling = body.sampling(index=0, drawn_seed=1, end_tokens=(), room=10, vocabulary=5, asked=LogprobRequest())
     assert (sampling.min_new_tokens, sampling.max_new_tokens) == (min(least, 10), 10)
 
 
@@ -50,4 +57,4 @@ def test_an_abort_ends_the_samples_numbered_under_its_name_and_no_other_request(
 
 
 def test_what_json_cannot_say_is_null() -> None:
-    assert finite([[1.5, float("nan")], [float("-inf"), None]]) == [[1.5, None], [None, None]]
+    assert json_number([[1.5, float("nan")], [float("-inf"), None]]) == [[1.5, None], [None, None]]

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from engine_workers import ServingEngine, engines_at
 
-from controllers.changes import Changes
-from controllers.inference.pool import EngineBook
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import EnginePool
 from controllers.inference.requests import MOST_FRUITLESS
-from controllers.inference.rules import EnginePatience
+from controllers.inference.rules import HealthLimits
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineClient, SamplingParams
@@ -44,7 +44,7 @@ class OldEngine(ServingEngine):
 
 
 async def test_an_answer_made_with_other_weights_is_refused_and_its_engine_distrusted(tmp_path: Any) -> None:
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=OldEngine)  # type: ignore[arg-type]
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0, connect=OldEngine)  # type: ignore[arg-type]
     await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     assert engines.serves(Version(0, 2))
@@ -62,7 +62,7 @@ async def test_an_engine_that_has_the_version_already_is_let_go_on_for_its_publi
         made.append(OldEngine())
         return made[-1]
 
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=connect)
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0, connect=connect)
     await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     assert [engine.resumed for engine in made] == [1]
@@ -103,8 +103,8 @@ class AskedEngine:
         return told
 
 
-async def book_of(engine: AskedEngine, **more: Any) -> EngineBook:
-    book = EngineBook(Changes(), timeout_s=1.0, connect=engine.client, **more)
+async def book_of(engine: AskedEngine, **more: Any) -> EnginePool:
+    book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=engine.client, **more)
     await book.aim(engines_at(e="h:1"))
     return book
 
@@ -153,7 +153,7 @@ async def test_an_engine_that_a_peer_left_paused_goes_on_with_the_next_publicati
     def stopped_client(url: str, *, timeout_s: float, instance: str) -> EngineClient:
         return EngineClient(url, timeout_s=timeout_s, transport=httpx.MockTransport(answer_late))
 
-    stopped = EngineBook(Changes(), timeout_s=1.0, connect=stopped_client)
+    stopped = EnginePool(ChangeSignal(), timeout_s=1.0, connect=stopped_client)
     await stopped.aim(engines_at(e="h:1"))
     publication = asyncio.create_task(stopped.publish("e", Version(0, 2), tmp_path))
     await late.wait()
@@ -193,7 +193,7 @@ async def test_whoever_gives_a_publication_up_lets_the_engine_go_on(tmp_path: Pa
 async def test_who_does_not_take_its_weights_is_silent_at_the_next_look(tmp_path: Path) -> None:
     """Or it would be tried again at once, each time for as long as a request may take."""
     engine = AskedEngine()
-    book = await book_of(engine, clock=FakeClock(), patience=EnginePatience())
+    book = await book_of(engine, clock=FakeClock(), patience=HealthLimits())
     await book.publish("e", Version(0, 2), tmp_path)
     book.look_after()
     engine.is_away = True
@@ -234,8 +234,8 @@ async def test_tokens_of_weights_that_were_not_asked_for_are_not_kept_when_their
     """A peer that also believed it to be its own had published to it; no step could train on such a response."""
     asked: list[Any] = []
     clients: list[Any] = [TellingEngine(), LastEngine(asked)]
-    changes = Changes()
-    book = EngineBook(changes, timeout_s=1.0, connect=lambda *_, **__: clients.pop(0), told_every=1)
+    changes = ChangeSignal()
+    book = EnginePool(changes, timeout_s=1.0, connect=lambda *_, **__: clients.pop(0), told_every=1)
     await book.aim(engines_at(e="h:1"))
     await book.publish("e", Version(0, 2), tmp_path)
 
@@ -276,8 +276,8 @@ class Node:
         self.metrics = Metrics()
         clients: list[Any] = [TellingEngine(), *(GoneEngine(self.asked) for _ in range(gone)), LastEngine(self.asked)]
         self.names = [f"e{number:02}" for number in range(len(clients))]
-        self.book = EngineBook(
-            Changes(),
+        self.book = EnginePool(
+            ChangeSignal(),
             timeout_s=1.0,
             connect=lambda *_, **__: clients.pop(0),
             clock=self.clock,
@@ -354,7 +354,7 @@ class NamedEngine(OldEngine):
 
 async def test_the_abort_of_a_request_that_was_given_up_cannot_end_the_one_that_repeats_it(tmp_path: Any) -> None:
     engine = NamedEngine()
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type]
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0, connect=lambda *_, **__: engine)  # type: ignore[arg-type]
     await engines.aim(engines_at(e="h:1"))
     await engines.publish("e", Version(0, 2), tmp_path)
     first = asyncio.create_task(engines.generate(Version(0, 2), [(1,)], PARAMS, (0,), "r"))
@@ -395,7 +395,7 @@ class Two:
     def __init__(self, folder: Any) -> None:
         self.folder = folder
         self.made: dict[str, SlowEngine] = {}
-        self.book = EngineBook(Changes(), timeout_s=1.0, connect=self._connect)  # type: ignore[arg-type]
+        self.book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=self._connect)  # type: ignore[arg-type]
         self.requests: list[asyncio.Task[tuple[Sample, ...]]] = []
         self.publication: asyncio.Task[None]
 
@@ -499,7 +499,7 @@ async def test_who_wants_to_know_is_told_of_a_response_that_is_finished_before_t
     tmp_path: Path, longest: int
 ) -> None:
     engine, told = GrowingEngine(), list[tuple[int, str]]()
-    book = EngineBook(Changes(), timeout_s=1.0, connect=lambda *_, **__: engine, told_every=0)  # type: ignore[arg-type]
+    book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=lambda *_, **__: engine, told_every=0)  # type: ignore[arg-type]
     await book.aim(engines_at(e="h:1"))
     await book.publish("e", Version(0, 2), tmp_path)
     asked = asyncio.create_task(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.engines.torch.kv_cache import make_room, rows_for
+from gcore.engines.torch.kv_cache import plan_resize, table_rows
 from gcore.engines.torch.prefill import prefill_batches
-from gcore.engines.torch.scheduler import refill
+from gcore.engines.torch.scheduler import plan_compaction
 
 Cell = tuple[int, int]
 """(sequence, position)"""
@@ -28,7 +28,7 @@ class Table:
 
     def make_room(self, longest: int) -> None:
         first = min(self.starts) if self.starts else None
-        room = make_room(first=first, column=self.column, longest=longest, columns=self.columns)
+        room = plan_resize(first=first, column=self.column, longest=longest, columns=self.columns)
         if room.shift or room.columns != self.columns:
             live = {
                 (row, column): cell
@@ -63,7 +63,7 @@ class Table:
         self.column += 1
 
     def leave(self, rows: list[int]) -> None:
-        change = refill(rows, len(self.starts))
+        change = plan_compaction(rows, len(self.starts))
         for hole, source in zip(change.holes, change.sources, strict=True):
             for column in range(self.starts[source], self.column):
                 self.cells[hole, column] = self.cells[source, column]
@@ -126,7 +126,7 @@ def test_short_sequences_one_after_the_other_do_not_widen_the_table(length: int,
 def test_rows_that_stay_are_the_first_ones_and_none_is_copied_twice(case: tuple[int, set[int]]) -> None:
     active, leaving = case
     leaving = {row for row in leaving if row < active}
-    change = refill(sorted(leaving), active)
+    change = plan_compaction(sorted(leaving), active)
     rows = list(range(active))
     for hole, source in zip(change.holes, change.sources, strict=True):
         rows[hole] = source
@@ -157,4 +157,4 @@ def test_every_prompt_goes_through_the_model_once_and_no_pass_is_mostly_padding(
     ],
 )
 def test_the_table_gets_rows_as_they_are_wanted(wanted: int, rows: int, most: int, expected: int) -> None:
-    assert rows_for(wanted, rows=rows, most=most) == expected
+    assert table_rows(wanted, rows=rows, most=most) == expected

@@ -11,10 +11,10 @@ from engine_core import Plain, finish, make_core, prompt, task
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gcore.engines.request import Delivery, Task
-from gcore.engines.torch.engine import Core
-from gcore.engines.torch.model import stage
-from gcore.engines.torch.model_runner import SharedLane
+from gcore.engines.request import GenerationRequest, RequestOutput
+from gcore.engines.torch.engine import EngineCore
+from gcore.engines.torch.model import stage_weights
+from gcore.engines.torch.model_runner import FastRunner
 from gcore.errors import EngineError
 from gcore.testing.models import make_tiny_model
 
@@ -37,19 +37,19 @@ def plain(folder: Path) -> Plain:
 CHOSEN = task(500, prompt(3, 21), 90, seed=77, temperature=0.8)
 
 
-def crowd(count: int) -> list[Task]:
+def crowd(count: int) -> list[GenerationRequest]:
     return [task(n, prompt(n, 1 + 13 * n % 70), 5 + 29 * n % 120) for n in range(count)]
 
 
-def alone(folder: Path) -> Delivery:
+def alone(folder: Path) -> RequestOutput:
     return finish(make_core(folder), [CHOSEN])[500]
 
 
-def in_a_crowd(folder: Path) -> Delivery:
+def in_a_crowd(folder: Path) -> RequestOutput:
     return finish(make_core(folder), [*crowd(9), CHOSEN, *(task(600 + n, CHOSEN.prompt, 30) for n in range(3))])[500]
 
 
-def joining_late(folder: Path) -> Delivery:
+def joining_late(folder: Path) -> RequestOutput:
     core = make_core(folder)
 
     def between(cycle: int) -> None:
@@ -59,21 +59,21 @@ def joining_late(folder: Path) -> Delivery:
     return finish(core, crowd(9), between)[500]
 
 
-def with_few_rows(folder: Path) -> Delivery:
+def with_few_rows(folder: Path) -> RequestOutput:
     """Rows come and go all the time, and the table moves."""
     return finish(make_core(folder, batch_slots=3), [*crowd(30), CHOSEN, *(task(700 + n, (5,), 90) for n in range(9))])[
         500
     ]
 
 
-def retracted(folder: Path) -> Delivery:
+def retracted(folder: Path) -> RequestOutput:
     core = make_core(folder, cache_tokens=900, prefill_chunk_tokens=16)
     delivery = finish(core, [*(task(n, prompt(n, 30), 200) for n in range(5)), CHOSEN])[500]
     assert delivery.retractions > 0
     return delivery
 
 
-def paused_and_retracted(folder: Path) -> Delivery:
+def paused_and_retracted(folder: Path) -> RequestOutput:
     core = make_core(folder)
 
     def between(cycle: int) -> None:
@@ -88,7 +88,7 @@ def paused_and_retracted(folder: Path) -> Delivery:
     "run", [in_a_crowd, joining_late, with_few_rows, retracted, paused_and_retracted], ids=lambda run: run.__name__
 )
 def test_a_sample_is_the_same_whatever_goes_on_beside_it(
-    folder: Path, plain: Plain, run: Callable[[Path], Delivery]
+    folder: Path, plain: Plain, run: Callable[[Path], RequestOutput]
 ) -> None:
     expected, found = alone(folder), run(folder)
     assert found.tokens == expected.tokens
@@ -96,8 +96,8 @@ def test_a_sample_is_the_same_whatever_goes_on_beside_it(
     assert plain.worst(CHOSEN, found) < 1e-4
 
 
-def cells(core: Core) -> int:
-    assert isinstance(core.lane, SharedLane)
+def cells(core: EngineCore) -> int:
+    assert isinstance(core.lane, FastRunner)
     return core.lane.cache.rows * core.lane.cache.columns
 
 
@@ -113,7 +113,7 @@ def test_the_cache_stays_within_its_bound_and_every_request_is_answered_in_full(
     core = make_core(folder, cache_tokens=budget, batch_slots=slots, prefill_chunk_tokens=24)
     pending = [(task(n, prompt(n, length), limit), pause) for n, (length, limit, pause) in enumerate(requests)]
     tasks = [one for one, _ in pending]
-    done: dict[int, Delivery] = {}
+    done: dict[int, RequestOutput] = {}
     waiting = iter(pending)
     pause = 0
     following = next(waiting, None)
@@ -196,7 +196,7 @@ def test_a_short_prompt_does_not_pass_a_long_one_that_is_being_read(folder: Path
 class Counted:
     """How many forward passes a core makes, and over how many tokens."""
 
-    def __init__(self, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shapes: list[tuple[int, ...]] = []
         forward = core.model.forward
 
@@ -267,7 +267,7 @@ def test_new_weights_make_the_following_tokens_and_leave_the_cache_of_the_old_on
         if cycle == change:
             if paused:
                 core.pause("in_place")
-            core.change_weights(stage(core.model, other), "0.1", flush=False, abort=False)
+            core.change_weights(stage_weights(core.model, other), "0.1", flush=False, abort=False)
             core.resume()
 
     done = finish(core, [one, *(task(n, prompt(n, 9), 40) for n in range(1, 4))], between)[0]
@@ -295,7 +295,7 @@ def test_a_change_of_weights_with_flush_makes_the_cache_anew(folder: Path, other
     for _ in range(6):
         core.cycle()
     assert core.waiting == 1
-    core.change_weights(stage(core.model, other), "0.1", flush=True, abort=False)
+    core.change_weights(stage_weights(core.model, other), "0.1", flush=True, abort=False)
     done = finish(core, [])
     plain = Plain(other)
     assert plain.worst(long, done[1]) < 1e-4
@@ -312,7 +312,7 @@ def test_a_prompt_that_the_old_weights_began_is_not_given_to_later_samples(folde
     core.submit([task(1, prompt(5, 100), 40)])
     for _ in range(3):
         core.cycle()
-    core.change_weights(stage(core.model, other), "0.1", flush=False, abort=False)
+    core.change_weights(stage_weights(core.model, other), "0.1", flush=False, abort=False)
     while core.waiting:
         core.cycle()
     later = task(2, prompt(5, 100), 5)
@@ -340,7 +340,7 @@ def test_weights_that_become_nonsense_end_samples_with_a_reason_and_harm_no_late
     folder: Path, plain: Plain
 ) -> None:
     core = make_core(folder, batch_slots=2)
-    good = stage(core.model, folder)
+    good = stage_weights(core.model, folder)
     core.submit([task(n, (3, 4), 50) for n in range(3)])
     for _ in range(5):
         core.cycle()
@@ -361,14 +361,14 @@ def test_weights_that_become_nonsense_end_samples_with_a_reason_and_harm_no_late
 
 
 def test_many_sets_of_stop_strings_are_forgotten_again(tmp_path: Path) -> None:
-    from gcore.engines.detokenizer import Text
+    from gcore.engines.detokenizer import Detokenizer
     from gcore.engines.launch import EngineLaunch
-    from gcore.engines.torch.main import start
+    from gcore.engines.torch.main import start_engine
     from gcore.engines.torch.scheduler import MOST_STOP_SETS
 
     folder = make_tiny_model(tmp_path, ends=False)
-    text = Text.load(folder)
-    core = start(EngineLaunch(model=str(folder), device="cpu", batch_slots=4), text)
+    text = Detokenizer.load(folder)
+    core = start_engine(EngineLaunch(model=str(folder), device="cpu", batch_slots=4), text)
     free = finish(core, [task(0, (5, 6), 40)])[0].tokens
     assert text is not None
     stops = itertools.product("abcdefghijklmnop0123456789", repeat=2)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from engine_core import EXPERTS, LLAMA_LIKE, Plain, finish, make_core, prompt, save, task
 
-from gcore.engines.request import Delivery, Task
+from gcore.engines.request import GenerationRequest, RequestOutput
 from gcore.testing.models import make_tiny_model
 
 CHUNK = 24
@@ -22,7 +22,7 @@ CHOSEN = [
 ]
 
 
-def run(folder: Path, others: list[Task], late: bool = False, **launch: Any) -> dict[int, Delivery]:
+def run(folder: Path, others: list[GenerationRequest], late: bool = False, **launch: Any) -> dict[int, RequestOutput]:
     core = make_core(folder, deterministic=True, prefill_chunk_tokens=CHUNK, **launch)
     if not late:
         return finish(core, [*others[::2], *CHOSEN, *others[1::2]])
@@ -34,13 +34,13 @@ def run(folder: Path, others: list[Task], late: bool = False, **launch: Any) -> 
     return finish(core, others, between)
 
 
-def others(count: int) -> list[Task]:
+def others(count: int) -> list[GenerationRequest]:
     return [task(n, prompt(n, 1 + 17 * n % 90), 3 + 11 * n % 60) for n in range(count)]
 
 
 def same(folder: Path, **launch: Any) -> None:
     """Alone, in a crowd of several sizes, joining late, with few rows, and with so little memory that rows are retracted."""
-    expected: dict[int, Delivery] = {}
+    expected: dict[int, RequestOutput] = {}
     for one in CHOSEN:
         core = make_core(folder, deterministic=True, prefill_chunk_tokens=CHUNK, **launch)
         expected |= finish(core, [one])
@@ -114,7 +114,7 @@ def test_a_row_that_gave_its_place_back_goes_on_to_the_same_bits(tmp_path: Path)
 
 def test_a_pause_that_takes_rows_away_changes_no_bit_and_streams_nothing_twice(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, ends=False)
-    stream = Task(0, "s", prompt(2, 9), task(0, (1,), 40).sampling, streams=True)
+    stream = GenerationRequest(0, "s", prompt(2, 9), task(0, (1,), 40).sampling, streams=True)
     expected = finish(make_core(folder, deterministic=True), [stream])[0]
     core = make_core(folder, deterministic=True)
     core.submit([stream])

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gcore.engines.serving.http import Gate
+from gcore.engines.serving.http import UpdateLock
 
 
 class Engine:
@@ -10,7 +10,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.still = False
-        self.gate = Gate(lambda: self.still)
+        self.gate = UpdateLock(lambda: self.still)
         self.log: list[str] = []
 
     async def request(self, name: str, end: asyncio.Event) -> None:

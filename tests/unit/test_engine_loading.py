@@ -9,10 +9,10 @@ import torch
 from engine_core import make_core
 from safetensors.torch import load_file, save_file
 
-from gcore.engines.detokenizer import Text
+from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.main import start
-from gcore.engines.torch.model import stage
+from gcore.engines.torch.main import start_engine
+from gcore.engines.torch.model import stage_weights
 from gcore.errors import DataError, EngineError, UsageError
 from gcore.testing.models import make_tiny_model
 
@@ -94,7 +94,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     tokenizer["model"]["vocab"]["zzz"] = 49
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(DataError, match=r"tokenizer has a token 49 \('zzz'\).* vocabulary ends at 48"):
-        start(EngineLaunch(model=str(folder), device="cpu"), Text.load(folder))
+        start_engine(EngineLaunch(model=str(folder), device="cpu"), Detokenizer.load(folder))
 
 
 def as_whole_numbers(folder: Path) -> None:
@@ -125,7 +125,7 @@ def test_new_weights_that_are_broken_are_refused_in_one_sentence(
     folder = make_tiny_model(tmp_path / "new", seed=1)
     spoil(folder)
     with pytest.raises(EngineError, match=says) as caught:
-        stage(core.model, folder)
+        stage_weights(core.model, folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -133,11 +133,11 @@ def test_new_weights_that_are_broken_are_refused_in_one_sentence(
 @pytest.mark.parametrize("device", ["tpu", "cpux", "meta"])
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
     with pytest.raises(UsageError, match="is not there"):
-        start(EngineLaunch(model=str(make_tiny_model(tmp_path)), device=device), None)
+        start_engine(EngineLaunch(model=str(make_tiny_model(tmp_path)), device=device), None)
 
 
 def test_a_cache_in_which_no_request_fits_is_refused_at_the_start(tmp_path: Path) -> None:
     folder = str(make_tiny_model(tmp_path / "m"))
     with pytest.raises(UsageError, match=r"a cache of 1 tokens holds no request.*rollout\.cache_tokens"):
-        start(EngineLaunch(model=folder, device="cpu", cache_tokens=1), None)
-    assert start(EngineLaunch(model=folder, device="cpu", cache_tokens=200), None).longest >= 2
+        start_engine(EngineLaunch(model=folder, device="cpu", cache_tokens=1), None)
+    assert start_engine(EngineLaunch(model=folder, device="cpu", cache_tokens=200), None).longest >= 2

@@ -8,10 +8,17 @@ import torch
 from engine_core import finish, make_core, prompt, task
 
 from gcore.engines.torch.kv_cache import CacheShape, LayerShape
-from gcore.engines.torch.model import DEVICE_SHARE, HOST_SHARE, SMALLEST, default_cache_tokens, free_host_bytes, stage
-from gcore.engines.torch.model_runner import SharedLane
+from gcore.engines.torch.model import (
+    DEVICE_SHARE,
+    HOST_SHARE,
+    SMALLEST,
+    default_cache_tokens,
+    free_host_bytes,
+    stage_weights,
+)
+from gcore.engines.torch.model_runner import FastRunner
 from gcore.errors import EngineError
-from gcore.system.memory import give_back_free_memory
+from gcore.system.memory import release_free_memory
 from gcore.testing.models import make_tiny_model
 
 MIB = 2**20
@@ -56,7 +63,7 @@ def test_free_memory_is_the_hosts_or_what_the_control_group_has_left(
 def resident() -> int:
     """Bytes of this process that are in memory."""
     gc.collect()
-    give_back_free_memory()
+    release_free_memory()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -87,7 +94,7 @@ def test_released_weights_free_their_memory_and_come_back_to_the_bit(big: Path) 
 def test_a_released_cache_frees_its_memory(big: Path) -> None:
     core = make_core(big)
     finish(core, [task(n, prompt(n, 600), 2) for n in range(8)])
-    assert isinstance(core.lane, SharedLane)
+    assert isinstance(core.lane, FastRunner)
     size = 8 * 602 * core.model.shape.bytes_per_token
     assert size > 80 * MIB
     full = resident()
@@ -108,10 +115,10 @@ def test_nothing_is_released_from_under_what_runs(big: Path) -> None:
 
 def test_sleeping_weights_are_not_changed(big: Path) -> None:
     core = make_core(big)
-    staged = stage(core.model, big)
+    staged = stage_weights(core.model, big)
     core.release(frozenset({"weights"}))
     with pytest.raises(EngineError, match="weights are released"):
-        stage(core.model, big)
+        stage_weights(core.model, big)
     with pytest.raises(EngineError, match="weights are released"):
         core.change_weights(staged, "0.1", flush=True, abort=False)
 

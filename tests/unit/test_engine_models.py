@@ -9,7 +9,7 @@ import torch
 import transformers
 from engine_core import EXPERTS, LLAMA_LIKE, SMALL, Plain, finish, make_core, prompt, save, task
 
-from gcore.engines.torch.model import install, load, stage
+from gcore.engines.torch.model import apply_weights, load_model, stage_weights
 from gcore.errors import DataError
 from gcore.testing.models import VOCABULARY
 
@@ -121,8 +121,8 @@ def test_a_model_whose_positions_depend_on_the_batch_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_weights_are_changed_from_a_folder_as_transformers_saves_it(tmp_path: Path, name: str) -> None:
     first, second = save(SHARED[name](), tmp_path / "first"), save(SHARED[name](), tmp_path / "second", seed=1)
-    model = load(first, dtype="float32", device="cpu", context=None, text=None)
-    install(model, stage(model, second))
+    model = load_model(first, dtype="float32", device="cpu", context=None, text=None)
+    apply_weights(model, stage_weights(model, second))
     expected = transformers.AutoModelForCausalLM.from_pretrained(second, dtype=torch.float32).state_dict()
     found = model.module.state_dict()
     assert found.keys() == expected.keys()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from gcore.engines.torch.fast_path import make_quick
+from gcore.engines.torch.fast_path import patch_norms
 
 SIZES = {
     "vocab_size": 40,
@@ -37,7 +37,7 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_not_a_bit_of_the_logits_changes(kind: str, dtype: torch.dtype) -> None:
     plain, quick = model(kind, dtype), model(kind, dtype)
-    make_quick(quick)
+    patch_norms(quick)
     for shape in ((1, 1), (5, 1), (3, 7)):
         ids = torch.randint(0, 40, shape, generator=torch.Generator().manual_seed(sum(shape)))
         with torch.inference_mode():
@@ -46,7 +46,7 @@ def test_not_a_bit_of_the_logits_changes(kind: str, dtype: torch.dtype) -> None:
 
 def test_what_is_saved_and_listed_is_the_same(tmp_path: Path) -> None:
     plain, quick = model("qwen3"), model("qwen3")
-    make_quick(quick)
+    patch_norms(quick)
     assert [name for name, _ in quick.named_modules()] == [name for name, _ in plain.named_modules()]
     assert list(quick.state_dict()) == list(plain.state_dict())
     quick.save_pretrained(tmp_path)
@@ -56,7 +56,7 @@ def test_what_is_saved_and_listed_is_the_same(tmp_path: Path) -> None:
 
 def test_a_part_that_is_assigned_anew_is_the_one_that_is_used() -> None:
     quick = model("llama")
-    make_quick(quick)
+    patch_norms(quick)
     ids = torch.tensor([[1, 2, 3]])
     other = model("llama")
     with torch.inference_mode():
@@ -85,6 +85,6 @@ def test_a_norm_that_only_looks_like_one_keeps_its_own_form() -> None:
     layer = TwistedRMSNorm()
     hidden = torch.arange(8.0)
     before = layer(hidden)
-    make_quick(torch.nn.Sequential(layer))
+    patch_norms(torch.nn.Sequential(layer))
     assert "forward" not in vars(layer)
     assert torch.equal(layer(hidden), before)

@@ -6,15 +6,15 @@ from typing import Any, cast
 
 import pytest
 
-from gcore.engines.request import Delivery
+from gcore.engines.request import RequestOutput
 from gcore.engines.torch import async_engine as module
-from gcore.engines.torch.async_engine import GATHER_MOST_S, Gathering, Runner
-from gcore.engines.torch.engine import Core
+from gcore.engines.torch.async_engine import GATHER_MOST_S, ArrivalWait, ModelThread
+from gcore.engines.torch.engine import EngineCore
 from gcore.system.clock import SystemClock
 
 
 def test_a_request_that_comes_alone_is_begun_at_once() -> None:
-    gathering = Gathering()
+    gathering = ArrivalWait()
     for now in (0.0, 10.0, 20.0):
         assert not gathering.waits
         gathering.begins(now, more=0)
@@ -22,7 +22,7 @@ def test_a_request_that_comes_alone_is_begun_at_once() -> None:
 
 
 def test_after_a_burst_the_next_one_is_gathered_until_one_comes_alone() -> None:
-    gathering = Gathering()
+    gathering = ArrivalWait()
     gathering.begins(0.0, more=0)
     gathering.arrives(GATHER_MOST_S / 2)
     assert gathering.waits
@@ -36,7 +36,7 @@ class Counting:
     """A core whose work is done in one cycle."""
 
     def __init__(self) -> None:
-        self.outbox: list[Delivery] = []
+        self.outbox: list[RequestOutput] = []
         self.paused, self.asleep = False, frozenset[str]()
         self.rows, self.running, self.waiting = 4, 0, 0
         self.cycles: list[int] = []
@@ -66,15 +66,19 @@ def test_a_lone_request_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch
     assert core.cycles == [1]
 
 
-def started(core: Counting) -> Runner:
-    def deliver(deliveries: Sequence[Delivery]) -> None:
+def started(core: Counting) -> ModelThread:
+    def deliver(deliveries: Sequence[RequestOutput]) -> None:
         raise AssertionError("there is nothing to deliver")
 
     def report(phase: str, progress: int) -> None:
         pass
 
-    runner = Runner(
-        cast(Core, cast(Any, core)), clock=SystemClock(), deliver=deliver, report=report, on_death=lambda error: None
+    runner = ModelThread(
+        cast(EngineCore, cast(Any, core)),
+        clock=SystemClock(),
+        deliver=deliver,
+        report=report,
+        on_death=lambda error: None,
     )
     runner.start()
     return runner

@@ -10,40 +10,40 @@ from gcore.engines.torch import kv_cache as columns
 from gcore.engines.torch.scheduler import (
     RESERVE,
     SMALLEST_PIECE,
+    Admission,
+    BatchSize,
     Footprint,
-    Size,
-    Want,
-    admissible,
-    longest_alone,
-    outgrown,
-    portions,
+    longest_request,
+    num_admissible,
+    prefill_lengths,
+    rows_to_preempt,
 )
 
 
-def rectangle(size: Size) -> int:
-    return columns.footprint(size.rows, size.longest)
+def rectangle(size: BatchSize) -> int:
+    return columns.table_footprint(size.rows, size.longest)
 
 
-def tiles(size: Size) -> int:
+def tiles(size: BatchSize) -> int:
     return -(-size.rows // 4) * 4 * -(-size.longest // 16) * 16
 
 
-def tokens(size: Size) -> int:
+def tokens(size: BatchSize) -> int:
     return size.tokens
 
 
 footprints = st.sampled_from([rectangle, tiles, tokens])
-wants = st.builds(Want, st.integers(1, 200), st.integers(1, 300))
+wants = st.builds(Admission, st.integers(1, 200), st.integers(1, 300))
 
 
 @given(st.lists(wants, max_size=20), st.lists(st.integers(1, 300), max_size=5), st.integers(0, 9), footprints)
 def test_what_is_admitted_fits_with_its_reserve_and_none_is_passed_over(
-    waiting: list[Want], held: list[int], free: int, footprint: Footprint
+    waiting: list[Admission], held: list[int], free: int, footprint: Footprint
 ) -> None:
     budget = 4000
-    count = admissible(waiting, Size.of(held), free=free, budget=budget, footprint=footprint)
+    count = num_admissible(waiting, BatchSize.of(held), free=free, budget=budget, footprint=footprint)
     assert count <= min(free, len(waiting))
-    size = Size.of([*held, *(want.reserved for want in waiting[:count])])
+    size = BatchSize.of([*held, *(want.reserved for want in waiting[:count])])
     assert footprint(size) <= budget or (not held and count == 1) or count == 0
     if count < min(free, len(waiting)):
         assert footprint(size.plus(waiting[count].reserved)) > budget
@@ -51,9 +51,9 @@ def test_what_is_admitted_fits_with_its_reserve_and_none_is_passed_over(
 
 @given(st.integers(0, 3000), st.integers(1, 2000), footprints)
 def test_the_longest_request_is_the_longest_that_fits(budget: int, most: int, footprint: Footprint) -> None:
-    longest = longest_alone(most, budget=budget, footprint=footprint)
-    assert longest == 0 or footprint(Size().plus(longest)) <= budget
-    assert longest == most or footprint(Size().plus(longest + 1)) > budget
+    longest = longest_request(most, budget=budget, footprint=footprint)
+    assert longest == 0 or footprint(BatchSize().plus(longest)) <= budget
+    assert longest == most or footprint(BatchSize().plus(longest + 1)) > budget
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=20), st.data(), st.integers(100, 6000), footprints)
@@ -61,19 +61,19 @@ def test_the_youngest_give_their_rows_back_and_no_more_of_them_than_must(
     lengths: list[int], data: st.DataObject, budget: int, footprint: Footprint
 ) -> None:
     ages = data.draw(st.permutations(range(len(lengths))))
-    gone = outgrown(lengths, ages, budget=budget, footprint=footprint)
+    gone = rows_to_preempt(lengths, ages, budget=budget, footprint=footprint)
     stay = [i for i in range(len(lengths)) if i not in gone]
     assert len(set(gone)) == len(gone)
     assert ages.index(0) in stay
     assert all(ages[i] > ages[j] for i in gone for j in stay)
-    assert footprint(Size.of([lengths[i] for i in stay])) <= budget or len(stay) == 1
+    assert footprint(BatchSize.of([lengths[i] for i in stay])) <= budget or len(stay) == 1
     if gone:
-        assert footprint(Size.of([lengths[i] for i in [*stay, gone[-1]]])) > budget
+        assert footprint(BatchSize.of([lengths[i] for i in [*stay, gone[-1]]])) > budget
 
 
 @given(st.lists(st.integers(1, 2000), max_size=12), st.integers(1, 2000))
 def test_portions_are_in_order_and_within_the_budget_and_only_the_last_is_a_part(rest: list[int], budget: int) -> None:
-    taken = portions(rest, budget=budget)
+    taken = prefill_lengths(rest, budget=budget)
     assert len(taken) == len(rest)
     assert sum(taken) <= budget
     assert not rest or taken[0] > 0
@@ -91,7 +91,7 @@ def test_on_a_grid_a_prompt_is_cut_at_the_same_places_however_busy_it_is(
 ) -> None:
     done, cuts, turn = 0, [], 0
     while done < length:
-        (count,) = portions([length - done], budget=budgets[turn % len(budgets)], grid=grid, done=[done])
+        (count,) = prefill_lengths([length - done], budget=budgets[turn % len(budgets)], grid=grid, done=[done])
         assert count > 0
         done += count
         cuts.append(done)
@@ -131,7 +131,7 @@ class Engine:
     def turn(self) -> None:
         self.cycle += 1
         held = [*self.running, *self.reading]
-        gone = outgrown(
+        gone = rows_to_preempt(
             [s.length + (s in self.reading) for s in held],
             [s.number for s in held],
             budget=self.budget,
@@ -148,7 +148,7 @@ class Engine:
         self.admit()
         assert len(self.running) + len(self.reading) <= self.slots
         # The last token of each is written by the step that follows.
-        assert self.footprint(Size.of([s.length for s in self.running])) <= self.budget
+        assert self.footprint(BatchSize.of([s.length for s in self.running])) <= self.budget
         for sample in self.running:
             sample.made += 1
         for sample in [s for s in self.running if s.made >= s.limit]:
@@ -156,17 +156,17 @@ class Engine:
             self.running.remove(sample)
 
     def admit(self) -> None:
-        held = Size.of([*(s.length for s in self.running), *(s.length + 1 for s in self.reading)])
+        held = BatchSize.of([*(s.length for s in self.running), *(s.length + 1 for s in self.reading)])
         free = self.slots - len(self.running) - len(self.reading)
-        count = admissible(
-            [Want(s.length, s.limit - s.made) for s in self.waiting],
+        count = num_admissible(
+            [Admission(s.length, s.limit - s.made) for s in self.waiting],
             held,
             free=free,
             budget=self.budget,
             footprint=self.footprint,
         )
         works = [*self.reading, *self.waiting[:count]]
-        taken = portions([s.length - s.read for s in works], budget=self.chunk)
+        taken = prefill_lengths([s.length - s.read for s in works], budget=self.chunk)
         for sample, tokens_read in zip(works, taken, strict=True):
             sample.read += tokens_read
         begun = [s for s, t in zip(works, taken, strict=True) if t]
@@ -193,7 +193,7 @@ def test_every_request_comes_to_its_end_in_whatever_order_and_size_they_arrive(
     samples, work = [], 0
     for number, (pause, length, limit) in enumerate(lives):
         sample = Sample(number, length, limit)
-        if length + limit > longest_alone(1000, budget=engine.budget, footprint=footprint):
+        if length + limit > longest_request(1000, budget=engine.budget, footprint=footprint):
             continue
         samples.append(sample)
         engine.waiting.append(sample)
@@ -215,7 +215,7 @@ def test_every_request_comes_to_its_end_in_whatever_order_and_size_they_arrive(
 def test_the_oldest_is_never_sent_back(lives: list[tuple[int, int, int]]) -> None:
     engine = Engine(700, 6, rectangle)
     samples = [Sample(n, length, limit) for n, (_, length, limit) in enumerate(lives)]
-    longest = longest_alone(1000, budget=700, footprint=rectangle)
+    longest = longest_request(1000, budget=700, footprint=rectangle)
     engine.waiting = [s for s in samples if s.prompt + s.limit <= longest]
     while engine.waiting or engine.reading or engine.running:
         oldest = min((s.number for s in (*engine.waiting, *engine.reading, *engine.running)), default=None)
@@ -228,9 +228,9 @@ def test_the_oldest_is_never_sent_back(lives: list[tuple[int, int, int]]) -> Non
 @pytest.mark.parametrize(
     ("want", "reserved"),
     [
-        pytest.param(Want(10, 5), 15, id="all that it may make, where that is little"),
-        pytest.param(Want(10, 9999), 10 + RESERVE, id="a part of it otherwise"),
+        pytest.param(Admission(10, 5), 15, id="all that it may make, where that is little"),
+        pytest.param(Admission(10, 9999), 10 + RESERVE, id="a part of it otherwise"),
     ],
 )
-def test_an_admission_sets_room_for_growth_aside(want: Want, reserved: int) -> None:
+def test_an_admission_sets_room_for_growth_aside(want: Admission, reserved: int) -> None:
     assert want.reserved == reserved

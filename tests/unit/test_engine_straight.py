@@ -23,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gcore.engines.torch.attention import NAME, Attention, OneToken
-from gcore.engines.torch.fast_path import Straight, _Past, make_quick, straight
+from gcore.engines.torch.attention import NAME, DecodePass, EngineAttention
+from gcore.engines.torch.fast_path import FastDecodeStep, _Past, fast_decode_step, patch_norms
 
 SIZES = {
     "vocab_size": 40,
@@ -54,23 +54,23 @@ OTHERS = {
 }
 
 
-def made(config: Any, build: Any, more: dict[str, Any]) -> tuple[Any, Attention]:
+def made(config: Any, build: Any, more: dict[str, Any]) -> tuple[Any, EngineAttention]:
     torch.manual_seed(5)
     sizes = SIZES if build is not GPT2LMHeadModel else {"vocab_size": 40}
     module = build(config(**sizes | more)).eval().requires_grad_(False)
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape) * 0.3)
-    make_quick(module)
-    attention = Attention()
+    patch_norms(module)
+    attention = EngineAttention()
     attention.register()
     module.set_attn_implementation(NAME)
     return module, attention
 
 
-def both(module: Any, attention: Attention, step: Straight) -> tuple[torch.Tensor, torch.Tensor]:
+def both(module: Any, attention: EngineAttention, step: FastDecodeStep) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits by the modules and straight, at other positions than those of the trial."""
     ids, positions = torch.tensor([[3], [39], [7]]), torch.tensor([[5], [60], [21]])
-    attention.kind = OneToken(None)
+    attention.kind = DecodePass(None)
     with torch.inference_mode():
         own = module(input_ids=ids, position_ids=positions, past_key_values=_Past(), use_cache=True).logits[:, -1]
         return own, step.logits(ids, positions, _Past())
@@ -79,7 +79,7 @@ def both(module: Any, attention: Attention, step: Straight) -> tuple[torch.Tenso
 @pytest.mark.parametrize("kind", COMMON)
 def test_it_makes_the_same_bits_as_the_models_own_modules(kind: str) -> None:
     module, attention = made(*COMMON[kind])
-    step = straight(module, attention, 40)
+    step = fast_decode_step(module, attention, 40)
     assert step is not None
     own, found = both(module, attention, step)
     assert torch.equal(own, found)
@@ -88,13 +88,13 @@ def test_it_makes_the_same_bits_as_the_models_own_modules(kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_model_of_another_kind_goes_through_its_own_modules(kind: str) -> None:
     module, attention = made(*OTHERS[kind])
-    assert straight(module, attention, 40) is None
+    assert fast_decode_step(module, attention, 40) is None
     assert module(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, 40), "and still works"
 
 
 def test_a_window_is_told_to_the_attention_as_the_model_tells_it() -> None:
     module, attention = made(*COMMON["mistral"])
-    step = straight(module, attention, 40)
+    step = fast_decode_step(module, attention, 40)
     assert step is not None
     assert {layer.told["sliding_window"] for layer in step._layers} == {8}
     attention.windows.clear()
@@ -104,7 +104,7 @@ def test_a_window_is_told_to_the_attention_as_the_model_tells_it() -> None:
 
 def test_weights_are_looked_at_as_they_are_at_each_step() -> None:
     module, attention = made(*COMMON["qwen3, which norms queries and keys"])
-    step = straight(module, attention, 40)
+    step = fast_decode_step(module, attention, 40)
     assert step is not None
     before = both(module, attention, step)[1].clone()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_parts_of_the_right_names_that_work_otherwise_are_found_out() -> None:
     module, attention = made(*COMMON["llama"])
     plain = module.model.layers[1].mlp.forward
     module.model.layers[1].mlp.forward = lambda x: plain(x) * 1.0001
-    assert straight(module, attention, 40) is None
+    assert fast_decode_step(module, attention, 40) is None
 
 
 def test_a_weight_beside_the_parts_that_does_nothing_yet_is_found_out() -> None:
@@ -132,4 +132,4 @@ def test_a_weight_beside_the_parts_that_does_nothing_yet_is_found_out() -> None:
     layer.scale = torch.nn.Parameter(torch.ones(1), requires_grad=False)
     plain = layer.mlp.forward
     layer.mlp.forward = lambda x: plain(x) * layer.scale
-    assert straight(module, attention, 40) is None
+    assert fast_decode_step(module, attention, 40) is None

@@ -5,15 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.engines.request import Sampling, Task, Work, is_older
-from gcore.engines.torch.scheduler import Rows, Uniforms, Waiting, refill
+from gcore.engines.request import GenerationRequest, RequestSampling, SequenceState, is_older
+from gcore.engines.torch.scheduler import PhiloxStreams, RunningBatch, WaitingQueue, plan_compaction
 
 
-def work(number: int, limit: int = 50, **sampling: object) -> Work:
-    return Work(Task(number, f"r{number}", (1, 2, 3), Sampling(limit, seed=number, **sampling)))  # type: ignore[arg-type]
+def work(number: int, limit: int = 50, **sampling: object) -> SequenceState:
+    return SequenceState(
+        GenerationRequest(number, f"r{number}", (1, 2, 3), RequestSampling(limit, seed=number, **sampling))
+    )  # type: ignore[arg-type]
 
 
-def numbers(works: list[Work]) -> list[int]:
+def numbers(works: list[SequenceState]) -> list[int]:
     return [w.task.number for w in works]
 
 
@@ -21,7 +23,7 @@ def numbers(works: list[Work]) -> list[int]:
 def test_what_waits_is_taken_in_order_and_what_was_put_back_goes_first(
     order: list[int], count: int, unwanted: set[int]
 ) -> None:
-    waiting = Waiting()
+    waiting = WaitingQueue()
     waiting.put(work(n) for n in order)
     taken = waiting.take(count)
     assert numbers(taken) == order[:count]
@@ -62,7 +64,7 @@ def test_only_versions_that_read_lineage_and_step_have_an_order(offered: str, se
 
 @given(st.integers(0, 2**128 - 1), st.integers(0, 200))
 def test_uniforms_are_the_philox_stream_of_the_key_whatever_was_drawn_before(key: int, count: int) -> None:
-    uniforms = Uniforms()
+    uniforms = PhiloxStreams()
     uniforms.draw(key ^ 1, 3)
     expected = np.random.Generator(np.random.Philox(key=key)).random(count)
     np.testing.assert_array_equal(uniforms.draw(key, count), np.minimum(expected, 1 - 2.0**-40))
@@ -70,7 +72,7 @@ def test_uniforms_are_the_philox_stream_of_the_key_whatever_was_drawn_before(key
 
 @given(st.data())
 def test_rows_keep_their_tokens_when_others_come_and_go(data: st.DataObject) -> None:
-    rows, history, started = Rows(), {}, 0
+    rows, history, started = RunningBatch(), {}, 0
     for _ in range(data.draw(st.integers(1, 12))):
         if rows.active == 0 or data.draw(st.booleans()):
             new = [work(started + i, limit=data.draw(st.integers(20, 90))) for i in range(data.draw(st.integers(1, 5)))]
@@ -82,7 +84,7 @@ def test_rows_keep_their_tokens_when_others_come_and_go(data: st.DataObject) -> 
             for row in leaving:
                 saved = rows.save(row)
                 assert saved.tokens == history[saved.task.number]
-            rows.refill(refill(leaving, rows.active))
+            rows.refill(plan_compaction(leaving, rows.active))
         if rows.active:
             tokens = np.array([data.draw(st.integers(0, 40)) for _ in range(rows.active)])
             rows.record(0, tokens, tokens.astype(np.float32))
@@ -94,7 +96,7 @@ def test_rows_keep_their_tokens_when_others_come_and_go(data: st.DataObject) -> 
 
 
 def test_a_row_ends_by_count_or_by_token_and_is_suspected_of_a_stop_string() -> None:
-    rows = Rows()
+    rows = RunningBatch()
     rows.know_stop_strings((";",), np.array([False, False, False, False, True]))
     rows.join(
         [work(0, limit=1), work(1, stop_token_ids=(3, 2)), work(2, stop=(";",)), work(3)],
@@ -106,7 +108,7 @@ def test_a_row_ends_by_count_or_by_token_and_is_suspected_of_a_stop_string() -> 
 
 
 def test_a_row_below_its_minimum_may_not_draw_a_stop_token() -> None:
-    rows = Rows()
+    rows = RunningBatch()
     rows.join([work(0), work(1, min_new_tokens=1, stop_token_ids=(3, 2))])
     assert rows.forbidden(0) == [(1, 3), (1, 2)]
     assert rows.forbidden(1) == [(0, 3), (0, 2)]

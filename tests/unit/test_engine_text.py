@@ -3,13 +3,13 @@
 import threading
 from pathlib import Path
 
-from gcore.engines.detokenizer import Text
+from gcore.engines.detokenizer import Detokenizer
 from gcore.testing.models import make_tiny_model
 
 
 def test_a_long_text_is_encoded_beside_other_threads(tmp_path: Path) -> None:
     """The event loop is one: while it may not run, the engine answers nobody."""
-    text = Text.load(make_tiny_model(tmp_path))
+    text = Detokenizer.load(make_tiny_model(tmp_path))
     assert text is not None
     found: list[tuple[int, ...]] = []
     encoding = threading.Thread(target=lambda: found.append(text.encode("1+2 " * 100_000)))

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.accounting.attribution import Cause, EngineWaits, Idle
-from controllers.cli.view.live import bottleneck_of, usual_waits, waits_line
+from controllers.accounting.attribution import IdleEngines, StepWaits, WaitCause
+from controllers.cli.view.live import find_bottleneck, usual_waits, waits_line
 from controllers.cli.view.state import StepPoint
 from controllers.rules.view import EngineView
-from controllers.telemetry.step_stats import Stopwatch
+from controllers.telemetry.step_stats import StepTimer
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import OfferedGroup, Seal, SealState
 from gcore.observability.step_metrics import STEP_STATS
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Version
 
-CAUSES: list[Cause | None] = ["wait_for_weights_s", "tail_s", None]
+CAUSES: list[WaitCause | None] = ["wait_for_weights_s", "tail_s", None]
 
 
 def view(version: int | None, *, asleep: bool = False) -> Any:
@@ -55,11 +55,11 @@ def view(version: int | None, *, asleep: bool = False) -> Any:
 def test_an_engine_that_has_nothing_to_do_waits_for_something(
     served: int | None, stage: Any, busy: bool, cause: str | None
 ) -> None:
-    assert Idle.of(view(served), {"e"} if busy else (), stage).causes == {"e": cause}
+    assert IdleEngines.of(view(served), {"e"} if busy else (), stage).causes == {"e": cause}
 
 
 def test_one_that_sleeps_waits_for_nothing() -> None:
-    assert Idle.of(view(3, asleep=True), (), "tail").causes == {}
+    assert IdleEngines.of(view(3, asleep=True), (), "tail").causes == {}
 
 
 @given(
@@ -67,10 +67,10 @@ def test_one_that_sleeps_waits_for_nothing() -> None:
         st.tuples(st.floats(0, 100), st.lists(st.sampled_from(CAUSES), min_size=1, max_size=4)), min_size=1, max_size=12
     )
 )
-def test_no_engine_waits_longer_than_the_step_is(looks: list[tuple[float, list[Cause | None]]]) -> None:
-    waits, now = EngineWaits(), 5.0
+def test_no_engine_waits_longer_than_the_step_is(looks: list[tuple[float, list[WaitCause | None]]]) -> None:
+    waits, now = StepWaits(), 5.0
     for after, causes in looks:
-        waits.note(Idle({str(number): cause for number, cause in enumerate(causes)}), now)
+        waits.note(IdleEngines({str(number): cause for number, cause in enumerate(causes)}), now)
         now += after
     stats = waits.stats(now)
     assert stats.keys() == {"wait_for_weights_s", "tail_s"}
@@ -78,18 +78,18 @@ def test_no_engine_waits_longer_than_the_step_is(looks: list[tuple[float, list[C
 
 
 def test_each_step_counts_from_its_beginning_and_the_mean_is_over_engines() -> None:
-    waits = EngineWaits()
-    waits.note(Idle({"a": "wait_for_weights_s", "b": None}), 0.0)
+    waits = StepWaits()
+    waits.note(IdleEngines({"a": "wait_for_weights_s", "b": None}), 0.0)
     waits.begin(10.0)
-    waits.note(Idle({"a": None, "b": "tail_s"}), 14.0)
-    waits.note(Idle({"a": None, "b": None}), 20.0)
+    waits.note(IdleEngines({"a": None, "b": "tail_s"}), 14.0)
+    waits.note(IdleEngines({"a": None, "b": None}), 20.0)
     assert waits.stats(25.0) == {"wait_for_weights_s": 2.0, "tail_s": 3.0}
 
 
 def test_a_controller_without_engines_says_nothing_of_them() -> None:
-    waits = EngineWaits()
+    waits = StepWaits()
     assert waits.stats(3.0) == {}
-    waits.note(Idle({}), 4.0)
+    waits.note(IdleEngines({}), 4.0)
     assert waits.stats(9.0) == {}
 
 
@@ -105,13 +105,13 @@ def records(step: int, state: SealState | None = None) -> JobMirror:
 def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watch, empty = Stopwatch(), JobMirror(JobKeys("u"))
+    watch, empty = StepTimer(), JobMirror(JobKeys("u"))
     watch.note(empty, records(4), 100.0)
-    watch.engines.note(Idle({"e": None}), 100.0)
+    watch.engines.note(IdleEngines({"e": None}), 100.0)
     watch.produced(101.0)
-    watch.engines.note(Idle({"e": "tail_s"}), 106.0)
+    watch.engines.note(IdleEngines({"e": "tail_s"}), 106.0)
     watch.note(records(4), records(4, SealState.SEALED), 108.0)
-    watch.engines.note(Idle({"e": "wait_for_weights_s"}), 108.0)
+    watch.engines.note(IdleEngines({"e": "wait_for_weights_s"}), 108.0)
     watch.note(records(4), records(4, SealState.READY), 109.0)
     monkeypatch.setattr("controllers.telemetry.step_stats.sampling_stats", lambda *_: {})
     group = OfferedGroup(
@@ -125,14 +125,14 @@ def test_ranks_wait_for_a_batch_from_one_commit_until_all_have_their_part_of_the
     assert (stats["seconds"], stats["wait_for_batch_s"], stats["train_s"]) == (12.0, 9.0, 3.0)
     assert (stats["tail_s"], stats["wait_for_weights_s"]) == (2.0, 4.0)
     assert (stats["publish_s"], stats["collect_s"]) == (1.0, 7.0)
-    late = Stopwatch()
+    late = StepTimer()
     late.note(empty, records(4), 100.0)
     late.note(records(4), records(4, SealState.READY), 102.0)
     late.produced(103.0)
     stats = late.stats(seen, 110.0)
     assert (stats["publish_s"], stats["collect_s"]) == (2.0, 0.0)  # the batch was there before anything was begun
     assert {"wait_for_batch_s", "wait_for_weights_s", "tail_s"} <= STEP_STATS.keys()
-    back = Stopwatch()
+    back = StepTimer()
     back.note(empty, records(4, SealState.SEALED), 107.0)
     back.note(records(4, SealState.SEALED), records(4, SealState.READY), 109.0)
     assert "seconds" not in back.stats(seen, 112.0), "who comes back in the middle of a step did not see it begin"
@@ -151,7 +151,7 @@ def test_ranks_do_not_wait_while_they_train_a_part(monkeypatch: pytest.MonkeyPat
     spec = SimpleNamespace(data=SimpleNamespace(sources=()), train=SimpleNamespace(loss="policy"))
 
     def stats(**trained: float) -> dict[str, float]:
-        watch = Stopwatch()
+        watch = StepTimer()
         watch.note(JobMirror(JobKeys("u")), records(4), 0.0)
         watch.note(records(4), records(4, SealState.PARTIAL), 8.0)
         watch.note(records(4), records(4, SealState.READY), 60.0)
@@ -171,10 +171,10 @@ def test_the_line_names_whom_the_others_wait_for() -> None:
     slow = {"wait_for_batch_s": 8.0, "wait_for_weights_s": 0.5, "tail_s": 1.0}
     said = "ranks 8.00s for a batch, engines 0.50s for weights, 1.00s for others' responses: generation holds steps up"
     assert waits_line(slow) == said
-    assert bottleneck_of(slow | {"tail_s": 6.0}) == "the tail of generation"
-    assert bottleneck_of(slow | {"wait_for_weights_s": 9.0}) == "training"
+    assert find_bottleneck(slow | {"tail_s": 6.0}) == "the tail of generation"
+    assert find_bottleneck(slow | {"wait_for_weights_s": 9.0}) == "training"
     assert waits_line({}) == ""
-    assert bottleneck_of({"wait_for_batch_s": 8.0}) == ""
+    assert find_bottleneck({"wait_for_batch_s": 8.0}) == ""
 
 
 def test_a_usual_wait_is_the_median_of_the_steps_that_tell_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers
 
 from controllers.api.submission.checks import check_environment, check_tags
-from controllers.flow.job_data import response_of
+from controllers.flow.job_data import make_response
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import RewardSpec
 from gcore.config.rollout import EnvironmentSpec
@@ -19,8 +19,8 @@ from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import SpecError
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
 from gcore.reward.pool import batch_line
-from gcore.reward.worker import calls_of
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.reward.worker import parse_batch
+from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.testing.judges import group_of
 
 TOOLS = {"name": "tools", "tools": {"names": ["calculator"]}}
@@ -68,19 +68,19 @@ def test_what_cannot_be_is_refused(environment: dict[str, Any] | None, more: dic
 
 def test_a_job_with_an_environment_waits_until_every_node_knows_what_was_observed() -> None:
     check_environment(spec(TOOLS))
-    speak(NEWEST_VERSION - 1)
+    set_written_version(NEWEST_VERSION - 1)
     try:
         check_environment(spec(None))
         with pytest.raises(SpecError, match="needs nodes of this version"):
             check_environment(spec(TOOLS))
     finally:
-        speak(NEWEST_VERSION)
+        set_written_version(NEWEST_VERSION)
 
 
 def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
     reward, settings = find_reward("environment"), RewardSpec(name="environment")
     sample = replace(group_of([0.0]).samples[0], reward_parts=(("environment", 0.25),), observed=((0, 2),))
-    response = response_of(sample)
+    response = make_response(sample)
     assert reward(response, {}, settings) == RewardResult(0.25)
     assert response.tokens == len(sample.token_ids) - 2
     assert reward(Response("cut", 3, True), {}, settings) == RewardResult(0.0)
@@ -90,7 +90,7 @@ def test_the_reward_environment_hands_on_what_the_environment_said() -> None:
 
 def test_what_the_environment_said_goes_to_the_process_that_scores() -> None:
     line = batch_line([(0, {"a": 1}, Response("x", 3, True, 0.5)), (0, {"a": 1}, Response("y"))])
-    found = [response for _, _, response in calls_of(json.loads(line))]
+    found = [response for _, _, response in parse_batch(json.loads(line))]
     assert [(r, r.tokens, r.truncated, r.environment) for r in found] == [("x", 3, True, 0.5), ("y", None, False, None)]
 
 

@@ -30,12 +30,19 @@ from gcore.rollout.environments.api import (
     Turn,
     find_environment,
 )
-from gcore.rollout.environments.episode import Limits, Scene, Transcript, played
+from gcore.rollout.environments.episode import EpisodeLimits, EpisodeSetting, Transcript, play_episode
 from gcore.rollout.environments.pool import try_environment
-from gcore.rollout.environments.tools import Call, Json, Tags, ToolEnvironment, calculator, form_of
+from gcore.rollout.environments.tools import (
+    JsonCallFormat,
+    TagCallFormat,
+    ToolCall,
+    ToolEnvironment,
+    calculator,
+    call_format,
+)
 from gcore.system.concurrency import END_S
 from gcore.testing import FakeClock
-from gcore.types import FinishReason, Sample, Version, VersionSpan, misplaced
+from gcore.types import FinishReason, Sample, Version, VersionSpan, range_problem
 
 OLD, NEW = Version(0, 1), Version(0, 2)
 
@@ -120,12 +127,12 @@ def test_any_text_has_a_result_or_is_none(text: str) -> None:
     ],
 )
 def test_a_call_stands_between_two_texts(text: str, argument: str | None) -> None:
-    call = Tags("calculator", "<<", ">>").call(text)
+    call = TagCallFormat("calculator", "<<", ">>").call(text)
     assert (call.argument if call is not None else None) == argument
 
 
 def test_the_result_is_put_behind_the_call() -> None:
-    form = Tags("calculator", "<<", "=", "", ">>")
+    form = TagCallFormat("calculator", "<<", "=", "", ">>")
     call = form.call("<<1+2=")
     assert call is not None
     assert (call.argument, form.result(call, Said("3")).text, form.stop) == ("1+2", "3>>", "=")
@@ -144,7 +151,7 @@ def test_the_result_is_put_behind_the_call() -> None:
     ],
 )
 def test_a_call_in_json_names_its_tool(inner: str, argument: str, problem: str) -> None:
-    call = Json(("calculator",), chat=True).call(f"I see.\n<tool_call>\n{inner}\n</tool_call>")
+    call = JsonCallFormat(("calculator",), chat=True).call(f"I see.\n<tool_call>\n{inner}\n</tool_call>")
     assert call is not None
     assert call.argument == argument
     assert problem in call.problem
@@ -152,18 +159,20 @@ def test_a_call_in_json_names_its_tool(inner: str, argument: str, problem: str) 
 
 
 def test_a_tool_that_fails_is_told_of_in_words_or_in_those_that_the_spec_has_for_it() -> None:
-    call, failed = Call("calculator", "1+"), Said("error: it ends in the middle", failed=True)
-    assert Tags("calculator", "<<", ">>").result(call, failed).text == failed.text
-    assert Tags("calculator", "<<", ">>", "[", "]", "=").result(call, failed).text == "[=]"
-    assert Json(("calculator",), chat=False).result(call, failed).text.count(failed.text) == 1
+    call, failed = ToolCall("calculator", "1+"), Said("error: it ends in the middle", failed=True)
+    assert TagCallFormat("calculator", "<<", ">>").result(call, failed).text == failed.text
+    assert TagCallFormat("calculator", "<<", ">>", "[", "]", "=").result(call, failed).text == "[=]"
+    assert JsonCallFormat(("calculator",), chat=False).result(call, failed).text.count(failed.text) == 1
 
 
 def test_results_of_json_calls_are_messages_where_there_are_any() -> None:
-    call = Json(("calculator",), chat=True).call('<tool_call>{"name": "calculator", "arguments": "1"}</tool_call>')
+    call = JsonCallFormat(("calculator",), chat=True).call(
+        '<tool_call>{"name": "calculator", "arguments": "1"}</tool_call>'
+    )
     assert call is not None
     message = {"role": "tool", "name": "calculator", "content": "1"}
-    assert Json(("calculator",), chat=True).result(call, Said("1")) == Observation(messages=(message,))
-    assert "<tool_response>\n1\n" in Json(("calculator",), chat=False).result(call, Said("1")).text
+    assert JsonCallFormat(("calculator",), chat=True).result(call, Said("1")) == Observation(messages=(message,))
+    assert "<tool_response>\n1\n" in JsonCallFormat(("calculator",), chat=False).result(call, Said("1")).text
 
 
 @pytest.mark.parametrize(
@@ -181,7 +190,7 @@ def test_results_of_json_calls_are_messages_where_there_are_any() -> None:
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], tools: tuple[str, ...], words: str) -> None:
     with pytest.raises(EnvironmentFault, match=words):
-        form_of(options, tools, chat=False)
+        call_format(options, tools, chat=False)
 
 
 def test_a_name_that_nobody_provides_is_answered_with_the_nearest() -> None:
@@ -217,7 +226,7 @@ def test_a_transcript_holds_every_token_once_under_a_version_and_knows_which_the
     sample = whole.sample("stop")
     assert list(sample.token_ids) == tokens
     assert sample.own_tokens == sum(own) == whole.own_tokens
-    assert misplaced(sample.observed, len(tokens)) == ""
+    assert range_problem(sample.observed, len(tokens)) == ""
     assert [not any(s <= at < e for s, e in sample.observed) for at in range(len(tokens))] == own
     assert [p == 0.0 for p in sample.logprobs] == [not one for one in own]
     assert "".join(sample.text[s:e] for s, e in sample.observed_text) == "".join(
@@ -270,9 +279,13 @@ class OneTool:
         return Said(calculator(argument))
 
 
-def scene(**limits: Any) -> Scene:
-    return Scene(
-        (ord("?"),), {}, Letters(), Limits(**{"turns": 4, "own": 100, "room": 200, "step_s": 5.0} | limits), FakeClock()
+def scene(**limits: Any) -> EpisodeSetting:
+    return EpisodeSetting(
+        (ord("?"),),
+        {},
+        Letters(),
+        EpisodeLimits(**{"turns": 4, "own": 100, "room": 200, "step_s": 5.0} | limits),
+        FakeClock(),
     )
 
 
@@ -283,7 +296,7 @@ def checked(maker: Any = ToolEnvironment, **options: Any) -> CheckedEnvironment:
 
 async def test_a_call_is_answered_behind_it_and_the_model_goes_on() -> None:
     model = Model("12*3 is <<12*3>>", ", so 36")
-    sample = await played(checked(), model, scene())
+    sample = await play_episode(checked(), model, scene())
     assert sample.text == "12*3 is <<12*3>>36, so 36"
     assert sample.observed_text == ((16, 18),)
     assert sample.observed == ((16, 18),)
@@ -305,7 +318,7 @@ async def test_a_call_is_answered_behind_it_and_the_model_goes_on() -> None:
     ],
 )
 async def test_a_response_that_meets_a_limit_is_cut_off_there(limits: dict[str, int], text: str) -> None:
-    sample = await played(checked(), Model("<<1+1>>", "<<2+2>>", "<<3+3>>", "4"), scene(**limits))
+    sample = await play_episode(checked(), Model("<<1+1>>", "<<2+2>>", "<<3+3>>", "4"), scene(**limits))
     assert sample.text == text
     assert sample.finish_reason == "length"
 
@@ -349,15 +362,15 @@ async def test_what_is_long_is_tokenized_in_a_thread_and_what_has_no_room_not_to
 
     monkeypatch.setattr(Letters, "encode_behind", told)
     shown = [Observation(), Observation("a" * 5000), Observation("b" * 1_000_000)]
-    sample = await played(checked(Game, shown=shown), Model("one", "two"), scene(room=6000))
+    sample = await play_episode(checked(Game, shown=shown), Model("one", "two"), scene(room=6000))
     assert (sample.finish_reason, len(sample.token_ids)) == ("length", 5008)
     assert seen == [(5000, False), (16 * (6000 - 5008), False)]
     with pytest.raises(EnvironmentFault, match="before the first turn has more than 200 tokens, and a response 200"):
-        await played(checked(Game, shown=[Observation("c" * 1_000_000)]), Model(), scene())
+        await play_episode(checked(Game, shown=[Observation("c" * 1_000_000)]), Model(), scene())
 
 
 async def test_what_an_environment_shows_first_belongs_to_the_response_and_its_reward_comes_along() -> None:
-    sample = await played(
+    sample = await play_episode(
         checked(Game, shown=[Observation("go: "), Observation(" and? "), Done(0.5)]), Model("a", "b"), scene()
     )
     assert sample.text == "go: a and? b"
@@ -375,7 +388,7 @@ async def test_messages_are_written_by_the_template_which_closes_an_answer_that_
         chatting = Letters()
         chatting.chat = True
         where = replace(scene(), renderer=chatting)
-        sample = await played(checked(Game, shown=[Observation(), told, Done()]), Model(line, "b"), where)
+        sample = await play_episode(checked(Game, shown=[Observation(), told, Done()]), Model(line, "b"), where)
         assert sample.text == text
 
 
@@ -399,13 +412,15 @@ async def test_messages_are_written_by_the_template_which_closes_an_answer_that_
 )
 async def test_an_environment_that_does_what_it_must_not_has_failed_and_is_closed(shown: list[Any], words: str) -> None:
     with pytest.raises(EnvironmentFault, match=words):
-        await played(checked(Game, shown=shown), Model("a", "b"), scene())
+        await play_episode(checked(Game, shown=shown), Model("a", "b"), scene())
     assert games[-1].closed == 1
 
 
 async def test_a_tool_that_cannot_be_had_is_not_blamed_on_the_environment() -> None:
     with pytest.raises(PluginFault, match="no tool"):
-        await played(checked(Game, shown=[Observation(), PluginFault("no tool is called so")]), Model("a"), scene())
+        await play_episode(
+            checked(Game, shown=[Observation(), PluginFault("no tool is called so")]), Model("a"), scene()
+        )
 
 
 async def test_an_environment_that_takes_too_long_has_failed() -> None:
@@ -415,7 +430,7 @@ async def test_an_environment_that_takes_too_long_has_failed() -> None:
 
     clock = FakeClock()
     playing = asyncio.create_task(
-        played(checked(Slow, shown=[Observation()]), Model("a"), replace(scene(step_s=3.0), clock=clock))
+        play_episode(checked(Slow, shown=[Observation()]), Model("a"), replace(scene(step_s=3.0), clock=clock))
     )
     await clock.settle()
     await clock.advance(3.5)
@@ -448,7 +463,7 @@ class Deaf(Game):
 async def test_an_environment_that_does_not_end_when_it_is_told_to_is_left_to_itself() -> None:
     clock = FakeClock()
     where = replace(scene(step_s=3.0), clock=clock)
-    playing = asyncio.create_task(played(checked(Deaf, where="step and close"), Model("a"), where))
+    playing = asyncio.create_task(play_episode(checked(Deaf, where="step and close"), Model("a"), where))
     await clock.settle()
     await clock.advance(3.0)
     await clock.advance(END_S - 0.1)
@@ -478,7 +493,7 @@ async def test_a_response_that_is_cancelled_within_its_environment_is_cancelled_
 
     clock = FakeClock()
     where = replace(scene(), clock=clock)
-    playing = asyncio.create_task(played(checked(Slow, shown=[Observation()]), Model("a"), where))
+    playing = asyncio.create_task(play_episode(checked(Slow, shown=[Observation()]), Model("a"), where))
     await clock.settle()
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -534,7 +549,7 @@ async def test_what_an_environment_raises_before_there_is_anything_to_wait_for_i
         raise ValueError("at once")
 
     with pytest.raises(EnvironmentFault, match="raised ValueError: at once in step, after turn 1"):
-        await played(checked(type("Hasty", (Game,), {"step": step}), shown=[Observation()]), Model("a"), scene())
+        await play_episode(checked(type("Hasty", (Game,), {"step": step}), shown=[Observation()]), Model("a"), scene())
 
 
 # The guide.
@@ -551,7 +566,7 @@ async def test_the_tool_and_the_environment_of_the_guide_do_what_it_says() -> No
     async def guess(*lines: str, **options: Any) -> Sample:
         setting = Setting(options, {"answer": 7}, 1, OneTool())
         model = Model(*lines)
-        return await played(CheckedEnvironment("game", found["HigherLower"], setting), model, scene(turns=9))
+        return await play_episode(CheckedEnvironment("game", found["HigherLower"], setting), model, scene(turns=9))
 
     won = await guess("5", "x", "7")
     assert won.text == "5higher\nxwrite a number\n7"

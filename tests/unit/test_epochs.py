@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 from gcore.data.order import Cursors, ShardCursor, shard_lengths
 from gcore.ledger import chain, transactions
 from gcore.ledger import statistics as epochs
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, EpochRecord, Head, Lineage, LogEntry, SourceTally, Tally
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
 from gcore.ledger.selection import is_ancestor
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import PromptRef, Version
 
 SHAPE = shard_lengths(5, 2)
-WRITER = Writer("a", "n")
+WRITER = ChainWriter("a", "n")
 KEYS = JobKeys("u")
 
 
 def head_at(step: int, *lineages: tuple[int, int], positions: tuple[int, int] = (0, 0)) -> Head:
     """Head at `step`; lineage 0 and those given as (number, base step)."""
-    base = chain.base(2, "w", WRITER).head
+    base = chain.base_entry(2, "w", WRITER).head
     all_of_them = (Lineage(number=0, base_step=0), *(Lineage(number=n, base_step=b) for n, b in lineages))
     cursors = Cursors(tuple(ShardCursor(position) for position in positions))
     update = {"step": step, "lineage": len(lineages), "lineages": all_of_them, "cursors": cursors, "seq": step}
@@ -43,10 +43,10 @@ def record(epoch: int, lineage: int, step: int, kept: int = 0) -> EpochRecord:
 
 def test_a_record_counts_while_its_version_is_on_the_chain() -> None:
     one, two = record(1, 0, 2), record(2, 0, 5)
-    assert epochs.standing(head_at(6), [one, two]) == {1: one, 2: two}
+    assert epochs.valid_epochs(head_at(6), [one, two]) == {1: one, 2: two}
     after_rollback = head_at(3, (1, 3))
-    assert epochs.standing(after_rollback, [one, two]) == {1: one}
-    assert epochs.standing(head_at(9, (1, 3)), [one, two, record(3, 1, 8)]) == {1: one, 3: record(3, 1, 8)}
+    assert epochs.valid_epochs(after_rollback, [one, two]) == {1: one}
+    assert epochs.valid_epochs(head_at(9, (1, 3)), [one, two, record(3, 1, 8)]) == {1: one, 3: record(3, 1, 8)}
 
 
 versions = st.tuples(st.integers(0, 3), st.integers(0, 9)).map(lambda pair: Version(*pair))
@@ -67,9 +67,9 @@ def test_a_group_that_may_be_trained_was_issued_under_a_record_that_counts(
             "lineages": tuple(one for one in head.lineages if one.number <= made_by.lineage),
         }
     )
-    issued_under = epochs.standing(then, [record(1, *begun_at)])
+    issued_under = epochs.valid_epochs(then, [record(1, *begun_at)])
     if issued_under and is_ancestor(head, made_by):
-        assert epochs.standing(head, [record(1, *begun_at)]) == issued_under
+        assert epochs.valid_epochs(head, [record(1, *begun_at)]) == issued_under
 
 
 @given(heads, st.integers(0, 9), versions)
@@ -82,27 +82,27 @@ def test_a_record_that_was_cut_off_never_counts_again(head: Head, base_step: int
         }
     )
     if (
-        not epochs.standing(head, [record(1, *begun_at)])
+        not epochs.valid_epochs(head, [record(1, *begun_at)])
         and begun_at.lineage <= head.lineage
         and begun_at.step <= head.step
     ):
-        assert not epochs.standing(later, [record(1, *begun_at)])
+        assert not epochs.valid_epochs(later, [record(1, *begun_at)])
 
 
 def test_the_oldest_epoch_that_is_due_and_has_not_begun_is_needed() -> None:
     due = [PromptRef(0, 0, 2), PromptRef(2, 1, 0), PromptRef(1, 0, 0), PromptRef(1, 0, 1)]
-    assert epochs.needed(due, {}) == 1
-    assert epochs.needed(due, {1: record(1, 0, 0)}) == 2
-    assert epochs.needed(due, {1: record(1, 0, 0), 2: record(2, 0, 0)}) is None
-    assert epochs.needed([PromptRef(0, 0, 0)], {}) is None
+    assert epochs.needed_epoch(due, {}) == 1
+    assert epochs.needed_epoch(due, {1: record(1, 0, 0)}) == 2
+    assert epochs.needed_epoch(due, {1: record(1, 0, 0), 2: record(2, 0, 0)}) is None
+    assert epochs.needed_epoch([PromptRef(0, 0, 0)], {}) is None
 
 
 def test_a_record_has_all_that_was_committed_and_what_is_new_of_it() -> None:
     tally = Tally(sources={"data": SourceTally(kept=5, reward=2.5), "more": SourceTally(failed=1)})
     head = head_at(4).model_copy(update={"tally": tally})
-    first = epochs.beginning(head, 1, {})
+    first = epochs.make_epoch_record(head, 1, {})
     assert (first.version, first.so_far, first.latest) == (Version(0, 4), tally.sources, tally.sources)
-    second = epochs.beginning(head, 2, {1: record(1, 0, 2, kept=3)})
+    second = epochs.make_epoch_record(head, 2, {1: record(1, 0, 2, kept=3)})
     assert second.so_far == tally.sources
     assert second.latest["data"] == SourceTally(kept=2, reward=2.5)
 
@@ -112,7 +112,7 @@ BASE = Checkpoint(lineage=0, step=0, seq=0, file="")
 
 def log_at(**positions: tuple[int, int]) -> dict[int, LogEntry]:
     """Entries `_N` with the cursors a rollback to step N finds."""
-    entry = chain.base(2, "w", WRITER).entry
+    entry = chain.base_entry(2, "w", WRITER).entry
     return {
         int(name[1:]): entry.model_copy(update={"cursors": Cursors(tuple(ShardCursor(p) for p in both))})
         for name, both in positions.items()
@@ -164,13 +164,13 @@ def test_what_no_rollback_asks_for_is_forgotten(
     checkpoints: tuple[Checkpoint, ...], log: dict[int, LogEntry], forgotten: tuple[int, ...]
 ) -> None:
     head = head_at(10, positions=(15, 10))
-    assert epochs.superfluous(SHAPE, head, checkpoints, log, BEGUN) == forgotten
+    assert epochs.superfluous_epochs(SHAPE, head, checkpoints, log, BEGUN) == forgotten
 
 
 def test_what_began_with_the_first_model_is_never_forgotten() -> None:
     begun = {**BEGUN, 1: record(1, 0, 0)}
     log = log_at(_0=(0, 0), _8=(12, 8))
-    assert epochs.superfluous(SHAPE, head_at(10, positions=(15, 10)), (BASE, at(8)), log, begun) == (2, 3)
+    assert epochs.superfluous_epochs(SHAPE, head_at(10, positions=(15, 10)), (BASE, at(8)), log, begun) == (2, 3)
 
 
 class Cluster:
@@ -178,14 +178,16 @@ class Cluster:
 
     def __init__(self) -> None:
         self.cluster = MemoryCluster(FakeClock())
-        self.ledger = Ledger(MemoryStore(self.cluster), KEYS)
+        self.ledger = TransactionExecutor(MemoryStore(self.cluster), KEYS)
         self.cluster.transact((), (Put(KEYS.state, JobStatus(phase=JobPhase.PENDING).encode()),))
         places = (RankPlace(rank=0, node="n0", slot="cpu:0"),)
         engines = (EnginePlace(node="n0", slot="cpu:0"),)
         plan = Plan(generation=1, world="w", ranks=places, engines=engines)
         status = self.look().status
         assert status is not None
-        txn = transactions.start(KEYS, status, chain.base(2, "w", WRITER), plan, JobStatus(phase=JobPhase.RUNNING))
+        txn = transactions.start(
+            KEYS, status, chain.base_entry(2, "w", WRITER), plan, JobStatus(phase=JobPhase.RUNNING)
+        )
         assert self.cluster.transact(txn.compares, txn.writes).won
 
     def look(self) -> JobMirror:
@@ -196,8 +198,8 @@ class Cluster:
     async def begin(self, seen: JobMirror, epoch: int) -> TxnOutcome:
         assert seen.head is not None
         assert seen.checkpoints is not None
-        begun = epochs.standing(seen.head.record, [stored.record for stored in seen.epochs.values()])
-        made = epochs.beginning(seen.head.record, epoch, begun)
+        begun = epochs.valid_epochs(seen.head.record, [stored.record for stored in seen.epochs.values()])
+        made = epochs.make_epoch_record(seen.head.record, epoch, begun)
         txn = transactions.begin_epoch(KEYS, seen.head, seen.checkpoints, seen.epochs.get(epoch), made, ())
         return (await self.ledger.run(txn)).outcome
 

@@ -13,7 +13,7 @@ from controllers.flow.job_data import eval_seed
 from controllers.rules.step import TAKEOVER_S
 from gcore.errors import DataError
 from gcore.ledger.evaluation import PART_RESPONSES, record_evaluation, record_part
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.testing import Call, Fate
 from gcore.testing.store import PerfectNetwork
 from gcore.types import Version
@@ -227,7 +227,7 @@ async def test_an_evaluation_that_is_there_is_not_made_again_and_no_part_comes_a
     asked = len(crew.engines["a"].asked)
     await asyncio.wait_for(crew.evaluator("a").evaluate(), timeout=5.0)
     assert len(crew.engines["a"].asked) == asked
-    ledger, head = Ledger(crew.stores["a"], KEYS), crew.mirror.head
+    ledger, head = TransactionExecutor(crew.stores["a"], KEYS), crew.mirror.head
     assert head is not None
     late = Crew({"sums": 3}, peers=("a",)).evaluator("a")
     part = await late._answer(FIRST, late.plans[0])
@@ -243,7 +243,7 @@ async def test_an_evaluation_of_weights_that_are_head_no_more_is_not_written_dow
     assert head is not None
     crew.to_version(Version(1, 0))
     other = made.model_copy(update={"version": Version(0, 1)})
-    report = await Ledger(crew.stores["a"], KEYS).run(record_evaluation(KEYS, head, other))
+    report = await TransactionExecutor(crew.stores["a"], KEYS).run(record_evaluation(KEYS, head, other))
     assert report.outcome is TxnOutcome.STALE
     assert set(crew.evaluations) == {"0.0"}
 

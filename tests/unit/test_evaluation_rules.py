@@ -10,13 +10,22 @@ from due_steps import steps_evaluated, steps_with_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.flow.evaluation import recordable
-from controllers.rules.step import TAKEOVER_S, order, place_of, to_take
+from controllers.flow.evaluation import clip_for_record
+from controllers.rules.step import TAKEOVER_S, evaluation_order, evaluation_turn, parts_to_take
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import MOST_SETS, EvalDraws, eval_sets
+from gcore.config.data import MOST_SETS, EvalSampling, eval_sets
 from gcore.errors import SpecError
-from gcore.ledger.chain import Writer, base
-from gcore.ledger.evaluation import MOST_PARTS, PART_RESPONSES, Best, best_of, compose, cut, pass_at_k, value_of
+from gcore.ledger.chain import ChainWriter, base_entry
+from gcore.ledger.evaluation import (
+    MOST_PARTS,
+    PART_RESPONSES,
+    BestEvaluation,
+    best_evaluation,
+    compose_evaluation,
+    metric_value,
+    pass_at_k,
+    plan_parts,
+)
 from gcore.ledger.records.chain import Head, Lineage
 from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation, SourceScore
 from gcore.store.keys import JobKeys
@@ -30,7 +39,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300)), min_size=
 @given(SIZES)
 def test_every_prompt_is_in_one_part_and_parts_are_many_enough_and_not_too_many(sizes: list[tuple[int, int]]) -> None:
     named = [(f"s{n}", prompts, samples) for n, (prompts, samples) in enumerate(sizes)]
-    plans = cut(named)
+    plans = plan_parts(named)
     assert [plan.number for plan in plans] == list(range(len(plans)))
     for name, prompts, samples in named:
         its = [plan for plan in plans if plan.source == name]
@@ -47,20 +56,20 @@ MEMBERS = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_si
 
 @given(MEMBERS, st.integers(0, 40))
 def test_every_part_has_one_owner_and_all_own_as_many(names: list[str], count: int) -> None:
-    members = order(VERSION, names)
-    owned = [sum(place_of(name, number, members) == 0 for number in range(count)) for name in members]
+    members = evaluation_order(VERSION, names)
+    owned = [sum(evaluation_turn(name, number, members) == 0 for number in range(count)) for name in members]
     assert sum(owned) == count
     assert max(owned) - min(owned) <= 1
-    assert order(VERSION, reversed(names)) == members, "the same for everybody"  # type: ignore[arg-type]
+    assert evaluation_order(VERSION, reversed(names)) == members, "the same for everybody"  # type: ignore[arg-type]
 
 
 @given(MEMBERS, st.integers(1, 40))
 def test_what_its_owner_does_not_deliver_is_taken_by_one_after_the_other(names: list[str], count: int) -> None:
-    members = order(VERSION, names)
+    members = evaluation_order(VERSION, names)
     numbers = range(count)
 
     def takers(quiet_s: float) -> dict[int, int]:
-        taken = [to_take(name, numbers, members, dict.fromkeys(names, quiet_s)) for name in members]
+        taken = [parts_to_take(name, numbers, members, dict.fromkeys(names, quiet_s)) for name in members]
         return {number: sum(number in its for its in taken) for number in numbers}
 
     assert set(takers(0.0).values()) == {1}
@@ -69,19 +78,19 @@ def test_what_its_owner_does_not_deliver_is_taken_by_one_after_the_other(names: 
 
 
 def test_who_helps_comes_from_the_end_and_never_where_something_comes() -> None:
-    members = order(VERSION, "abc")
+    members = evaluation_order(VERSION, "abc")
     first, second, third = members
     quiet = {first: TAKEOVER_S, second: 0.0, third: 3 * TAKEOVER_S}
     # Of 0, 3, 6, ... `first` is the owner, of 1, 4, 7 `second`, of 2, 5, 8 `third`.
-    assert to_take(second, range(9), members, quiet) == (1, 4, 7, 6, 3, 0)
-    assert to_take(first, range(9), members, quiet) == (0, 3, 6, 8, 5, 2)
-    assert to_take(third, range(9), members, quiet) == (2, 5, 8)
-    assert to_take("late", range(3), members, dict.fromkeys(members, 0.0)) == ()
+    assert parts_to_take(second, range(9), members, quiet) == (1, 4, 7, 6, 3, 0)
+    assert parts_to_take(first, range(9), members, quiet) == (0, 3, 6, 8, 5, 2)
+    assert parts_to_take(third, range(9), members, quiet) == (2, 5, 8)
+    assert parts_to_take("late", range(3), members, dict.fromkeys(members, 0.0)) == ()
 
 
 DRAWS = {
-    "sums": EvalDraws(4, 1.0, 1.0, (2, 4), 1.0, 1000),
-    "words": EvalDraws(1, 0.0, 1.0, (), 1.0, 1000),
+    "sums": EvalSampling(4, 1.0, 1.0, (2, 4), 1.0, 1000),
+    "words": EvalSampling(1, 0.0, 1.0, (), 1.0, 1000),
 }
 
 
@@ -92,7 +101,7 @@ DRAWS = {
 )
 def test_parts_add_up_to_the_same_in_any_order(sums: list[int], words: list[int], random: Any) -> None:
     outcomes = {"sums": sums, "words": words}
-    plans = cut([(name, len(its), DRAWS[name].samples) for name, its in outcomes.items()])
+    plans = plan_parts([(name, len(its), DRAWS[name].samples) for name, its in outcomes.items()])
     parts = [
         EvalPart(
             version=VERSION,
@@ -108,7 +117,7 @@ def test_parts_add_up_to_the_same_in_any_order(sums: list[int], words: list[int]
         for plan in plans
     ]
     random.shuffle(parts)
-    made = compose(VERSION, plans, {part.number: part for part in parts}, DRAWS, 5)
+    made = compose_evaluation(VERSION, plans, {part.number: part for part in parts}, DRAWS, 5)
     assert made.count == len(sums) + len(words)
     assert made.by_source["sums"].accuracy == pytest.approx(sum(sums) / (4 * len(sums)))
     assert made.by_source["sums"].metrics == {
@@ -123,11 +132,11 @@ def test_parts_add_up_to_the_same_in_any_order(sums: list[int], words: list[int]
     assert Evaluation.decode(made.encode()) == made
     lacking = {part.number: part for part in parts[1:]}
     with pytest.raises(ValueError, match="is not there as it was planned"):
-        compose(VERSION, plans, lacking, DRAWS, 5)
+        compose_evaluation(VERSION, plans, lacking, DRAWS, 5)
 
 
 def test_a_record_of_a_part_fits_into_the_store_however_large_the_evaluation() -> None:
-    plans = cut([("all", 2_000_000, 16)])
+    plans = plan_parts([("all", 2_000_000, 16)])
     largest = max(plans, key=lambda plan: len(plan.prompts))
     part = EvalPart(
         version=VERSION,
@@ -143,10 +152,10 @@ def test_a_record_of_a_part_fits_into_the_store_however_large_the_evaluation() -
 
 
 def test_an_evaluation_fits_into_the_store_however_many_sets_measure_and_show_whatever_they_like() -> None:
-    draws = EvalDraws(64, 1.0, 1.0, tuple(range(33, 65)), 1.0, 1000)
+    draws = EvalSampling(64, 1.0, 1.0, tuple(range(33, 65)), 1.0, 1000)
     sets = {f"{number:063}": draws for number in range(MOST_SETS)}
-    plans = cut([(name, 1, 64) for name in sets])
-    text = recordable("\U0001f600" * 5000)
+    plans = plan_parts([(name, 1, 64) for name in sets])
+    text = clip_for_record("\U0001f600" * 5000)
     shown = EvalSample(prompt=text, response=text, answer=text, reward=0.0, unscored=text)
     parts = {
         plan.number: EvalPart(
@@ -164,11 +173,11 @@ def test_an_evaluation_fits_into_the_store_however_many_sets_measure_and_show_wh
         )
         for plan in plans
     }
-    made = compose(VERSION, plans, parts, sets, 50)
+    made = compose_evaluation(VERSION, plans, parts, sets, 50)
     key = JobKeys("u").evaluation(str(VERSION))
     check_transaction((), (Put(key, made.encode()),))
     assert len(made.by_source) == MOST_SETS
-    one = compose(VERSION, plans[:1], {0: parts[0]}, sets, 50)
+    one = compose_evaluation(VERSION, plans[:1], {0: parts[0]}, sets, 50)
     assert len(one.samples) == 1, "where there is room"
 
 
@@ -186,31 +195,31 @@ def evaluated(version: Version, accuracy: float, pass_2: float = 0.0) -> Evaluat
 def head_at(step: int, *lineages: int) -> Head:
     """Head of the last of these lineages, each given by its base step."""
     numbered = tuple(Lineage(number=n, base_step=at) for n, at in enumerate((0, *lineages)))
-    first = base(1, "w", Writer("a", "n")).head
+    first = base_entry(1, "w", ChainWriter("a", "n")).head
     return first.model_copy(update={"step": step, "lineage": len(lineages), "lineages": numbered})
 
 
 def test_the_best_is_the_highest_on_heads_chain_and_of_equal_ones_the_earlier() -> None:
     made = [evaluated(Version(0, step), accuracy) for step, accuracy in ((0, 0.1), (8, 0.7), (16, 0.5), (24, 0.7))]
     head = head_at(24)
-    assert best_of(head, made, "accuracy") == Best(Version(0, 8), "accuracy", 0.7)
-    assert best_of(head, reversed(made), "accuracy") == Best(Version(0, 8), "accuracy", 0.7)
-    assert best_of(head, made, None) is None
-    assert best_of(head, [], "accuracy") is None
+    assert best_evaluation(head, made, "accuracy") == BestEvaluation(Version(0, 8), "accuracy", 0.7)
+    assert best_evaluation(head, reversed(made), "accuracy") == BestEvaluation(Version(0, 8), "accuracy", 0.7)
+    assert best_evaluation(head, made, None) is None
+    assert best_evaluation(head, [], "accuracy") is None
 
 
 def test_what_a_rollback_cut_off_is_not_the_best() -> None:
     made = [evaluated(Version(0, 8), 0.5), evaluated(Version(0, 16), 0.9), evaluated(Version(1, 12), 0.6)]
-    assert best_of(head_at(12, 8), made, "accuracy") == Best(Version(1, 12), "accuracy", 0.6)
-    assert best_of(head_at(12, 8), made[:2], "accuracy") == Best(Version(0, 8), "accuracy", 0.5)
+    assert best_evaluation(head_at(12, 8), made, "accuracy") == BestEvaluation(Version(1, 12), "accuracy", 0.6)
+    assert best_evaluation(head_at(12, 8), made[:2], "accuracy") == BestEvaluation(Version(0, 8), "accuracy", 0.5)
 
 
 def test_any_metric_that_was_measured_may_tell() -> None:
     made = [evaluated(Version(0, 8), 0.5, pass_2=0.6), evaluated(Version(0, 16), 0.4, pass_2=0.9)]
-    assert best_of(head_at(16), made, "a/pass@2") == Best(Version(0, 16), "a/pass@2", 0.9)
-    assert best_of(head_at(16), made, "a/accuracy") == Best(Version(0, 8), "a/accuracy", 0.5)
-    assert value_of(made[0], "a/pass@4") is None
-    assert value_of(made[0], "b/accuracy") is None
+    assert best_evaluation(head_at(16), made, "a/pass@2") == BestEvaluation(Version(0, 16), "a/pass@2", 0.9)
+    assert best_evaluation(head_at(16), made, "a/accuracy") == BestEvaluation(Version(0, 8), "a/accuracy", 0.5)
+    assert metric_value(made[0], "a/pass@4") is None
+    assert metric_value(made[0], "b/accuracy") is None
 
 
 def spec_of(evaluation: dict[str, Any], **sections: Any) -> JobSpec:
@@ -236,8 +245,8 @@ SETS = [
 def test_a_set_says_how_it_is_drawn_and_the_section_says_the_rest() -> None:
     spec = spec_of({"sources": SETS, "top_p": 1.0, "limit": 50, "max_new_tokens": 32, "threshold": 0.5})
     greedy, drawn = eval_sets(spec)
-    assert greedy.draws == EvalDraws(1, 0.0, 1.0, (), 0.5, 50)
-    assert drawn.draws == EvalDraws(8, 0.6, 1.0, (8,), 0.5, 50)
+    assert greedy.draws == EvalSampling(1, 0.0, 1.0, (), 0.5, 50)
+    assert drawn.draws == EvalSampling(8, 0.6, 1.0, (8,), 0.5, 50)
     assert (greedy.source.sampling.temperature, drawn.source.sampling.temperature) == (0.0, 0.6)
     assert (greedy.source.sampling.max_new_tokens, greedy.source.sampling.stop) == (32, (".",))
     assert drawn.draws.metrics == ("accuracy", "mean@8", "pass@1", "pass@8")

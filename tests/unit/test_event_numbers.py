@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.telemetry.events import MOST_CHECKPOINTS, PER_REVISION, Event, EventLog, by_revision
+from controllers.telemetry.events import MOST_CHECKPOINTS, PER_REVISION, Event, EventLog, split_by_revision
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.records.job import Evaluation, JobPhase, JobStatus, Move, Moves, SplitPart, Trouble
@@ -60,7 +60,7 @@ def shards(number: int) -> Write:
 
 def entry(kind: str, stats: dict[str, float]) -> bytes:
     """What is written to the log; its key is given when it is written."""
-    base = chain.base(2, "w", Writer("node-0.a", "n")).entry
+    base = chain.base_entry(2, "w", ChainWriter("node-0.a", "n")).entry
     return base.model_copy(update={"kind": kind, "step": 1, "stats": stats}).encode()
 
 
@@ -111,7 +111,7 @@ class History:
                 batch = WatchBatch(tuple(WatchEvent("put", kv) for kv in puts), 10 + at, reset=True)
             else:
                 batch = WatchBatch(tuple(one for some in self.revisions[at : to + 1] for one in some), 10 + to)
-            for piece in by_revision(batch):
+            for piece in split_by_revision(batch):
                 after = mirror.fold(piece)
                 log.note(mirror, piece, after, 0.0)
                 mirror = after

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from controllers.telemetry.events import MOST_EVENTS, PER_REVISION, EventLog, by_revision
+from controllers.telemetry.events import MOST_EVENTS, PER_REVISION, EventLog, split_by_revision
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, EndedRef, Member
 from gcore.ledger.records.job import Evaluation, JobPhase, JobStatus, Move, MoveOutcome, Moves, SourceScore, SplitPart
@@ -24,7 +24,7 @@ def gone(key: str, revision: int) -> WatchEvent:
 
 
 def changes() -> list[WatchEvent]:
-    base = chain.base(2, "w", Writer("node-0.a", "n"))
+    base = chain.base_entry(2, "w", ChainWriter("node-0.a", "n"))
     first = Assignment(members=("node-0.a", "node-1.b"), owners=(0, 1))
     second = Assignment(members=("node-0.a",), owners=(0, 0))
     evaluation = Evaluation(version=Version(0, 0), accuracy=0.5, count=10)
@@ -74,7 +74,7 @@ def told(batches: list[list[WatchEvent]]) -> list[tuple[int, str]]:
     pieces = [
         list(piece.events)
         for events in batches
-        for piece in by_revision(WatchBatch(tuple(events), events[-1].kv.mod_revision))
+        for piece in split_by_revision(WatchBatch(tuple(events), events[-1].kv.mod_revision))
     ]
     return [(event.sequence, event.message) for event in heard(pieces).events]
 
@@ -91,7 +91,7 @@ def test_whoever_hears_of_two_checkpoints_together_tells_of_each_once_as_the_oth
 
 def test_what_is_written_over_later_does_not_change_the_numbers_of_what_stays() -> None:
     """Of one revision: who lists the records afterwards finds the entry and the state, and another assignment."""
-    base = chain.base(2, "w", Writer("node-0.a", "n"))
+    base = chain.base_entry(2, "w", ChainWriter("node-0.a", "n"))
     entry = base.entry.model_copy(update={"kind": "rollback", "reason": "r", "lineage": 1})
     state = put(KEYS.state, JobStatus(phase=JobPhase.RUNNING).encode(), 4)
     log = put(KEYS.log(0), entry.encode(), 4)
@@ -120,7 +120,7 @@ def test_what_is_listed_again_is_not_told_again() -> None:
 
 def test_a_step_that_skipped_updates_says_so_after_it() -> None:
     entries = [
-        chain.base(2, "w", Writer("node-0.a", "n")).entry.model_copy(
+        chain.base_entry(2, "w", ChainWriter("node-0.a", "n")).entry.model_copy(
             update={"seq": seq, "kind": "train", "step": seq, "stats": {"skipped_updates": skipped}}
         )
         for seq, skipped in ((1, 0.0), (2, 1.0), (3, 2.0))
@@ -134,7 +134,7 @@ def test_a_step_that_skipped_updates_says_so_after_it() -> None:
 
 def steps_with(*stats: dict[str, float]) -> list[list[WatchEvent]]:
     """Committed steps with these numbers, one after the other."""
-    entry = chain.base(2, "w", Writer("node-0.a", "n")).entry
+    entry = chain.base_entry(2, "w", ChainWriter("node-0.a", "n")).entry
     made = [
         entry.model_copy(update={"seq": number, "kind": "train", "step": number, "stats": one})
         for number, one in enumerate(stats, 1)
@@ -179,7 +179,7 @@ def test_prompts_that_ended_untrained_are_told_with_how_and_why() -> None:
     long, empty = "the prompt has 90 tokens, more than 80", "every response was cut off"
     refs = [EndedRef(ref=PromptRef(0, 0, n), kind="filtered", reason=r) for n, r in enumerate([empty, empty, long])]
     failed = EndedRef(ref=PromptRef(0, 1, 0), kind="failed", reason="its reward raised an error")
-    entry = chain.base(2, "w", Writer("node-0.a", "n")).entry
+    entry = chain.base_entry(2, "w", ChainWriter("node-0.a", "n")).entry
     deltas = [tuple(refs[:1]), (*refs, failed)]
     made = [entry.model_copy(update={"seq": n, "kind": "account", "delta": d}) for n, d in enumerate(deltas, 1)]
     one, several = heard([[put(KEYS.log(e.seq), e.encode(), 10 + e.seq)] for e in made]).events

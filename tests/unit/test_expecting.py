@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peer_bench import RealBench
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.flow import peer as expecting
-from controllers.flow.peer import Entry, Expecting, Turn, longest_first
-from controllers.inference.pool import EngineBook
-from controllers.inference.requests import Line
-from controllers.inference.rules import Expect, Owing
+from controllers.flow.peer import DuePrompt, LengthEstimates, PromptEntry, sort_longest_first
+from controllers.inference.pool import EnginePool
+from controllers.inference.requests import EngineConnection
+from controllers.inference.rules import LengthExpectation, OutstandingWork
 from gcore.rollout.client import SamplingParams
 from gcore.testing.flows import Asked
 from gcore.types import PromptRef, Sample, Version, VersionSpan
@@ -26,12 +26,12 @@ from gcore.types import PromptRef, Sample, Version, VersionSpan
 ENTRIES = 10
 LONGEST = 1000
 refs = st.builds(PromptRef, st.integers(0, 2), st.integers(0, 3), st.integers(0, 9))
-turns = st.builds(Turn, st.builds(Version, st.just(0), st.integers(0, 4)), st.floats(0, 1e4))
+turns = st.builds(DuePrompt, st.builds(Version, st.just(0), st.integers(0, 4)), st.floats(0, 1e4))
 
 
-def entry_of(ref: PromptRef) -> Entry:
+def entry_of(ref: PromptRef) -> PromptEntry:
     """The same prompts in each data epoch."""
-    return Entry("data", (ref.seq + ref.data_epoch) % ENTRIES, LONGEST)
+    return PromptEntry("data", (ref.seq + ref.data_epoch) % ENTRIES, LONGEST)
 
 
 def sample(count: int, reason: Any = "stop") -> Sample:
@@ -40,9 +40,9 @@ def sample(count: int, reason: Any = "stop") -> Sample:
 
 @given(st.dictionaries(refs, turns, max_size=12))
 def test_all_that_is_due_is_begun_and_nothing_before_what_was_due_at_an_earlier_head(
-    found: dict[PromptRef, Turn],
+    found: dict[PromptRef, DuePrompt],
 ) -> None:
-    order = longest_first(list(found), found)
+    order = sort_longest_first(list(found), found)
     assert sorted(order) == sorted(found)
     since = [found[ref].since for ref in order]
     assert since == sorted(since)
@@ -51,7 +51,7 @@ def test_all_that_is_due_is_begun_and_nothing_before_what_was_due_at_an_earlier_
 
 
 def test_in_a_later_epoch_the_prompts_whose_responses_were_long_come_first() -> None:
-    known = Expecting(entry_of)
+    known = LengthEstimates(entry_of)
     for seq in range(ENTRIES):
         known.note(PromptRef(0, 0, seq), [10 * (seq + 1)] * 4)
     due = [PromptRef(1, 0, seq) for seq in range(ENTRIES)]
@@ -60,14 +60,14 @@ def test_in_a_later_epoch_the_prompts_whose_responses_were_long_come_first() -> 
 
 
 def test_of_prompts_of_which_nothing_is_known_the_stream_says_the_order() -> None:
-    known = Expecting(entry_of)
+    known = LengthEstimates(entry_of)
     due = [PromptRef(0, 0, seq) for seq in (3, 1, 2)]
     assert known.in_turn(due, Version(0, 1)) == due
     assert known.tokens(due[0]) == LONGEST
 
 
 def test_what_was_due_at_an_earlier_head_goes_before_longer_ones_that_came_later() -> None:
-    known = Expecting(entry_of)
+    known = LengthEstimates(entry_of)
     for seq, length in enumerate((10, 20, 900)):
         known.note(PromptRef(0, 0, seq), [length] * 8)
     short, longer, longest = (PromptRef(0, 1, seq) for seq in range(3))
@@ -77,17 +77,17 @@ def test_what_was_due_at_an_earlier_head_goes_before_longer_ones_that_came_later
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expecting, "MOST_PROMPTS", 2)
-    known = Expecting(entry_of)
+    known = LengthEstimates(entry_of)
     for seq in range(5):
         known.note(PromptRef(0, 0, seq), [50 + seq] * 2)
     assert list(known._prompts) == [("data", 3), ("data", 4)]
 
 
 def test_as_responses_grow_and_end_less_is_owed() -> None:
-    known = Expecting(entry_of)
+    known = LengthEstimates(entry_of)
     for seq in range(ENTRIES):
         known.note(PromptRef(0, 0, seq), [80, 100, 120, 140])
-    owing = Owing(3, known.of(PromptRef(1, 0, 0)), 1.0)
+    owing = OutstandingWork(3, known.of(PromptRef(1, 0, 0)), 1.0)
     first = owing.tokens
     assert 240 < first < 400
     changed = owing.hears(0, sample(60, "abort"))
@@ -100,10 +100,10 @@ def test_as_responses_grow_and_end_less_is_owed() -> None:
 
 
 def test_what_is_expected_can_be_told_without_engines_being_weighed_by_it() -> None:
-    known = Expecting(entry_of)
+    known = LengthEstimates(entry_of)
     for seq in range(ENTRIES):
         known.note(PromptRef(0, 0, seq), [80, 100, 120, 140])
-    owing = Owing(3, known.of(PromptRef(1, 0, 0), weighs=False), 1.0)
+    owing = OutstandingWork(3, known.of(PromptRef(1, 0, 0), weighs=False), 1.0)
     assert (owing.tokens, owing.each) == (3.0, 1.0)
     before, count = owing.foreseen()
     assert count == 3
@@ -112,20 +112,20 @@ def test_what_is_expected_can_be_told_without_engines_being_weighed_by_it() -> N
     after, count = owing.foreseen()
     assert count == 2
     assert after < before
-    assert Owing(3, None, 1.0).foreseen() == (0.0, 0)
+    assert OutstandingWork(3, None, 1.0).foreseen() == (0.0, 0)
 
 
 def test_where_nothing_is_expected_a_response_counts_as_one_of_the_last_request() -> None:
-    assert Owing(4, None, 1.0).tokens == 4.0
-    tokens = Owing(2, Expect(lambda finished, growing: 50.0 * len(growing)), 1.0)
+    assert OutstandingWork(4, None, 1.0).tokens == 4.0
+    tokens = OutstandingWork(2, LengthExpectation(lambda finished, growing: 50.0 * len(growing)), 1.0)
     assert (tokens.tokens, tokens.each) == (100.0, 50.0)
-    assert Owing(4, None, tokens.each).tokens == 200.0
-    assert Owing(4, None, 1.0).hears(0, sample(3)) == 0.0
+    assert OutstandingWork(4, None, tokens.each).tokens == 200.0
+    assert OutstandingWork(4, None, 1.0).hears(0, sample(3)) == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(0, 1e6)), max_size=20))
 def test_an_engine_that_has_nothing_in_flight_owes_nothing(taken: list[tuple[int, float]]) -> None:
-    line = Line(None, None)  # type: ignore[arg-type]
+    line = EngineConnection(None, None)  # type: ignore[arg-type]
     for samples, owed in taken:
         line.take(samples, owed)
     for samples, owed in reversed(taken):
@@ -151,7 +151,7 @@ class Patient(ServingEngine):
 
 async def test_requests_reach_engines_in_the_order_in_which_they_are_made_and_by_what_is_owed(tmp_path: Any) -> None:
     Patient.asked, Patient.let = [], asyncio.Event()
-    engines = EngineBook(Changes(), timeout_s=1.0, connect=Patient)  # type: ignore[arg-type]
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0, connect=Patient)  # type: ignore[arg-type]
     await engines.aim(engines_at(a="h:1", b="h:2"))
     params = SamplingParams(temperature=1.0, max_new_tokens=4)
     tokens = {"long": 900.0, "half": 400.0, "third": 300.0, "rest": 100.0}
@@ -161,7 +161,7 @@ async def test_requests_reach_engines_in_the_order_in_which_they_are_made_and_by
         def left(finished: Any, growing: Any, owed: float = owed) -> float:
             return owed
 
-        made = engines.generate(Version(0, 0), [(1,)], params, (0,), name, None, None, None, Expect(left))
+        made = engines.generate(Version(0, 0), [(1,)], params, (0,), name, None, None, None, LengthExpectation(left))
         tasks.append(asyncio.ensure_future(made))
     await asyncio.sleep(0)
     assert Patient.asked == []  # nobody serves yet

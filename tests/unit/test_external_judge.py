@@ -20,20 +20,20 @@ from gcore.reward.judges.external import (
     MOST_AWAY,
     MOST_DENIED,
     MOST_TOKENS,
-    ExternalAsk,
-    Garbled,
-    completion_of,
-    fate_of,
-    key_of,
-    request_of,
+    ExternalJudgeClient,
+    InvalidCompletion,
+    classify_status,
+    completion_request,
+    error_text,
+    judge_key,
+    parse_completion,
     retry_after_s,
-    words_of,
 )
 from gcore.reward.judges.judge import Judge, Judgement
-from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate
+from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, RateLimiter
 from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.testing import FakeClock
-from gcore.testing.judges import HeardOf
+from gcore.testing.judges import RecordingObserver
 from gcore.types import Prompt, PromptRef
 
 KEY = "sk-a-secret"
@@ -64,9 +64,9 @@ class Shop:
         self.paid: list[tuple[int, int]] = []
         self.troubles: list[str] = []
         assert spec.external is not None
-        self.gate = Gate(spec.name, spec.external, self, self, self.clock)
+        self.gate = RateLimiter(spec.name, spec.external, self, self, self.clock)
         transport = httpx.MockTransport(self._answer)
-        self.ask = ExternalAsk(spec, key, self.gate, self, self, self.clock, transport)
+        self.ask = ExternalJudgeClient(spec, key, self.gate, self, self, self.clock, transport)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
@@ -124,7 +124,7 @@ async def test_each_vote_is_a_request_with_its_own_seed_of_31_bits_and_the_key_i
 def test_a_request_holds_nothing_that_json_cannot(seed: int, question: str) -> None:
     spec = judge()
     assert spec.external is not None
-    body = request_of(spec, spec.external, question, seed)
+    body = completion_request(spec, spec.external, question, seed)
     assert 0 <= body["seed"] < 2**31
     assert "stop" not in body
     json.dumps(body)
@@ -189,7 +189,7 @@ async def test_an_answer_that_does_not_come_in_time_is_late_by_the_clock_that_is
 async def test_time_at_the_gate_is_nobodys_silence() -> None:
     shop = Shop(judge(timeout_s=5, verdict={"most": 10}))
     shop.gate.hold(50)
-    heard = HeardOf()
+    heard = RecordingObserver()
     court = Judge.of(shop.spec, shop.ask, heard, shop.clock)
     told = await shop.clock.run(court.value(Prompt(PromptRef(0, 0, 0), "p", (1,), {}), "a response"))
     assert (told.value, told.votes, heard.failures) == (7.0, 2, [])
@@ -197,7 +197,7 @@ async def test_time_at_the_gate_is_nobodys_silence() -> None:
 
 async def test_each_way_to_fail_is_counted_as_what_it_is_and_tried_again_as_often_as_the_judge_says() -> None:
     shop = Shop(judge(timeout_s=5, verdict={"most": 10}, votes=1), 6.0, httpx.Response(500))
-    heard = HeardOf()
+    heard = RecordingObserver()
     court = Judge.of(shop.spec, shop.ask, heard, shop.clock)
     await shop.clock.run(court.value(Prompt(PromptRef(0, 0, 0), "p", (1,), {}), "a response"))
     assert heard.failures == ["timeout", "away"]
@@ -229,7 +229,7 @@ async def test_a_server_that_is_away_for_long_fails_no_question_and_is_told_once
     outage: Callable[[], httpx.Response | Exception],
 ) -> None:
     shop = Shop(judge(votes=1, tries=2, verdict={"most": 10}), *[outage() for _ in range(40)])
-    court = Judge.of(shop.spec, shop.ask, HeardOf(), shop.clock)
+    court = Judge.of(shop.spec, shop.ask, RecordingObserver(), shop.clock)
     prompt, began = Prompt(PromptRef(0, 0, 0), "p", (1,), {}), shop.clock.monotonic()
     judged = await shop.clock.run(court.values(prompt, [f"response {number}" for number in range(5)]))
     assert [one.value for one in judged if isinstance(one, Judgement)] == [7.0] * 5
@@ -367,7 +367,7 @@ async def test_votes_that_have_come_are_not_asked_for_again() -> None:
 
 async def test_those_who_ask_the_same_side_by_side_each_have_all_answers_whoever_is_first() -> None:
     shop = Shop(judge(verdict={"most": 10}, tries=1), said("7"), httpx.Response(500))
-    court = Judge.of(shop.spec, shop.ask, HeardOf(), shop.clock)
+    court = Judge.of(shop.spec, shop.ask, RecordingObserver(), shop.clock)
     prompt = Prompt(PromptRef(0, 0, 0), "p", (1,), {})
     first, *others = await shop.clock.run(court.values(prompt, ["same"] * 3))
     assert isinstance(first, JudgeAway)
@@ -397,14 +397,14 @@ def test_a_key_that_is_not_there_is_told_with_its_variable_and_never_with_what_i
     environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as raised:
-        key_of(judge({"key_env": "THE_KEY"}), environ, "judges.0")
+        judge_key(judge({"key_env": "THE_KEY"}), environ, "judges.0")
     assert raised.value.where == "judges.0.external.key_env"
     assert "sk-" not in str(raised.value)
 
 
 def test_a_key_is_read_from_its_variable_and_a_judge_may_need_none() -> None:
-    assert key_of(judge({"key_env": "THE_KEY"}), {"THE_KEY": f" {KEY}\n"}, "judges.0") == KEY
-    assert key_of(judge(), {}, "judges.0") is None
+    assert judge_key(judge({"key_env": "THE_KEY"}), {"THE_KEY": f" {KEY}\n"}, "judges.0") == KEY
+    assert judge_key(judge(), {}, "judges.0") is None
 
 
 @pytest.mark.parametrize(
@@ -443,13 +443,13 @@ JSON: Any = st.recursive(
 
 @given(JSON)
 def test_whatever_comes_is_a_completion_or_garbled_and_has_words(tree: Any) -> None:
-    assert isinstance(words_of(tree, "text"), str)
-    with contextlib.suppress(Garbled):
-        assert isinstance(completion_of(tree).answer.text, str)
+    assert isinstance(error_text(tree, "text"), str)
+    with contextlib.suppress(InvalidCompletion):
+        assert isinstance(parse_completion(tree).answer.text, str)
 
 
 def test_every_status_has_a_fate() -> None:
-    fates: Callable[[int], str] = fate_of
+    fates: Callable[[int], str] = classify_status
     assert {fates(status) for status in range(200, 300)} == {"answered"}
     assert {fates(status) for status in range(500, 600)} == {"away"}
     assert {status for status in range(100, 600) if fates(status) == "key"} == {401, 402}

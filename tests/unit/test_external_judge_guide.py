@@ -11,7 +11,14 @@ from documents import ROOT, blocks
 from controllers.inference.judges import WRITE_S
 from gcore.config.reward import ExternalJudge, JudgeSpec
 from gcore.observability.metrics import Metrics
-from gcore.reward.judges.external import BUSY_S, LARGEST_ANSWER_BYTES, MOST_DENIED, SEED_BITS, fate_of, request_of
+from gcore.reward.judges.external import (
+    BUSY_S,
+    LARGEST_ANSWER_BYTES,
+    MOST_DENIED,
+    SEED_BITS,
+    classify_status,
+    completion_request,
+)
 from gcore.reward.judges.rate_limit import BURST_S, KEY_AGAIN_S, LONGEST_HOLD_S
 from gcore.reward.judges.template import Question
 from gcore.types import Prompt, PromptRef
@@ -31,7 +38,7 @@ def test_the_judge_of_the_guide_can_be_asked_and_its_request_has_what_the_guide_
     assert spec.external is not None
     prompt = Prompt(PromptRef(0, 0, 0), "the prompt", (1,), {"question": "the question", "answer": "the answer"})
     question = Question.compile(spec, "judges.0").about(prompt, "the response")
-    body = request_of(spec.model_copy(update={"stop": ("x",)}), spec.external, question, 1)
+    body = completion_request(spec.model_copy(update={"stop": ("x",)}), spec.external, question, 1)
     told = TEXT.split("One request an answer, with ", 1)[1].split(". With `votes`", 1)[0]
     assert set(re.findall(r"`(\w+)", told)) - {"system"} == set(body)
     assert f"a `seed` of {SEED_BITS} bits" in told
@@ -62,9 +69,9 @@ def test_its_numbers_are_those_of_the_code() -> None:
 
 
 def test_what_it_says_of_each_status_is_so() -> None:
-    assert {fate_of(status) for status in (400, 404, 422, 302)} == {"refused"}
-    assert {fate_of(status) for status in (408, 429, 500, 503, 403)} == {"away"}
-    assert {fate_of(status) for status in (401, 402)} == {"key"}
+    assert {classify_status(status) for status in (400, 404, 422, 302)} == {"refused"}
+    assert {classify_status(status) for status in (408, 429, 500, 503, 403)} == {"away"}
+    assert {classify_status(status) for status in (401, 402)} == {"key"}
 
 
 def test_its_metrics_are_there() -> None:

@@ -16,19 +16,17 @@ from hypothesis import strategies as st
 
 from gcore.errors import StoreUnavailable, UsageError
 from gcore.ledger import chain
-from gcore.ledger.transactions import Ledger, Transaction, TxnKind, TxnOutcome
+from gcore.ledger.transactions import Transaction, TransactionExecutor, TxnKind, TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put
 from gcore.system import fault_injection as fault_points
-from gcore.system.fault_injection import VARIABLE, At, Moving, folder_of, point
+from gcore.system.fault_injection import VARIABLE, FaultPoint, MoveFaultPoint, fault_folder, fault_point
 from gcore.testing.clock import FakeClock
 from gcore.testing.store import MemoryCluster, MemoryStore
 
 ROOT = Path(__file__).parents[2]
 Arm = Callable[[str, str], None]
-PROGRAM = (
-    "from gcore.system.fault_injection import point; [point('commit', 'before') for _ in range(3)]; print('alive')"
-)
+PROGRAM = "from gcore.system.fault_injection import fault_point; [fault_point('commit', 'before') for _ in range(3)]; print('alive')"
 
 
 @pytest.fixture
@@ -51,8 +49,8 @@ def program(folder: Path | None) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_the_variable_there_is_no_point_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folder_of({}) is None
-    assert folder_of({VARIABLE: ""}) is None
+    assert fault_folder({}) is None
+    assert fault_folder({VARIABLE: ""}) is None
     (tmp_path / "commit.before").write_text("kill")
     monkeypatch.chdir(tmp_path)
     assert program(None).stdout == "alive\n"
@@ -69,9 +67,9 @@ def test_a_process_is_killed_at_its_pass_and_only_one_is(tmp_path: Path) -> None
 def test_what_was_taken_away_meanwhile_was_another_process_fault(arm: Arm, tmp_path: Path) -> None:
     arm("commit.before", "lose")
     with pytest.raises(StoreUnavailable):
-        point("commit", "before")
-    point("commit", "before")
-    point("commit", "after")
+        fault_point("commit", "before")
+    fault_point("commit", "before")
+    fault_point("commit", "after")
     assert [path.name for path in tmp_path.iterdir()] == [f"commit.before.fired.{os.getpid()}"]
 
 
@@ -82,18 +80,18 @@ def test_a_point_that_is_armed_wrongly_says_so(words: str, tmp_path_factory: pyt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fault_points, "_FOLDER", folder)
         with pytest.raises(UsageError, match="armed with"):
-            point("seal", "after")
+            fault_point("seal", "after")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_answer_that_is_lost_is_resolved_by_reading_head(arm: Arm, when: str) -> None:
     """Lost after: it was made, and head's nonce says so. Lost before: it was not, and nobody says that it was."""
     store, keys = MemoryStore(MemoryCluster(FakeClock())), JobKeys("j")
-    advance = chain.base(1, "w", chain.Writer("me", "n"))
+    advance = chain.base_entry(1, "w", chain.ChainWriter("me", "n"))
     writes = (Put(keys.head, advance.head.encode()), Put(keys.log(0), advance.entry.encode()))
     txn = Transaction(TxnKind.COMMIT, (Compare(keys.head, 0),), writes, nonce="n")
     arm(f"commit.{when}", "lose")
-    report = await Ledger(store, keys).run(txn)
+    report = await TransactionExecutor(store, keys).run(txn)
     assert report.outcome is (TxnOutcome.WON if when == "after" else TxnOutcome.UNKNOWN)
     assert (await store.get(keys.head) is not None) == (when == "after")
 
@@ -103,13 +101,13 @@ def test_every_point_has_a_before_and_an_after_in_the_code() -> None:
     found: dict[str, set[str]] = {}
     for file in (*ROOT.glob("gcore/**/*.py"), *ROOT.glob("controllers/**/*.py")):
         text = file.read_text(encoding="utf-8")
-        if "point(At." in text or "point(Moving." in text:
+        if "fault_point(FaultPoint." in text or "fault_point(MoveFaultPoint." in text:
             for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "point":
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "fault_point":
                     what, when = node.args
                     assert isinstance(when, ast.Constant)
                     found.setdefault(ast.unparse(what), set()).add(when.value)
-    names = [f"{type(one).__name__}.{one.name}" for one in (*At, *Moving)]
+    names = [f"{type(one).__name__}.{one.name}" for one in (*FaultPoint, *MoveFaultPoint)]
     assert found == {name: {"before", "after"} for name in names}
 
 
@@ -130,6 +128,6 @@ def test_every_transaction_stands_between_two_points() -> None:
     bare = set()
     for file in (*ROOT.glob("gcore/**/*.py"), *ROOT.glob("controllers/**/*.py")):
         text = file.read_text(encoding="utf-8")
-        if "_store.transact(" in text and "point(" not in text and "gcore/testing" not in str(file):
+        if "_store.transact(" in text and "fault_point(" not in text and "gcore/testing" not in str(file):
             bare.add(str(file.relative_to(ROOT)))
     assert bare - FOR_PEOPLE == set()

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from controllers.job.preparation import STEPS, FetchReport, fetch_model
+from controllers.job.preparation import STEPS, FetchProgress, fetch_model
 from controllers.telemetry.events import EventLog
 from gcore.config.spec import ModelSpec
 from gcore.ledger.mirror import JobMirror
@@ -21,8 +21,8 @@ KEYS = JobKeys("u")
 KEY = KEYS.fetch("node-0")
 
 
-def report(store: MemoryStore, lease: int) -> FetchReport:
-    return FetchReport(store, KEY, "node-0", "hf://own/tiny", lease)
+def report(store: MemoryStore, lease: int) -> FetchProgress:
+    return FetchProgress(store, KEY, "node-0", "hf://own/tiny", lease)
 
 
 async def told(store: MemoryStore, amounts: list[tuple[int, int]]) -> int:

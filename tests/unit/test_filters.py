@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
-from controllers.changes import Changes
-from controllers.flow.group_buffer import Holdings
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import JobBatch, JobStep
 from controllers.telemetry.events import EventLog
-from controllers.telemetry.notices import FaultBook
+from controllers.telemetry.notices import PluginErrorLog
 from gcore.config.train import FilterSpec
 from gcore.data.order import shard_lengths
 from gcore.errors import SpecError
 from gcore.flows import FilterError, find_filters
-from gcore.flows.filters import CheckedFilter, filtered, has_signal, length, reward_band, signal, try_filters
+from gcore.flows.filters import CheckedFilter, apply_filters, has_signal, length, reward_band, signal, try_filters
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.selection import StreamRules
 from gcore.plugins import PluginFault
@@ -35,7 +35,7 @@ from gcore.reward import RewardError
 from gcore.store.keys import JobKeys
 from gcore.store.types import WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.flows import made_spec
+from gcore.testing.flows import make_spec
 from gcore.testing.judges import group_of
 from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
@@ -134,10 +134,10 @@ def test_a_name_nobody_has_is_answered_with_the_nearest() -> None:
 
 def test_the_first_that_refuses_names_the_reason() -> None:
     filters = find_filters([FilterSpec(name="reward_band", options={"high": 0.9}), FilterSpec(name="signal")])
-    assert filtered(filters, group_of((1.0, 1.0)), {}) == Outcome("filtered", "its mean reward is above 0.9")
-    assert filtered(filters, group_of((0.5, 0.5)), {}) == Outcome("filtered", "all its rewards are the same")
+    assert apply_filters(filters, group_of((1.0, 1.0)), {}) == Outcome("filtered", "its mean reward is above 0.9")
+    assert apply_filters(filters, group_of((0.5, 0.5)), {}) == Outcome("filtered", "all its rewards are the same")
     group = group_of((0.0, 1.0))
-    assert filtered(filters, group, {}) is group
+    assert apply_filters(filters, group, {}) is group
 
 
 def test_a_filter_sees_the_entry_and_its_options() -> None:
@@ -173,11 +173,11 @@ class Job:
         self.clock = FakeClock()
         self.cluster = MemoryCluster(self.clock)
         self.store = MemoryStore(self.cluster)
-        self.head = chain.base(2, "w", Writer("a", "n")).head
-        self.holdings, self.changes = Holdings(), Changes()
-        self.faults = FaultBook(self.store, KEYS, "n")
+        self.head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
+        self.holdings, self.changes = GroupBuffer(), ChangeSignal()
+        self.faults = PluginErrorLog(self.store, KEYS, "n")
         self._filters, self._filtered = filters, set[PromptRef]()
-        self.material = SimpleNamespace(spec=made_spec())
+        self.material = SimpleNamespace(spec=make_spec())
         self.step = JobStep(self, Version(0, 0))  # type: ignore[arg-type]
 
     def look(self) -> Any:

@@ -10,7 +10,7 @@ import yaml
 from due_steps import steps_evaluated
 
 from gcore.config import load_spec
-from gcore.config.load import settings_of
+from gcore.config.load import flow_settings
 from gcore.flows import find_flow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,6 +44,6 @@ def test_an_example_is_what_its_paper_says(
 @pytest.mark.parametrize("name", ["dapo", "remax", "rloo", "sft"])
 def test_it_says_only_what_differs_from_what_the_flow_sets(name: str) -> None:
     tree: dict[str, Any] = yaml.safe_load((ARITHMETIC / f"{name}.yaml").read_text())
-    for section, values in settings_of(find_flow(name)).items():
+    for section, values in flow_settings(find_flow(name)).items():
         repeated = [key for key, value in values.items() if tree.get(section, {}).get(key) == value]
         assert not repeated, f"{section}: {repeated}"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.commands.specs import so_far
+from controllers.cli.commands.specs import run_length
 from controllers.cli.view.state import JobSnapshot, ViewState
 from gcore.config import JobSpec, parse_spec
 from gcore.config.train import FlowSpec
@@ -96,9 +96,9 @@ def test_the_last_step_is_evaluated_and_has_a_checkpoint_whichever_it_is() -> No
 
 
 def test_how_far_a_job_goes_is_said_in_words() -> None:
-    assert so_far(FlowSpec(steps=20), 100) == "20 steps"
-    assert so_far(FlowSpec(epochs=1, count="steps", groups_per_step=32), 100) == "1 data epoch, 4 steps"
-    assert so_far(FlowSpec(epochs=2, groups_per_step=32), 100) == (
+    assert run_length(FlowSpec(steps=20), 100) == "20 steps"
+    assert run_length(FlowSpec(epochs=1, count="steps", groups_per_step=32), 100) == "1 data epoch, 4 steps"
+    assert run_length(FlowSpec(epochs=2, groups_per_step=32), 100) == (
         "2 data epochs, at most 7 steps, fewer if prompts are filtered"
     )
 

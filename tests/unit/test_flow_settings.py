@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plug_in_package import Install, installer
 
 from gcore.config import load_spec, new_spec, parse_spec
-from gcore.config.load import settings_of, settled
+from gcore.config.load import apply_flow_settings, flow_settings
 from gcore.errors import SpecError
 from gcore.flows import flow
 
@@ -81,7 +81,7 @@ def test_what_a_user_writes_wins_key_by_key() -> None:
 
 def test_a_flow_without_settings_leaves_the_defaults() -> None:
     tree = spec_of(flow={"name": "plain"})
-    assert settled(tree) is tree
+    assert apply_flow_settings(tree) is tree
     assert new_spec(tree) == parse_spec(tree)
 
 
@@ -96,7 +96,7 @@ def test_lists_and_options_are_one_value_each() -> None:
 def test_a_stored_spec_is_whole_so_that_no_flow_changes_it() -> None:
     stored = new_spec(spec_of(train={"learning_rate": 0.1})).model_dump(mode="json")
     assert new_spec(stored) == parse_spec(stored)
-    assert settled(stored) == stored
+    assert apply_flow_settings(stored) == stored
 
 
 def test_no_flow_is_looked_up_for_a_stored_spec() -> None:
@@ -144,7 +144,7 @@ def test_overrides_of_the_command_line_count_as_the_users(tmp_path: Path) -> Non
 @pytest.mark.parametrize("bad", [None, 3, [], "grpo", {"name": 3}, {"name": None}], ids=repr)
 def test_a_flow_section_that_is_none_is_left_to_validation(bad: Any) -> None:
     tree = {**spec_of(), "flow": bad}
-    assert settled(tree) is tree
+    assert apply_flow_settings(tree) is tree
     with pytest.raises(SpecError):
         new_spec(tree)
 
@@ -161,7 +161,7 @@ def test_settings_are_a_copy() -> None:
     given_settings = {"advantage": "rloo"}
     marked = flow(train=given_settings)(lambda peer: None)
     given_settings["advantage"] = "grpo"
-    assert settings_of(marked) == {"train": {"advantage": "rloo"}}
+    assert flow_settings(marked) == {"train": {"advantage": "rloo"}}
 
 
 @given(

@@ -11,7 +11,7 @@ from plug_in_package import installer
 
 from gcore.errors import EngineUnreachable, SpecError
 from gcore.flows import find_flow
-from gcore.testing.contracts import by_turns, check_flow
+from gcore.testing.contracts import alternate_answers, check_flow
 from gcore.testing.flows import Asked, FakeCluster
 
 BUILT_IN = ("grpo", "dapo", "ppo", "remax", "rloo", "reinforce_pp", "sft")
@@ -20,7 +20,7 @@ SCREEN = 40
 ENTRIES = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
 
 
-async def ran(name: str, script: Any = by_turns, **settings: Any) -> FakeCluster:
+async def ran(name: str, script: Any = alternate_answers, **settings: Any) -> FakeCluster:
     settings["flow"] = {"name": name, **settings.get("flow", {})}
     cluster = FakeCluster(ENTRIES, script, **settings)
     await cluster.run(find_flow(name))
@@ -59,7 +59,7 @@ async def test_grpo_offers_every_response_with_its_reward() -> None:
 
 async def test_dapo_draws_anew_what_teaches_nothing_until_the_quota_is_full() -> None:
     def known_by_heart(asked: Asked) -> str:
-        return str(asked.prompt.fields["answer"]) if asked.prompt.ref.seq % 4 else by_turns(asked)
+        return str(asked.prompt.fields["answer"]) if asked.prompt.ref.seq % 4 else alternate_answers(asked)
 
     cluster = await ran("dapo", known_by_heart, flow={"groups_per_step": 2, "samples_per_prompt": 4})
     assert all(len({s.reward for s in group.samples}) == 2 for step in cluster.trained for group in step)
@@ -111,7 +111,7 @@ async def test_a_prompt_that_no_engine_answered_is_issued_again(name: str) -> No
     def flaky(asked: Asked) -> str:
         if asked.tries < 2 and asked.prompt.ref.seq == 0:
             raise EngineUnreachable("gone")
-        return by_turns(asked)
+        return alternate_answers(asked)
 
     cluster = await ran(name, flaky)
     assert max(asked.tries for asked in cluster.asked) == 2
@@ -121,7 +121,7 @@ async def test_a_prompt_that_no_engine_answered_is_issued_again(name: str) -> No
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "sft"])
 async def test_a_prompt_that_cannot_be_scored_has_failed_with_the_reason(name: str) -> None:
     entries = [{"prompt": "what?"}, *ENTRIES]
-    cluster = FakeCluster(entries, by_turns, flow={"name": name})
+    cluster = FakeCluster(entries, alternate_answers, flow={"name": name})
     await cluster.run(find_flow(name))
     (outcome,) = [o for ref, o in cluster.outcomes.items() if ref.seq == 0 and ref.data_epoch == 0]
     assert (outcome.kind, "no answer in field 'answer'" in outcome.reason) == ("failed", True)

@@ -9,8 +9,8 @@ from typing import Any
 from listed_jobs import create
 
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
-from controllers.changes import Changes
+from controllers.api.store_reader import StoreReader
+from controllers.changes import ChangeSignal
 from controllers.telemetry.events import Event
 from gcore.ledger.records.cluster import Shares
 from gcore.store import keys
@@ -26,7 +26,7 @@ class Runner:
     """A job that ends while its first event is on its way."""
 
     def __init__(self) -> None:
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.closed = False
         self.mirror = SimpleNamespace(status=None)
         log = SimpleNamespace(after=lambda after, **_: [e for e in self.known if e.sequence > after])
@@ -62,7 +62,7 @@ async def test_a_job_that_waits_for_slots_is_followed_until_somebody_works_on_it
     await create(store, "u", "waits")
     await store.transact((), (Put(keys.SHARES, Shares().encode()),))
     runners: dict[str, Any] = {}
-    service: Any = JobsService(StoredJobs(store), None, runners.get, clock)  # type: ignore[arg-type]
+    service: Any = JobsService(StoreReader(store), None, runners.get, clock)  # type: ignore[arg-type]
     got: list[str] = []
 
     async def follow() -> None:

@@ -9,25 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.job.effects import place
+from controllers.job.effects import plan_world
 from controllers.rules import world as forming
 from controllers.rules.actions import Intent, Replan, Rollback, TakeStock
 from controllers.rules.decide import decide
 from controllers.rules.view import JobView, RankView
-from controllers.rules.waits import waiting_for
+from controllers.rules.waits import current_waits
 from controllers.rules.world import (
     AWAY_S,
     HOLD_S,
     MAX_TRIES_FROM_COPIES,
     STOCK_PATIENCE_S,
-    held_for_growth,
+    growth_delay_s,
     state_at_hand,
 )
 from gcore import schema
 from gcore.config import parse_spec
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import (
     Checkpoint,
@@ -50,13 +50,13 @@ from gcore.ledger.records.job import (
     RankClaim,
     RankPlace,
 )
-from gcore.ledger.selection import SealNow, StreamRules
-from gcore.ledger.transactions import Stored
+from gcore.ledger.selection import SealStep, StreamRules
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
-from placement.placer import Growth, first_plan, joined, worth_forming
-from placement.slots import NodeSlots, Snapshot, Wanted
+from placement.placer import GrowthMeasurements, fill_plan, first_plan, worth_forming
+from placement.slots import NodeSlots, PlacementRequest, Snapshot
 
 KEYS = JobKeys("u")
 STATE = WorldState(world="w", lineage=0, step=2, attempt=1, shards=2)
@@ -69,8 +69,8 @@ SPEC: dict[str, Any] = {
 }
 
 
-def stored(record: Any) -> Stored[Any]:
-    return Stored(record, 5)
+def stored(record: Any) -> Versioned[Any]:
+    return Versioned(record, 5)
 
 
 def node(name: str) -> NodeRecord:
@@ -83,7 +83,7 @@ def stock(name: str, *shards: int, seq: int = 2, by: str = "", state: WorldState
 
 def view(*stocks: NodeCopies, nodes: int = 2, lost: bool = True, **more: Any) -> JobView:
     """Two members, head at step 2; of the world's two ranks the second is gone, if `lost`."""
-    base = chain.base(2, "w", Writer("a", "n"))
+    base = chain.base_entry(2, "w", ChainWriter("a", "n"))
     head = base.head.model_copy(update={"seq": 2, "parent": 1, "step": 2})
     stats = {"train_s": 10.0, "start_seconds": 5.0}
     entry = LogEntry(
@@ -219,7 +219,7 @@ class TestAWorldThatIsLost:
     def test_while_a_node_of_the_version_before_is_there_nothing_starts_from_copies(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(schema, "spoken", lambda: schema.NEWEST_VERSION - 1)
+        monkeypatch.setattr(schema, "written_version", lambda: schema.NEWEST_VERSION - 1)
         assert intents(view(), TakeStock) == []
         assert state_at_hand(view(stock("node-0", 0, 1)), frozenset({"node-0"})) is None
 
@@ -271,20 +271,20 @@ class TestANodeThatComes:
             versions=(Version(0, 2),),
             holder="node-0.x",
         )
-        seal = chain.sealed(None, head, SealNow((group,), ()), world_size=2, mini_batches=1, sealer="a")
+        seal = chain.seal_slot(None, head, SealStep((group,), ()), world_size=2, mini_batches=1, sealer="a")
         for state, grows in ((SealState.SEALED, True), (SealState.READY, False)):
             seen = with_mirror(self.SEEN, seals={3: stored(seal.model_copy(update={"state": state}))})
             assert bool(intents(seen, Rollback)) == grows
         held = RankView(0, holding=seal.token, held={"d": frozenset({0})})
         waiting = replace(with_mirror(self.SEEN, seals={3: stored(seal)}), ranks={0: held, 1: replace(held, rank=1)})
-        assert any("a larger train world is to be formed" in wait.what for wait in waiting_for(waiting))
+        assert any("a larger train world is to be formed" in wait.what for wait in current_waits(waiting))
 
     def test_a_batch_waits_a_little_for_a_larger_world_and_not_where_none_can_be_formed_now(self) -> None:
-        assert held_for_growth(self.SEEN) == HOLD_S
+        assert growth_delay_s(self.SEEN) == HOLD_S
         nothing = {name: stored(stock(name)) for name in ("node-0", "node-1", "node-2")}
-        assert held_for_growth(with_mirror(self.SEEN, copies=nothing)) == 0.0, "it would go back to a checkpoint"
-        assert held_for_growth(with_mirror(self.SEEN, copies={})) == HOLD_S, "nobody has said yet what there is"
-        assert held_for_growth(view(lost=False)) == 0.0
+        assert growth_delay_s(with_mirror(self.SEEN, copies=nothing)) == 0.0, "it would go back to a checkpoint"
+        assert growth_delay_s(with_mirror(self.SEEN, copies={})) == HOLD_S, "nobody has said yet what there is"
+        assert growth_delay_s(view(lost=False)) == 0.0
 
     def test_it_does_not_grow_when_a_step_would_be_lost_by_it(self) -> None:
         seen = view(stock("node-0", 0), stock("node-1", 0), nodes=3, lost=False)
@@ -294,9 +294,9 @@ class TestANodeThatComes:
         assert intents(known, Rollback), "a checkpoint of head's step does as well"
 
     def test_it_does_not_grow_twice_without_a_step_between(self) -> None:
-        on = chain.re_formed(self.SEEN.head, STATE, "w2", Writer("a", "m"), "3 ranks instead of 2")
+        on = chain.reform_entry(self.SEEN.head, STATE, "w2", ChainWriter("a", "m"), "3 ranks instead of 2")
         log = {**self.SEEN.mirror.log, 3: stored(on.entry)}
-        assert forming.growth(with_mirror(self.SEEN, head=stored(on.head), log=log)) == ""
+        assert forming.growth_reason(with_mirror(self.SEEN, head=stored(on.head), log=log)) == ""
 
     def test_it_does_not_grow_onto_a_node_that_does_not_work_on_the_job_yet(self) -> None:
         members = {name: one for name, one in self.SEEN.mirror.members.items() if name != "node-2.x"}
@@ -306,9 +306,9 @@ class TestANodeThatComes:
         members = {name: one for name, one in self.SEEN.mirror.members.items() if name != "node-2.x"}
         fetch = ModelFetch(node="node-2", path="hf://a/b", done=1, total=9)
         seen = with_mirror(self.SEEN, members=members, fetches={"node-2": stored(fetch)})
-        assert {rank.node for rank in place(seen, "w2", generation=2).ranks} == {"node-0", "node-1"}
+        assert {rank.node for rank in plan_world(seen, "w2", generation=2).ranks} == {"node-0", "node-1"}
         done = with_mirror(seen, fetches={"node-2": stored(fetch.model_copy(update={"done": 9}))})
-        assert {rank.node for rank in place(done, "w2", generation=2).ranks} == {"node-0", "node-1", "node-2"}
+        assert {rank.node for rank in plan_world(done, "w2", generation=2).ranks} == {"node-0", "node-1", "node-2"}
 
     def test_a_job_whose_number_of_ranks_is_given_does_not_grow(self) -> None:
         fixed = parse_spec(SPEC | {"train": {"ranks": 2}})
@@ -321,17 +321,31 @@ class TestWhatALargerWorldIsWeighedBy:
     @pytest.mark.parametrize(
         ("growth", "worth"),
         [
-            pytest.param(Growth(2, 3, train_s=10.0, start_s=5.0, steps_left=100), True, id="many steps left"),
-            pytest.param(Growth(2, 3, train_s=10.0, start_s=5.0, steps_left=2), False, id="few steps left"),
-            pytest.param(Growth(2, 3, train_s=0.01, start_s=60.0, steps_left=100), False, id="training is short"),
-            pytest.param(Growth(3, 3, train_s=10.0, start_s=1.0, steps_left=100), False, id="as large already"),
-            pytest.param(Growth(3, 2, train_s=10.0, start_s=1.0, steps_left=100), False, id="smaller"),
-            pytest.param(Growth(2, 3, train_s=None, start_s=5.0, steps_left=100), False, id="no step measured"),
-            pytest.param(Growth(2, 3, train_s=10.0, start_s=None, steps_left=100), False, id="no start measured"),
-            pytest.param(Growth(2, 3, train_s=10.0, start_s=5.0, steps_left=None), True, id="its end is not known"),
+            pytest.param(
+                GrowthMeasurements(2, 3, train_s=10.0, start_s=5.0, steps_left=100), True, id="many steps left"
+            ),
+            pytest.param(GrowthMeasurements(2, 3, train_s=10.0, start_s=5.0, steps_left=2), False, id="few steps left"),
+            pytest.param(
+                GrowthMeasurements(2, 3, train_s=0.01, start_s=60.0, steps_left=100), False, id="training is short"
+            ),
+            pytest.param(
+                GrowthMeasurements(3, 3, train_s=10.0, start_s=1.0, steps_left=100), False, id="as large already"
+            ),
+            pytest.param(GrowthMeasurements(3, 2, train_s=10.0, start_s=1.0, steps_left=100), False, id="smaller"),
+            pytest.param(
+                GrowthMeasurements(2, 3, train_s=None, start_s=5.0, steps_left=100), False, id="no step measured"
+            ),
+            pytest.param(
+                GrowthMeasurements(2, 3, train_s=10.0, start_s=None, steps_left=100), False, id="no start measured"
+            ),
+            pytest.param(
+                GrowthMeasurements(2, 3, train_s=10.0, start_s=5.0, steps_left=None), True, id="its end is not known"
+            ),
         ],
     )
-    def test_it_is_worth_it_only_when_it_saves_well_more_than_it_costs(self, growth: Growth, worth: bool) -> None:
+    def test_it_is_worth_it_only_when_it_saves_well_more_than_it_costs(
+        self, growth: GrowthMeasurements, worth: bool
+    ) -> None:
         assert bool(worth_forming(growth)) == worth
 
     @given(
@@ -344,8 +358,8 @@ class TestWhatALargerWorldIsWeighedBy:
     def test_more_steps_left_never_make_it_less_worth(
         self, now: int, wanted: int, train_s: float, start_s: float, left: int
     ) -> None:
-        few = worth_forming(Growth(now, wanted, train_s=train_s, start_s=start_s, steps_left=left))
-        many = worth_forming(Growth(now, wanted, train_s=train_s, start_s=start_s, steps_left=left + 1))
+        few = worth_forming(GrowthMeasurements(now, wanted, train_s=train_s, start_s=start_s, steps_left=left))
+        many = worth_forming(GrowthMeasurements(now, wanted, train_s=train_s, start_s=start_s, steps_left=left + 1))
         assert not few or many
 
 
@@ -359,11 +373,11 @@ def test_whoever_comes_and_goes_every_slot_that_is_there_has_one_engine_and_the_
     def there(nodes: dict[str, int]) -> Snapshot:
         return Snapshot(tuple(NodeSlots(name, tuple(f"cpu:{i}" for i in range(n))) for name, n in nodes.items()))
 
-    old = first_plan(there(before), Wanted(), world="w", generation=1)
-    new = joined(old, there(after), Wanted()) or old
+    old = first_plan(there(before), PlacementRequest(), world="w", generation=1)
+    new = fill_plan(old, there(after), PlacementRequest()) or old
     places = [(place.node, place.slot) for place in new.engines]
     assert len(places) == len(set(places))
     assert {(name, f"cpu:{i}") for name, n in after.items() for i in range(n)} <= set(places)
     assert {(place.node, place.slot) for place in old.engines} <= set(places)
     assert (new.world, new.ranks) == (old.world, old.ranks)
-    assert joined(new, there(after), Wanted()) is None
+    assert fill_plan(new, there(after), PlacementRequest()) is None

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.storage import garbage as clearing
-from controllers.storage.garbage import YOUNG_S, Cleared, Clearing, clear, look
-from controllers.storage.rules import DAY_S, GIB, Found, Verdict, judged
-from gcore.config.node import GarbageSection, Keep, NodeConfig
+from controllers.storage.garbage import YOUNG_S, DeletionReport, GarbageCollector, delete_garbage, find_garbage
+from controllers.storage.rules import DAY_S, GIB, GarbageCandidate, GarbageDecision, decide_garbage
+from gcore.config.node import GarbageSection, KeepPolicy, NodeConfig
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.usage import KEPT_DAYS
 from gcore.store import keys
@@ -26,13 +26,13 @@ from gcore.worker.records import WorkerRecord
 NOW = 1000 * DAY_S
 
 
-def run(days: float, gib: float = 1.0, needed_by: str = "") -> Found:
-    return Found("run", Path(f"/runs/{days}"), int(gib * GIB), NOW - days * DAY_S, needed_by)
+def run(days: float, gib: float = 1.0, needed_by: str = "") -> GarbageCandidate:
+    return GarbageCandidate("run", Path(f"/runs/{days}"), int(gib * GIB), NOW - days * DAY_S, needed_by)
 
 
-def going(found: list[Found], keep: Keep) -> list[float]:
+def going(found: list[GarbageCandidate], keep: KeepPolicy) -> list[float]:
     """How many days ago those were used that go."""
-    verdicts = judged(found, GarbageSection(runs=keep), NOW)
+    verdicts = decide_garbage(found, GarbageSection(runs=keep), NOW)
     return [(NOW - one.found.used) / DAY_S for one in verdicts if one.goes]
 
 
@@ -42,28 +42,28 @@ FIVE = [run(days) for days in (1.0, 2.0, 3.0, 4.0, 5.0)]
 @pytest.mark.parametrize(
     ("keep", "expected"),
     [
-        pytest.param(Keep(), [], id="nothing is named"),
-        pytest.param(Keep(newest=2), [3, 4, 5], id="the newest two"),
-        pytest.param(Keep(newest=0), [1, 2, 3, 4, 5], id="none"),
-        pytest.param(Keep(days=3.5), [4, 5], id="younger than"),
-        pytest.param(Keep(newest=4, days=2.5), [5], id="the newest, and whatever is young"),
-        pytest.param(Keep(total_gib=2.5), [3, 4, 5], id="as many as have room"),
-        pytest.param(Keep(total_gib=2.5, days=1.5), [2, 3, 4, 5], id="young, and as many as have room"),
-        pytest.param(Keep(newest=3, total_gib=0.5), [4, 5], id="the newest, whatever they take"),
+        pytest.param(KeepPolicy(), [], id="nothing is named"),
+        pytest.param(KeepPolicy(newest=2), [3, 4, 5], id="the newest two"),
+        pytest.param(KeepPolicy(newest=0), [1, 2, 3, 4, 5], id="none"),
+        pytest.param(KeepPolicy(days=3.5), [4, 5], id="younger than"),
+        pytest.param(KeepPolicy(newest=4, days=2.5), [5], id="the newest, and whatever is young"),
+        pytest.param(KeepPolicy(total_gib=2.5), [3, 4, 5], id="as many as have room"),
+        pytest.param(KeepPolicy(total_gib=2.5, days=1.5), [2, 3, 4, 5], id="young, and as many as have room"),
+        pytest.param(KeepPolicy(newest=3, total_gib=0.5), [4, 5], id="the newest, whatever they take"),
     ],
 )
-def test_a_policy_says_what_stays(keep: Keep, expected: list[float]) -> None:
+def test_a_policy_says_what_stays(keep: KeepPolicy, expected: list[float]) -> None:
     assert going(FIVE, keep) == expected
 
 
 def test_what_is_needed_stays_and_takes_its_room() -> None:
     needed = run(9.0, gib=2.0, needed_by="job x has not ended")
-    assert going([needed, *FIVE], Keep(newest=0)) == [1, 2, 3, 4, 5]
-    assert going([needed, *FIVE], Keep(total_gib=3.5)) == [2, 3, 4, 5]
+    assert going([needed, *FIVE], KeepPolicy(newest=0)) == [1, 2, 3, 4, 5]
+    assert going([needed, *FIVE], KeepPolicy(total_gib=3.5)) == [2, 3, 4, 5]
 
 
 FOUND = st.builds(
-    Found,
+    GarbageCandidate,
     st.sampled_from(["run", "cache", "log", "scratch"]),
     st.integers(0, 10**6).map(lambda n: Path(f"/{n}")),
     st.integers(0, 10 * GIB),
@@ -71,7 +71,7 @@ FOUND = st.builds(
     st.sampled_from(["", "", "needed"]),
 )
 KEEP = st.builds(
-    Keep,
+    KeepPolicy,
     newest=st.none() | st.integers(0, 5),
     days=st.none() | st.floats(0.1, 1000),
     total_gib=st.none() | st.floats(0.1, 20),
@@ -80,9 +80,9 @@ KEEP = st.builds(
 
 @given(st.lists(FOUND, max_size=25), st.builds(GarbageSection, runs=KEEP, caches=KEEP, logs=KEEP))
 def test_whatever_the_policy_what_is_needed_and_the_newest_stay_and_the_rest_has_room(
-    found: list[Found], section: GarbageSection
+    found: list[GarbageCandidate], section: GarbageSection
 ) -> None:
-    verdicts = judged(found, section, NOW)
+    verdicts = decide_garbage(found, section, NOW)
     assert sorted(map(id, found)) == sorted(id(one.found) for one in verdicts)
     assert not [one for one in verdicts if one.goes and one.found.needed_by]
     assert all(one.why for one in verdicts)
@@ -140,12 +140,15 @@ class Node:
         os.utime(path, (NOW - days * DAY_S,) * 2)
         return path
 
-    async def clear(self, found: dict[str, Verdict]) -> Cleared:
-        return await clear(self.store, list(found.values()), FakeClock(wall=NOW))
+    async def clear(self, found: dict[str, GarbageDecision]) -> DeletionReport:
+        return await delete_garbage(self.store, list(found.values()), FakeClock(wall=NOW))
 
-    async def verdicts(self, **section: Any) -> dict[str, Verdict]:
+    async def verdicts(self, **section: Any) -> dict[str, GarbageDecision]:
         config = self.config(**section)
-        return {one.found.path.name: one for one in judged(await look(config, self.store, NOW), config.gc, NOW)}
+        return {
+            one.found.path.name: one
+            for one in decide_garbage(await find_garbage(config, self.store, NOW), config.gc, NOW)
+        }
 
 
 A, B, C, D = (letter * 12 for letter in "abcd")
@@ -273,10 +276,10 @@ async def test_a_round_of_a_daemon_deletes_by_itself_and_finishes_what_another_b
     clock = FakeClock()
     used = keys.usage("a-node-that-left", int(clock.wall() // 86_400) - KEPT_DAYS - 1, A)
     await node.store.transact((), (Put(used, b"{}"),))
-    await Clearing(node.config(), node.store, clock).round()
+    await GarbageCollector(node.config(), node.store, clock).round()
     assert ended.exists(), "the policy names nothing"
     assert await node.store.get(used) is None
-    await Clearing(node.config(**ALL), node.store, FakeClock()).round()
+    await GarbageCollector(node.config(**ALL), node.store, FakeClock()).round()
     assert not ended.exists()
     assert not half.exists()
     assert not scratch.exists()
@@ -289,7 +292,7 @@ async def test_with_a_record_that_cannot_be_read_nothing_is_deleted(
     ended = await node.job(A, JobPhase.SUCCEEDED)
     await node.job(B, JobPhase.RUNNING)
     await node.store.transact((), [Put(JobKeys(B).job, b"{damaged")])
-    await Clearing(node.config(**ALL), node.store, FakeClock()).round()
+    await GarbageCollector(node.config(**ALL), node.store, FakeClock()).round()
     assert ended.exists()
     assert "nothing more is deleted" in caplog.text
 
@@ -307,6 +310,6 @@ async def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    going = {file.name: Verdict(Found("cache", file, 1, 0.0), True, "old") for file in files}
+    going = {file.name: GarbageDecision(GarbageCandidate("cache", file, 1, 0.0), True, "old") for file in files}
     assert (await node.clear(going)).problems == (f"{files[0]} cannot be deleted: Operation not permitted",)
     assert [file.exists() for file in files] == [True, False]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from controllers.api.submission.allowlist import EVERYTHING, Allowed, files_of, paths_of
+from controllers.api.submission.allowlist import EVERYTHING, Allowlist, daemon_paths, spec_paths
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.config.node import AllowSection
 from gcore.errors import SpecError
@@ -57,9 +57,9 @@ def node(folder: Path, **more: Any) -> NodeConfig:
     return NodeConfig.model_validate(tree)
 
 
-def on(config: NodeConfig, *roots: Path | str, **section: Any) -> Allowed:
+def on(config: NodeConfig, *roots: Path | str, **section: Any) -> Allowlist:
     """What may be named there, with these roots."""
-    return Allowed(AllowSection(roots=tuple(map(str, roots)), **section), config)
+    return Allowlist(AllowSection(roots=tuple(map(str, roots)), **section), config)
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -92,7 +92,7 @@ def test_every_field_that_names_a_file_is_on_the_list_of_paths() -> None:
         train={"advantage": "gae", "critic": {"path": "/p"}},
     )
     several = spec(data={"path": None, "sources": [one]}, eval={"sources": [one]})
-    listed = {re.sub(r"\.\d+", "", named.where) for part in (whole, several) for named in paths_of(part)}
+    listed = {re.sub(r"\.\d+", "", named.where) for part in (whole, several) for named in spec_paths(part)}
     # The file of a judge's key is a secret, of which there is a list of its own.
     assert listed == set(path_fields(JobSpec)) - {"judges.external.key"}
 
@@ -100,15 +100,15 @@ def test_every_field_that_names_a_file_is_on_the_list_of_paths() -> None:
 def test_where_callers_are_told_apart_and_no_roots_are_named_no_path_may_be(tmp_path: Path) -> None:
     for section in (AllowSection(), AllowSection(roots=())):
         with pytest.raises(SpecError, match=r"names no folder in which specs may name paths") as caught:
-            Allowed(section, node(tmp_path)).check(spec())
+            Allowlist(section, node(tmp_path)).check(spec())
         assert "allow.roots of the nodes' configuration" in caught.value.fix
     EVERYTHING.check(spec())
-    Allowed.of(NodeConfig(node="n", home="/h", run_root="/r", etcd={"endpoints": ["a:1"]}, slots=["cpu:0"])).check(
+    Allowlist.of(NodeConfig(node="n", home="/h", run_root="/r", etcd={"endpoints": ["a:1"]}, slots=["cpu:0"])).check(
         spec()
     )  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="names no folder"):
-        Allowed.of(node(tmp_path)).check(spec())
-    Allowed.of(node(tmp_path, allow={"roots": ["/models", "/data"]})).check(spec())
+        Allowlist.of(node(tmp_path)).check(spec())
+    Allowlist.of(node(tmp_path, allow={"roots": ["/models", "/data"]})).check(spec())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_path_that_leads_out_of_the_roots_is_refused(
 ) -> None:
     section = AllowSection(roots=("/models", "/data"))
     with pytest.raises(SpecError, match="does not lie where jobs of this cluster may") as caught:
-        Allowed(section, node(tmp_path) if strangers else None).check(spec(**sections))
+        Allowlist(section, node(tmp_path) if strangers else None).check(spec(**sections))
     assert caught.value.where == where
 
 
@@ -238,7 +238,7 @@ def test_whatever_the_configuration_names_in_its_guarded_sections_is_the_daemons
 
     named = {text for text in strings(tree) if text.startswith("/")}
     assert len(named) == 10
-    assert named <= set(files_of(config))
+    assert named <= set(daemon_paths(config))
     for path in (*named, config.home, f"{config.home}/logs/calls.jsonl"):
         with pytest.raises(SpecError, match="to what is the daemon's own") as caught:
             on(config, "/").check(spec(data={"template": path}))
@@ -301,6 +301,6 @@ def test_a_run_in_a_folder_of_its_own_jobs_choice_is_known_by_what_lies_in_it(tm
 
 def test_the_daemon_of_one_person_may_read_whatever_that_person_may(tmp_path: Path) -> None:
     config = node(tmp_path, tls=None, auth=None)
-    Allowed.of(config).check(
+    Allowlist.of(config).check(
         spec(data={"template": str(Path(config.run_root) / "job-0" / "t.jinja"), "path": "d.jsonl"})
     )

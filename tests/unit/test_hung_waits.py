@@ -15,21 +15,21 @@ from controllers.job import effects as tidying
 from controllers.rules.actions import Publish
 from controllers.rules.decide import decide
 from controllers.rules.view import EngineView, JobView, RankView
-from controllers.rules.waits import PATIENCE_S, Wait, waiting_for
+from controllers.rules.waits import PATIENCE_S, Wait, current_waits
 from controllers.storage import run_folder as storage
-from controllers.telemetry.notices import TroubleBook
+from controllers.telemetry.notices import WarningLog
 from gcore.config.rollout import AgentSpec
 from gcore.ledger.transactions import TxnOutcome
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Version
-from gcore.worker.sandbox.pool import Scoring
+from gcore.worker.sandbox.pool import PoolStatus
 
 ROOT = Path(__file__).parents[2]
 
 
 def waits(view: JobView) -> dict[str, Wait]:
-    return {wait.cause: wait for wait in waiting_for(view)}
+    return {wait.cause: wait for wait in current_waits(view)}
 
 
 def test_a_silent_engine_is_named_and_published_to_no_more() -> None:
@@ -50,7 +50,7 @@ def test_that_it_is_to_be_ended_is_another_wait_than_that_it_is_silent() -> None
 
 def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
     one, two = (
-        waits(replace(running_job(), scoring=Scoring(4, scored, "4 responses wait to be scored by reward 'r'")))[
+        waits(replace(running_job(), scoring=PoolStatus(4, scored, "4 responses wait to be scored by reward 'r'")))[
             "reward"
         ]
         for scored in (7, 8)
@@ -58,7 +58,7 @@ def test_rewards_that_wait_are_named_and_move_when_one_is_scored() -> None:
     assert one.what == "on node-0 4 responses wait to be scored by reward 'r'"
     assert one.key == two.key
     assert one.stall != two.stall
-    assert "reward" not in waits(replace(running_job(), scoring=Scoring(0, 8, "")))
+    assert "reward" not in waits(replace(running_job(), scoring=PoolStatus(0, 8, "")))
 
 
 @pytest.mark.parametrize("cause", ["tools", "agent"])
@@ -66,11 +66,11 @@ def test_who_waits_for_a_process_of_agents_or_tools_is_named_and_moves_when_one_
     view = running_job()
     if cause == "agent":
         view = replace(view, spec=view.spec.model_copy(update={"agent": AgentSpec(name="solver")}))
-    one, two = (waits(replace(view, crewing=Scoring(3, done, "3 responses wait for x")))[cause] for done in (7, 8))
+    one, two = (waits(replace(view, crewing=PoolStatus(3, done, "3 responses wait for x")))[cause] for done in (7, 8))
     assert one.what == "on node-0 3 responses wait for x"
     assert one.key == two.key
     assert one.stall != two.stall
-    assert cause not in waits(replace(view, crewing=Scoring(0, 8, "")))
+    assert cause not in waits(replace(view, crewing=PoolStatus(0, 8, "")))
 
 
 def test_a_rank_in_a_step_moves_with_its_progress_and_stands_still_without() -> None:
@@ -114,7 +114,7 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = FakeClock()
-    book = TroubleBook(MemoryStore(MemoryCluster(clock), "n"), JobKeys("u"), "n", clock)
+    book = WarningLog(MemoryStore(MemoryCluster(clock), "n"), JobKeys("u"), "n", clock)
     full: list[bool] = [True]
 
     def append(*_: Any) -> None:
@@ -124,19 +124,19 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
     async def run(_: Any) -> Any:
         return SimpleNamespace(outcome=TxnOutcome.WON, revision=1)
 
-    monkeypatch.setattr(tidying.archive, "append", append)
+    monkeypatch.setattr(tidying.archive, "append_entries", append)
     hands: Any = SimpleNamespace(own=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run), away=str)
     prune: Any = SimpleNamespace(seqs=(0,))
     for _ in range(3):
-        assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
+        assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
     assert [one.sentence for one in book._waiting] == [
         "the run's folder takes no old records (No space left on device); they stay in the store, which grows"
     ]
     full[0] = False
     monkeypatch.setattr(tidying.transactions, "prune", lambda *_: None)
-    assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.WON
+    assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.WON
     full[0] = True
-    await tidying.prune(prune, running_job(), hands)
+    await tidying.prune_log(prune, running_job(), hands)
     assert len(book._waiting) == 2
 
 
@@ -148,15 +148,15 @@ async def test_old_records_do_not_leave_the_store_for_a_folder_that_is_not_the_o
     def append(*_: Any) -> None:
         raise AssertionError("written where nobody looks")
 
-    monkeypatch.setattr(tidying.archive, "append", append)
+    monkeypatch.setattr(tidying.archive, "append_entries", append)
     told: list[str] = []
     hands: Any = SimpleNamespace(
         run_dir=tmp_path / "run",
         tell=lambda topic, sentence: told.append(sentence),
-        away=lambda: storage.away(tmp_path / "run", "node-0"),
+        away=lambda: storage.folder_loss(tmp_path / "run", "node-0"),
     )
     prune: Any = SimpleNamespace(seqs=(0,))
-    assert (await tidying.prune(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
+    assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN
     (sentence,) = told
     assert "node-0 does not see the run's folder" in sentence
     assert "stay in the store" in sentence

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from controllers.daemon.life import imported
+from controllers.daemon.life import import_in_thread
 
 LATE = """
 import time, late_probe
@@ -30,12 +30,12 @@ async def test_several_who_need_modules_at_once_get_them_one_after_the_other(
     names = [f"late_module_{number}" for number in range(5)]
     for name in names:
         (tmp_path / f"{name}.py").write_text(LATE)
-    await asyncio.gather(*(imported(name) for name in [*names, *names]))
+    await asyncio.gather(*(import_in_thread(name) for name in [*names, *names]))
     assert all(name in sys.modules for name in names)
     assert vars(probe)["most"] == 1
 
 
 async def test_what_cannot_be_imported_is_told_and_the_next_is_imported() -> None:
     with pytest.raises(ModuleNotFoundError):
-        await imported("controllers.nothing_of_that_name")
-    await imported("controllers.daemon.life")
+        await import_in_thread("controllers.nothing_of_that_name")
+    await import_in_thread("controllers.daemon.life")

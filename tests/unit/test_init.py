@@ -20,7 +20,7 @@ from gcore.config import load_spec
 from gcore.data.dataset import Dataset
 from gcore.errors import GcoreError, UsageError
 from gcore.quickstart import starter
-from gcore.quickstart.starter import TASKS, OwnModel, StarterModel, files, package_of
+from gcore.quickstart.starter import TASKS, StarterModel, UserModel, package_name, project_files
 
 SORT = TASKS["sort"]
 
@@ -98,11 +98,11 @@ def test_a_name_that_cannot_be_is_refused_before_anything_is_made(tmp_path: Path
 @given(st.from_regex(r"[a-z]([a-z0-9_-]{0,38}[a-z0-9])?", fullmatch=True))
 def test_every_name_that_is_taken_makes_a_package_and_a_job(name: str) -> None:
     try:
-        package = package_of(name)
+        package = package_name(name)
     except UsageError:  # Python, or a package that is installed, is called so
         return
     assert package.isidentifier()
-    assert f"name: {name}\n" in files(name, SORT, StarterModel(0.3), seed=0)["grpo.yaml"]
+    assert f"name: {name}\n" in project_files(name, SORT, StarterModel(0.3), seed=0)["grpo.yaml"]
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -251,7 +251,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
 
 def test_texts_of_the_user_are_quoted_where_they_are_written() -> None:
     odd = 'hf://a/b"\n# {{ x }}'
-    spec = files("mine", SORT, OwnModel(odd, chat=True), seed=0)["grpo.yaml"]
+    spec = project_files("mine", SORT, UserModel(odd, chat=True), seed=0)["grpo.yaml"]
     import yaml
 
     assert yaml.safe_load(spec)["model"]["path"] == odd

@@ -18,7 +18,7 @@ from saving_ranks import SECONDS, Ranks
 
 from gcore.models.layout import TensorsFile, weights_folder
 from gcore.train.checkpoint import writer as saving
-from gcore.train.checkpoint.run_files import CheckpointWriter, Insisting, NotTaken, ReceiptBook
+from gcore.train.checkpoint.run_files import BackgroundWriter, ReceiptWriter, RetryingWriter, WriteRefused
 from gcore.types import Version
 
 NEXT = Version(0, 1)
@@ -28,7 +28,7 @@ def insist(ranks: Ranks, *, limit_s: float = SECONDS) -> list[list[str]]:
     """Have both savers try again at once. What each of them shows."""
     shown: list[list[str]] = [[], []]
     for saver, said in zip(ranks.savers, shown, strict=True):
-        saver.insisting = Insisting(said.append, limit_s, again_s=0.01)
+        saver.insisting = RetryingWriter(said.append, limit_s, again_s=0.01)
     return shown
 
 
@@ -39,7 +39,7 @@ def both(work: Callable[[int], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             found[rank] = work(rank)
-        except (NotTaken, threading.BrokenBarrierError) as error:
+        except (WriteRefused, threading.BrokenBarrierError) as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
@@ -101,7 +101,7 @@ def test_a_folder_that_takes_nothing_ends_the_world_with_a_sentence_on_every_ran
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "weights").write_text("a file where the folder should be")
     for error in stage(ranks):
-        assert isinstance(error, NotTaken)
+        assert isinstance(error, WriteRefused)
         assert "the weights of step 1 cannot be written (" in error.what
         assert error.where == str(tmp_path / "run" / "weights")
         assert error.fix
@@ -116,7 +116,7 @@ def test_signs_of_life_are_given_while_it_is_waited() -> None:
         if error is not None:
             raise error
 
-    again = Insisting(lambda sentence: None, SECONDS, again_s=0.01)
+    again = RetryingWriter(lambda sentence: None, SECONDS, again_s=0.01)
     again.until_taken("it", Path("f"), attempt, lambda values: list(values), lambda: told.append(1))
     assert told
 
@@ -126,12 +126,12 @@ def test_a_defect_is_raised_at_once() -> None:
         raise KeyError("a defect")
 
     with pytest.raises(KeyError):
-        Insisting(lambda sentence: None, SECONDS).until_taken("it", Path("f"), attempt, list, lambda: None)
+        RetryingWriter(lambda sentence: None, SECONDS).until_taken("it", Path("f"), attempt, list, lambda: None)
 
 
 def test_what_is_tried_again_is_shown_by_the_writer(tmp_path: Path) -> None:
     seen: list[str] = []
-    writer = CheckpointWriter(tmp_path, "w", lambda: seen.append(writer.trouble))
+    writer = BackgroundWriter(tmp_path, "w", lambda: seen.append(writer.trouble))
     writer.hindered("full")
     writer.hindered("")
     assert seen == ["full", ""]
@@ -140,7 +140,7 @@ def test_what_is_tried_again_is_shown_by_the_writer(tmp_path: Path) -> None:
 def test_a_receipt_that_the_disk_did_not_take_leaves_nothing_and_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    book = ReceiptBook(tmp_path, "w", 0)
+    book = ReceiptWriter(tmp_path, "w", 0)
     seal = SimpleNamespace(token="0-1-1", groups=())
     work: Any = SimpleNamespace(layout=SimpleNamespace(of_rank=lambda rank: ()), rank=0, seal=seal)
     book.write(work, 0.5)

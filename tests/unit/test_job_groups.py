@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.workers.launcher import JobGroups, base_of
+from controllers.workers.launcher import JobGroups, groups_base
 from gcore.config.node import JobLimits
-from gcore.system.cgroups import CannotLimit, group_of_process, settings
+from gcore.system.cgroups import CannotLimit, group_of_process, limit_files
 from gcore.worker.control import ENTER
 
 LIMITS = JobLimits(memory_gib=2.0, cpus=1.5, pids=100)
@@ -110,7 +110,7 @@ def test_a_group_that_is_named_is_taken_wherever_the_daemon_is(tmp_path: Path) -
     assert groups.group_of("abc") == str(named / "job-abc")
     assert (named / "cgroup.subtree_control").read_text() == "pids", "what is on is not switched on again"
     with pytest.raises(CannotLimit, match="delegated"):
-        base_of(JobLimits(pids=7), Path("/sys/fs/cgroup"), "/x")
+        groups_base(JobLimits(pids=7), Path("/sys/fs/cgroup"), "/x")
 
 
 @pytest.mark.parametrize("cgroup", ["relative", "", "Off"])
@@ -121,7 +121,7 @@ def test_a_group_that_is_no_place_is_refused(cgroup: str) -> None:
 
 @given(st.floats(0.05, 1e6), st.floats(0.01, 4096), st.integers(1, 1 << 22))
 def test_limits_are_written_as_the_kernel_reads_them(memory: float, cpus: float, pids: int) -> None:
-    written = settings(memory_gib=memory, cpus=cpus, pids=pids)
+    written = limit_files(memory_gib=memory, cpus=cpus, pids=pids)
     assert int(written["memory.max"]) % 4096 == 0
     assert 0 <= memory * (1 << 30) - int(written["memory.max"]) < 4097
     quota, period = map(int, written["cpu.max"].split())

@@ -10,20 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.planning.history import NAME, MovesFile, moves_in, read
+from controllers.planning.history import NAME, MovesFile, read_lines_by_number, read_moves
 from gcore.ledger.records.job import Move, MoveKind, Moves, SplitPart
-from gcore.ledger.records.slot_accounting import BookLine, Kept, StepBook, Stretch, append, line_of, newest, parse
-from gcore.system.files import number, object_in
+from gcore.ledger.records.slot_accounting import (
+    AccountLine,
+    StepAccount,
+    StepSpan,
+    WorkerTotals,
+    append_line,
+    encode_line,
+    newest_line,
+    parse_line,
+)
+from gcore.system.files import parse_number, parse_object
 from gcore.types import Version
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
-BOOK = StepBook(version=Version(0, 3), began=100.0, seconds=5.0, slots=1, booked={"unallocated": 5.0})
-LINE = BookLine(
+BOOK = StepAccount(version=Version(0, 3), began=100.0, seconds=5.0, slots=1, booked={"unallocated": 5.0})
+LINE = AccountLine(
     "a",
     BOOK,
-    (Stretch(0.0, 5.0, {"collect": 5.0}),),
-    {"cpu:0": (Stretch(0.0, 5.0, {"unallocated": 5.0}),)},
-    {"e": Kept("cpu:0", 4.0, {"busy_s": 1.0})},
+    (StepSpan(0.0, 5.0, {"collect": 5.0}),),
+    {"cpu:0": (StepSpan(0.0, 5.0, {"unallocated": 5.0}),)},
+    {"e": WorkerTotals("cpu:0", 4.0, {"busy_s": 1.0})},
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
@@ -38,14 +47,14 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     ids=lambda line: line[:20],
 )
 def test_what_is_no_object_of_numbers_that_were_measured_is_nothing(line: str) -> None:
-    assert object_in(line) is None
+    assert parse_object(line) is None
 
 
 def test_a_truth_value_and_a_word_are_no_numbers() -> None:
-    assert (number(1), number(2.5)) == (1.0, 2.5)
+    assert (parse_number(1), parse_number(2.5)) == (1.0, 2.5)
     for other in (True, "1", None, [1]):
         with pytest.raises(TypeError):
-            number(other)
+            parse_number(other)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +76,21 @@ def test_a_truth_value_and_a_word_are_no_numbers() -> None:
 def test_a_step_of_the_books_that_has_something_of_another_kind_is_passed_over(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    append(tmp_path, LINE)
-    damaged = json.dumps({**json.loads(line_of(LINE)), **changes})
+    append_line(tmp_path, LINE)
+    damaged = json.dumps({**json.loads(encode_line(LINE)), **changes})
     with (tmp_path / "books" / "a.jsonl").open("a") as file:
         file.write(damaged + "\n" + "[" * 100_000 + "\n")
-    assert parse(damaged) is None
-    found = newest(tmp_path, "a")
+    assert parse_line(damaged) is None
+    found = newest_line(tmp_path, "a")
     assert found is not None
     assert found.kept == LINE.kept
 
 
 @given(key=st.sampled_from(["node", "book", "phases", "spans", "kept"]), value=VALUES)
 def test_whatever_stands_in_a_line_of_the_books_it_is_read_or_passed_over(key: str, value: Any) -> None:
-    found = parse(json.dumps({**json.loads(line_of(LINE)), key: value}))
+    found = parse_line(json.dumps({**json.loads(encode_line(LINE)), key: value}))
     if found is not None:
-        json.dumps(line_of(found), allow_nan=False)
+        json.dumps(encode_line(found), allow_nan=False)
         assert all(isinstance(one.at, float) for one in found.kept.values())
 
 
@@ -98,9 +107,9 @@ def test_moves_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
     lines += [json.dumps({"number": 5, "move": {**tree, "reason": "\ud800"}})]
     lines += [json.dumps({"number": 0, "move": tree})]
     (tmp_path / NAME).write_text("\n".join(lines) + "\n")
-    assert moves_in(tmp_path / NAME) == [move(3)]
+    assert read_moves(tmp_path / NAME) == [move(3)]
 
 
 def test_a_move_whose_reason_is_no_text_is_left_out_and_the_others_are_written(tmp_path: Path) -> None:
     MovesFile(tmp_path).keep(Moves().plus(move(0)).plus(move(1, "half of \udcff")).plus(move(2)))
-    assert sorted(read(tmp_path / NAME)) == [0, 2]
+    assert sorted(read_lines_by_number(tmp_path / NAME)) == [0, 2]

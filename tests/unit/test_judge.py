@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from gcore.config.reward import JudgeSpec
 from gcore.errors import SpecError
 from gcore.reward.judges.judge import Judge, Judgement, vote_seed
-from gcore.reward.judges.types import Ask, JudgeAway, JudgeError, JudgeLate, Value
+from gcore.reward.judges.types import ChatCall, JudgeAway, JudgeError, JudgeLate, ScoreCall
 from gcore.system.clock import FIRST_DELAY_S, LONGEST_DELAY_S, retry_delay
 from gcore.testing import FakeClock
-from gcore.testing.judges import FakeClassifier, FakeJudge, HeardOf
+from gcore.testing.judges import FakeClassifier, FakeJudge, RecordingObserver
 from gcore.types import Prompt, PromptRef
 
 T = TypeVar("T")
@@ -44,12 +44,12 @@ class Court:
         self,
         told: JudgeSpec,
         answer: Callable[[str, int], str] = last_word,
-        ask: Ask | Value | None = None,
+        ask: ChatCall | ScoreCall | None = None,
         **fake: Any,
     ) -> None:
         self.clock = FakeClock()
         self.fake = FakeJudge(answer, self.clock, **fake)
-        self.heard = HeardOf()
+        self.heard = RecordingObserver()
         self.judge = Judge.of(told, ask or self.fake, self.heard, self.clock)
 
     async def value(self, response: str) -> Judgement:
@@ -70,7 +70,7 @@ async def test_a_response_is_worth_what_the_judge_writes() -> None:
     court = Court(spec(), delay_s=lambda question: 2.0)
     assert await court.value("0.75") == Judgement(0.75, 1, 0)
     assert [one.question for one in court.fake.asked] == ["q 0.75"]
-    assert court.heard == HeardOf(asked_of=[(2.0, 2, 1)], verdicts=[0.75])
+    assert court.heard == RecordingObserver(asked_of=[(2.0, 2, 1)], verdicts=[0.75])
 
 
 async def test_responses_are_judged_at_the_same_time_each_with_its_own_reason() -> None:
@@ -128,7 +128,7 @@ async def test_what_will_not_help_is_not_asked_again() -> None:
     with pytest.raises(JudgeError, match="too long"):
         await court.value("1")
     assert len(court.fake.asked) == 1
-    assert court.heard == HeardOf(failures=["refused"], known=2)
+    assert court.heard == RecordingObserver(failures=["refused"], known=2)
     court.judge.forget(PROMPT.ref)
     assert (await court.value("1")).value == 1.0
 
@@ -204,12 +204,12 @@ async def test_a_classifier_gives_its_number_as_it_is() -> None:
     judge = Judge.of(spec(kind="classifier"), classifier, court.heard, court.clock)
     assert await court.run(judge.value(PROMPT, "1")) == Judgement(-3.5, 1, 0)
     assert [one.question for one in classifier.asked] == ["q 1", "q 1"]
-    assert court.heard == HeardOf(asked_of=[(1.0, 2, 0)], failures=["away"], verdicts=[-3.5])
+    assert court.heard == RecordingObserver(asked_of=[(1.0, 2, 0)], failures=["away"], verdicts=[-3.5])
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e39], ids=str)
 async def test_a_classifiers_number_is_finite(number: float) -> None:
-    clock, heard = FakeClock(), HeardOf()
+    clock, heard = FakeClock(), RecordingObserver()
     judge = Judge.of(spec(kind="classifier"), FakeClassifier(lambda question: number, clock), heard, clock)
     with pytest.raises(JudgeError, match="not finite"):
         await clock.run(judge.value(PROMPT, "1"))
@@ -298,7 +298,7 @@ async def test_one_response_alone_cannot_be_compared() -> None:
 )
 def test_a_judge_that_cannot_be_is_refused_with_its_key(told: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        Judge.of(spec(**told), FakeJudge(last_word, FakeClock()), HeardOf(), FakeClock(), where="judges.2")
+        Judge.of(spec(**told), FakeJudge(last_word, FakeClock()), RecordingObserver(), FakeClock(), where="judges.2")
 
 
 @given(st.text(max_size=20), st.text(), st.integers(0, 63))

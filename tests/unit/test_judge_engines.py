@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.api.submission.checks import CheckedJudge, check_fallbacks, check_judges
-from controllers.changes import Changes
-from controllers.inference.judge_engines import AGAIN_S, JudgeEngines
-from controllers.inference.judges import READABLE, TOLD_AT, JudgeCounts, open_judges, renderer_of
+from controllers.changes import ChangeSignal
+from controllers.inference.judge_engines import AGAIN_S, JudgePools
+from controllers.inference.judges import READABLE, TOLD_AT, JudgeMetricsObserver, judge_renderer, open_judges
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import Fallback
 from gcore.errors import DataError, SpecError
@@ -90,8 +90,8 @@ class Court:
         self.engines = {name: Engine() for name in engines}
         self.metrics = Metrics()
         self.told: list[tuple[str, str]] = []
-        self.book = JudgeEngines(spec, "u", me, Changes(), self.clock, self.metrics, self.connect)
-        self.counts = JudgeCounts(self.metrics, lambda topic, said: self.told.append((topic, said)))
+        self.book = JudgePools(spec, "u", me, ChangeSignal(), self.clock, self.metrics, self.connect)
+        self.counts = JudgeMetricsObserver(self.metrics, lambda topic, said: self.told.append((topic, said)))
 
     def connect(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
         name = url.removeprefix("http://").partition(":")[0]
@@ -226,7 +226,7 @@ async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpe
     court = Court(spec, "a")
     await court.meet()
     court.engines["a"].reason = {"type": "abort"}
-    asker = court.book.asker(spec.judges[0], renderer_of(0, spec.judges[0]), None)
+    asker = court.book.asker(spec.judges[0], judge_renderer(0, spec.judges[0]), None)
     with pytest.raises(JudgeAway, match="gave up"):
         await asker("1 2", [0])
     await court.book.close()
@@ -238,7 +238,7 @@ async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before
     with pytest.raises(JudgeError, match="more than the 8 of the judge's context"):
         await court.value("1 1 1 1")
     with pytest.raises(JudgeError, match=r"more than \d+ tokens, and with max_new_tokens .2. more than the 8 of"):
-        await court.book.asker(spec.judges[0], renderer_of(0, spec.judges[0]), 8)("1 " * 500_000, [0])
+        await court.book.asker(spec.judges[0], judge_renderer(0, spec.judges[0]), 8)("1 " * 500_000, [0])
     assert court.engines["a"].asked == []
     await court.book.close()
 
@@ -248,11 +248,11 @@ def test_a_judge_whose_folder_is_no_model_says_which_judge_it_is(spec: JobSpec, 
     assert model is not None
     lost = spec.judges[0].model_copy(update={"model": model.model_copy(update={"path": str(tmp_path / "gone")})})
     with pytest.raises(DataError, match="does not exist") as caught:
-        renderer_of(0, lost)
+        judge_renderer(0, lost)
     assert caught.value.where == f"judges.0 ('tutor'), {tmp_path / 'gone'}"
     assert caught.value.fix == "Name a folder in judges.0.model.path"
     with pytest.raises(DataError, match="no chat template") as caught:
-        renderer_of(1, spec.judges[0].model_copy(update={"chat": True}))
+        judge_renderer(1, spec.judges[0].model_copy(update={"chat": True}))
     assert caught.value.fix == (
         "Set judges.1.chat: false, put a chat_template.jinja into the folder, or take another model"
     )
@@ -292,7 +292,7 @@ def test_the_names_that_a_judge_gives_are_refused_by_the_keys_that_give_them(spe
 
 def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely() -> None:
     told: list[str] = []
-    counts = JudgeCounts(Metrics(), lambda topic, said: told.append(f"{topic}: {said}"))
+    counts = JudgeMetricsObserver(Metrics(), lambda topic, said: told.append(f"{topic}: {said}"))
     for number in range(TOLD_AT**2):
         counts.unreadable("tutor", f"well {number}", "it has no stars")
     assert told == [
@@ -303,7 +303,7 @@ def test_unreadable_answers_are_told_at_the_first_and_then_more_and_more_rarely(
 
 
 def test_what_waits_for_judges_is_counted_and_named() -> None:
-    counts = JudgeCounts(Metrics(), lambda *_: None)
+    counts = JudgeMetricsObserver(Metrics(), lambda *_: None)
     counts.begun("b")
     counts.begun("a")
     counts.begun("a")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gcore.config.reward import ExternalJudge
-from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, Gate, burst_of
+from gcore.reward.judges.rate_limit import FIRST_AWAY_S, KEY_AGAIN_S, LONGEST_HOLD_S, Cause, RateLimiter, burst_size
 from gcore.testing import FakeClock
 
 
@@ -43,7 +43,7 @@ class Road:
     def __init__(self, *, peers: int = 1, rate: float = 10.0, in_flight: int = 1000) -> None:
         self.clock, self.ear, self.peers = FakeClock(), Ear(), peers
         spec = ExternalJudge(url="http://x/v1", model="m", requests_per_s=rate, in_flight=in_flight)
-        self.gate = Gate("j", spec, self.ear, self.ear, self.clock, lambda: self.peers)
+        self.gate = RateLimiter("j", spec, self.ear, self.ear, self.clock, lambda: self.peers)
         self.starts: list[float] = []
         self.open, self.most_open = 0, 0
         self.tasks: list[asyncio.Task[None]] = []
@@ -80,7 +80,7 @@ async def test_requests_start_no_more_often_than_the_share_of_this_controller_al
     road = Road(peers=2)
     road.send(1000)
     await road.clock.advance(10)
-    assert len(road.starts) == pytest.approx(50 + burst_of(5.0), abs=1)
+    assert len(road.starts) == pytest.approx(50 + burst_size(5.0), abs=1)
     road.peers = 5
     before = len(road.starts)
     await road.clock.advance(10)

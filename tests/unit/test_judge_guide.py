@@ -14,7 +14,7 @@ from plug_in_package import installer
 from gcore.config.reward import JudgeSpec, VerdictSpec
 from gcore.errors import SpecError
 from gcore.observability.metrics import Metrics
-from gcore.reward.judges.judge import orders, pairs_of
+from gcore.reward.judges.judge import both_orders, choose_pairs
 from gcore.reward.judges.parsers import find_parser
 from gcore.reward.judges.template import LONGEST_TEXT, MOST_TURNS, Question
 from gcore.reward.judges.types import Unreadable
@@ -87,7 +87,7 @@ def test_the_numbers_of_the_guide_are_those_of_the_code() -> None:
     assert f"`remembered` ({judge.remembered:,})" in TEXT
     assert f"`tries` ({judge.tries})" in TEXT
     assert f"`timeout_s` ({judge.timeout_s:g} s)" in TEXT
-    assert (len(orders(pairs_of(8))), len(orders(pairs_of(8, 4)))) == (56, 32)
+    assert (len(both_orders(choose_pairs(8))), len(both_orders(choose_pairs(8, 4)))) == (56, 32)
 
 
 def test_the_metrics_of_the_guide_are_there() -> None:

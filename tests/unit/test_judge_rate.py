@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.judges.rate_limit import BURST_S, Bucket, burst_of
+from gcore.reward.judges.rate_limit import BURST_S, TokenBucket, burst_size
 
 RATES = st.floats(0.001, 1000.0)
 LOOKS = st.lists(st.tuples(st.floats(0.0, 20.0), RATES, st.integers(0, 300)), min_size=1, max_size=40)
@@ -17,7 +17,7 @@ LOOKS = st.lists(st.tuples(st.floats(0.0, 20.0), RATES, st.integers(0, 300)), mi
 def test_over_any_time_no_more_is_done_than_the_rates_allow_and_one_burst(
     first: float, looks: list[tuple[float, float, int]]
 ) -> None:
-    bucket, now = Bucket.full(first, 0.0), 0.0
+    bucket, now = TokenBucket.full(first, 0.0), 0.0
     done: list[int] = []
     gained: list[float] = []  # what the rates allow between the look before and this one
     bursts: list[float] = []
@@ -30,7 +30,7 @@ def test_over_any_time_no_more_is_done_than_the_rates_allow_and_one_burst(
             bucket, taken = bucket.taken(), taken + 1
         done.append(taken)
         gained.append(seconds * min(before, rate))
-        bursts.append(max(burst_of(before), burst_of(rate)))
+        bursts.append(max(burst_size(before), burst_size(rate)))
         before = rate
     for begin in range(len(done)):
         for end in range(begin, len(done)):
@@ -40,7 +40,7 @@ def test_over_any_time_no_more_is_done_than_the_rates_allow_and_one_burst(
 
 @given(rate=RATES, seconds=st.floats(1.0, 1000.0))
 def test_whoever_always_waits_as_long_as_is_said_loses_nothing(rate: float, seconds: float) -> None:
-    bucket, now, done = Bucket.full(rate, 0.0), 0.0, 0
+    bucket, now, done = TokenBucket.full(rate, 0.0), 0.0, 0
     while now <= seconds and done < 2000:
         bucket = bucket.filled(rate, now)
         if bucket.wait_s > 0:
@@ -51,8 +51,8 @@ def test_whoever_always_waits_as_long_as_is_said_loses_nothing(rate: float, seco
 
 
 def test_what_timers_are_late_is_not_lost_up_to_a_burst() -> None:
-    bucket = Bucket.full(100.0, 0.0)
-    assert burst_of(100.0) == 100.0 * BURST_S == 10
+    bucket = TokenBucket.full(100.0, 0.0)
+    assert burst_size(100.0) == 100.0 * BURST_S == 10
     for _ in range(10):
         bucket = bucket.taken()
     late = bucket.filled(100.0, 0.05)
@@ -63,4 +63,4 @@ def test_what_timers_are_late_is_not_lost_up_to_a_burst() -> None:
 
 def test_nothing_is_taken_that_must_wait() -> None:
     with pytest.raises(ValueError, match=r"nothing may be done for 2 s"):
-        Bucket.full(0.5, 0.0).taken().taken()
+        TokenBucket.full(0.5, 0.0).taken().taken()

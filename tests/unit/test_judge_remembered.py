@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.config.reward import JudgeSpec
-from gcore.reward.judges.judge import Remembered, question_key, spec_digest
+from gcore.reward.judges.judge import VerdictCache, question_key, spec_digest
 from gcore.reward.judges.types import JudgeError
 from gcore.testing import FakeClock
 
@@ -31,7 +31,7 @@ def says(value: int, asked: list[int] | None = None) -> Callable[[], Awaitable[i
 
 
 async def test_the_same_question_is_asked_once() -> None:
-    remembered: Remembered[int] = Remembered(10)
+    remembered: VerdictCache[int] = VerdictCache(10)
     known: list[str] = []
     assert await remembered.get(b"a", says(1), lambda: known.append("a")) == 1
     assert known == []
@@ -43,7 +43,7 @@ async def test_the_same_question_is_asked_once() -> None:
 @given(st.integers(0, 4), st.lists(st.integers(0, 6), max_size=40))
 def test_what_was_asked_for_least_recently_goes_first(most: int, keys: list[int]) -> None:
     async def all_of_them() -> None:
-        remembered: Remembered[int] = Remembered(most)
+        remembered: VerdictCache[int] = VerdictCache(most)
         model: OrderedDict[int, int] = OrderedDict()
         for time, key in enumerate(keys):
             expected = model.pop(key, time)
@@ -57,7 +57,7 @@ def test_what_was_asked_for_least_recently_goes_first(most: int, keys: list[int]
 
 
 async def test_a_failure_is_not_remembered() -> None:
-    remembered: Remembered[int] = Remembered(10)
+    remembered: VerdictCache[int] = VerdictCache(10)
 
     async def fails() -> int:
         raise JudgeError("no")
@@ -94,7 +94,7 @@ class Scene:
     def __init__(self, askers: list[Asker], most: int = 10) -> None:
         self.askers = askers
         self.clock = FakeClock(monotonic=0.0)
-        self.remembered: Remembered[int] = Remembered(most)
+        self.remembered: VerdictCache[int] = VerdictCache(most)
         self.asking: list[int] = []
         self.most_at_once = [0, 0]
         self.asked = [0] * len(askers)

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from controllers.api.submission.checks import check_judges
-from controllers.changes import Changes
-from controllers.inference.judge_engines import JudgeEngines
-from controllers.inference.judges import JudgeCounts, open_judges
-from controllers.workers.launch_documents import engine_child
+from controllers.changes import ChangeSignal
+from controllers.inference.judge_engines import JudgePools
+from controllers.inference.judges import JudgeMetricsObserver, open_judges
+from controllers.workers.launch_documents import engine_document
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.data.renderer import PromptRenderer
 from gcore.engines import launch as sglang_launch
@@ -93,8 +93,8 @@ class Court:
         self.clock = FakeClock()
         self.engines = {name: Engine() for name in engines}
         self.metrics = Metrics()
-        self.book = JudgeEngines(spec, "u", "a.1", Changes(), self.clock, self.metrics, self.connect)
-        self.counts = JudgeCounts(self.metrics, lambda *_: None)
+        self.book = JudgePools(spec, "u", "a.1", ChangeSignal(), self.clock, self.metrics, self.connect)
+        self.counts = JudgeMetricsObserver(self.metrics, lambda *_: None)
         self.judge = open_judges(spec, self.book, self.counts, self.clock)["taste"]
 
     def connect(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
@@ -345,11 +345,11 @@ def test_a_context_that_the_judges_model_has_not_is_refused_at_submission(folder
 @pytest.mark.parametrize("engine", ["torch", "sglang"])
 def test_its_engines_are_told_that_they_classify(engine: str, folder: Path) -> None:
     spec = spec_of(folder, serving={"engine": engine})
-    read = torch_launch.from_document if engine == "torch" else sglang_launch.launch_from_document
-    judges = engine_child(spec, EnginePlace(node="n", slot="cpu:0", judge="taste"), NODE)
+    read = torch_launch.parse_engine_launch if engine == "torch" else sglang_launch.parse_sglang_launch
+    judges = engine_document(spec, EnginePlace(node="n", slot="cpu:0", judge="taste"), NODE)
     assert read(judges.document).task == "classify"
-    policys = engine_child(spec, EnginePlace(node="n", slot="cpu:0"), NODE)
-    assert torch_launch.from_document(policys.document).task == "generate"
+    policys = engine_document(spec, EnginePlace(node="n", slot="cpu:0"), NODE)
+    assert torch_launch.parse_engine_launch(policys.document).task == "generate"
 
 
 async def test_an_answer_with_too_few_scores_is_no_answer() -> None:

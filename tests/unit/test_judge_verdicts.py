@@ -16,7 +16,7 @@ from plug_in_package import Install, installer
 from gcore.config.reward import OWN_PARSERS, VerdictSpec
 from gcore.errors import SpecError
 from gcore.reward.judges import parsers as module
-from gcore.reward.judges.parsers import LONGEST_WORDS, CheckedParser, find_parser, scaled
+from gcore.reward.judges.parsers import LONGEST_WORDS, CheckedParser, find_parser, scale_number
 from gcore.reward.judges.types import JudgeError, Unreadable
 
 
@@ -171,9 +171,9 @@ def test_whatever_is_answered_there_is_a_verdict_within_its_bounds_or_none(text:
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.floats(0, 1))
 def test_scaled_numbers_go_from_0_to_1_in_their_order(least: float, width: float, share: float) -> None:
     spec = VerdictSpec(least=least, most=least + width + 1, scale=True)
-    assert scaled(spec.least, spec) == 0.0
-    assert scaled(spec.most, spec) == 1.0
-    assert 0.0 <= scaled(spec.least + share * (spec.most - spec.least), spec) <= 1.0
+    assert scale_number(spec.least, spec) == 0.0
+    assert scale_number(spec.most, spec) == 1.0
+    assert 0.0 <= scale_number(spec.least + share * (spec.most - spec.least), spec) <= 1.0
 
 
 def test_words_are_looked_for_at_the_end_of_a_long_answer_only() -> None:

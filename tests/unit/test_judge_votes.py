@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.judges.judge import LONGEST_EXAMPLE, Judgement, NotRead, judgement, mean, read_all
+from gcore.reward.judges.judge import (
+    LONGEST_EXAMPLE,
+    Judgement,
+    UnreadAnswer,
+    average_votes,
+    bounded_mean,
+    read_answers,
+)
 from gcore.reward.judges.types import Answer, JudgeError, Unreadable
 
 
@@ -22,9 +29,9 @@ def read(text: str) -> float:
 
 
 def test_the_verdict_is_the_mean_of_those_that_can_be_read() -> None:
-    told = judgement(read_all(answers("1", " what? ", "0.5", "who?"), read))
+    told = average_votes(read_answers(answers("1", " what? ", "0.5", "who?"), read))
     assert told == Judgement(0.75, votes=2, unreadable=2, example="what?")
-    assert judgement(read_all(answers("1"), read)) == Judgement(1.0, 1, 0, "")
+    assert average_votes(read_answers(answers("1"), read)) == Judgement(1.0, 1, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -38,19 +45,19 @@ def test_the_verdict_is_the_mean_of_those_that_can_be_read() -> None:
 )
 def test_without_one_that_can_be_read_there_is_no_verdict(texts: list[str], truncated: bool, message: str) -> None:
     with pytest.raises(JudgeError, match=message):
-        judgement(read_all(answers(*texts, truncated=truncated), read))
+        average_votes(read_answers(answers(*texts, truncated=truncated), read))
 
 
 def test_an_answer_that_was_cut_off_counts_if_it_can_be_read() -> None:
-    assert judgement(read_all(answers("1", truncated=True), read)).value == 1.0
+    assert average_votes(read_answers(answers("1", truncated=True), read)).value == 1.0
 
 
 def test_an_example_is_the_beginning_and_stands_in_no_reason_so_that_reasons_that_are_alike_are_told_once() -> None:
-    (lost,) = read_all(answers("x" * 1000), read)
-    assert isinstance(lost, NotRead)
+    (lost,) = read_answers(answers("x" * 1000), read)
+    assert isinstance(lost, UnreadAnswer)
     assert lost.example == "x" * LONGEST_EXAMPLE
     with pytest.raises(JudgeError) as caught:
-        judgement([lost])
+        average_votes([lost])
     assert "xx" not in str(caught.value)
 
 
@@ -59,24 +66,24 @@ def test_a_broken_parser_is_no_unreadable_answer() -> None:
         raise JudgeError("verdict parser 'mine' raised KeyError")
 
     with pytest.raises(JudgeError, match="KeyError"):
-        read_all(answers("1"), broken)
+        read_answers(answers("1"), broken)
 
 
 @given(st.lists(st.floats(-3e38, 3e38) | st.none(), max_size=12))
 def test_what_cannot_be_read_changes_nothing(votes: list[float | None]) -> None:
-    told = read_all(answers(*("?" if vote is None else repr(vote) for vote in votes)), read)
+    told = read_answers(answers(*("?" if vote is None else repr(vote) for vote in votes)), read)
     values = [vote for vote in votes if vote is not None]
     if not values:
         with pytest.raises(JudgeError):
-            judgement(told)
+            average_votes(told)
         return
-    one = judgement(told)
+    one = average_votes(told)
     assert (one.votes, one.unreadable) == (len(values), len(votes) - len(values))
-    assert one.value == mean(values)
+    assert one.value == bounded_mean(values)
     assert min(values) <= one.value <= max(values)
     assert one.example == ("?" if None in votes else "")
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=12))
 def test_the_order_of_votes_does_not_matter(values: list[float]) -> None:
-    assert mean(values) == mean(sorted(values)) == mean(values[::-1])
+    assert bounded_mean(values) == bounded_mean(sorted(values)) == bounded_mean(values[::-1])

@@ -9,22 +9,22 @@ from typing import Any, cast
 
 import pytest
 
-from controllers.flow.evaluation import marked, total_of
-from controllers.flow.job_data import Material, Practice, rewards_of, sampling_of
+from controllers.flow.evaluation import part_total, score_answers
+from controllers.flow.job_data import JobData, SourcePipeline, rewards_of, sampling_of
 from gcore.config import JobSpec, parse_spec
 from gcore.config.data import training_sources
 from gcore.config.reward import RewardPart, RewardSpec, VerdictSpec
 from gcore.data.stream import PromptStream
 from gcore.errors import EngineError, EngineUnreachable, SpecError
-from gcore.plugins import trace_of
+from gcore.plugins import plugin_trace
 from gcore.reward.api import Response, RewardError, RewardResult
 from gcore.reward.judges.judge import Judge, Judgement
 from gcore.reward.judges.parsers import CheckedParser
 from gcore.reward.judges.types import JudgeAway, JudgeError
 from gcore.reward.pool import DirectScorer, Scored
-from gcore.reward.scorer import Rewards, Unjudged, functions_of
+from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.testing import FakeClock
-from gcore.testing.judges import FakeJudge, HeardOf
+from gcore.testing.judges import FakeJudge, RecordingObserver
 from gcore.types import Prompt, PromptRef, Sample, Version, VersionSpan
 
 PROMPT = Prompt(PromptRef(0, 0, 0), "6*7=", (1,), {"answer": "42"})
@@ -62,16 +62,16 @@ class Court:
         self.spec = spec
         self.clock = FakeClock()
         self.fake = FakeJudge(says, self.clock, failures=failures)
-        judges = {one.name: Judge.of(one, self.fake, HeardOf(), self.clock) for one in spec.judges}
-        self.rewards = Rewards(DirectScorer(), judges)
+        judges = {one.name: Judge.of(one, self.fake, RecordingObserver(), self.clock) for one in spec.judges}
+        self.rewards = Scorer(DirectScorer(), judges)
 
     async def score(self, *responses: str) -> tuple[Scored, ...]:
         shown = [Response(text, 1) for text in responses]
         return await self.clock.run(self.rewards.score(self.spec.reward, PROMPT, shown))
 
-    def practice(self) -> Practice:
+    def practice(self) -> SourcePipeline:
         (source,) = training_sources(self.spec)
-        return Practice(source, sampling_of(self.spec, source), self.rewards)
+        return SourcePipeline(source, sampling_of(self.spec, source), self.rewards)
 
 
 def sample(text: str) -> Sample:
@@ -103,7 +103,7 @@ async def test_a_response_that_cannot_be_judged_is_never_worth_nothing(on_error:
     court = Court(job({"judge": "tutor"}, judge_tree(on_error=on_error)))
     judged, odd = await court.score("42", "what")
     assert judged == RewardResult(1.0, (("tutor", 1.0),))
-    assert isinstance(odd, Unjudged)
+    assert isinstance(odd, ResponseNotJudged)
     assert (odd.again, odd.away) == (again, False)
     assert odd.what.startswith("judge 'tutor': the answer cannot be read")
     practice = court.practice()
@@ -133,7 +133,7 @@ async def test_a_prompt_fails_at_once_where_no_other_response_to_it_could_be_jud
     court = Court(job({"judge": "tutor"}, judge))
     with pytest.raises(RewardError, match=why) as raised:
         await court.clock.run(court.practice().scored(PROMPT, [sample("42")]))
-    assert ("ZeroDivisionError: yes" in trace_of(raised.value)) == (judge["verdict"]["parser"] == "odd"), (
+    assert ("ZeroDivisionError: yes" in plugin_trace(raised.value)) == (judge["verdict"]["parser"] == "odd"), (
         "for the event"
     )
 
@@ -151,8 +151,8 @@ async def test_a_judge_that_cannot_be_asked_says_nothing_of_an_evaluated_answer(
     practice = Court(spec, failures=[JudgeAway("no engine")]).practice()
     court = Court(spec)
     with pytest.raises(EngineUnreachable, match="no engine"):
-        await FakeClock().run(marked(practice, 1.0, PROMPT, [sample("42")], HEAD))
-    (mark,) = await court.clock.run(marked(court.practice(), 1.0, PROMPT, [sample("what")], HEAD))
+        await FakeClock().run(score_answers(practice, 1.0, PROMPT, [sample("42")], HEAD))
+    (mark,) = await court.clock.run(score_answers(court.practice(), 1.0, PROMPT, [sample("what")], HEAD))
     assert not mark.shown.correct
     assert mark.shown.unscored.startswith("judge 'tutor': the answer cannot be read")
 
@@ -164,20 +164,20 @@ async def test_a_judge_that_is_only_shown_makes_no_right_answer_wrong(on_error: 
         job({"parts": parts}, judge_tree(on_error=on_error)), [JudgeAway("no engine"), JudgeError("too long")]
     )
     practice, samples = court.practice(), [sample("42"), sample("7"), sample("43")]
-    marks = await court.clock.run(marked(practice, 1.0, PROMPT, samples, HEAD))
+    marks = await court.clock.run(score_answers(practice, 1.0, PROMPT, samples, HEAD))
     assert [(one.shown.correct, one.shown.unscored) for one in marks] == [(True, ""), (False, ""), (False, "")]
     assert marks[2].parts == {"right": 0.0, "judged": 1.0}
     if on_error == "retry":
         assert [dict(one.parts) for one in marks[:2]] == [{"right": 1.0}, {"right": 0.0}]
-        assert total_of("judged", marks) == 3.0
-        assert total_of("right", marks) == 1.0
+        assert part_total("judged", marks) == 3.0
+        assert part_total("right", marks) == 1.0
     assert [one.value for one in await court.clock.run(practice.scored(PROMPT, samples))] == [1.0, 0.0, 0.0]
 
 
 async def test_with_min_a_judge_of_no_weight_decides_and_so_must_judge() -> None:
     parts = [{"name": "exact"}, {"judge": "tutor", "weight": 0}]
     (odd,) = await Court(job({"parts": parts, "compose": "min"}, judge_tree()), [JudgeError("too long")]).score("42")
-    assert isinstance(odd, Unjudged)
+    assert isinstance(odd, ResponseNotJudged)
 
 
 async def test_an_error_of_one_part_is_the_responses_and_says_which_part() -> None:
@@ -231,7 +231,7 @@ async def test_no_prompt_is_begun_while_a_judge_has_all_the_questions_that_it_ma
     court = Court(job({"judge": "tutor"}, judge_tree(queue=1)))
     court.fake.delay_s = lambda question: 5.0
     practice = court.practice()
-    material = Material(court.spec, "u", cast(PromptStream, None), {"data": practice}, evaluation=(), evaluated={})
+    material = JobData(court.spec, "u", cast(PromptStream, None), {"data": practice}, evaluation=(), evaluated={})
     assert not material.is_held_back
     judging = asyncio.create_task(practice.judge_early(PROMPT, sample("42")))
     await court.clock.advance(1.0)
@@ -244,11 +244,11 @@ async def test_no_prompt_is_begun_while_a_judge_has_all_the_questions_that_it_ma
 def test_the_functions_of_a_reward_are_its_parts_and_what_scores_instead_of_judges() -> None:
     fallback = judge_tree(on_error={"fallback": "regex", "options": {"pattern": "x"}})
     spec = job({"parts": [{"name": "exact"}, {"judge": "tutor"}], "answer": "solution"}, fallback)
-    assert functions_of(spec.reward, {one.name: one for one in spec.judges}) == (
+    assert reward_functions(spec.reward, {one.name: one for one in spec.judges}) == (
         RewardSpec(name="exact", answer="solution"),
         RewardSpec(name="regex", options={"pattern": "x"}, answer="solution"),
     )
-    assert functions_of(RewardSpec(), {}) == (RewardSpec(),)
+    assert reward_functions(RewardSpec(), {}) == (RewardSpec(),)
     with pytest.raises(ValueError, match="is a judge's"):
         spec.reward.of_part(RewardPart(judge="tutor"))
 

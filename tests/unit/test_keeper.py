@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from controllers.daemon.keeper import Keeper
+from controllers.daemon.keeper import ProcessKeeper
 from gcore.config import NodeConfig
 from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
 from gcore.store.reference import StoreRef
-from gcore.system.process import is_running, spawn_detached, terminate, wait_ended
+from gcore.system.process import is_running, spawn_detached, terminate_process, wait_process_ended
 from gcore.testing import FakeClock
 from gcore.testing.store import MemoryCluster, MemoryStore
 
@@ -23,25 +23,25 @@ DAEMON = ControllerProcess(
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
+def keeper(tmp_path: Path) -> ProcessKeeper:
     config = NodeConfig(
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
     clock = FakeClock()
-    return Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+    return ProcessKeeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
 
 
-def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keeper: Keeper) -> None:
+def test_what_was_brought_back_and_cannot_be_noted_is_ended(tmp_path: Path, keeper: ProcessKeeper) -> None:
     (tmp_path / "cluster.json").mkdir()
     process = spawn_detached(SLEEP, log_file=tmp_path / "log")
     cluster = LocalCluster(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
     with pytest.raises(IsADirectoryError):
         keeper._write(cluster, process)
-    assert wait_ended(process, 30)
+    assert wait_process_ended(process, 30)
     assert not (tmp_path / ".cluster.json.part").exists()
 
 
-def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: Keeper) -> None:
+def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: ProcessKeeper) -> None:
     process = spawn_detached(SLEEP, log_file=tmp_path / "log")
     cluster = LocalCluster(home=str(tmp_path), etcd=ETCD, controllers=(DAEMON,))
     try:
@@ -49,4 +49,4 @@ def test_what_was_brought_back_and_noted_goes_on(tmp_path: Path, keeper: Keeper)
         assert LocalCluster.load(tmp_path) == cluster
         assert is_running(process)
     finally:
-        terminate(process, grace_s=5)
+        terminate_process(process, grace_s=5)

@@ -11,19 +11,19 @@ from job_views import ME, PEER, running_job, stored
 from controllers.job.executor import _moves
 from controllers.rules.actions import Lead, Place, Rollback, TellMoves
 from controllers.rules.decide import decide
-from controllers.rules.placement import leading, leads, placing
+from controllers.rules.placement import is_leader, take_lead, write_moves
 from controllers.rules.view import JobView
-from controllers.rules.world import awaits_world, growth, held_for_growth, wanted_world
+from controllers.rules.world import awaits_world, growth_delay_s, growth_reason, wanted_world
 from controllers.telemetry.gauges import count_moves
 from gcore import schema
 from gcore.config import parse_spec
 from gcore.ledger.records.chain import Seal, SealState
 from gcore.ledger.records.job import EnginePlace, Leader, Move, MoveKind, Moves, NodeRecord, Pin
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics import Metrics
 from gcore.store.types import Compare
 from placement.assign import split_of
-from placement.moves import Accounted, Proposal, part_of
+from placement.moves import MoveProposal, MoveReport, split_part
 from placement.slots import Split
 
 TREE = {
@@ -53,7 +53,7 @@ def moving(leader: str | None = ME, **more: Any) -> JobView:
 
 def move(view: JobView, kind: MoveKind = MoveKind.SPLIT, **more: Any) -> Move:
     assert view.mirror.plan is not None
-    now = part_of(split_of(view.mirror.plan.record))
+    now = split_part(split_of(view.mirror.plan.record))
     fields = {"generation": 2, "step": view.head.step, "seq": view.head.seq, "before": now, "after": now}
     return Move.model_validate({"kind": kind, "reason": "why"} | fields | more)
 
@@ -68,38 +68,38 @@ def move(view: JobView, kind: MoveKind = MoveKind.SPLIT, **more: Any) -> Move:
     ],
 )
 def test_the_leadership_is_taken_when_nobody_has_it_who_works_on_the_job(leader: str | None, wanted: bool) -> None:
-    assert [intent.action for intent in leading(moving(leader))] == [Lead()] * wanted
+    assert [intent.action for intent in take_lead(moving(leader))] == [Lead()] * wanted
 
 
 def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
-    assert list(leading(replace(moving(None), leaving=True))) == []
-    assert not leads(replace(moving(ME), leaving=True))
+    assert list(take_lead(replace(moving(None), leaving=True))) == []
+    assert not is_leader(replace(moving(ME), leaving=True))
     view = moving(PEER)
     going = {
         name: stored(s.record.model_copy(update={"leaving": name == PEER})) for name, s in view.mirror.members.items()
     }
     left = replace(view, mirror=replace(view.mirror, members=going))
-    assert [intent.action for intent in leading(left)] == [Lead()]
+    assert [intent.action for intent in take_lead(left)] == [Lead()]
 
 
 def test_nobody_leads_where_slots_do_not_move_or_a_node_knows_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(leading(replace(moving(None), spec=running_job().spec))) == []
-    monkeypatch.setattr(schema, "spoken", lambda: schema.NEWEST_VERSION - 1)
-    assert list(leading(moving(None))) == []
+    assert list(take_lead(replace(moving(None), spec=running_job().spec))) == []
+    monkeypatch.setattr(schema, "written_version", lambda: schema.NEWEST_VERSION - 1)
+    assert list(take_lead(moving(None))) == []
 
 
 def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_step_there_are() -> None:
     view = moving()
     assert view.mirror.plan is not None
-    proposal = Proposal(move(view), view.mirror.plan.record.model_copy(update={"generation": 2}))
-    assert [i.action for i in placing(replace(view, proposal=proposal))] == [Place(proposal)]
-    assert list(placing(replace(moving(PEER), proposal=proposal))) == []
+    proposal = MoveProposal(move(view), view.mirror.plan.record.model_copy(update={"generation": 2}))
+    assert [i.action for i in write_moves(replace(view, proposal=proposal))] == [Place(proposal)]
+    assert list(write_moves(replace(moving(PEER), proposal=proposal))) == []
     written = replace(view, mirror=replace(view.mirror, movings={"": stored(Moves().plus(proposal.move))}))
-    assert list(placing(replace(written, proposal=proposal))) == []
-    late = Proposal(move(view, step=7), proposal.plan)
-    other = Proposal(move(view, generation=3), proposal.plan)
-    assert list(placing(replace(view, proposal=late))) == []
-    assert list(placing(replace(view, proposal=other))) == []
+    assert list(write_moves(replace(written, proposal=proposal))) == []
+    late = MoveProposal(move(view, step=7), proposal.plan)
+    other = MoveProposal(move(view, generation=3), proposal.plan)
+    assert list(write_moves(replace(view, proposal=late))) == []
+    assert list(write_moves(replace(view, proposal=other))) == []
 
 
 @pytest.mark.parametrize(
@@ -115,34 +115,34 @@ def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_s
 def test_what_a_person_fixed_since_a_move_was_decided_holds(pin: Pin, kind: MoveKind, is_written: bool) -> None:
     view = moving()
     assert view.mirror.plan is not None
-    proposal = Proposal(move(view, kind), view.mirror.plan.record.model_copy(update={"generation": 2}))
+    proposal = MoveProposal(move(view, kind), view.mirror.plan.record.model_copy(update={"generation": 2}))
     assert proposal.move.after.rollout == 2
     pinned = replace(view, proposal=proposal, mirror=replace(view.mirror, pins={"": stored(pin)}))
-    assert [i.action for i in placing(pinned)] == ([Place(proposal)] if is_written else [])
+    assert [i.action for i in write_moves(pinned)] == ([Place(proposal)] if is_written else [])
 
 
 def test_what_came_of_moves_is_written_once() -> None:
     view = moving()
-    account = Accounted(Moves(moves=(move(view),), total=1), 0)
-    assert [i.action for i in placing(replace(view, account=account))] == [TellMoves(account)]
+    account = MoveReport(Moves(moves=(move(view),), total=1), 0)
+    assert [i.action for i in write_moves(replace(view, account=account))] == [TellMoves(account)]
     told = replace(view, mirror=replace(view.mirror, movings={"": stored(account.moves)}), account=account)
-    assert list(placing(told)) == []
+    assert list(write_moves(told)) == []
 
 
 def test_an_account_that_knows_nothing_of_a_move_that_was_written_since_does_not_take_it_away() -> None:
     view = moving()
     first = Moves().plus(move(view, generation=1))
-    more = Accounted(first.model_copy(update={"moves": (move(view, generation=1, outcome={"took_s": 2.0}),)}), 3)
-    known = replace(view, mirror=replace(view.mirror, movings={"": Stored(first, 3)}), account=more)
-    (tells,) = [i.action for i in placing(known)]
-    later = replace(known, mirror=replace(known.mirror, movings={"": Stored(first.plus(move(view)), 9)}))
-    assert list(placing(later)) == [], "it is made anew from what is there by now"
+    more = MoveReport(first.model_copy(update={"moves": (move(view, generation=1, outcome={"took_s": 2.0}),)}), 3)
+    known = replace(view, mirror=replace(view.mirror, movings={"": Versioned(first, 3)}), account=more)
+    (tells,) = [i.action for i in write_moves(known)]
+    later = replace(known, mirror=replace(known.mirror, movings={"": Versioned(first.plus(move(view)), 9)}))
+    assert list(write_moves(later)) == [], "it is made anew from what is there by now"
     txn = _moves(tells, later)
     assert Compare(view.mirror.keys.moves, 3) in txn.compares, "what was decided on an older look loses its compare"
 
 
 def wanting(view: JobView, **more: Any) -> JobView:
-    after = part_of(Split("coexisting", 1, 0, 1))
+    after = split_part(Split("coexisting", 1, 0, 1))
     wish = move(view, MoveKind.WORLD, state="wanted", after=after, **more)
     return replace(view, mirror=replace(view.mirror, movings={"": stored(Moves().plus(wish))}))
 
@@ -150,8 +150,8 @@ def wanting(view: JobView, **more: Any) -> JobView:
 def test_a_world_that_a_policy_wants_is_formed_by_anybody_between_steps() -> None:
     view = wanting(moving(PEER))
     assert wanted_world(view) is not None
-    assert growth(view) == "placement: why"
-    assert held_for_growth(view) > 0
+    assert growth_reason(view) == "placement: why"
+    assert growth_delay_s(view) > 0
     (rollback,) = [i.action for i in decide(view) if isinstance(i.action, Rollback)]
     assert rollback.split is not None
     assert (rollback.split.train, rollback.between_steps, rollback.slots_as_seen) == (1, True, True)
@@ -160,13 +160,15 @@ def test_a_world_that_a_policy_wants_is_formed_by_anybody_between_steps() -> Non
 def test_another_plan_is_not_written_while_a_world_may_be_formed() -> None:
     view = wanting(moving())
     assert view.mirror.plan is not None
-    lent = Proposal(move(view, MoveKind.LEND, time=9.0), view.mirror.plan.record.model_copy(update={"generation": 2}))
+    lent = MoveProposal(
+        move(view, MoveKind.LEND, time=9.0), view.mirror.plan.record.model_copy(update={"generation": 2})
+    )
     assert awaits_world(view)
-    assert list(placing(replace(view, proposal=lent))) == []
+    assert list(write_moves(replace(view, proposal=lent))) == []
     ready = Seal.model_construct(step=view.head.step + 1, state=SealState.READY, lineage=0, groups=())
     begun = replace(view, mirror=replace(view.mirror, seals={ready.step: stored(ready)}))
     assert not awaits_world(begun), "the next step is trained before it"
-    assert [i.action for i in placing(replace(begun, proposal=lent))] == [Place(lent)]
+    assert [i.action for i in write_moves(replace(begun, proposal=lent))] == [Place(lent)]
 
 
 @pytest.mark.parametrize(
@@ -175,17 +177,17 @@ def test_another_plan_is_not_written_while_a_world_may_be_formed() -> None:
 )
 def test_a_world_that_was_wanted_of_another_head_or_plan_is_not_formed(more: dict[str, Any]) -> None:
     view = wanting(moving(PEER), **more)
-    assert growth(view) == ""
+    assert growth_reason(view) == ""
     assert not [i for i in decide(view) if isinstance(i.action, Rollback)]
 
 
 def test_a_larger_world_is_no_gain_of_its_own_where_a_policy_decides() -> None:
-    assert growth(moving()) == ""
+    assert growth_reason(moving()) == ""
 
 
 def test_moves_are_counted_by_kind_and_state() -> None:
     metrics, view = Metrics(), moving()
     assert view.mirror.plan is not None
-    count_moves(metrics, Place(Proposal(move(view), view.mirror.plan.record)))
-    count_moves(metrics, TellMoves(Accounted(Moves(), 0)))
+    count_moves(metrics, Place(MoveProposal(move(view), view.mirror.plan.record)))
+    count_moves(metrics, TellMoves(MoveReport(Moves(), 0)))
     assert metrics.moves.labels("split", "done")._value.get() == 1

@@ -9,7 +9,7 @@ import pytest
 from stored_job import RULES, SHARDS, StoredJob
 
 from controllers.rules.actions import Assign, Feed, Join, Leave, PutOffer
-from controllers.rules.decide import assign_shards, decide, has_handed_over, undelivered
+from controllers.rules.decide import decide, has_handed_over, shard_assignment, undelivered_refs
 from controllers.rules.view import JobView, RankView
 from controllers.telemetry.events import EventLog
 from gcore.config import parse_spec
@@ -17,7 +17,7 @@ from gcore.ledger import transactions
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import EndedRef, Member, NodeCopies
 from gcore.ledger.records.job import ModelFetch, NodeRecord
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.worker.records import WorkerRecord
@@ -56,7 +56,7 @@ class Pair:
     async def assign(self, *names: str) -> None:
         """The shards are theirs."""
         await self.job.won(
-            transactions.assign(self.job.keys, self.job.mirror.assign, assign_shards(names, SHARDS, None))
+            transactions.assign(self.job.keys, self.job.mirror.assign, shard_assignment(names, SHARDS, None))
         )
 
     def view(self, *, leaving: bool = True, **changes: Any) -> JobView:
@@ -114,7 +114,7 @@ async def test_when_all_are_leaving_shards_stay_where_they_are(pair: Pair) -> No
 
 
 async def test_it_joins_no_job_any_more(pair: Pair) -> None:
-    members: dict[str, Stored[Member]] = {PEER: pair.job.mirror.members[PEER]}
+    members: dict[str, Versioned[Member]] = {PEER: pair.job.mirror.members[PEER]}
     alone = replace(pair.job.mirror, members=members)
     assert actions(pair.view(mirror=alone)) == []
     assert Join() in actions(pair.view(mirror=alone, leaving=False))
@@ -135,7 +135,7 @@ async def test_what_it_has_finished_is_offered_and_fed_until_no_rank_needs_it_of
     held = pair.held()
     assert PutOffer in kinds(held)
     assert not has_handed_over(held)
-    assert undelivered(held) == set(held.holdings)
+    assert undelivered_refs(held) == set(held.holdings)
     await pair.job.won(pair.job.sealing())
     seal = pair.job.mirror.seals[1].record
     holdings = {group.ref: group for group in seal.groups}

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from controllers.api.run_reader import audit_of_folder, run_of
+from controllers.api.run_reader import audit_of_folder, find_run
 from controllers.cli.commands.checkpoints import export
-from controllers.cli.view.summary import finished_run
+from controllers.cli.view.summary import describe_finished_run
 from gcore.config import parse_spec
 from gcore.errors import StoreUnavailable, Unreachable
 from gcore.ledger import archive as store_copy
 from gcore.ledger import chain, transactions
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, RankPlace
 from gcore.models.layout import MANIFEST_FILE, CheckpointDamaged, Manifest, file_entry
@@ -59,9 +59,9 @@ def home(tmp_path: Path) -> Path:
             engines=(EnginePlace(node="n0", slot="cpu:0"),),
         )
         ended = JobStatus(phase=JobPhase.CANCELLED, reason="by hand")
-        start = transactions.start(keys, status, chain.base(2, "w", Writer("n0.x", "1")), plan, ended)
+        start = transactions.start(keys, status, chain.base_entry(2, "w", ChainWriter("n0.x", "1")), plan, ended)
         assert (await store.transact(start.compares, start.writes)).won
-        store_copy.leave(run_dir, "n0.x", UID, await store.list(keys.prefix))
+        store_copy.write_copy(run_dir, "n0.x", UID, await store.list(keys.prefix))
 
     asyncio.run(made())
     return tmp_path
@@ -69,7 +69,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["j", UID])
 def test_a_run_without_a_summary_is_found_by_the_copy_of_its_records(home: Path, name: str) -> None:
-    found = finished_run(home, name, AWAY)
+    found = describe_finished_run(home, name, AWAY)
     assert found == {"job": "j", "uid": UID, "checkpoint": "", "folder": str(home / "runs" / f"j-{UID}")}
 
 
@@ -78,8 +78,8 @@ def test_a_newer_run_that_has_not_finished_is_never_passed_over(home: Path) -> N
     newer.mkdir()
     os.utime(newer, (2e9, 2e9))
     with pytest.raises(Unreachable, match=r"newest job 'j' \(newer\) has not finished"):
-        finished_run(home, "j", AWAY)
-    assert finished_run(home, UID, AWAY)["uid"] == UID
+        describe_finished_run(home, "j", AWAY)
+    assert describe_finished_run(home, UID, AWAY)["uid"] == UID
 
 
 @pytest.mark.parametrize("asked", ["k", "u7"])
@@ -89,11 +89,11 @@ def test_a_run_that_has_not_finished_is_named_with_what_goes_on_with_it(home: Pa
         run_dir.mkdir()
         os.utime(run_dir, (at, at))
     with pytest.raises(Unreachable) as told:
-        finished_run(home, asked, AWAY)
+        describe_finished_run(home, asked, AWAY)
     assert told.value.what == "job 'k' (u7) has not finished, and no cluster is up here"
     assert str(told.value).endswith("`gcore up`, or `gcore run` with its spec, goes on with it")
     with pytest.raises(Unreachable, match=r"job 'k' \(u6\) has not finished"):
-        finished_run(home, "u6", AWAY)
+        describe_finished_run(home, "u6", AWAY)
 
 
 def test_a_store_that_is_away_is_no_cluster_that_has_to_be_started(home: Path) -> None:
@@ -101,15 +101,15 @@ def test_a_store_that_is_away_is_no_cluster_that_has_to_be_started(home: Path) -
     (home / "runs" / "k-u7").mkdir()
     for asked in ("k", "other"):
         with pytest.raises(StoreUnavailable) as told:
-            finished_run(home, asked, away)
+            describe_finished_run(home, asked, away)
         assert told.value is away
     newer = home / "runs" / "j-newer"
     newer.mkdir()
     os.utime(newer, (2e9, 2e9))
     with pytest.raises(Unreachable, match="Ask again when the store is back, or name the older") as named:
-        finished_run(home, "j", away)
+        describe_finished_run(home, "j", away)
     assert "gcore up" not in str(named.value)
-    assert finished_run(home, UID, away)["uid"] == UID
+    assert describe_finished_run(home, UID, away)["uid"] == UID
 
 
 def test_an_export_of_a_damaged_checkpoint_says_how_to_take_another(home: Path, tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_an_export_of_a_damaged_checkpoint_says_how_to_take_another(home: Path, 
 @pytest.mark.parametrize("name", ["j", UID])
 def test_a_damaged_copy_is_told_by_the_audit_and_is_no_missing_run(home: Path, name: str) -> None:
     run_dir = home / "runs" / f"j-{UID}"
-    (file,) = (run_dir / store_copy.FOLDER).iterdir()
+    (file,) = (run_dir / store_copy.COPY_FOLDER).iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    assert run_of(home / "runs", name) == run_dir
+    assert find_run(home / "runs", name) == run_dir
     (finding,) = audit_of_folder(run_dir).findings
     assert finding.kind == "record"
     assert str(file) in finding.sentence
     with pytest.raises(Unreachable):
-        finished_run(home, name, AWAY)
-    assert run_of(home / "runs", "other") is None
+        describe_finished_run(home, name, AWAY)
+    assert find_run(home / "runs", "other") is None

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.length_prediction import MOST_LIKENESS, NONE, USUAL_LIKENESS, Siblings, SourceLengths, expected, left
+from gcore.rollout.length_prediction import (
+    MOST_LIKENESS,
+    NONE,
+    USUAL_LIKENESS,
+    SiblingLengths,
+    SourceLengths,
+    expected_length,
+    tokens_left,
+)
 
 LONGEST = 6600
 lengths = st.integers(0, 20_000)
@@ -28,12 +36,12 @@ def test_no_expectation_is_below_what_is_there_or_above_the_longest(
     recent: list[list[int]], before: list[int], siblings: list[int], so_far: int, longest: int
 ) -> None:
     source = SourceLengths.of(recent)
-    known = Siblings.of(source, before).joined(Siblings.of(source, siblings))
+    known = SiblingLengths.of(source, before).joined(SiblingLengths.of(source, siblings))
     so_far = min(so_far, longest)
-    found = expected(source, known, so_far, longest)
+    found = expected_length(source, known, so_far, longest)
     assert math.isfinite(found)
     assert so_far <= found <= longest
-    assert 0.0 <= left(source, known, siblings, [so_far, 0], longest) <= 2 * longest
+    assert 0.0 <= tokens_left(source, known, siblings, [so_far, 0], longest) <= 2 * longest
 
 
 @given(groups)
@@ -42,15 +50,15 @@ def test_how_alike_responses_are_is_a_share_and_never_all(recent: list[list[int]
 
 
 def test_of_a_source_of_which_nothing_is_known_the_longest_is_expected() -> None:
-    assert expected(SourceLengths.of([]), NONE, 7, 500) == 500.0
+    assert expected_length(SourceLengths.of([]), NONE, 7, 500) == 500.0
 
 
 def test_without_anything_of_its_own_a_response_is_as_long_as_its_sources_are_in_the_mean() -> None:
-    assert expected(SourceLengths.of([[100, 300], [200, 400]]), NONE, 0, 1000) == pytest.approx(250.0)
+    assert expected_length(SourceLengths.of([[100, 300], [200, 400]]), NONE, 0, 1000) == pytest.approx(250.0)
 
 
 def test_what_is_longer_than_all_that_were_known_is_expected_to_go_on() -> None:
-    assert expected(SourceLengths.of([[100, 300], [200, 400]]), NONE, 800, 2000) == pytest.approx(1040.0)
+    assert expected_length(SourceLengths.of([[100, 300], [200, 400]]), NONE, 800, 2000) == pytest.approx(1040.0)
 
 
 @pytest.mark.parametrize("likeness", [0.15, 0.4, 0.7, 0.93])
@@ -79,7 +87,7 @@ def test_it_misses_by_less_than_the_sources_mean(likeness: float, siblings: int,
         for _ in range(400):
             *others, own = drawn(chance, likeness, siblings + 1)
             if own > so_far:
-                missed += abs(own - expected(source, Siblings.of(source, others), so_far, LONGEST))
+                missed += abs(own - expected_length(source, SiblingLengths.of(source, others), so_far, LONGEST))
                 by_mean += abs(own - mean)
     assert missed < by_mean * {0.15: 1.0, 0.4: 0.96, 0.7: 0.8, 0.93: 0.5}[likeness]
 
@@ -90,5 +98,5 @@ def test_what_was_seen_of_a_prompt_is_of_use_when_lengths_have_doubled() -> None
     late = [[2 * length for length in group] for group in early]
     then, now = SourceLengths.of(early), SourceLengths.of(late)
     for group, grown in zip(early, late, strict=True):
-        before, after = Siblings.of(then, group), Siblings.of(now, grown)
+        before, after = SiblingLengths.of(then, group), SiblingLengths.of(now, grown)
         assert before.above == pytest.approx(after.above)

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from gcore.errors import CannotListen, GcoreError, UsageError
-from gcore.system.daemon import asked, refused
+from gcore.system.daemon import describe_listen_error, listen_error
 
 
 def of(number: int) -> OSError:
@@ -31,7 +31,7 @@ def of(number: int) -> OSError:
     ids=str,
 )
 def test_what_passes_by_itself_is_no_error_of_the_configuration(error: OSError | None, kind: type[GcoreError]) -> None:
-    found = refused("cannot listen on 10.0.0.7:7500", error)
+    found = listen_error("cannot listen on 10.0.0.7:7500", error)
     assert type(found) is kind
     assert CannotListen.exit_code != UsageError.exit_code
     assert str(found).startswith("cannot listen on 10.0.0.7:7500 (")
@@ -42,11 +42,11 @@ def test_what_passes_by_itself_is_no_error_of_the_configuration(error: OSError |
 def test_the_system_is_asked_where_a_server_does_not_say_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        in_use = asked("127.0.0.1", port)
+        in_use = describe_listen_error("127.0.0.1", port)
     assert in_use is not None
     assert in_use.errno == errno.EADDRINUSE
-    nobodys = asked("192.0.2.1", 0)
+    nobodys = describe_listen_error("192.0.2.1", 0)
     assert nobodys is not None
     assert nobodys.errno == errno.EADDRNOTAVAIL
-    assert isinstance(asked("no.host.invalid", 0), socket.gaierror)
-    assert asked("127.0.0.1", port) is None
+    assert isinstance(describe_listen_error("no.host.invalid", 0), socket.gaierror)
+    assert describe_listen_error("127.0.0.1", port) is None

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from listed_jobs import create
 
 from controllers.api import job_messages as listing
-from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import BadFields, NamespaceNotFound
-from controllers.api.job_messages import list_jobs, wanted
-from controllers.api.store_reader import StoredJobs
+from controllers.api.job_messages import list_jobs, parse_query
+from controllers.api.store_reader import StoreReader
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.records.job import JobPhase
 from gcore.store.keys import JobKeys
@@ -36,10 +36,10 @@ def listed(*requests: dict[str, Any], jobs: int = 7, caller: Caller | None = Non
         for request in requests:
             if request.get("page_token") == "next":
                 request = request | {"page_token": replies[-1].next_page_token}
-            replies.append(await list_jobs(StoredJobs(store), pb.ListJobsRequest(**request)))
+            replies.append(await list_jobs(StoreReader(store), pb.ListJobsRequest(**request)))
         return replies
 
-    with acting_for(caller or Caller("", Role.ADMIN)):
+    with acting_as(caller or Caller("", Role.ADMIN)):
         return asyncio.run(ask())
 
 
@@ -100,7 +100,7 @@ def test_what_another_namespace_has_is_not_in_the_list() -> None:
 
 
 def test_more_on_a_page_than_there_may_be_is_as_many_as_there_may_be() -> None:
-    assert wanted(pb.ListJobsRequest(page_size=10**6), None).size == listing.MOST_ON_A_PAGE
+    assert parse_query(pb.ListJobsRequest(page_size=10**6), None).size == listing.MOST_ON_A_PAGE
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("request_", "field"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_with_a_request_names_the_field(request_: dict[str, Any], field: str) -> None:
     with pytest.raises(BadFields) as error:
-        wanted(pb.ListJobsRequest(**request_), None)
+        parse_query(pb.ListJobsRequest(**request_), None)
     assert [one.field for one in error.value.violations] == [field]
 
 
@@ -133,10 +133,10 @@ def test_the_token_of_another_list_is_refused(other: dict[str, Any]) -> None:
 
 
 def test_a_token_that_another_caller_was_given_is_refused() -> None:
-    token = wanted(pb.ListJobsRequest(), None).token(7)
-    assert wanted(pb.ListJobsRequest(page_token=token), None).before == 7
+    token = parse_query(pb.ListJobsRequest(), None).token(7)
+    assert parse_query(pb.ListJobsRequest(page_token=token), None).before == 7
     with pytest.raises(BadFields, match="belongs to another list"):
-        wanted(pb.ListJobsRequest(page_token=token), frozenset({"research"}))
+        parse_query(pb.ListJobsRequest(page_token=token), frozenset({"research"}))
 
 
 @given(st.binary(max_size=60) | st.text(max_size=40).map(lambda t: json.dumps([1, t]).encode()))
@@ -144,7 +144,7 @@ def test_no_token_of_a_strangers_is_taken_or_breaks_anything(data: bytes) -> Non
     for token in (data.decode(errors="replace"), base64.urlsafe_b64encode(data).decode()):
         if token:
             with pytest.raises(BadFields):
-                wanted(pb.ListJobsRequest(page_token=token), None)
+                parse_query(pb.ListJobsRequest(page_token=token), None)
 
 
 def test_a_job_that_cannot_be_read_is_listed_with_the_reason() -> None:
@@ -152,7 +152,7 @@ def test_a_job_that_cannot_be_read_is_listed_with_the_reason() -> None:
         store = MemoryStore(MemoryCluster(FakeClock()))
         await create(store, "u1", "one")
         await store.transact((), (Put(JobKeys("u1").state, b"{}x"),))
-        return await list_jobs(StoredJobs(store), pb.ListJobsRequest())
+        return await list_jobs(StoreReader(store), pb.ListJobsRequest())
 
     (job,) = asyncio.run(ask()).jobs
     assert (job.uid, job.name, job.state) == ("u1", "one", pb.JOB_STATE_UNSPECIFIED)

@@ -17,16 +17,16 @@ from controllers.api import logs as log_lines
 from controllers.api.edge.errors import BadFields, NodeNotFound, WorkerNotFound
 from controllers.api.logs import (
     MOST_CHARACTERS,
-    Line,
-    Log,
+    LogPosition,
     LogReader,
     LogStream,
-    Place,
-    check,
-    check_named,
-    names_in,
-    time_of,
-    wanted,
+    PositionedLine,
+    WorkerLog,
+    check_log_names,
+    check_log_request,
+    line_time,
+    log_names,
+    select_logs,
 )
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.mirror import JobMirror
@@ -44,7 +44,7 @@ def read_all(reader: LogReader, *, last: bool = True) -> list[str]:
     return found
 
 
-def texts(found: tuple[list[Line], bool]) -> tuple[list[str], bool]:
+def texts(found: tuple[list[PositionedLine], bool]) -> tuple[list[str], bool]:
     lines, more = found
     return [line.text for line in lines], more
 
@@ -120,10 +120,10 @@ def test_whoever_goes_on_behind_any_line_is_told_exactly_the_rest(
         patch.setattr(log_lines, "READ_BYTES", at_once)
         patch.setattr(log_lines, "MOST_CHARACTERS", 5)
         patch.setattr(log_lines, "HEAD_BYTES", 8)
-        whole, told, place = read_all(LogReader(file)), list[str](), Place()
+        whole, told, place = read_all(LogReader(file)), list[str](), LogPosition()
         for taken in [*breaks, len(whole)]:
             reader, more = LogReader(file, begin=place), True
-            some: list[Line] = []
+            some: list[PositionedLine] = []
             while more and len(some) < taken:
                 lines, more = reader.read(last=True)
                 some += lines
@@ -193,17 +193,17 @@ TIMES = {
 
 @pytest.mark.parametrize(("line", "time"), TIMES.values(), ids=TIMES)
 def test_when_a_line_was_written_is_what_it_says(line: str, time: float) -> None:
-    assert time_of(line) == pytest.approx(time)
+    assert line_time(line) == pytest.approx(time)
 
 
 def test_without_a_zone_it_is_this_machines_time() -> None:
-    assert time_of("2026-11-23 12:00:00,250 INFO x") == datetime(2026, 11, 23, 12).timestamp() + 0.25
+    assert line_time("2026-11-23 12:00:00,250 INFO x") == datetime(2026, 11, 23, 12).timestamp() + 0.25
 
 
 @given(st.text(max_size=60))
 def test_no_line_breaks_the_look_at_its_time(line: str) -> None:
-    time_of(line)
-    time_of(f"2026-{line}")
+    line_time(line)
+    line_time(f"2026-{line}")
 
 
 NAMES = [
@@ -239,7 +239,7 @@ def chosen(phase: JobPhase = JobPhase.RUNNING, **ask: object) -> list[tuple[str,
     living = [worker("rollout-node-0-aaaaaaaa", "rollout"), worker("train-node-0-bbbbbbbb", "train", 0)]
     workers = {} if phase.ended else {one.instance: one for one in living}
     request = pb.StreamLogsRequest(job="u", **ask)  # type: ignore[arg-type]
-    return [(log.instance, log.rank) for log in wanted(NAMES, Path("/r"), mirror, workers, request)]
+    return [(log.instance, log.rank) for log in select_logs(NAMES, Path("/r"), mirror, workers, request)]
 
 
 ROLLOUT, RANK_0 = ("rollout-node-0-aaaaaaaa", None), ("train-node-0-bbbbbbbb", 0)
@@ -282,16 +282,16 @@ NODES, WORKERS = ("node-0", "node-1"), ("train-node-0-bbbbbbbb", "reward-node-0-
 )
 def test_whoever_is_registered_or_has_a_log_is_known(ask: dict[str, object]) -> None:
     request = pb.StreamLogsRequest(job="u", **ask)  # type: ignore[arg-type]
-    check_named(request, ["node-0"], WORKERS, names=NAMES, whole=True)
+    check_log_names(request, ["node-0"], WORKERS, names=NAMES, whole=True)
 
 
 def test_a_node_and_a_worker_that_nobody_knows_are_not_there() -> None:
     with pytest.raises(NodeNotFound, match="there is no node 'node-9', did you mean 'node-0'"):
-        check_named(pb.StreamLogsRequest(node="node-9"), ["node-0"], WORKERS, names=(), whole=True)
+        check_log_names(pb.StreamLogsRequest(node="node-9"), ["node-0"], WORKERS, names=(), whole=True)
     with pytest.raises(WorkerNotFound, match="no worker 'train-node-0-bbbbbbbc', did you mean 'train-node-0-bbbbbbbb'"):
-        check_named(pb.StreamLogsRequest(instance="train-node-0-bbbbbbbc"), NODES, WORKERS, names=NAMES, whole=True)
+        check_log_names(pb.StreamLogsRequest(instance="train-node-0-bbbbbbbc"), NODES, WORKERS, names=NAMES, whole=True)
     # Its log may lie on a node that was not looked at.
-    check_named(pb.StreamLogsRequest(instance="train-node-0-bbbbbbbc"), NODES, WORKERS, names=(), whole=False)
+    check_log_names(pb.StreamLogsRequest(instance="train-node-0-bbbbbbbc"), NODES, WORKERS, names=(), whole=False)
 
 
 WRONG = {
@@ -310,7 +310,7 @@ WRONG = {
 @pytest.mark.parametrize(("ask", "field"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_with_a_request_names_the_field(ask: dict[str, object], field: str) -> None:
     with pytest.raises(BadFields) as error:
-        check(pb.StreamLogsRequest(job="u", **ask))  # type: ignore[arg-type]
+        check_log_request(pb.StreamLogsRequest(job="u", **ask))  # type: ignore[arg-type]
     assert [one.field for one in error.value.violations] == [field]
 
 
@@ -322,9 +322,9 @@ async def test_logs_that_are_followed_bring_what_is_written_and_new_workers_unti
     first.write_text("2026-11-23T11:00:00Z before\n2026-11-23T12:00:01Z one\n  more of it\n")
     over = False
 
-    async def look() -> tuple[list[Log], bool]:
-        names = sorted(names_in(tmp_path))
-        return [Log(tmp_path / "logs" / name, name.removesuffix(".log"), "n", "train", 0) for name in names], over
+    async def look() -> tuple[list[WorkerLog], bool]:
+        names = sorted(log_names(tmp_path))
+        return [WorkerLog(tmp_path / "logs" / name, name.removesuffix(".log"), "n", "train", 0) for name in names], over
 
     clock = FakeClock()
     lines = LogStream(look, pb.StreamLogsRequest(follow=True, since=NOON), clock).lines()
@@ -358,9 +358,9 @@ async def test_a_stream_that_is_gone_on_with_tells_what_the_first_did_not(tmp_pa
     old, new = "2026-11-23T11:00:00Z before\n", "2026-11-23T12:00:01Z one\n  more\n  and more\n"
     first.write_text(old + new + "2026-11-23T11:00:00Z before\n  it, too\n2026-11-23T12:00:02Z two\n")
 
-    async def look() -> tuple[list[Log], bool]:
-        names = sorted(names_in(tmp_path))
-        return [Log(tmp_path / "logs" / name, name.removesuffix(".log"), "n", "train", 0) for name in names], True
+    async def look() -> tuple[list[WorkerLog], bool]:
+        names = sorted(log_names(tmp_path))
+        return [WorkerLog(tmp_path / "logs" / name, name.removesuffix(".log"), "n", "train", 0) for name in names], True
 
     async def told(**ask: Any) -> list[pb.LogLine]:
         return [line async for line in LogStream(look, pb.StreamLogsRequest(**ask), FakeClock()).lines()]
@@ -379,6 +379,6 @@ async def test_a_stream_that_is_gone_on_with_tells_what_the_first_did_not(tmp_pa
 
 
 def test_a_folder_that_is_not_there_has_no_logs(tmp_path: Path) -> None:
-    assert names_in(tmp_path / "nowhere") == []
+    assert log_names(tmp_path / "nowhere") == []
     os.close(os.open(tmp_path / "logs", os.O_CREAT | os.O_WRONLY))
-    assert names_in(tmp_path) == []
+    assert log_names(tmp_path) == []

@@ -17,10 +17,10 @@ from gcore.system.daemon import (
     LEVEL_VARIABLE,
     MOST_CHARACTERS,
     JsonFormatter,
-    about,
-    choose,
-    set_up,
-    told_of,
+    choose_log_format,
+    log_environment,
+    set_log_context,
+    set_up_logging,
 )
 
 
@@ -61,14 +61,14 @@ def test_a_defects_trace_is_in_the_line_and_long_messages_are_cut() -> None:
 
 async def test_a_line_is_about_the_job_whose_task_writes_it() -> None:
     stream = io.StringIO()
-    set_up({"controller": "node-1"}, environment={FORMAT_VARIABLE: "json"}, stream=stream)
+    set_up_logging({"controller": "node-1"}, environment={FORMAT_VARIABLE: "json"}, stream=stream)
 
     async def deeper(name: str) -> None:
         await asyncio.sleep(0)
         logging.getLogger("gcore.test").info("done by %s", name)
 
     async def work(name: str, step: list[int]) -> None:
-        about(lambda: {"job": name, "step": step[0]})
+        set_log_context(lambda: {"job": name, "step": step[0]})
         await asyncio.create_task(deeper(name))
         step[0] += 1
         await deeper(name)
@@ -83,10 +83,13 @@ async def test_a_line_is_about_the_job_whose_task_writes_it() -> None:
 
 def test_a_process_writes_as_its_environment_says_and_of_what_it_was_started_for() -> None:
     stream = io.StringIO()
-    environment = {LEVEL_VARIABLE: "warning", **told_of({"worker": "w1", "job": "j", "rank": 0, "role": "", "x": None})}
-    choose("json", environment)
-    choose("text", environment)
-    set_up(environment=environment, stream=stream)
+    environment = {
+        LEVEL_VARIABLE: "warning",
+        **log_environment({"worker": "w1", "job": "j", "rank": 0, "role": "", "x": None}),
+    }
+    choose_log_format("json", environment)
+    choose_log_format("text", environment)
+    set_up_logging(environment=environment, stream=stream)
     logging.getLogger("a").info("not told")
     logging.getLogger("a").warning("told")
     (line,) = stream.getvalue().splitlines()
@@ -96,13 +99,15 @@ def test_a_process_writes_as_its_environment_says_and_of_what_it_was_started_for
 @pytest.mark.parametrize("said", ["not json", "[1]", '"x"', "{"])
 def test_what_it_was_started_for_may_be_anything(said: str) -> None:
     stream = io.StringIO()
-    set_up(environment={FORMAT_VARIABLE: "json", "GCORE_LOG_ABOUT": said, LEVEL_VARIABLE: "loud"}, stream=stream)
+    set_up_logging(
+        environment={FORMAT_VARIABLE: "json", "GCORE_LOG_ABOUT": said, LEVEL_VARIABLE: "loud"}, stream=stream
+    )
     logging.getLogger("a").info("told")
     assert json.loads(stream.getvalue())["message"] == "told"
 
 
 def test_without_a_word_lines_are_for_people() -> None:
     stream = io.StringIO()
-    set_up(environment={}, stream=stream)
+    set_up_logging(environment={}, stream=stream)
     logging.getLogger("a").info("told")
     assert stream.getvalue().endswith(" INFO a: told\n")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from gcore.data.tokenizer import AT_ONCE, PER_TOKEN, ModelTokenizer, TooLong, aside, check_length
+from gcore.data.tokenizer import AT_ONCE, PER_TOKEN, ModelTokenizer, TextTooLong, check_length, run_by_size
 
 
 def pieces() -> ModelTokenizer:
@@ -52,7 +52,7 @@ def test_only_what_is_too_long_is_refused_by_its_beginning(
     least = -1
     try:
         check_length(text, room, encode)
-    except TooLong as error:
+    except TextTooLong as error:
         least = error.tokens
     assert all(length <= max(AT_ONCE, PER_TOKEN * room) for length in lengths)
     assert least < 0 or len(encode(text)) > least >= room
@@ -65,7 +65,7 @@ def test_a_text_of_any_length_passes_where_there_is_no_limit() -> None:
 
 async def test_much_work_is_done_in_a_thread_and_little_at_once() -> None:
     here = threading.get_ident()
-    assert await aside(AT_ONCE, threading.get_ident) == here
-    assert await aside(AT_ONCE + 1, threading.get_ident) != here
-    with pytest.raises(TooLong, match="more than 3 tokens"):
-        await aside(AT_ONCE + 1, lambda: check_length("1" * 9000, 3, lambda text: "1" * 7))
+    assert await run_by_size(AT_ONCE, threading.get_ident) == here
+    assert await run_by_size(AT_ONCE + 1, threading.get_ident) != here
+    with pytest.raises(TextTooLong, match="more than 3 tokens"):
+        await run_by_size(AT_ONCE + 1, lambda: check_length("1" * 9000, 3, lambda text: "1" * 7))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.local import shared_memory_gib
+from controllers.cli.local import memory_share_gib
 from controllers.cluster import registration as machine
-from controllers.cluster.registration import Gpu, gpus_in, node_facts, slot_facts
+from controllers.cluster.registration import Gpu, node_facts, parse_gpus, slot_facts
 from gcore.ledger.records.cluster import NodeFacts, SlotFacts
 from gcore.ledger.records.job import NodeRecord
 from gcore.system.memory import HostMemory, group_limits, host_memory
@@ -60,7 +60,7 @@ async def test_a_driver_that_hangs_holds_no_daemon_up(monkeypatch: pytest.Monkey
 
 
 def test_a_driver_that_knows_no_parts_tells_whole_gpus() -> None:
-    assert gpus_in("NVIDIA L4, 23034, [N/A]\n") == (Gpu("NVIDIA L4", 22.494),)
+    assert parse_gpus("NVIDIA L4, 23034, [N/A]\n") == (Gpu("NVIDIA L4", 22.494),)
 
 
 @given(st.lists(st.sampled_from([H200, Gpu("NVIDIA L4", 22.5), Gpu("NVIDIA L4", 22.4)]), min_size=1, max_size=4))
@@ -74,7 +74,7 @@ def test_where_gpus_differ_no_slot_is_told_more_than_the_least(gpus: list[Gpu]) 
 
 @given(st.integers(1, 64), st.integers(1, 16))
 def test_daemons_of_one_machine_share_its_memory(slots: int, daemons: int) -> None:
-    share = shared_memory_gib(slots, slots * daemons)
+    share = memory_share_gib(slots, slots * daemons)
     if daemons == 1:
         assert share is None
     else:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from gcore.errors import UsageError
-from placement.mapping.cluster import DEVICES, Cluster, cluster_of
+from placement.mapping.cluster import DEVICES, ClusterSpec, parse_cluster
 
 NODE: dict[str, Any] = {"accelerators": 8, "device": "h100", "host_memory_gib": 1000}
 
 
-def of(*nodes: dict[str, Any], **more: Any) -> Cluster:
-    return cluster_of({"nodes": list(nodes)} | more, where="c.yaml")
+def of(*nodes: dict[str, Any], **more: Any) -> ClusterSpec:
+    return parse_cluster({"nodes": list(nodes)} | more, where="c.yaml")
 
 
 def test_slots_and_nodes_are_counted() -> None:
@@ -76,6 +76,6 @@ def test_every_device_has_a_source_and_figures_above_zero() -> None:
 )
 def test_what_is_wrong_is_said_in_one_sentence_with_the_key(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
-        cluster_of(tree, where="c.yaml")
+        parse_cluster(tree, where="c.yaml")
     assert str(caught.value).startswith("c.yaml: ")
     assert "\n" not in str(caught.value)

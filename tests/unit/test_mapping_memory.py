@@ -19,27 +19,27 @@ from gcore.train import batching as logprobs
 from gcore.train.backends import deepspeed as trained
 from placement.mapping import memory, workload
 from placement.mapping.memory import (
-    activations,
+    activation_bytes,
     checkpoint_bytes,
-    engine_need,
+    engine_memory,
     micro_tokens,
     rank_host_bytes,
     rank_needs,
-    rows_in,
+    rows_in_cache,
 )
-from placement.mapping.workload import Training
+from placement.mapping.workload import TrainWorkload
 
 stages = st.sampled_from([1, 2, 3])
 ranks = st.integers(1, 64)
 
 
-def total(training: Training, size: int) -> int:
+def total(training: TrainWorkload, size: int) -> int:
     """Bytes of a rank while it computes."""
     needs = rank_needs(training, size, gpu=True)
     return sum(need.stays for need in needs) + max(need.works for need in needs)
 
 
-def training(**more: Any) -> Training:
+def training(**more: Any) -> TrainWorkload:
     return replace(work(SMALL).training, **more)
 
 
@@ -68,13 +68,13 @@ def test_a_higher_stage_keeps_less_of_what_stays(size: int) -> None:
 def test_more_tokens_at_once_never_take_less(tokens: int, more: int, size: int) -> None:
     shape = SMALL
     little, much = training(micro_tokens=tokens), training(micro_tokens=tokens + more)
-    assert activations(shape, little, size) <= activations(shape, much, size)
+    assert activation_bytes(shape, little, size) <= activation_bytes(shape, much, size)
 
 
 @given(st.integers(1, 512), st.integers(1, 512), st.sampled_from(["torch", "sglang"]), st.booleans())
 def test_more_requests_at_once_never_take_less(rows: int, more: int, engine: Any, gpu: bool) -> None:
     served = replace(work(SMALL).rollout, engine=engine)
-    one, other = (engine_need(served, size=1, rows=count, gpu=gpu) for count in (rows, rows + more))
+    one, other = (engine_memory(served, size=1, rows=count, gpu=gpu) for count in (rows, rows + more))
     assert one.wanted <= other.wanted
     assert one.stays(one.wanted) + one.works <= other.stays(other.wanted) + other.works
     assert one.weights == other.weights
@@ -83,7 +83,7 @@ def test_more_requests_at_once_never_take_less(rows: int, more: int, engine: Any
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 256))
 def test_an_engine_over_more_slots_takes_less_of_each(size: int, rows: int) -> None:
     served = work(SEVEN).rollout
-    one, other = (engine_need(served, size=count, rows=rows, gpu=True) for count in (size, 2 * size))
+    one, other = (engine_memory(served, size=count, rows=rows, gpu=True) for count in (size, 2 * size))
     assert other.weights < one.weights
     assert other.cell <= one.cell
 
@@ -91,13 +91,16 @@ def test_an_engine_over_more_slots_takes_less_of_each(size: int, rows: int) -> N
 @given(st.integers(0, 1 << 24), st.integers(1, 256), st.sampled_from(["torch", "sglang"]))
 def test_what_runs_in_a_cache_is_at_least_one_and_at_most_what_is_wanted(cells: int, rows: int, engine: Any) -> None:
     served = replace(work(SMALL).rollout, engine=engine)
-    assert 1 <= rows_in(served, cells, rows) <= rows
-    wanted = engine_need(served, size=1, rows=rows, gpu=True).wanted
-    assert rows_in(served, wanted, rows) == rows
+    assert 1 <= rows_in_cache(served, cells, rows) <= rows
+    wanted = engine_memory(served, size=1, rows=rows, gpu=True).wanted
+    assert rows_in_cache(served, wanted, rows) == rows
 
 
 def test_checkpointed_activations_are_fewer() -> None:
-    assert activations(SEVEN, training(recomputes=True), 8) < activations(SEVEN, training(recomputes=False), 8) / 3
+    assert (
+        activation_bytes(SEVEN, training(recomputes=True), 8)
+        < activation_bytes(SEVEN, training(recomputes=False), 8) / 3
+    )
 
 
 def test_a_micro_batch_is_no_larger_than_what_a_rank_has_and_no_smaller_than_its_longest_sample() -> None:
@@ -131,7 +134,7 @@ def test_a_checkpoints_copy_is_twelve_bytes_a_parameter() -> None:
 def test_a_judge_that_classifies_keeps_no_cache_and_one_of_pairs_is_asked_more() -> None:
     said: dict[str, Any] = {"name": "c", "kind": "classifier", "model": {"path": "p"}, "template": "{{ response }}"}
     (classifier,) = work(SMALL, SMALL, judges=[said | {"name": "right"}]).judges
-    assert engine_need(classifier, size=1, rows=8, gpu=True).wanted == 0
+    assert engine_memory(classifier, size=1, rows=8, gpu=True).wanted == 0
     (plain,) = work(SMALL, SMALL).judges
     (pairs,) = work(SMALL, SMALL, judges=[JUDGE | {"mode": "pairwise", "opponents": 3, "votes": 2}]).judges
     assert pairs.requests == 6 * plain.requests

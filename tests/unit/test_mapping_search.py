@@ -10,11 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mapped_jobs import SEVEN, SEVENTY, SMALL, machines, model, spec, work
 
-from placement.mapping.cluster import Cluster, cluster_of
-from placement.mapping.memory import Memory, Room, room, within_memory
-from placement.mapping.search import First, Fit, Found, Machine, Misfits, first_split, search
-from placement.mapping.workload import Lengths, Way, Workload, _sizes, _splits, ways
-from placement.slots import Bounds, Split, feasible
+from placement.mapping.cluster import ClusterSpec, parse_cluster
+from placement.mapping.memory import MemoryFit, SlotMemory, bound_by_memory, fit_memory
+from placement.mapping.search import (
+    FirstLayout,
+    FittingLayout,
+    LayoutSearchResult,
+    MachineSpeed,
+    RejectedLayouts,
+    choose_first_layout,
+    search_layouts,
+)
+from placement.mapping.workload import MeanLengths, PoolLayout, Workload, _sizes, _splits, all_layouts
+from placement.slots import Split, SplitBounds, feasible
 
 models = st.sampled_from([SMALL, model(2048, 36, heads=16, kv_heads=2), SEVEN, SEVENTY])
 clusters = st.builds(
@@ -33,14 +41,14 @@ def jobs(draw: st.DrawFn) -> Workload:
     return work(draw(models), draw(st.none() | models), train=train, rollout={"engine": engine})
 
 
-def sizes(found: Found) -> set[Split]:
+def sizes(found: LayoutSearchResult) -> set[Split]:
     return {fit.way.split for fit in found.fits}
 
 
 @given(jobs(), clusters)
-def test_what_is_offered_fits_and_uses_no_slot_twice(job: Workload, cluster: Cluster) -> None:
-    limit = Memory.of(cluster).limit
-    for fit in search(job, cluster).fits:
+def test_what_is_offered_fits_and_uses_no_slot_twice(job: Workload, cluster: ClusterSpec) -> None:
+    limit = SlotMemory.of(cluster).limit
+    for fit in search_layouts(job, cluster).fits:
         split = fit.way.split
         together = [split.rollout, split.reward, split.train]
         assert (max(together) if split.mode == "colocated" else sum(together)) <= cluster.slots
@@ -55,14 +63,14 @@ def test_what_is_offered_fits_and_uses_no_slot_twice(job: Workload, cluster: Clu
 
 
 @given(jobs(), clusters)
-def test_the_same_question_has_the_same_answer(job: Workload, cluster: Cluster) -> None:
-    assert search(job, cluster) == search(job, cluster)
+def test_the_same_question_has_the_same_answer(job: Workload, cluster: ClusterSpec) -> None:
+    assert search_layouts(job, cluster) == search_layouts(job, cluster)
 
 
 @given(jobs(), clusters)
-def test_every_way_either_fits_or_is_counted_among_those_that_do_not(job: Workload, cluster: Cluster) -> None:
-    found = search(job, cluster)
-    tried = list(ways(cluster, job))
+def test_every_way_either_fits_or_is_counted_among_those_that_do_not(job: Workload, cluster: ClusterSpec) -> None:
+    found = search_layouts(job, cluster)
+    tried = list(all_layouts(cluster, job))
     assert len(set(tried)) == len(tried)
     assert len(found.fits) + sum(one.count for one in found.misfits) == len(tried)
     assert list(found.fits) == sorted(found.fits, key=lambda fit: (fit.times.step, fit.way))
@@ -70,19 +78,19 @@ def test_every_way_either_fits_or_is_counted_among_those_that_do_not(job: Worklo
 
 @given(jobs(), st.sampled_from([16, 24, 40, 80]))
 def test_more_memory_takes_no_way_away(job: Workload, memory: int) -> None:
-    little, much = (search(job, machines(1, 4, memory_gib=size)) for size in (memory, 2 * memory))
+    little, much = (search_layouts(job, machines(1, 4, memory_gib=size)) for size in (memory, 2 * memory))
     assert {fit.way for fit in little.fits} <= {fit.way for fit in much.fits}
 
 
 @given(models, st.integers(1, 63))
 def test_more_ranks_never_compute_longer_where_they_need_not_talk(shape: Any, ranks: int) -> None:
     cluster = machines(1, 64, link_gb_s=1e6)
-    machine, training = Machine.of(cluster), work(shape).training
+    machine, training = MachineSpeed.of(cluster), work(shape).training
     assert machine.train_s(training, 2 * ranks) <= machine.train_s(training, ranks) * 1.001
 
 
 def test_who_exceeds_what_by_how_much_is_said() -> None:
-    found = search(work(SEVEN, train={"advantage": "gae"}), machines(1, 4, memory_gib=80))
+    found = search_layouts(work(SEVEN, train={"advantage": "gae"}), machines(1, 4, memory_gib=80))
     said = [str(one.excess) for one in found.misfits if one.way.split.mode == "colocated"]
     assert any(
         text.startswith("policy training + critic training + rollout exceed 80 GiB on 4 slots by ") for text in said
@@ -94,76 +102,76 @@ def test_who_exceeds_what_by_how_much_is_said() -> None:
 def test_the_sentence_names_the_amount_that_is_lacking() -> None:
     job, way = (
         work(SEVEN),
-        next(one for one in ways(machines(1, 2), work(SEVEN)) if one.split.mode == "colocated"),
+        next(one for one in all_layouts(machines(1, 2), work(SEVEN)) if one.split.mode == "colocated"),
     )
     cluster = machines(1, 2, memory_gib=80)
-    excess = room(way, job, cluster, Memory.of(cluster))
-    assert not isinstance(excess, Room)
-    enough = machines(1, 2, memory_gib=(excess.over + Memory.of(cluster).limit) / 0.95 / 2**30 + 1e-6)
-    assert isinstance(room(way, job, enough, Memory.of(enough)), Room)
+    excess = fit_memory(way, job, cluster, SlotMemory.of(cluster))
+    assert not isinstance(excess, MemoryFit)
+    enough = machines(1, 2, memory_gib=(excess.over + SlotMemory.of(cluster).limit) / 0.95 / 2**30 + 1e-6)
+    assert isinstance(fit_memory(way, job, enough, SlotMemory.of(enough)), MemoryFit)
 
 
 def test_a_stage_that_would_fit_is_hinted_at() -> None:
-    found = search(work(SEVEN, train={"zero_stage": 1}), machines(1, 4, memory_gib=72))
+    found = search_layouts(work(SEVEN, train={"zero_stage": 1}), machines(1, 4, memory_gib=72))
     assert found.first is None
     assert any(hint.startswith("With train.zero_stage: ") and " would fit" in hint for hint in found.hints)
 
 
 def test_host_memory_is_a_limit_too() -> None:
-    found = search(work(SEVEN, train={"zero_stage": 3}), machines(1, 8, host_memory_gib=100))
+    found = search_layouts(work(SEVEN, train={"zero_stage": 3}), machines(1, 8, host_memory_gib=100))
     assert found.first is None
     assert any("of host memory" in str(one.excess) for one in found.misfits)
 
 
 def test_models_that_have_the_memory_in_turns_fit_where_all_of_them_at_once_do_not() -> None:
     job, cluster = work(SEVEN, SEVEN, train={"zero_stage": 3}), machines(1, 8, memory_gib=44)
-    together = [fit.way for fit in search(job, cluster).fits if fit.way.split.mode == "colocated"]
+    together = [fit.way for fit in search_layouts(job, cluster).fits if fit.way.split.mode == "colocated"]
     assert together
     assert all(way.asleep for way in together)
 
 
 def test_where_memory_is_the_hosts_or_phases_overlap_nobody_sleeps() -> None:
-    cores = cluster_of({"nodes": [{"accelerators": 4, "device": "cpu-core", "host_memory_gib": 64}]}, where="a test")
-    assert not any(way.asleep for way in ways(cores, work(SMALL)))
+    cores = parse_cluster({"nodes": [{"accelerators": 4, "device": "cpu-core", "host_memory_gib": 64}]}, where="a test")
+    assert not any(way.asleep for way in all_layouts(cores, work(SMALL)))
     ahead = work(SMALL, train={"old_logprobs": "engine"}, rollout={"staleness": 1})
-    assert not any(way.asleep for way in ways(machines(), ahead))
+    assert not any(way.asleep for way in all_layouts(machines(), ahead))
 
 
 def test_engines_that_sleep_on_other_pools_slots_are_counted() -> None:
     judge, train = model(5120, 48, heads=40, kv_heads=8), {"zero_stage": 3}
     fixed, moving = (work(SEVEN, judge, train=train, placement=said) for said in ({}, {"policy": "dynamic"}))
     cluster = machines(1, 8, memory_gib=192, host_memory_gib=400)
-    memory, way = Memory.of(cluster), Way(Split("coexisting", 2, 2, 4), 1, 1, False)
-    before, after = room(way, fixed, cluster, memory), room(way, moving, cluster, memory)
-    assert isinstance(before, Room)
+    memory, way = SlotMemory.of(cluster), PoolLayout(Split("coexisting", 2, 2, 4), 1, 1, False)
+    before, after = fit_memory(way, fixed, cluster, memory), fit_memory(way, moving, cluster, memory)
+    assert isinstance(before, MemoryFit)
     assert "of host memory" in str(after), "the judge's weights wait on every slot"
     roomy = machines(1, 8, memory_gib=192, host_memory_gib=4000)
-    with_sleepers = room(way, moving, roomy, memory)
-    assert isinstance(with_sleepers, Room)
+    with_sleepers = fit_memory(way, moving, roomy, memory)
+    assert isinstance(with_sleepers, MemoryFit)
     assert dict(with_sleepers.cells)["judge right"] <= dict(before.cells)["judge right"]
 
 
 def test_a_model_too_large_for_a_slot_is_planned_over_several_but_not_started() -> None:
     cluster, job = machines(2, 8, memory_gib=192, host_memory_gib=4000), work(SEVENTY, train={"zero_stage": 3})
-    found = search(job, cluster)
+    found = search_layouts(job, cluster)
     assert found.fits
     assert all(fit.way.rollout_size > 1 for fit in found.fits)
     assert found.first is None
-    nearest = first_split(job, cluster, Bounds(16, train_sizes=tuple(range(1, 17)), judged=False))
-    assert isinstance(nearest, Misfits)
+    nearest = choose_first_layout(job, cluster, SplitBounds(16, train_sizes=tuple(range(1, 17)), judged=False))
+    assert isinstance(nearest, RejectedLayouts)
     assert any("span several slots" in hint for hint in found.hints)
 
 
 def test_replicas_span_no_node_boundary_and_no_odd_share_of_heads() -> None:
-    spans = {way.rollout_size for way in ways(machines(2, 6), work(SEVENTY))}
+    spans = {way.rollout_size for way in all_layouts(machines(2, 6), work(SEVENTY))}
     assert spans == {1, 2}, "a node of six holds no whole number of fours"
-    assert {way.rollout_size for way in ways(machines(2, 8), work(SEVEN))} == {1, 2, 4}, "four key heads"
+    assert {way.rollout_size for way in all_layouts(machines(2, 8), work(SEVEN))} == {1, 2, 4}, "four key heads"
 
 
-EIGHT = Bounds(8, train_sizes=tuple(range(1, 9)))
+EIGHT = SplitBounds(8, train_sizes=tuple(range(1, 9)))
 
 
-def as_it_begins(job: Workload, fits: Sequence[Fit]) -> list[Fit]:
+def as_it_begins(job: Workload, fits: Sequence[FittingLayout]) -> list[FittingLayout]:
     """Of them, those in which a job can be begun as its spec stands, on GPUs."""
     asleep = job.turns[-1]
     alone = [f for f in fits if f.way.rollout_size == f.way.reward_size == 1]
@@ -172,26 +180,26 @@ def as_it_begins(job: Workload, fits: Sequence[Fit]) -> list[Fit]:
 
 def test_a_job_begins_with_the_best_that_can_be_started() -> None:
     job, cluster = work(SEVEN, SMALL, train={"zero_stage": 3}), machines()
-    first, found = first_split(job, cluster, EIGHT), as_it_begins(job, search(job, cluster).fits)
-    assert isinstance(first, First)
+    first, found = choose_first_layout(job, cluster, EIGHT), as_it_begins(job, search_layouts(job, cluster).fits)
+    assert isinstance(first, FirstLayout)
     assert first.split == next(fit for fit in found if not fit.room.bound).way.split
     assert f"nothing is measured yet: of {first.count} ways that fit it is predicted to take least, " in first.reason
 
 
 def test_a_job_begins_within_the_bounds_that_it_is_given() -> None:
     job, cluster = work(SEVEN, SMALL, train={"zero_stage": 3}), machines()
-    first = first_split(job, cluster, Bounds(8, train_sizes=(5,), colocated=False))
-    assert isinstance(first, First)
+    first = choose_first_layout(job, cluster, SplitBounds(8, train_sizes=(5,), colocated=False))
+    assert isinstance(first, FirstLayout)
     assert (first.split.mode, first.split.train) == ("coexisting", 5)
-    assert first_split(job, cluster, Bounds(8, train_sizes=(8,), colocated=False)) is None
+    assert choose_first_layout(job, cluster, SplitBounds(8, train_sizes=(8,), colocated=False)) is None
 
 
 @given(jobs(), clusters, st.booleans())
-def test_what_a_job_begins_with_fits_and_is_within_its_bounds(job: Workload, cluster: Cluster, timed: bool) -> None:
-    bounds = Bounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=bool(job.judges))
-    first = first_split(job, cluster, bounds, "" if timed else "nobody knows how fast it is")
-    fitting = as_it_begins(job, search(job, cluster).fits)
-    if not isinstance(first, First):
+def test_what_a_job_begins_with_fits_and_is_within_its_bounds(job: Workload, cluster: ClusterSpec, timed: bool) -> None:
+    bounds = SplitBounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=bool(job.judges))
+    first = choose_first_layout(job, cluster, bounds, "" if timed else "nobody knows how fast it is")
+    fitting = as_it_begins(job, search_layouts(job, cluster).fits)
+    if not isinstance(first, FirstLayout):
         # Of co-located worlds only the largest is within the bounds.
         assert not [fit for fit in fitting if fit.way.split in set(feasible(bounds))]
         return
@@ -202,11 +210,13 @@ def test_what_a_job_begins_with_fits_and_is_within_its_bounds(job: Workload, clu
 
 
 @given(jobs(), clusters, st.none() | st.integers(1, 24))
-def test_memory_takes_no_split_away_that_fits_and_leaves_some(job: Workload, cluster: Cluster, now: int | None) -> None:
+def test_memory_takes_no_split_away_that_fits_and_leaves_some(
+    job: Workload, cluster: ClusterSpec, now: int | None
+) -> None:
     judged = bool(job.judges)
-    bounds = Bounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=judged)
-    left = within_memory(bounds, job, cluster, now)
-    fitting = {fit.way.split for fit in as_it_begins(job, search(job, cluster).fits)}
+    bounds = SplitBounds(cluster.slots, train_sizes=tuple(range(1, cluster.slots + 1)), judged=judged)
+    left = bound_by_memory(bounds, job, cluster, now)
+    fitting = {fit.way.split for fit in as_it_begins(job, search_layouts(job, cluster).fits)}
     before, after = set(feasible(bounds)), set(feasible(left))
     assert fitting & before <= after <= before
     assert bool(after) == bool(before)
@@ -216,18 +226,18 @@ def test_memory_takes_no_split_away_that_fits_and_leaves_some(job: Workload, clu
 
 def test_what_cannot_fit_is_no_choice_for_a_policy() -> None:
     job, cluster = work(SEVEN, train={"zero_stage": 3}), machines(1, 8, memory_gib=40)
-    bounds = Bounds(8, train_sizes=tuple(range(1, 9)), judged=False)
-    left = within_memory(bounds, job, cluster)
+    bounds = SplitBounds(8, train_sizes=tuple(range(1, 9)), judged=False)
+    left = bound_by_memory(bounds, job, cluster)
     assert left.train_sizes, "some fit"
     assert min(left.train_sizes) > 1, "one rank has all of the optimizer's state"
-    assert within_memory(bounds, job, cluster, now=1).train_sizes[0] == 1, "but a world that is there fits"
+    assert bound_by_memory(bounds, job, cluster, now=1).train_sizes[0] == 1, "but a world that is there fits"
     hopeless = machines(1, 8, memory_gib=1)
-    assert within_memory(bounds, job, hopeless) == bounds, "where nothing fits, nothing is left out"
+    assert bound_by_memory(bounds, job, hopeless) == bounds, "where nothing fits, nothing is left out"
 
 
 def test_a_judge_that_is_slow_gets_more_slots() -> None:
     def reward(shape: Any) -> int:
-        fits = search(work(SMALL, shape, train={"zero_stage": 3}), machines(2)).fits
+        fits = search_layouts(work(SMALL, shape, train={"zero_stage": 3}), machines(2)).fits
         return next(fit.way.split.reward for fit in fits if fit.way.split.mode == "coexisting" and fit.way.starts)
 
     assert reward(SEVEN) > reward(SMALL)
@@ -237,7 +247,7 @@ def test_with_staleness_training_and_rollout_overlap() -> None:
     strict = work(SEVEN, train={"zero_stage": 3})
     ahead = work(SEVEN, train={"zero_stage": 3, "old_logprobs": "engine"}, rollout={"staleness": 1})
     times = [
-        next(fit.times for fit in search(job, machines()).fits if fit.way.split == Split("coexisting", 4, 0, 4))
+        next(fit.times for fit in search_layouts(job, machines()).fits if fit.way.split == Split("coexisting", 4, 0, 4))
         for job in (strict, ahead)
     ]
     assert times[0].step == pytest.approx(times[0].rollout + times[0].training + times[0].publishing)
@@ -246,18 +256,18 @@ def test_with_staleness_training_and_rollout_overlap() -> None:
 
 def test_a_job_that_is_shown_its_answers_waits_for_none() -> None:
     shown = work(SMALL, flow={"name": "sft"}, train={"loss": "sft", "old_logprobs": "current"})
-    fits = search(shown, machines()).fits
+    fits = search_layouts(shown, machines()).fits
     assert fits
     assert all(fit.times.rollout == 0 for fit in fits)
 
 
 def test_lengths_are_half_of_the_longest_unless_somebody_knows_them() -> None:
-    assert Lengths.guessed(spec(), SEVEN) == Lengths(256, 512)
-    assert Lengths.guessed(spec(), SEVEN, 100, 5000) == Lengths(100, 1024)
+    assert MeanLengths.guessed(spec(), SEVEN) == MeanLengths(256, 512)
+    assert MeanLengths.guessed(spec(), SEVEN, 100, 5000) == MeanLengths(100, 1024)
 
 
 def test_a_thousand_slots_are_searched_through_a_grid() -> None:
-    tried = list(ways(machines(128), work(SEVEN, SMALL)))
+    tried = list(all_layouts(machines(128), work(SEVEN, SMALL)))
     assert len(tried) < 30_000
     assert {way.split.train for way in tried} >= {1, 2, 64, 512}
 
@@ -271,7 +281,7 @@ def test_a_thousand_slots_are_searched_through_a_grid() -> None:
 def test_on_many_slots_some_of_the_splits_are_tried_and_all_of_these_are_found(
     slots: int, sizes: tuple[int, int], trains: set[int], colocated: bool
 ) -> None:
-    bounds = Bounds(slots, *sizes, tuple(sorted(trains)), True, colocated)
+    bounds = SplitBounds(slots, *sizes, tuple(sorted(trains)), True, colocated)
     tried = set(_sizes(slots))
     wanted = [one for one in feasible(bounds) if one.mode == "colocated" or one.reward // sizes[1] in tried]
     assert list(_splits(bounds)) == wanted
@@ -279,4 +289,4 @@ def test_on_many_slots_some_of_the_splits_are_tried_and_all_of_these_are_found(
 
 def test_the_ways_of_the_largest_cluster_are_told_at_once() -> None:
     for cluster in (machines(100_000, 1), machines(97, 1024, host_memory_gib=100_000)):
-        assert 1000 < len(list(ways(cluster, work(SEVEN, SEVEN)))) < 20_000
+        assert 1000 < len(list(all_layouts(cluster, work(SEVEN, SEVEN)))) < 20_000

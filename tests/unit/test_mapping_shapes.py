@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from gcore.errors import DataError
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.train.critic import make_value_model
-from placement.mapping.workload import KNOWN, READ, shape_of, sizes_in
+from placement.mapping.workload import KNOWN, READ, read_shape, relevant_sizes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -58,7 +58,7 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     config, tree = saved(kind, tmp_path, **more)
-    shape = shape_of(tree, where="here")
+    shape = read_shape(tree, where="here")
     with torch.device("meta"):
         assert shape.parameters == count(AutoModelForCausalLM.from_config(config))
     assert shape.context == config.max_position_embeddings
@@ -68,7 +68,7 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(
 @pytest.mark.parametrize("kind", KNOWN)
 def test_a_classifier_and_a_critic_have_a_head_of_one_number(kind: str, tmp_path: Path) -> None:
     config, tree = saved(kind, tmp_path, num_labels=1, tie_word_embeddings=True)
-    shape = shape_of(tree, where="here")
+    shape = read_shape(tree, where="here")
     with torch.device("meta"):
         classifier = AutoModelForSequenceClassification.from_config(config)
         critic = make_value_model(AutoModelForCausalLM.from_config(config), None)
@@ -86,8 +86,8 @@ def test_known_models_have_as_many_parameters_as_their_names_say() -> None:
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     }
-    assert shape_of(large, where="Llama 3 70B").parameters == 70_553_706_496
-    assert shape_of(QWEN | {"tie_word_embeddings": True}, where="Qwen2.5 0.5B").parameters == 494_032_768
+    assert read_shape(large, where="Llama 3 70B").parameters == 70_553_706_496
+    assert read_shape(QWEN | {"tie_word_embeddings": True}, where="Qwen2.5 0.5B").parameters == 494_032_768
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_known_models_have_as_many_parameters_as_their_names_say() -> None:
 )
 def test_a_configuration_that_says_no_size_is_refused(tree: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said.replace("?", r"\?")) as caught:
-        shape_of(tree, where="here")
+        read_shape(tree, where="here")
     assert str(caught.value).startswith("here: ")
     assert caught.value.fix is not None
 
@@ -113,7 +113,7 @@ def test_a_configuration_that_says_no_size_is_refused(tree: dict[str, Any], said
 @given(st.dictionaries(st.sampled_from([*SMALL, "model_type"]), st.none() | st.integers() | st.sampled_from(KNOWN)))
 def test_whatever_a_configuration_says_it_is_a_size_or_refused(tree: dict[str, Any]) -> None:
     with contextlib.suppress(DataError):
-        assert shape_of(tree, where="here").parameters > 0
+        assert read_shape(tree, where="here").parameters > 0
 
 
 anything = st.one_of(
@@ -128,13 +128,13 @@ configs = st.builds(
 
 @given(configs)
 def test_what_is_kept_of_a_configuration_says_what_the_whole_says_and_is_short(config: dict[str, Any]) -> None:
-    kept = sizes_in(config)
+    kept = relevant_sizes(config)
     assert len(json.dumps(kept)) < 2000
     assert ModelConfigs.model_validate_json(ModelConfigs(policy=kept).model_dump_json()).policy == kept
 
     def said(of: dict[str, Any]) -> Any:
         try:
-            return shape_of(of, where="here")
+            return read_shape(of, where="here")
         except DataError:
             return "refused"
 

@@ -12,7 +12,7 @@ from told_nodes import H100, QWEN, node
 
 from gcore.ledger.records.cluster import ModelConfigs
 from placement.mapping.cluster import DEVICES
-from placement.mapping.search import CALLED, Seen, seen, work_of
+from placement.mapping.search import CALLED, KnownNodes, describe_nodes, describe_workload
 from placement.mapping.workload import Workload
 from placement.slots import NodeSlots
 
@@ -22,8 +22,8 @@ def silent(name: str) -> NodeSlots:
 
 
 def test_a_device_that_is_known_by_its_drivers_name_has_its_figures_and_the_memory_that_the_driver_tells() -> None:
-    found = seen([node("a", 79.6, 79.6), node("b", 79.6, 79.5)])
-    assert isinstance(found, Seen)
+    found = describe_nodes([node("a", 79.6, 79.6), node("b", 79.6, 79.5)])
+    assert isinstance(found, KnownNodes)
     assert found.untimed == ""
     device = found.cluster.device
     assert (device.memory_gib, device.tflops) == (79.5, DEVICES["h100"].tflops)
@@ -35,15 +35,15 @@ def test_every_name_is_of_a_device_that_there_is() -> None:
 
 
 def test_of_a_device_that_is_not_known_memory_alone_is() -> None:
-    found = seen([node("a", 94.0, device="NVIDIA H100 NVL")])
-    assert isinstance(found, Seen)
+    found = describe_nodes([node("a", 94.0, device="NVIDIA H100 NVL")])
+    assert isinstance(found, KnownNodes)
     assert found.untimed == "how fast NVIDIA H100 NVL is is not known"
     assert found.cluster.device.memory_gib == 94.0
 
 
 def test_cores_share_their_hosts_memory() -> None:
-    found = seen([node("a", None, None, host=16.0)])
-    assert isinstance(found, Seen)
+    found = describe_nodes([node("a", None, None, host=16.0)])
+    assert isinstance(found, KnownNodes)
     assert not found.cluster.device.is_gpu
     assert found.cluster.host_gib_of_a_slot == 8.0
 
@@ -61,7 +61,7 @@ def test_cores_share_their_hosts_memory() -> None:
     ],
 )
 def test_what_is_not_known_has_a_sentence_in_its_place(nodes: list[NodeSlots], why: str) -> None:
-    found = seen(nodes)
+    found = describe_nodes(nodes)
     assert isinstance(found, str)
     assert why in found
 
@@ -78,8 +78,8 @@ gpus = st.builds(
 
 @given(st.lists(gpus, min_size=1, max_size=6))
 def test_what_is_planned_with_is_what_the_weakest_has(nodes: list[NodeSlots]) -> None:
-    found = seen(nodes)
-    assert isinstance(found, Seen)
+    found = describe_nodes(nodes)
+    assert isinstance(found, KnownNodes)
     facts = [one.facts for one in nodes if one.facts is not None]
     assert found.cluster.device.memory_gib == min(s.memory_gib for f in facts for s in f.slots if s.memory_gib)
     assert found.cluster.host_gib_of_a_slot == min(f.host_memory_gib for f in facts) / 2
@@ -89,7 +89,7 @@ def test_what_is_planned_with_is_what_the_weakest_has(nodes: list[NodeSlots]) ->
 
 def test_a_jobs_work_follows_from_what_was_kept_of_its_models() -> None:
     job: dict[str, Any] = {"judges": [JUDGE], "reward": {"judge": "right"}, "train": {"advantage": "gae"}}
-    found = work_of(spec(**job), ModelConfigs(policy=QWEN, judges={"right": QWEN}))
+    found = describe_workload(spec(**job), ModelConfigs(policy=QWEN, judges={"right": QWEN}))
     assert isinstance(found, Workload)
     assert [judge.name for judge in found.judges] == ["judge right"]
     assert set(found.training.models) == {"policy training", "critic training"}
@@ -104,6 +104,6 @@ def test_a_jobs_work_follows_from_what_was_kept_of_its_models() -> None:
     ],
 )
 def test_a_model_whose_size_is_not_known_is_told(models: ModelConfigs | None, why: str) -> None:
-    found = work_of(spec(judges=[JUDGE], reward={"judge": "right"}), models)
+    found = describe_workload(spec(judges=[JUDGE], reward={"judge": "right"}), models)
     assert isinstance(found, str)
     assert why in found

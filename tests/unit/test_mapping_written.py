@@ -15,23 +15,23 @@ from mapped_jobs import JUDGE, SEVEN, SMALL, machines, spec, work
 from controllers.cli.commands.plan import _nothing_fits
 from controllers.cli.view.plan import (
     LARGER,
-    Planned,
-    Section,
+    PlanReport,
+    YamlSection,
     _begins,
     _counted,
     advice,
-    left_standing,
-    less_cache,
-    pasted,
-    section_of,
-    with_section,
+    cache_hints,
+    lines_to_delete,
+    paste_section,
+    placement_section,
+    set_section,
     write_spec,
 )
 from gcore.config import load_spec
 from gcore.errors import UsageError
-from placement.mapping.memory import Excess, gib
-from placement.mapping.search import Found, Misfits, search
-from placement.mapping.workload import Lengths, Shapes
+from placement.mapping.memory import MemoryExcess, format_gib
+from placement.mapping.search import LayoutSearchResult, RejectedLayouts, search_layouts
+from placement.mapping.workload import JobShapes, MeanLengths
 
 HEAD = "name: j # its name\nmodel: {path: m}\ndata:\n  path: d\nflow: {steps: 3, groups_per_step: 64}\n"
 TRAINS = (
@@ -72,7 +72,7 @@ def test_what_is_written_says_the_placement_and_all_else_as_before(
     train: str,
     placement: str,
     rollout: str,
-    section: Section,
+    section: YamlSection,
 ) -> None:
     parts = {"train": train, "placement": placement, "rollout": rollout}
     text = HEAD + "".join(parts[name] for name in order)
@@ -82,7 +82,7 @@ def test_what_is_written_says_the_placement_and_all_else_as_before(
     (folder / "a.yaml").write_text(text)
     write_spec(folder / "a.yaml", folder / "b.yaml", section)
     written = yaml.safe_load((folder / "b.yaml").read_text())
-    assert written == with_section(yaml.safe_load(text), section)
+    assert written == set_section(yaml.safe_load(text), section)
     said = load_spec(folder / "b.yaml")
     assert said.placement.policy == section["placement"]["policy"]
     assert said.train.ranks == section.get("train", {}).get("ranks")
@@ -92,28 +92,30 @@ def test_what_is_written_says_the_placement_and_all_else_as_before(
 
 def test_a_policy_that_moves_slots_keeps_its_name_and_settings_and_begins_with_the_sizes() -> None:
     said = {"placement": {"policy": "dynamic"}}
-    fits = search(work(SEVEN, SMALL, train={"zero_stage": 3}, **said), machines()).fits
+    fits = search_layouts(work(SEVEN, SMALL, train={"zero_stage": 3}, **said), machines()).fits
     apart = next(fit for fit in fits if fit.way.split.mode == "coexisting" and fit.way.starts)
     job = spec(judges=[JUDGE], reward={"judge": "right"}, **said)
-    section = section_of(job, apart)
+    section = placement_section(job, apart)
     split = apart.way.split
     assert section["placement"] == {"policy": "dynamic", "train": split.train, "reward": split.reward}
     tree = {"placement": {"policy": "dynamic", "dry_run": True, "memory": "kept"}, "train": {"ranks": 1}}
-    written = with_section(tree, section)
+    written = set_section(tree, section)
     assert written["placement"] == {"dry_run": True, "memory": "kept"} | section["placement"]
     assert written["train"] == {}
     together = next(fit for fit in fits if fit.way.split.mode == "colocated" and fit.way.starts)
-    assert section_of(job, together)["placement"].keys() == {"policy", "memory"}
-    assert "train" not in section_of(job, together)
+    assert placement_section(job, together)["placement"].keys() == {"policy", "memory"}
+    assert "train" not in placement_section(job, together)
 
 
 def test_who_has_the_memory_is_said_where_slots_are_shared_and_only_there() -> None:
-    fits = search(work(SEVEN, train={"zero_stage": 3}), machines()).fits
+    fits = search_layouts(work(SEVEN, train={"zero_stage": 3}), machines()).fits
     for mode, memory in (("colocated", {"kept", "in_turns"}), ("coexisting", {None})):
-        found = {section_of(spec(), fit)["placement"].get("memory") for fit in fits if fit.way.split.mode == mode}
+        found = {
+            placement_section(spec(), fit)["placement"].get("memory") for fit in fits if fit.way.split.mode == mode
+        }
         assert found == memory
     tree = {"placement": {"policy": "colocated", "memory": "in_turns"}}
-    assert "memory" not in with_section(tree, {"placement": {"policy": "static", "train": 1}})["placement"]
+    assert "memory" not in set_section(tree, {"placement": {"policy": "static", "train": 1}})["placement"]
 
 
 def test_comments_stay(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_comments_stay(tmp_path: Path) -> None:
 def test_a_spec_that_cannot_be_written_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(HEAD + ROLLOUTS[0])
     (tmp_path / "there.yaml").write_text("mine")
-    section: Section = {"placement": {"policy": "colocated"}, "train": {"ranks": 1}}
+    section: YamlSection = {"placement": {"policy": "colocated"}, "train": {"ranks": 1}}
     for target in (tmp_path / "there.yaml", tmp_path.parent / "x.yaml"):
         with pytest.raises(UsageError):
             write_spec(tmp_path / "a.yaml", target, section)
@@ -139,22 +141,22 @@ def test_an_engine_with_less_cache_than_it_wants_is_told_how_much_it_has() -> No
         "train": {"zero_stage": 3},
         "rollout": {"engine": "torch", "max_new_tokens": 8000, "batch_slots": 256},
     }
-    fits = search(work(SEVEN, **said), machines(memory_gib=60)).fits
+    fits = search_layouts(work(SEVEN, **said), machines(memory_gib=60)).fits
     bound = next(fit for fit in fits if fit.room.bound and fit.way.starts)
-    assert section_of(spec(**said), bound)["rollout"] == {"cache_tokens": dict(bound.room.cells)["rollout"]}
-    free = next(fit for fit in search(work(SMALL), machines()).fits if not fit.room.bound)
-    assert "rollout" not in section_of(spec(), free)
+    assert placement_section(spec(**said), bound)["rollout"] == {"cache_tokens": dict(bound.room.cells)["rollout"]}
+    free = next(fit for fit in search_layouts(work(SMALL), machines()).fits if not fit.room.bound)
+    assert "rollout" not in placement_section(spec(), free)
 
 
-def planned_of(found: Found, **said: Any) -> Planned:
+def planned_of(found: LayoutSearchResult, **said: Any) -> PlanReport:
     workload, nodes = work(SEVEN, **said), machines()
-    shapes = Shapes(SEVEN, None, {})
-    return Planned(spec(**said), nodes, shapes, Lengths(1.0, 1.0), workload, found)
+    shapes = JobShapes(SEVEN, None, {})
+    return PlanReport(spec(**said), nodes, shapes, MeanLengths(1.0, 1.0), workload, found)
 
 
 def test_a_policy_that_moves_slots_is_not_said_to_begin_with_a_world_that_it_does_not_know() -> None:
     said: dict[str, Any] = {"placement": {"policy": "dynamic"}, "train": {"zero_stage": 3}}
-    found = search(work(SEVEN, **said), machines())
+    found = search_layouts(work(SEVEN, **said), machines())
     planned, fixed = planned_of(found, **said), planned_of(found, train={"zero_stage": 3})
     together = [fit.way for fit in found.fits if fit.way.split.mode == "colocated" and fit.way.starts]
     assert {way.ranks for way in together if planned.begins(way)} == {planned.cluster.slots}
@@ -170,9 +172,9 @@ def test_a_policy_that_moves_slots_is_not_said_to_begin_with_a_world_that_it_doe
 
 
 def test_where_nothing_can_be_begun_with_a_sentence_says_so_whatever_is_nearest_to_it() -> None:
-    found = search(work(SEVEN, train={"zero_stage": 3}), machines())
+    found = search_layouts(work(SEVEN, train={"zero_stage": 3}), machines())
     over = tuple(fit for fit in found.fits if not fit.way.starts)[:1]
-    few = Misfits(over[0].way, Excess(("rollout",), 1, 8.0, 1.0, engines=True), 1)
+    few = RejectedLayouts(over[0].way, MemoryExcess(("rollout",), 1, 8.0, 1.0, engines=True), 1)
     for misfits in ((), (few,)):
         said = _nothing_fits(planned_of(replace(found, fits=over, misfits=misfits)), Path("c.yaml"))
         assert "no placement that can be begun with of job 'j' fits" in str(said)
@@ -182,7 +184,7 @@ def test_where_nothing_can_be_begun_with_a_sentence_says_so_whatever_is_nearest_
 
 def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
     base: dict[str, Any] = {"train": {"zero_stage": 3}}
-    found = search(work(SEVEN, **base), machines())
+    found = search_layouts(work(SEVEN, **base), machines())
     named = planned_of(found, placement={"policy": "static", "train": 6}, **base)
     assert named.stands is not None
     assert (named.stands.way.split.mode, named.stands.way.ranks) == ("coexisting", 6)
@@ -208,7 +210,7 @@ def test_what_the_spec_says_now_is_told_beside_what_it_should_say() -> None:
 
 def test_where_the_spec_names_no_number_of_ranks_it_is_said_where_the_number_comes_from() -> None:
     from_nodes = "1 rank, memory kept (a rank on each node, for train.ranks says nothing), predicted to take "
-    found = search(work(SMALL), machines(memory_gib=2000.0))
+    found = search_layouts(work(SMALL), machines(memory_gib=2000.0))
     shared = planned_of(found, placement={"memory": "kept"})
     assert shared.first is not None
     assert from_nodes in _begins(shared, shared.first)
@@ -218,33 +220,33 @@ def test_where_the_spec_names_no_number_of_ranks_it_is_said_where_the_number_com
 
 
 def test_who_pastes_a_section_is_told_what_of_the_spec_to_delete() -> None:
-    together: Section = {"placement": {"policy": "dynamic", "memory": "kept"}}
+    together: YamlSection = {"placement": {"policy": "dynamic", "memory": "kept"}}
     said = spec(placement={"policy": "dynamic", "train": 2, "reward": 1}, judges=[JUDGE], reward={"judge": "right"})
-    assert left_standing(said, together) == (
+    assert lines_to_delete(said, together) == (
         "delete placement.train and placement.reward, which the spec says of another placement",
     )
-    apart: Section = {"placement": {"policy": "static", "train": 2, "reward": 1}}
-    assert left_standing(said, apart) == ()
+    apart: YamlSection = {"placement": {"policy": "static", "train": 2, "reward": 1}}
+    assert lines_to_delete(said, apart) == ()
     ranks = spec(placement={"policy": "colocated", "memory": "kept"}, train={"ranks": 3})
-    assert left_standing(ranks, apart) == (
+    assert lines_to_delete(ranks, apart) == (
         "delete placement.memory and train.ranks, which the spec says of another placement",
     )
 
 
 def test_of_every_judge_with_less_cache_than_it_wants_a_line_says_what_to_write() -> None:
-    fit = next(iter(search(work(SEVEN, SMALL, train={"zero_stage": 3}), machines()).fits))
+    fit = next(iter(search_layouts(work(SEVEN, SMALL, train={"zero_stage": 3}), machines()).fits))
     cells = (("rollout", 100), ("judge right", 2048))
     bound = replace(fit, room=replace(fit.room, cells=cells, bound=("rollout", "judge right")))
-    assert less_cache(bound) == (
+    assert cache_hints(bound) == (
         "judge right has room for 2,048 tokens of cache; set its serving.cache_tokens, or it may take more",
     )
-    assert less_cache(replace(fit, room=replace(fit.room, bound=()))) == ()
+    assert cache_hints(replace(fit, room=replace(fit.room, bound=()))) == ()
 
 
 def advised(memory_gib: float, **said: Any) -> str:
     """What is said first of a job that does not fit on one such device."""
     workload, nodes = work(SEVEN, **said), machines(1, 1, memory_gib=memory_gib)
-    return advice(workload, nodes, next(iter(search(workload, nodes).misfits), None))
+    return advice(workload, nodes, next(iter(search_layouts(workload, nodes).misfits), None))
 
 
 def test_where_nothing_fits_the_largest_part_of_the_nearest_way_is_named_with_its_field() -> None:
@@ -259,26 +261,33 @@ def test_where_nothing_fits_the_largest_part_of_the_nearest_way_is_named_with_it
 
 def test_a_share_that_sglang_takes_is_named_with_the_argument_that_sets_it() -> None:
     workload, nodes = work(SEVEN, rollout={"engine": "sglang"}), machines()
-    way = next(iter(search(workload, nodes).misfits)).way
-    small = Excess(("rollout with one longest request",), 1, 1.0, 1.0, engines=True, where="SGLang's 0.5 of 80 GiB")
-    assert "raise it with rollout.engine_args: [--mem-fraction-static, SHARE]" in advice(
-        workload, nodes, Misfits(way, small, 1)
+    way = next(iter(search_layouts(workload, nodes).misfits)).way
+    small = MemoryExcess(
+        ("rollout with one longest request",), 1, 1.0, 1.0, engines=True, where="SGLang's 0.5 of 80 GiB"
     )
-    large = Excess(("rollout",), 1, 80.0, 1.0, engines=True)
+    assert "raise it with rollout.engine_args: [--mem-fraction-static, SHARE]" in advice(
+        workload, nodes, RejectedLayouts(way, small, 1)
+    )
+    large = MemoryExcess(("rollout",), 1, 80.0, 1.0, engines=True)
     assert "the share that SGLang takes for rollout, 39.8 GiB: lower it with rollout.engine_args" in advice(
-        workload, nodes, Misfits(way, large, 1)
+        workload, nodes, RejectedLayouts(way, large, 1)
     )
 
 
 def test_placements_that_fit_and_cannot_be_started_are_counted_as_such() -> None:
-    found = search(work(SEVEN, train={"zero_stage": 3}), machines())
+    found = search_layouts(work(SEVEN, train={"zero_stage": 3}), machines())
     wide = tuple(fit for fit in found.fits if not fit.way.starts)
     assert "of those that fit none can be started" in _counted(planned_of(replace(found, fits=wide)))
     assert "none can be started" not in _counted(planned_of(found))
 
 
 def test_memory_is_told_in_digits() -> None:
-    assert [gib(size * (1 << 30)) for size in (1220.4, 99.96, 11, 0.4)] == ["1,220 GiB", "100 GiB", "11 GiB", "0.4 GiB"]
+    assert [format_gib(size * (1 << 30)) for size in (1220.4, 99.96, 11, 0.4)] == [
+        "1,220 GiB",
+        "100 GiB",
+        "11 GiB",
+        "0.4 GiB",
+    ]
 
 
 WIDE: dict[str, Any] = {"rollout": {"engine": "sglang", "max_new_tokens": 1024}, "train": {"zero_stage": 3}}
@@ -289,7 +298,7 @@ def test_only_sglang_can_be_started_over_several_slots() -> None:
     mixed = WIDE | {"judges": [JUDGE], "reward": {"judge": "right"}}
     for said, rollout, reward in (({}, {1}, {1}), (WIDE, {1, 2, 4}, {1}), (mixed, {1, 2, 4}, {1})):
         judge = SMALL if "judges" in said else None
-        starting = [fit.way for fit in search(work(SEVEN, judge, **said), machines()).fits if fit.way.starts]
+        starting = [fit.way for fit in search_layouts(work(SEVEN, judge, **said), machines()).fits if fit.way.starts]
         assert {way.rollout_size for way in starting} == rollout
         assert {way.reward_size for way in starting} == reward
 
@@ -298,12 +307,12 @@ def test_engines_over_several_slots_are_written_into_the_spec_and_judges_keep_th
     tmp_path: Path,
 ) -> None:
     said = WIDE | {"judges": [SERVED], "reward": {"judge": "right"}}
-    fits = search(work(SEVEN, SMALL, **said), machines()).fits
+    fits = search_layouts(work(SEVEN, SMALL, **said), machines()).fits
     wide = next(f for f in fits if (f.way.rollout_size, f.way.reward_size, f.way.split.mode) == (2, 2, "coexisting"))
-    section = section_of(spec(**said), wide)
+    section = placement_section(spec(**said), wide)
     assert section["rollout"]["slots_per_engine"] == 2
     assert section["judges"] == {"right": {"slots_per_engine": 2}}
-    by_hand, besides = pasted(section)
+    by_hand, besides = paste_section(section)
     assert "judges" not in by_hand
     assert besides == ("set serving.slots_per_engine: 2 of judge right",)
     tree = {key: value for key, value in spec(**said).model_dump(mode="json", exclude_defaults=True).items() if value}
@@ -313,7 +322,9 @@ def test_engines_over_several_slots_are_written_into_the_spec_and_judges_keep_th
     assert (written.rollout.slots_per_engine, written.judges[0].serving.slots_per_engine) == (2, 2)
     assert written.judges[0].serving.engine == "sglang"
     assert (written.placement.train, written.placement.reward) == (wide.way.split.train, wide.way.split.reward)
-    assert section_of(written, wide).keys() <= {"placement", "rollout"}, "what it says already is not written again"
+    assert placement_section(written, wide).keys() <= {"placement", "rollout"}, (
+        "what it says already is not written again"
+    )
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "static"])
@@ -321,6 +332,6 @@ def test_what_the_job_begins_with_as_it_stands_has_engines_of_the_specs_own_size
     for size in (1, 2):
         said = WIDE | {"placement": {"policy": policy} | ({"train": 4} if policy == "static" else {})}
         said["rollout"] = said["rollout"] | {"slots_per_engine": size}
-        planned = planned_of(search(work(SEVEN, **said), machines()), **said)
+        planned = planned_of(search_layouts(work(SEVEN, **said), machines()), **said)
         assert planned.stands is not None
         assert planned.stands.way.rollout_size == size

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from gcore.ledger.records.chain import EndedRef, LogEntry
 from gcore.ledger.records.job import Evaluation, JobPhase, JobRecord, JobStatus
-from gcore.observability.metrics_file import Busy, MetricsFile, Source, Written, decode, encode, fresh, lacks, numbers
+from gcore.observability.metrics_file import (
+    FileBusy,
+    MetricsFile,
+    MetricsFileState,
+    MetricsSource,
+    decode_line,
+    encode_lines,
+    finite_numbers,
+    has_missing_lines,
+    missing_lines,
+)
 from gcore.types import PromptRef, Version
 
 JOB = JobRecord(uid="u1", name="job", spec={}, run_dir="/nowhere", created=0.0, prompts=10)
@@ -53,12 +63,12 @@ EVALUATIONS = {
 }
 
 
-def source(upto: int = len(CHAIN), *, since: int = 0, evaluations: bool = True, ended: bool = False) -> Source:
+def source(upto: int = len(CHAIN), *, since: int = 0, evaluations: bool = True, ended: bool = False) -> MetricsSource:
     status = JobStatus(phase=JobPhase.SUCCEEDED if ended else JobPhase.RUNNING, reason="done")
     known = {e.seq: e for e in CHAIN[since:upto]}
     versions = {(e.lineage, e.step) for e in CHAIN[:upto] if e.kind in ("base", "train")}
     shown = {k: e for k, e in EVALUATIONS.items() if evaluations and tuple(e.version) in versions}
-    return Source(JOB, status, known, shown)
+    return MetricsSource(JOB, status, known, shown)
 
 
 def nothing() -> dict[int, LogEntry]:
@@ -80,13 +90,14 @@ def told(run_dir: Path) -> list[str]:
 def in_order(upto: int = len(CHAIN), *, ended: bool = True) -> list[str]:
     return [
         json.dumps({k: v for k, v in line.items() if k != "time"})
-        for line in fresh(Written(), source(upto, ended=ended), 1.0)
+        for line in missing_lines(MetricsFileState(), source(upto, ended=ended), 1.0)
     ]
 
 
 def test_the_lines_follow_the_chain_with_each_evaluation_behind_its_step() -> None:
     kinds = [
-        (line["kind"], line.get("lineage"), line.get("step")) for line in fresh(Written(), source(ended=True), 1.0)
+        (line["kind"], line.get("lineage"), line.get("step"))
+        for line in missing_lines(MetricsFileState(), source(ended=True), 1.0)
     ]
     assert kinds == [
         ("start", 0, 0),
@@ -103,28 +114,28 @@ def test_the_lines_follow_the_chain_with_each_evaluation_behind_its_step() -> No
 
 
 def test_a_rollback_says_from_where_to_where_and_why() -> None:
-    (line,) = [one for one in fresh(Written(), source(), 1.0) if one["kind"] == "rollback"]
+    (line,) = [one for one in missing_lines(MetricsFileState(), source(), 1.0) if one["kind"] == "rollback"]
     assert (line["from_step"], line["step"], line["lineage"], line["reason"]) == (2, 1, 1, "a rank died")
 
 
 def test_a_step_has_its_numbers_and_counts_and_nothing_that_is_no_number() -> None:
     one = trained(1, 1, reward=0.5, loss=float("nan"), grad_norm=float("inf"))
-    (_, line) = fresh(Written(), Source(JOB, None, {0: CHAIN[0], 1: one}, {}), 1.0)
+    (_, line) = missing_lines(MetricsFileState(), MetricsSource(JOB, None, {0: CHAIN[0], 1: one}, {}), 1.0)
     assert line["metrics"] == {"reward": 0.5}
     assert (line["groups"], line["filtered"], line["failed"]) == (1, 1, 0)
-    assert decode(encode([line])[:-1]) == line
+    assert decode_line(encode_lines([line])[:-1]) == line
 
 
 def test_numbers_of_sections_carry_their_names() -> None:
     tree = {"accuracy": 0.5, "by_source": {"sums": {"accuracy": 1, "ok": True, "name": "x"}}}
-    assert numbers(tree) == {"accuracy": 0.5, "by_source/sums/accuracy": 1.0}
+    assert finite_numbers(tree) == {"accuracy": 0.5, "by_source/sums/accuracy": 1.0}
 
 
 def test_a_writer_adds_only_what_is_missing(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path)
     assert file.bring(source(3), 1.0, nothing) == 4
-    assert not lacks(file.written, source(3))
-    assert lacks(file.written, source(4))
+    assert not has_missing_lines(file.written, source(3))
+    assert has_missing_lines(file.written, source(4))
     assert file.bring(source(3), 1.0, nothing) == 0
     assert file.bring(source(), 1.0, nothing) == 5
     assert file.bring(source(ended=True), 1.0, nothing) == 1
@@ -193,16 +204,16 @@ def test_a_line_of_a_strangers_is_no_line_to_whoever_writes_or_reads(tmp_path: P
     with file.path.open("a") as strange:
         strange.write(f"{line}\n")
     MetricsFile(tmp_path).bring(source(ended=True), 1.0, nothing)
-    decoded = [decode(raw) for raw in file.path.read_bytes().splitlines()]
+    decoded = [decode_line(raw) for raw in file.path.read_bytes().splitlines()]
     assert decoded.count(None) == 1
-    file.path.write_bytes(encode([one for one in decoded if one is not None]))
+    file.path.write_bytes(encode_lines([one for one in decoded if one is not None]))
     assert told(tmp_path) == in_order()
 
 
 def test_who_finds_another_writing_does_not_wait(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(Busy):
+        with pytest.raises(FileBusy):
             MetricsFile(tmp_path).bring(source(), 1.0, nothing)
     assert MetricsFile(tmp_path).bring(source(), 1.0, nothing) > 0
 
@@ -237,7 +248,7 @@ def _write(run_dir: str) -> None:
             try:
                 file.bring(source(upto, ended=upto == len(CHAIN)), 1.0, nothing)
                 break
-            except Busy:
+            except FileBusy:
                 continue
 
 

@@ -14,9 +14,9 @@ from stored_job import RULES, StoredJob
 
 from gcore import schema
 from gcore.ledger import transactions
-from gcore.ledger.audit.audit import audit
+from gcore.ledger.audit.audit import audit_records
 from gcore.ledger.audit.receipts import Receipt
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal
 from gcore.schema import NEWEST_VERSION
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -28,11 +28,11 @@ OLDER = NEWEST_VERSION - 1
 def newest() -> Iterator[None]:
     """Whatever a test speaks, it is forgotten."""
     yield
-    schema.speak(NEWEST_VERSION)
+    schema.set_written_version(NEWEST_VERSION)
 
 
 def receipts_of(seal: Seal) -> list[Receipt]:
-    layout, found = balance(seal), []
+    layout, found = balance_samples(seal), []
     for rank in range(seal.world_size):
         samples: dict = {}
         for slot in layout.of_rank(rank):
@@ -46,12 +46,12 @@ def receipts_of(seal: Seal) -> list[Receipt]:
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([OLDER, NEWEST_VERSION]), st.booleans()), max_size=4), st.booleans())
 async def test_whoever_writes_which_step_the_chain_is_whole(history: list[tuple[int, bool]], rolls_back: bool) -> None:
-    schema.speak(OLDER)
+    schema.set_written_version(OLDER)
     job = StoredJob(MemoryStore(MemoryCluster(FakeClock())), "u", "a")
     await job.create()
     receipts: list[Receipt] = []
     for version, accounts in history:
-        schema.speak(version)
+        schema.set_written_version(version)
         if accounts:
             await job.won(job.accounting())
         await job.won(job.sealing())
@@ -65,5 +65,5 @@ async def test_whoever_writes_which_step_the_chain_is_whole(history: list[tuple[
     if rolls_back:
         await job.won(job.rolling_back())
     log = {seq: stored.record for seq, stored in job.mirror.log.items()}
-    found = audit(RULES, job.slots.head.record, log, receipts)
+    found = audit_records(RULES, job.slots.head.record, log, receipts)
     assert found.violations == ()

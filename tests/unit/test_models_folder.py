@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gcore.models.checks import check_code, check_weights, code_of, is_known, read_config
+from gcore.models.checks import check_code, check_weights, is_known, read_config, remote_code_files
 from gcore.models.hubs import ModelError
 from gcore.models.resolve import resolve_model
 
@@ -24,8 +24,8 @@ FILES = ("configuration_strange.py", "modeling_strange.py")
 
 
 def test_the_files_that_would_run_are_those_that_engines_and_ranks_import() -> None:
-    assert code_of(CODE) == FILES
-    assert code_of({"model_type": "qwen3"}) == ()
+    assert remote_code_files(CODE) == FILES
+    assert remote_code_files({"model_type": "qwen3"}) == ()
 
 
 def test_a_model_that_needs_its_own_code_is_refused_by_naming_the_file_and_the_field() -> None:
@@ -50,7 +50,7 @@ def test_code_of_another_model_is_refused_even_if_trusted() -> None:
 
 @pytest.mark.parametrize("table", [None, 3, [], {"AutoConfig": 5}, {"AutoConfig": "nodot"}], ids=repr)
 def test_a_strange_table_of_code_is_no_code(table: Any) -> None:
-    assert code_of({"auto_map": table}) == ()
+    assert remote_code_files({"auto_map": table}) == ()
 
 
 def test_whether_a_type_is_known_is_read_from_the_installed_transformers() -> None:

@@ -16,24 +16,24 @@ from hypothesis import strategies as st
 from ready_seals import ready_seal
 from torch import Tensor
 
-from controllers.cli.view.data import marked
-from controllers.flow.group_buffer import Holdings
+from controllers.cli.view.data import mark_observed_text
+from controllers.flow.group_buffer import GroupBuffer
 from gcore.api.v1 import jobs_pb2, train_pb2
 from gcore.config.train import TrainSpec
-from gcore.flows.filters import misfit
-from gcore.ledger.balance import balance
+from gcore.flows.filters import untrainable_reason
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import OfferedGroup, SealedGroup
-from gcore.observability.samples import kept_group
-from gcore.rollout.postprocess import penalized
+from gcore.observability.samples import make_kept_group
+from gcore.rollout.postprocess import penalize_sample
 from gcore.testing.judges import group_of
 from gcore.train.advantages import advantages, value_targets
-from gcore.train.batching import Feeding, Inputs, Place, Step, cut_step, score
+from gcore.train.batching import BatchIndex, Feeding, ModelInputs, StepTensors, cut_step, score_batch
 from gcore.train.loss import Losses, Targets
-from gcore.train.metrics import Tally
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work, _lacking
+from gcore.train.metrics import TrainStepMetrics
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample, _lacking
 from gcore.train.rank.messages import FeedDamaged, _sample, read_payload, write_payload
-from gcore.train.step import trained
-from gcore.types import Group, PromptRef, Range, Sample, Version, VersionSpan, misplaced
+from gcore.train.step import trained_mask
+from gcore.types import Group, PromptRef, Range, Sample, Version, VersionSpan, range_problem
 
 VOCABULARY = 11
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def told_group(observed: tuple[Range, ...] = ((2, 4),)) -> Group:
     ],
 )
 def test_ranges_ascend_and_do_not_touch(ranges: tuple[Range, ...], length: int, fine: bool) -> None:
-    assert (misplaced(ranges, length) == "") is fine
+    assert (range_problem(ranges, length) == "") is fine
 
 
 def test_a_sample_that_heard_nothing_has_the_digest_that_it_always_had() -> None:
@@ -97,19 +97,19 @@ def test_ranges_that_are_none_are_refused_even_with_their_digest(ranges: tuple[R
     part = train_pb2.FeedPayload.FromString(write_payload([(bent, frozenset({0}))])).groups[0].samples[0]
     with pytest.raises(FeedDamaged, match="ranges ascend"):
         _sample(part, bent.samples[0].digest(), "here")
-    assert "misplaced" in (misfit(bent, TrainSpec(loss="sft")) or "")
+    assert "misplaced" in (untrainable_reason(bent, TrainSpec(loss="sft")) or "")
 
 
 def test_a_response_of_which_the_policy_made_nothing_is_not_trained() -> None:
     whole = len(group_of([1.0]).samples[0].token_ids)
-    assert "made no token" in (misfit(told_group(((0, whole),)), TrainSpec()) or "")
-    assert misfit(told_group(), TrainSpec()) is None
+    assert "made no token" in (untrainable_reason(told_group(((0, whole),)), TrainSpec()) or "")
+    assert untrainable_reason(told_group(), TrainSpec()) is None
 
 
 def test_an_offer_tells_how_much_was_observed_and_only_if_something_was() -> None:
     offered = []
     for group in (told_group(), group_of([1.0, 0.0])):
-        holdings = Holdings()
+        holdings = GroupBuffer()
         holdings.keep(group)
         offered += holdings.offers.values()
     length = len(group_of([1.0]).samples[0].token_ids)
@@ -121,7 +121,7 @@ def test_only_what_the_policy_made_is_too_long() -> None:
     group = told_group()
     length = len(group.samples[0].token_ids)
     told, alone = (
-        penalized(sample, longest=length, cache=2, penalty=1.0)
+        penalize_sample(sample, longest=length, cache=2, penalty=1.0)
         for sample in (group.samples[0], replace(group.samples[0], observed=()))
     )
     assert told.reward == group.samples[0].reward
@@ -131,12 +131,12 @@ def test_only_what_the_policy_made_is_too_long() -> None:
 def test_what_was_observed_is_kept_for_people_and_marked() -> None:
     group = told_group()
     told = replace(group.samples[0], text="6*7=<<6*7>>42 so 42", observed_text=((11, 13),))
-    kept = kept_group(replace(group, samples=(told,)), "d", "p", "", "n.a", 12).samples[0]
+    kept = make_kept_group(replace(group, samples=(told,)), "d", "p", "", "n.a", 12).samples[0]
     assert (kept.observed, kept.observed_tokens) == (((11, 12),), 2)
     message = jobs_pb2.SampleResponse(
         text=jobs_pb2.SampleText(text=told.text), observed=[jobs_pb2.ObservedText(start=11, end=13)]
     )
-    assert marked(message) == "6*7=<<6*7>>⟦42⟧ so 42"
+    assert mark_observed_text(message) == "6*7=<<6*7>>⟦42⟧ so 42"
 
 
 def test_a_rank_refuses_a_sample_that_observed_more_than_the_seal_says() -> None:
@@ -171,7 +171,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
     return Drawn(length, tuple(zip(edges[::2], edges[1::2], strict=True)))
 
 
-def work_of(samples: Sequence[Drawn], noise: Sequence[float]) -> Work:
+def work_of(samples: Sequence[Drawn], noise: Sequence[float]) -> StepInput:
     """One group; what engines are said to have drawn observations with is `noise`, which nothing may look at."""
     rng = np.random.default_rng(5)
     held = {}
@@ -180,8 +180,8 @@ def work_of(samples: Sequence[Drawn], noise: Sequence[float]) -> Work:
         for start, end in one.observed:
             logprobs[start:end] = noise[number % len(noise)]
         tokens = rng.integers(0, VOCABULARY, one.length).astype(np.int32)
-        held[number] = HeldSample(tokens, logprobs, float(number), observed=one.observed)
-    group = HeldGroup(PromptRef(0, 0, 0), "d", np.array([3, 4], np.int32), held)
+        held[number] = TrainSample(tokens, logprobs, float(number), observed=one.observed)
+    group = TrainGroup(PromptRef(0, 0, 0), "d", np.array([3, 4], np.int32), held)
     told = tuple(one.length - len(one.own) for one in samples)
     sealed = SealedGroup(
         ref=group.ref,
@@ -193,7 +193,7 @@ def work_of(samples: Sequence[Drawn], noise: Sequence[float]) -> Work:
         observed=told if any(told) else (),
     )
     seal = ready_seal([sealed])
-    return Work(seal, balance(seal), 0, {"d": group})
+    return StepInput(seal, balance_samples(seal), 0, {"d": group})
 
 
 class Alone:
@@ -204,14 +204,14 @@ class Alone:
         return list(values)
 
 
-def cut(work: Work, train: TrainSpec, packing: Any = "packed") -> Step:
+def cut(work: StepInput, train: TrainSpec, packing: Any = "packed") -> StepTensors:
     return cut_step(work, train, Feeding(packing, VOCABULARY, CPU))
 
 
 def bigram(table: Tensor) -> Any:
     """A model whose logits follow from the token before only; exact, in float64."""
 
-    def logits_of(inputs: Inputs) -> Tensor:
+    def logits_of(inputs: ModelInputs) -> Tensor:
         if inputs.positions is not None:
             return table[inputs.tokens[0, inputs.columns]]
         every = table[inputs.tokens[:, inputs.columns]].reshape(-1, VOCABULARY)
@@ -220,11 +220,13 @@ def bigram(table: Tensor) -> Any:
     return logits_of
 
 
-def loss_of(step: Step, table: Tensor, train: TrainSpec, gains: Mapping[Place, Tensor], correction: str) -> Tensor:
+def loss_of(
+    step: StepTensors, table: Tensor, train: TrainSpec, gains: Mapping[BatchIndex, Tensor], correction: str
+) -> Tensor:
     """The loss of the step's one update, as a rank adds it up."""
     losses = Losses(train, correction, 7.0)
-    scores = {place: score(bigram(table), step.at(place)) for place in step.places()}
-    kept = trained(step, losses, {place: one.logp.detach() for place, one in scores.items()}, Alone())
+    scores = {place: score_batch(bigram(table), step.at(place)) for place in step.places()}
+    kept = trained_mask(step, losses, {place: one.logp.detach() for place, one in scores.items()}, Alone())
     (count,) = kept.counts
     total = torch.zeros((), dtype=torch.float64)
     for place, one in scores.items():
@@ -235,7 +237,7 @@ def loss_of(step: Step, table: Tensor, train: TrainSpec, gains: Mapping[Place, T
 
 
 def by_definition(
-    samples: Sequence[Drawn], work: Work, table: Tensor, train: TrainSpec, gains: Sequence[float]
+    samples: Sequence[Drawn], work: StepInput, table: Tensor, train: TrainSpec, gains: Sequence[float]
 ) -> Tensor:
     """PPO's loss over the policy's tokens, one after the other."""
     (group,) = work.groups.values()
@@ -338,7 +340,7 @@ def test_counts_means_and_whitening_are_over_the_policys_own_tokens(samples: lis
     assert len(whole) == own
     assert abs(float(whole.mean())) < 1e-5
     assert all(not found[place][~step.at(place).mask].any() for place in step.places())
-    tally = Tally()
+    tally = TrainStepMetrics()
     for slot in step.work.layout.of_rank(0):
         tally.sample(step.reward(slot), step.work.seal.groups[slot.group], slot.sample)
     for place in step.places():

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.rollout.length_prediction import NONE, Siblings, SourceLengths, left
-from placement.lending import tail_of
+from gcore.rollout.length_prediction import NONE, SiblingLengths, SourceLengths, tokens_left
+from placement.lending import response_tail
 
 LONGEST = 6600
 lengths = st.integers(0, 9000)
@@ -34,22 +34,22 @@ def test_it_is_never_less_than_nothing_or_more_than_there_is_room_for(
     recent: list[list[int]], before: list[int], finished: list[int], growing: list[int], longest: int
 ) -> None:
     source = SourceLengths.of(recent)
-    found = left(source, Siblings.of(source, before), finished, growing, longest)
+    found = tokens_left(source, SiblingLengths.of(source, before), finished, growing, longest)
     assert math.isfinite(found)
     assert 0.0 <= found <= sum(max(longest - so_far, 0) for so_far in growing) + 1e-6
 
 
 def test_nothing_is_left_of_nothing_and_all_of_what_nobody_knows() -> None:
-    assert left(SourceLengths.of([[5, 9]]), NONE, [5], [], 100) == 0.0
-    assert left(SourceLengths.of([]), NONE, [], [10, 0], 100) == 190.0
+    assert tokens_left(SourceLengths.of([[5, 9]]), NONE, [5], [], 100) == 0.0
+    assert tokens_left(SourceLengths.of([]), NONE, [], [10, 0], 100) == 190.0
 
 
 def test_who_outlived_the_others_by_far_is_expected_to_be_of_a_long_prompt() -> None:
     chance = random.Random(1)
     source = SourceLengths.of([drawn(chance, 0.7, 8) for _ in range(64)])
-    beside_short = left(source, NONE, [100, 120, 140], [500], LONGEST)
-    alone = left(source, NONE, [], [500], LONGEST)
-    beside_long = left(source, NONE, [], [500] * 4, LONGEST) / 4
+    beside_short = tokens_left(source, NONE, [100, 120, 140], [500], LONGEST)
+    alone = tokens_left(source, NONE, [], [500], LONGEST)
+    beside_long = tokens_left(source, NONE, [], [500] * 4, LONGEST) / 4
     assert beside_short < alone < beside_long
 
 
@@ -63,13 +63,15 @@ def test_of_a_step_under_way_it_knows_more_than_how_many_are_left(likeness: floa
         chance = random.Random(f"{likeness} {seed}")
         recent = [[drawn(chance, likeness, 8) for _ in range(32)] for _ in range(2)]
         source = SourceLengths.of(group for step in recent for group in step)
-        tail = tail_of([[length for group in step for length in group] for step in recent])
+        tail = response_tail([[length for group in step for length in group] for step in recent])
         now = [drawn(chance, likeness, 8) for _ in range(32)]
         every = sorted(length for group in now for length in group)
         so_far = every[int(share * len(every))]
         going = [length - so_far for length in every if length > so_far]
         told = sum(
-            left(source, NONE, [n for n in group if n <= so_far], [so_far] * sum(n > so_far for n in group), LONGEST)
+            tokens_left(
+                source, NONE, [n for n in group if n <= so_far], [so_far] * sum(n > so_far for n in group), LONGEST
+            )
             for group in now
         )
         missed += abs(math.log(told / sum(going)))

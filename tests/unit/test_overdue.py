@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from job_views import running_job
 
-from controllers.rules.view import Waits, turn
-from controllers.rules.waits import LOCAL, PATIENCE_S, WHOLE, Wait, overdue, sentence
-from controllers.telemetry.notices import Telling, TroubleBook
+from controllers.rules.view import Timers, turn_of
+from controllers.rules.waits import LOCAL, PATIENCE_S, WHOLE, Wait, overdue_waits, wait_sentence
+from controllers.telemetry.notices import WaitReporter, WarningLog
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.job import Trouble
 from gcore.observability.metrics import Metrics
@@ -30,8 +30,8 @@ def view_of(me: str, members: tuple[str, ...] = MEMBERS) -> Any:
 
 
 def told(wait: Wait, seconds: float, me: str, members: tuple[str, ...] = MEMBERS) -> bool:
-    waits = Waits({}).note([wait.stall], 100.0)
-    return bool([*overdue(view_of(me, members), [wait], waits, 100.0 + seconds)])
+    waits = Timers({}).note([wait.stall], 100.0)
+    return bool([*overdue_waits(view_of(me, members), [wait], waits, 100.0 + seconds)])
 
 
 @pytest.mark.parametrize("cause", PATIENCE_S)
@@ -39,11 +39,11 @@ def test_each_cause_is_told_by_one_peer_after_its_time_and_not_before(cause: str
     wait = Wait(cause, "something", f"wait {cause}", "1")
     tellers = [me for me in MEMBERS if told(wait, PATIENCE_S[cause], me)]
     assert tellers == (
-        list(MEMBERS) if cause in LOCAL else [m for m in MEMBERS if turn(MEMBERS, m, f"tell {cause}") == 0]
+        list(MEMBERS) if cause in LOCAL else [m for m in MEMBERS if turn_of(MEMBERS, m, f"tell {cause}") == 0]
     )
     assert not any(told(wait, PATIENCE_S[cause] - 0.1, me) for me in MEMBERS)
     stood_still = f"nothing has moved for {PATIENCE_S[cause]:g} s: "
-    assert sentence(wait) == f"{'' if cause in WHOLE else stood_still}something"
+    assert wait_sentence(wait) == f"{'' if cause in WHOLE else stood_still}something"
 
 
 def test_when_the_teller_is_gone_another_tells() -> None:
@@ -63,17 +63,17 @@ def test_before_anybody_is_a_member_one_of_the_nodes_tells(cause: str) -> None:
 
 def test_progress_begins_the_time_anew_and_the_wait_itself_goes_on() -> None:
     one, two = (Wait("train", "x", "wait train 0.1.1", moved) for moved in ("0:update:1", "0:update:2"))
-    waits = Waits({}).note([one.key, one.stall], 0.0).note([two.key, two.stall], 50.0)
+    waits = Timers({}).note([one.key, one.stall], 0.0).note([two.key, two.stall], 50.0)
     alone = ("node-0.a",)
-    assert not [*overdue(view_of("node-0.a", alone), [two], waits, 109.0)]
-    assert [*overdue(view_of("node-0.a", alone), [two], waits, 110.0)] == [two]
+    assert not [*overdue_waits(view_of("node-0.a", alone), [two], waits, 109.0)]
+    assert [*overdue_waits(view_of("node-0.a", alone), [two], waits, 110.0)] == [two]
     assert waits.since[two.key] == 0.0
 
 
 def test_an_engine_that_answers_nothing_is_told_at_once_for_it_is_one_only_after_its_own_time() -> None:
     wait = Wait("engine", "engine e has answered nothing for 30 s", "wait engine e False")
     assert all(told(wait, 0.0, me) for me in MEMBERS)
-    assert sentence(wait) == wait.what
+    assert wait_sentence(wait) == wait.what
 
 
 @dataclass
@@ -95,7 +95,7 @@ async def test_what_is_noted_while_the_store_is_away_is_written_when_it_is_back_
     clock, keys = FakeClock(), JobKeys("u")
     cluster = MemoryCluster(clock)
     inner = MemoryStore(cluster, network=PerfectNetwork(clock))
-    book = TroubleBook(Away(inner, 3), keys, "node-0", clock)  # type: ignore[arg-type]
+    book = WarningLog(Away(inner, 3), keys, "node-0", clock)  # type: ignore[arg-type]
     running = asyncio.ensure_future(book.run())
     book.note("wait-train", "one")
     book.note("reward-node-0", "two")
@@ -114,7 +114,7 @@ class Preparing:
     """A job that nobody drives yet."""
 
     def __init__(self, clock: FakeClock) -> None:
-        self.waits = Waits({})
+        self.waits = Timers({})
         self.said: list[tuple[str, str]] = []
         self.troubles: Any = SimpleNamespace(note=lambda topic, words: self.said.append((topic, words)))
         self.view = replace(running_job(), lacks="its data cannot be read.")
@@ -126,7 +126,7 @@ class Preparing:
 async def test_what_a_node_lacks_is_told_once_while_it_prepares_and_again_if_it_comes_again() -> None:
     clock = FakeClock()
     job = Preparing(clock)
-    running = asyncio.ensure_future(Telling(job, Metrics(), clock).run())
+    running = asyncio.ensure_future(WaitReporter(job, Metrics(), clock).run())
     await clock.advance(PATIENCE_S["material"] - 1.0)
     assert job.said == []
     await clock.advance(60.0)

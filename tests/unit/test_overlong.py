@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gcore.flows.filters import has_signal
 from gcore.reward.api import RewardError
-from gcore.rollout.postprocess import PART, overlong, penalized
+from gcore.rollout.postprocess import OVERLONG_PART, length_penalty, penalize_sample
 from gcore.train.algorithms.advantages import group_advantages, overlong_penalty
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
@@ -24,20 +24,20 @@ def sample(length: int, reward: float = 0.0) -> Sample:
 @given(st.integers(1, 200), st.integers(1, 100), st.floats(0.01, 5))
 def test_it_is_the_formula_of_the_tensors(length: int, cache: int, penalty: float) -> None:
     expected = overlong_penalty(torch.tensor([length]), longest=120, cache=cache, factor=penalty)
-    assert overlong(length, longest=120, cache=cache, penalty=penalty) == pytest.approx(float(expected))
+    assert length_penalty(length, longest=120, cache=cache, penalty=penalty) == pytest.approx(float(expected))
 
 
 def test_what_is_taken_off_is_a_part_of_the_reward() -> None:
-    long = penalized(sample(18, 1.0), longest=20, cache=4, penalty=0.5)
-    assert (long.reward, long.reward_parts) == (0.75, ((PART, -0.25),))
+    long = penalize_sample(sample(18, 1.0), longest=20, cache=4, penalty=0.5)
+    assert (long.reward, long.reward_parts) == (0.75, ((OVERLONG_PART, -0.25),))
     short = sample(16, 1.0)
-    assert penalized(short, longest=20, cache=4, penalty=0.5) is short
-    assert penalized(sample(20, 1.0), longest=20, cache=None, penalty=0.5).reward == 1.0
+    assert penalize_sample(short, longest=20, cache=4, penalty=0.5) is short
+    assert penalize_sample(sample(20, 1.0), longest=20, cache=None, penalty=0.5).reward == 1.0
 
 
 def test_a_penalty_beyond_float32_fails_the_prompt() -> None:
     with pytest.raises(RewardError, match=r"rollout\.overlong_penalty"):
-        penalized(sample(4, -3e38), longest=4, cache=1, penalty=2e38)
+        penalize_sample(sample(4, -3e38), longest=4, cache=1, penalty=2e38)
 
 
 @given(st.lists(rewards, min_size=2, max_size=8))

@@ -15,7 +15,7 @@ from gcore.errors import SpecError
 from gcore.plugins import PluginFault
 from gcore.testing.algorithm_contract import check_advantage, check_loss
 from gcore.testing.contracts import ContractBroken
-from gcore.train.loss import Losses, Targets, own_advantage, own_loss
+from gcore.train.loss import Losses, Targets, find_plugin_advantage, find_plugin_loss
 
 ESTIMATORS = """
 import torch
@@ -98,7 +98,7 @@ def test_a_stored_spec_is_read_where_the_package_is_not_installed() -> None:
         parse_spec(tree(advantage="elsewhere"))
     spec = stored_spec(tree(advantage="elsewhere"))
     with pytest.raises(PluginFault, match="no advantage estimator is called 'elsewhere'"):
-        own_advantage(spec.train)  # a rank needs it
+        find_plugin_advantage(spec.train)  # a rank needs it
 
 
 def test_options_are_for_those_of_ones_own() -> None:
@@ -110,16 +110,16 @@ def test_options_are_for_those_of_ones_own() -> None:
 
 @pytest.mark.usefixtures("estimators")
 def test_an_estimator_sees_the_outcomes_and_their_groups() -> None:
-    estimate = own_advantage(TrainSpec(advantage="against_best", advantage_options={"scale": 2.0}))
+    estimate = find_plugin_advantage(TrainSpec(advantage="against_best", advantage_options={"scale": 2.0}))
     assert estimate is not None
     found = estimate(torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor([7, 7, 2]))
     assert found.tolist() == [0.0, -2.0, 0.0]
-    assert own_advantage(TrainSpec()) is None
+    assert find_plugin_advantage(TrainSpec()) is None
 
 
 @pytest.mark.usefixtures("losses")
 def test_a_loss_is_summed_as_gcores_own_are() -> None:
-    found = Losses(TrainSpec(loss="reinforce"), "none", 8.0, own_loss(TrainSpec(loss="reinforce")))
+    found = Losses(TrainSpec(loss="reinforce"), "none", 8.0, find_plugin_loss(TrainSpec(loss="reinforce")))
     logp = torch.tensor([[-1.0, -0.5], [-2.0, -3.0]], requires_grad=True)
     mask = torch.tensor([[True, True], [True, False]])
 
@@ -151,7 +151,7 @@ def test_a_loss_is_summed_as_gcores_own_are() -> None:
     ],
 )
 def test_what_is_wrong_with_one_is_told_before_the_first_step(kind: str, name: str, sentence: str) -> None:
-    load: Any = own_advantage if kind == "advantage" else own_loss
+    load: Any = find_plugin_advantage if kind == "advantage" else find_plugin_loss
     with pytest.raises(PluginFault, match=sentence) as caught:
         load(TrainSpec(**{kind: name}))
     assert ("own_estimators" in caught.value.trace) == (name == "raises")

@@ -14,7 +14,7 @@ import pytest
 from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from peer_folder import UID, checkpoint, serving
 
-from controllers.job.executor import apply
+from controllers.job.executor import apply_action
 from controllers.rules.actions import (
     Archive,
     BringStart,
@@ -27,12 +27,12 @@ from controllers.rules.actions import (
 )
 from controllers.rules.view import JobView, SavedCheckpoint
 from controllers.storage.peer_files import PeerFiles
-from controllers.storage.replication import prove
-from controllers.storage.run_folder import OwnFolder
+from controllers.storage.replication import verify_files
+from controllers.storage.run_folder import LocalRunFolder
 from gcore.ledger import archive
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, HeldCheckpoint, LogEntry, NodeFolder
 from gcore.ledger.records.job import NodeRecord
-from gcore.ledger.transactions import Ledger, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.types import Token, Version
 
@@ -58,7 +58,7 @@ class Node:
         self.store = MemoryStore(MemoryCluster(FakeClock()))
         self.run_dir = folder / "mine"
         self.told: dict[str, str] = {}
-        self.own = OwnFolder(PeerFiles(UID, self.run_dir, owner="me", silent_s=1.0))
+        self.own = LocalRunFolder(PeerFiles(UID, self.run_dir, owner="me", silent_s=1.0))
         self.lease = 0
         self.clock = Clock()
 
@@ -66,7 +66,7 @@ class Node:
         self.lease = self.lease or await self.store.grant(60)
         hands: Any = SimpleNamespace(
             store=self.store,
-            ledger=Ledger(self.store, KEYS),
+            ledger=TransactionExecutor(self.store, KEYS),
             lease=self.lease,
             run_dir=self.run_dir,
             own=self.own,
@@ -74,7 +74,7 @@ class Node:
             away=str,
             clock=self.clock,
         )
-        return (await apply(action, view, hands)).outcome
+        return (await apply_action(action, view, hands)).outcome
 
     async def said(self) -> NodeFolder:
         kv = await self.store.get(KEYS.folder("node-0"))
@@ -125,7 +125,7 @@ async def test_a_copy_that_is_fetched_is_said_and_once_more_changes_nothing(tmp_
     async with serving(tmp_path / "theirs") as address:
         seen = view({"node-1": address}, {"node-1": held(digest)})
         assert await node.does(FetchCheckpoint(saved(digest)), seen) is TxnOutcome.WON
-        prove(node.run_dir / "checkpoints/0-3", digest)
+        verify_files(node.run_dir / "checkpoints/0-3", digest)
         assert (await node.said()).checkpoints == held(digest)
         assert await node.does(FetchCheckpoint(saved(digest)), seen) is TxnOutcome.STALE
         assert await node.does(SayFolder(), seen) is TxnOutcome.STALE
@@ -143,7 +143,7 @@ async def test_of_peers_that_have_it_damaged_the_whole_one_counts(tmp_path: Path
         addresses = {n: await stack.enter_async_context(serving(folder)) for n, folder in names.items()}
         seen = view(addresses, {n: held(digest) for n in names})
         assert await node.does(FetchCheckpoint(saved(digest)), seen) is TxnOutcome.WON
-    prove(node.run_dir / "checkpoints/0-3", digest)
+    verify_files(node.run_dir / "checkpoints/0-3", digest)
 
 
 async def test_what_lies_here_damaged_is_replaced_before_a_rank_starts_from_it(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_what_lies_here_damaged_is_replaced_before_a_rank_starts_from_it(t
         assert await node.does(FetchCheckpoint(saved(digest)), seen) is TxnOutcome.WON
         harm(node.run_dir)
         assert await node.does(BringStart(saved(digest), "w"), seen) is TxnOutcome.WON
-        prove(node.run_dir / "checkpoints/0-3", digest)
+        verify_files(node.run_dir / "checkpoints/0-3", digest)
         assert node.own.brought == {"w"}
 
 
@@ -217,11 +217,11 @@ async def test_a_world_goes_back_to_the_newest_that_some_node_has_whole(tmp_path
             away=str,
             clock=FakeClock(),
         )
-        done = await apply(Rollback("rank 0 is gone"), seen, hands)
+        done = await apply_action(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON
     head = next(Head.decode(put.value) for put in written if put.key == KEYS.head)
     assert head.step == step
-    prove(node.run_dir / f"checkpoints/0-{step}", newer if step == 6 else older)
+    verify_files(node.run_dir / f"checkpoints/0-{step}", newer if step == 6 else older)
 
 
 async def test_a_peer_that_does_not_answer_has_damaged_nothing(tmp_path: Path) -> None:
@@ -249,11 +249,11 @@ async def test_receipts_are_gathered_from_the_nodes_of_the_ranks_and_said(tmp_pa
 async def test_old_entries_are_written_down_from_the_store_with_what_peers_have_of_earlier_ones(tmp_path: Path) -> None:
     node, seen = Node(tmp_path), view({})
     early = LogEntry(seq=7, kind="account", parent=6, lineage=0, step=0, world="w", nonce="n")
-    archive.append(tmp_path / "theirs", "node-1.x", [early])
+    archive.append_entries(tmp_path / "theirs", "node-1.x", [early])
     async with serving(tmp_path / "theirs") as address:
         seen = view({"node-1": address})
         assert await node.does(Archive((0,), ()), seen) is TxnOutcome.WON
-    assert set(archive.archive_read(node.run_dir)) == {0, 7}
+    assert set(archive.read_entries(node.run_dir)) == {0, 7}
     assert (await node.said()).log == (0,)
 
 
@@ -309,16 +309,16 @@ async def test_discarded_copies_are_gone_and_no_longer_said(tmp_path: Path) -> N
 
 async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path) -> None:
     hands: Any = SimpleNamespace(own=None)
-    assert (await apply(SayFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
+    assert (await apply_action(SayFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
 
 
 async def test_what_was_left_of_the_log_is_said_as_it_was_when_a_controller_came(tmp_path: Path) -> None:
     """Higher than head's number only in a store that was put back; what is archived later is not."""
     node = Node(tmp_path)
-    archive.append(node.run_dir, "another", [entry_of(9)])
+    archive.append_entries(node.run_dir, "another", [entry_of(9)])
     await node.does(SayFolder(), running_job())
     assert (await node.said()).entry == 9
-    archive.append(node.run_dir, ME, [entry_of(12)])
+    archive.append_entries(node.run_dir, ME, [entry_of(12)])
     await node.does(SayFolder(), running_job())
     assert (await node.said()).entry == 9
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from controllers.rules.memory import responsible_for
+from controllers.rules.memory import owned_engines
 from gcore.ledger.records.chain import Member
 from gcore.worker.records import WorkerRecord
 
@@ -28,7 +28,7 @@ ENGINES = {e.instance: e for e in (engine(node, i) for node in NODES for i in ra
 
 
 def owned(members: dict[str, Member], joining: tuple[str, ...] = ()) -> dict[str, set[str]]:
-    return {me: set(responsible_for("u", ENGINES, members, me, joining)) for me in members}
+    return {me: set(owned_engines("u", ENGINES, members, me, joining)) for me in members}
 
 
 def test_an_engine_is_its_nodes_controllers() -> None:
@@ -49,8 +49,8 @@ def test_all_engines_of_a_slot_are_one_peers_for_one_wakes_when_the_other_sleeps
     judges = [engine("n2", i, instance=f"judge-{i}", role="reward", judge="j") for i in range(20)]
     workers = ENGINES | {one.instance: one for one in judges}
     for me in rest:
-        rollout = {workers[name].slot for name in responsible_for("u", workers, rest, me) if name.startswith("n2")}
-        reward = {workers[name].slot for name in responsible_for("u", workers, rest, me, role="reward")}
+        rollout = {workers[name].slot for name in owned_engines("u", workers, rest, me) if name.startswith("n2")}
+        reward = {workers[name].slot for name in owned_engines("u", workers, rest, me, role="reward")}
         assert rollout == reward
 
 
@@ -66,4 +66,4 @@ def test_whoever_has_joined_has_its_engines_though_it_was_waited_for() -> None:
 
 def test_only_serving_engines_of_the_job_are_anybodys() -> None:
     others = [engine("n0", 90, state="starting"), engine("n0", 91, job_uid="v"), engine("n0", 92, role="reward")]
-    assert responsible_for("u", {e.instance: e for e in others}, MEMBERS, "n0.x") == {}
+    assert owned_engines("u", {e.instance: e for e in others}, MEMBERS, "n0.x") == {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.reward.pool import SETTLED, SLOW_IN_A_ROW, Pace
+from gcore.reward.pool import SETTLED, SLOW_IN_A_ROW, LatencyTrend
 
 
-def after(*seconds: float) -> tuple[Pace, list[str]]:
-    pace, told = Pace(), []
+def after(*seconds: float) -> tuple[LatencyTrend, list[str]]:
+    pace, told = LatencyTrend(), []
     for one in seconds:
         before, pace = pace, pace.note(one)
         if news := pace.news(before, "r"):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import SampleSlot, balance, sample_cost
+from gcore.ledger.balance import SampleSlot, balance_samples, sample_cost
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
-from gcore.train.packing import Cutting, MicroPlan, Packing, even_cut, is_masked, length, plan_step
+from gcore.train.packing import CutSettings, MicroPlan, Packing, cut_evenly, is_masked, plan_step, sample_length
 from gcore.types import PromptRef, Version
 
 
@@ -54,7 +54,7 @@ seals = st.builds(
     st.sampled_from([(), (0,), (0, 1, 2, 3, 4, 5)]),
     st.sampled_from([1, 50, 24_576]),
 )
-cuttings = st.builds(Cutting, st.integers(1, 300), st.sampled_from(["packed", "bucketed"]), st.booleans())
+cuttings = st.builds(CutSettings, st.integers(1, 300), st.sampled_from(["packed", "bucketed"]), st.booleans())
 
 
 def every_slot(seal: Seal) -> list[SampleSlot]:
@@ -62,14 +62,14 @@ def every_slot(seal: Seal) -> list[SampleSlot]:
 
 
 def cost(seal: Seal, one: MicroPlan) -> int:
-    return sum(sample_cost(length(seal, slot), seal.attention_equals_at) for slot in one.slots)
+    return sum(sample_cost(sample_length(seal, slot), seal.attention_equals_at) for slot in one.slots)
 
 
 @given(seals, cuttings)
 def test_every_sample_that_is_computed_is_in_exactly_one_micro_batch_of_one_rank_and_mini_batch(
-    seal: Seal, cutting: Cutting
+    seal: Seal, cutting: CutSettings
 ) -> None:
-    layout = balance(seal)
+    layout = balance_samples(seal)
     found: list[SampleSlot] = []
     for rank in range(seal.world_size):
         for number, plan in enumerate(plan_step(seal, layout, rank, cutting)):
@@ -81,8 +81,10 @@ def test_every_sample_that_is_computed_is_in_exactly_one_micro_batch_of_one_rank
 
 
 @given(seals, cuttings)
-def test_all_ranks_run_equally_many_micro_batches_and_divide_by_the_same_counts(seal: Seal, cutting: Cutting) -> None:
-    layout = balance(seal)
+def test_all_ranks_run_equally_many_micro_batches_and_divide_by_the_same_counts(
+    seal: Seal, cutting: CutSettings
+) -> None:
+    layout = balance_samples(seal)
     plans = [plan_step(seal, layout, rank, cutting) for rank in range(seal.world_size)]
     for of_ranks in zip(*plans, strict=True):
         assert len({(len(plan.micro_batches), plan.tokens, plan.sequences) for plan in of_ranks}) == 1
@@ -94,8 +96,8 @@ def test_all_ranks_run_equally_many_micro_batches_and_divide_by_the_same_counts(
 
 
 @given(seals, cuttings)
-def test_there_are_no_more_micro_batches_than_the_fullest_rank_needs(seal: Seal, cutting: Cutting) -> None:
-    layout = balance(seal)
+def test_there_are_no_more_micro_batches_than_the_fullest_rank_needs(seal: Seal, cutting: CutSettings) -> None:
+    layout = balance_samples(seal)
     for number in range(layout.mini_batches):
         plans = [plan_step(seal, layout, rank, cutting)[number] for rank in range(seal.world_size)]
         count = len(plans[0].micro_batches)
@@ -103,44 +105,44 @@ def test_there_are_no_more_micro_batches_than_the_fullest_rank_needs(seal: Seal,
         needed = []
         for plan in plans:
             slots = [slot for batch in plan.micro_batches for slot in batch.slots]
-            needed.append(len(even_cut(seal, slots, cutting, 1)))
+            needed.append(len(cut_evenly(seal, slots, cutting, 1)))
         assert count == max(needed, default=0)
 
 
 @given(seals, cuttings)
-def test_a_micro_batch_stays_within_the_budget_unless_it_is_one_long_sample(seal: Seal, cutting: Cutting) -> None:
+def test_a_micro_batch_stays_within_the_budget_unless_it_is_one_long_sample(seal: Seal, cutting: CutSettings) -> None:
     for rank in range(seal.world_size):
-        for plan in plan_step(seal, balance(seal), rank, cutting):
+        for plan in plan_step(seal, balance_samples(seal), rank, cutting):
             for batch in plan.micro_batches:
                 assert len(batch.slots) == 1 or batch.tokens <= cutting.budget
-            lengths = [length(seal, slot) for batch in plan.micro_batches for slot in batch.slots]
+            lengths = [sample_length(seal, slot) for batch in plan.micro_batches for slot in batch.slots]
             assert lengths == sorted(lengths, reverse=True), "longest first: it shows at once whether memory suffices"
 
 
 @given(seals, cuttings)
-def test_less_than_one_token_in_twenty_is_padding(seal: Seal, cutting: Cutting) -> None:
+def test_less_than_one_token_in_twenty_is_padding(seal: Seal, cutting: CutSettings) -> None:
     for rank in range(seal.world_size):
-        for plan in plan_step(seal, balance(seal), rank, cutting):
+        for plan in plan_step(seal, balance_samples(seal), rank, cutting):
             for batch in plan.micro_batches:
-                real = sum(length(seal, slot) for slot in batch.slots)
+                real = sum(sample_length(seal, slot) for slot in batch.slots)
                 assert 25 * (batch.tokens - real) <= batch.tokens
                 assert len(batch.rectangles) <= 1 or cutting.packing == "packed"
 
 
 @given(seals, cuttings)
-def test_every_row_of_a_rectangle_holds_its_sample(seal: Seal, cutting: Cutting) -> None:
-    for plan in plan_step(seal, balance(seal), 0, cutting):
+def test_every_row_of_a_rectangle_holds_its_sample(seal: Seal, cutting: CutSettings) -> None:
+    for plan in plan_step(seal, balance_samples(seal), 0, cutting):
         for batch in plan.micro_batches:
             rows = [one.length for one in batch.rectangles for _ in range(one.rows)]
             assert len(rows) == len(batch.slots)
-            assert all(length(seal, slot) <= row for slot, row in zip(batch.slots, rows, strict=True))
+            assert all(sample_length(seal, slot) <= row for slot, row in zip(batch.slots, rows, strict=True))
 
 
 @given(seals, cuttings, st.integers(0, 5))
-def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, cutting: Cutting, more: int) -> None:
+def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, cutting: CutSettings, more: int) -> None:
     slots = every_slot(seal)
-    fewest = even_cut(seal, slots, cutting, 1)
-    cut = even_cut(seal, slots, cutting, len(fewest) + more)
+    fewest = cut_evenly(seal, slots, cutting, 1)
+    cut = cut_evenly(seal, slots, cutting, len(fewest) + more)
     assert len(cut) <= len(fewest) + more
     assert max(cost(seal, one) for one in cut) <= max(cost(seal, one) for one in fewest)
     total, largest = sum(cost(seal, one) for one in cut), max(cost(seal, MicroPlan((slot,))) for slot in slots)
@@ -162,14 +164,14 @@ def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, c
 )
 def test_the_budget_counts_padding(packing: Packing, budget: int, sizes: list[int]) -> None:
     seal = make_seal([(2, [8, 2, 8, 2, 2])], 1, 1)
-    batches = even_cut(seal, every_slot(seal), Cutting(budget, packing), 1)
+    batches = cut_evenly(seal, every_slot(seal), CutSettings(budget, packing), 1)
     assert [len(batch.slots) for batch in batches] == sizes
 
 
 def test_a_long_tail_is_packed_into_few_rectangles() -> None:
     lengths = [round(8 * 1.02**n) for n in range(256)]
     seal = make_seal([(5, lengths)], 1, 1)
-    (plan,) = plan_step(seal, balance(seal), 0, Cutting(8192, "packed"))
+    (plan,) = plan_step(seal, balance_samples(seal), 0, CutSettings(8192, "packed"))
     rectangles = sum(len(batch.rectangles) for batch in plan.micro_batches)
     computed, real = sum(batch.tokens for batch in plan.micro_batches), sum(5 + n for n in lengths)
     assert (computed - real) / computed < 0.05
@@ -179,8 +181,8 @@ def test_a_long_tail_is_packed_into_few_rectangles() -> None:
 def test_ranks_cut_alike_by_cost_though_their_lengths_differ() -> None:
     # One rank has the long sample, the other the short ones: as many micro-batches, and no long wait in any.
     seal = make_seal([(10, [990, *[90] * 20])], 2, 1, attention_equals_at=500)
-    layout = balance(seal)
-    plans = [plan_step(seal, layout, rank, Cutting(1000, "packed"))[0] for rank in range(2)]
+    layout = balance_samples(seal)
+    plans = [plan_step(seal, layout, rank, CutSettings(1000, "packed"))[0] for rank in range(2)]
     assert len(plans[0].micro_batches) == len(plans[1].micro_batches) == 2
     short = [cost(seal, one) for one in plans[1].micro_batches]
     assert max(short) <= 1.2 * min(short)

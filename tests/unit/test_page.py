@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, Role, caller
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, Role, current_caller
 from controllers.api.edge.errors import NotFound
 from controllers.web import content as curves
 from controllers.web import content as kept_runs
 from controllers.web import content as timeline
-from controllers.web.app import MOST_AT_ONCE, PageApp, after_of, page, policy_of
-from controllers.web.content import MOST_RUNS, Kept, reached_at
+from controllers.web.app import MOST_AT_ONCE, PageApp, content_security_policy, load_page, parse_after
+from controllers.web.content import MOST_RUNS, FileCache, reachable_address
 from gcore.errors import GcoreError, StoreUnavailable
-from gcore.ledger.records.slot_accounting import BookLine, StepBook, Stretch, append
+from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, StepSpan, append_line
 from gcore.types import Version
 
 FINITE = st.floats(-1e6, 1e6)
@@ -41,7 +41,7 @@ class Told:
         self.may_end.set()
 
     async def cluster(self) -> dict[str, Any]:
-        self.callers.append(caller())
+        self.callers.append(current_caller())
         self.going.set()
         await asyncio.to_thread(self.may_end.wait, 30)
         if self.error is not None:
@@ -171,17 +171,17 @@ def test_a_controller_that_ends_says_so() -> None:
 
 @given(st.text(max_size=300))
 def test_any_query_is_a_number_or_none(query: str) -> None:
-    assert after_of(query) >= -1
+    assert parse_after(query) >= -1
 
 
 def test_nothing_but_the_pages_own_script_runs_and_nothing_is_loaded_from_outside() -> None:
-    body, (name, policy) = page()
+    body, (name, policy) = load_page()
     text = body.decode()
     assert name == "Content-Security-Policy"
     assert "unsafe" not in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert policy_of(text) == policy
-    assert policy_of(text.replace("gcore", "gcorf")) != policy, "a changed script has another hash"
+    assert content_security_policy(text) == policy
+    assert content_security_policy(text.replace("gcore", "gcorf")) != policy, "a changed script has another hash"
     outside = text.replace("http://www.w3.org/2000/svg", "")
     for word in ("://", "src=", "@import", "url("):
         assert word not in outside
@@ -202,7 +202,7 @@ def test_a_curve_follows_the_chain_that_holds() -> None:
         step(4, 1, reward=0.7),
         {"kind": "eval", "lineage": 1, "step": 2, "metrics": {"accuracy": 0.5, "unscored": 3}},
     ]
-    found = curves.curves_of(lines)
+    found = curves.build_curves(lines)
     assert found.points["reward"] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.7)]
     assert found.points["accuracy"] == [(2, 0.5)]
     assert (found.newest, "kl" in found.points) == (4, False)
@@ -211,7 +211,7 @@ def test_a_curve_follows_the_chain_that_holds() -> None:
 @given(st.lists(FINITE, max_size=3000), st.integers(1, 400))
 def test_a_long_curve_is_thinned_evenly_and_keeps_its_newest_point(values: list[float], most: int) -> None:
     points = list(enumerate(values))
-    found = curves.thinned(points, most)
+    found = curves.thin_points(points, most)
     assert len(found) <= most
     assert found[-1:] == points[-1:]
     assert set(found) <= set(points)
@@ -222,26 +222,26 @@ def test_a_long_curve_is_thinned_evenly_and_keeps_its_newest_point(values: list[
 def test_numbers_that_are_none_are_left_out_and_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
     lines = [json.dumps(step(at, reward=at, kl=float("nan"))) for at in range(1, 101)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(["not a line", *lines, '{"kind": "st']))
-    whole = curves.read(tmp_path)
+    whole = curves.read_curves(tmp_path)
     assert (len(whole.points["reward"]), whole.partial, "kl" in whole.points) == (100, False, False)
-    part = curves.read(tmp_path, most_bytes=1000)
+    part = curves.read_curves(tmp_path, most_bytes=1000)
     assert part.partial
     assert part.points["reward"][-1] == (100, 100)
     assert len(part.points["reward"]) < 20
-    assert curves.read(tmp_path / "no such folder").points == {}
+    assert curves.read_curves(tmp_path / "no such folder").points == {}
 
 
 def book(tmp_path: Path, node: str, number: int, slots: int) -> None:
-    spans = {f"cpu:{at}": [Stretch(0.0, 1.5, {"busy rollout": 1.5}), Stretch(1.5, 2.0, {})] for at in range(slots)}
-    made = StepBook(version=Version(0, number), began=100.0 + 2 * number, seconds=2.0, slots=slots)
-    append(tmp_path, BookLine(node, made, (), spans))
+    spans = {f"cpu:{at}": [StepSpan(0.0, 1.5, {"busy rollout": 1.5}), StepSpan(1.5, 2.0, {})] for at in range(slots)}
+    made = StepAccount(version=Version(0, number), began=100.0 + 2 * number, seconds=2.0, slots=slots)
+    append_line(tmp_path, AccountLine(node, made, (), spans))
 
 
 def test_the_slots_of_all_nodes_have_a_row_each_with_what_they_did_when(tmp_path: Path) -> None:
     for number in range(1, 13):
         book(tmp_path, "node-a", number, 2)
         book(tmp_path, "node-b", number, 1)
-    found = timeline.timeline_read(tmp_path)
+    found = timeline.read_timelines(tmp_path)
     assert [(row.node, row.slot) for row in found.rows] == [
         ("node-a", "cpu:0"),
         ("node-a", "cpu:1"),
@@ -250,13 +250,13 @@ def test_the_slots_of_all_nodes_have_a_row_each_with_what_they_did_when(tmp_path
     assert [step for _, _, step in found.steps] == list(range(5, 13))
     assert found.rows[0].spans[:2] == [(110.0, 111.5, "busy rollout"), (111.5, 112.0, "")]
     assert found.more == 0
-    assert timeline.timeline_read(tmp_path / "none").rows == []
+    assert timeline.read_timelines(tmp_path / "none").rows == []
 
 
 def test_of_more_slots_than_there_is_room_for_it_is_told_how_many(tmp_path: Path) -> None:
     book(tmp_path, "node-a", 1, timeline.MOST_SLOTS - 1)
     book(tmp_path, "node-b", 1, 3)
-    found = timeline.timeline_read(tmp_path)
+    found = timeline.read_timelines(tmp_path)
     assert (len(found.rows), found.more) == (timeline.MOST_SLOTS, 2)
 
 
@@ -272,7 +272,7 @@ def test_of_more_slots_than_there_is_room_for_it_is_told_how_many(tmp_path: Path
 def test_metrics_of_a_node_that_listens_everywhere_are_reached_where_its_daemon_is(
     listens: str, address: str, reached: str
 ) -> None:
-    assert reached_at(listens, address) == reached
+    assert reachable_address(listens, address) == reached
 
 
 def test_a_folder_is_read_once_until_there_is_something_new(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_folder_is_read_once_until_there_is_something_new(tmp_path: Path) -> N
         reads.append(folder)
         return len(reads)
 
-    kept = Kept(curves.stamp, read)
+    kept = FileCache(curves.curves_stamp, read)
     runs = [tmp_path / str(number) for number in range(MOST_RUNS + 1)]
     for run in runs:
         run.mkdir()
@@ -306,7 +306,7 @@ def test_a_disk_that_hangs_keeps_one_thread_and_not_all_who_ask(
         goes_on.wait()
         return "read"
 
-    kept: Kept[str] = Kept(lambda folder: 0, hang)
+    kept: FileCache[str] = FileCache(lambda folder: 0, hang)
     with ThreadPoolExecutor(1) as other:
         first = other.submit(kept.of, tmp_path)
         begun.wait()
@@ -321,9 +321,9 @@ def test_of_many_nodes_fewer_steps_are_drawn(tmp_path: Path) -> None:
     for node in range(timeline.MOST_NODES):
         for number in range(1, 6):
             book(tmp_path, f"node-{node:02}", number, 1)
-    found = timeline.timeline_read(tmp_path)
+    found = timeline.read_timelines(tmp_path)
     assert len(found.rows) == timeline.MOST_NODES
     assert len(found.steps) == timeline.MOST_LINES // timeline.MOST_NODES
-    before = timeline.timeline_stamp(tmp_path)
+    before = timeline.timelines_stamp(tmp_path)
     book(tmp_path, "node-00", 6, 1)
-    assert timeline.timeline_stamp(tmp_path) != before
+    assert timeline.timelines_stamp(tmp_path) != before

@@ -10,10 +10,10 @@ import pytest
 from heard_cluster import heard
 from stored_job import StoredJob
 
-from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import NotFound
-from controllers.api.store_reader import StoredJobs
-from controllers.web.content import MOST_EVENTS, Shown
+from controllers.api.store_reader import StoreReader
+from controllers.web.content import MOST_EVENTS, PageContent
 from gcore.config import parse_spec
 from gcore.ledger.records.cluster import Claim, Shares
 from gcore.ledger.records.job import Move, MoveKind, Moves, NodeRecord, SplitPart, Trouble
@@ -33,7 +33,7 @@ ANN = Caller("ann", Role.VIEWER, frozenset({"research"}))
 BOB = Caller("bob", Role.VIEWER, frozenset({"default"}))
 
 
-async def a_job(run_dir: Path, namespace: str = "default") -> tuple[StoredJob, Shown]:
+async def a_job(run_dir: Path, namespace: str = "default") -> tuple[StoredJob, PageContent]:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     job = StoredJob(store, "u", "n0.me")
@@ -54,7 +54,7 @@ async def a_job(run_dir: Path, namespace: str = "default") -> tuple[StoredJob, S
     puts = [Put(job.keys.job, record.encode()), Put(keys.request("u"), b"u"), Put(keys.node("n0"), node.encode())]
     await store.transact((), tuple(puts))
     await job.look()
-    return job, Shown("n0", StoredJobs(store), lambda uid: None, clock)
+    return job, PageContent("n0", StoreReader(store), lambda uid: None, clock)
 
 
 async def test_the_list_has_the_jobs_and_the_nodes(tmp_path: Path) -> None:
@@ -72,12 +72,12 @@ async def test_prometheus_is_told_where_nodes_are_reached(tmp_path: Path) -> Non
 
 async def test_who_has_no_part_in_a_namespace_is_told_nothing_of_its_jobs(tmp_path: Path) -> None:
     _, shown = await a_job(tmp_path, "research")
-    with acting_for(BOB):
+    with acting_as(BOB):
         assert (await shown.cluster())["jobs"] == []
         for asked in (shown.job("u", -1), shown.slots("u")):
             with pytest.raises(NotFound, match="there is no job 'u'"):
                 await asked
-    with acting_for(ANN):
+    with acting_as(ANN):
         assert [one["name"] for one in (await shown.cluster())["jobs"]] == ["research/u"]
         assert (await shown.job("u", -1))["name"] == "research/u"
     with pytest.raises(NotFound):
@@ -133,7 +133,7 @@ async def test_a_job_that_waits_for_slots_says_so(tmp_path: Path) -> None:
     claim, shares = Claim(name="u", least=4), Shares()
     await job.store.transact((), (Put(job.keys.active, claim.encode()), Put(keys.SHARES, shares.encode())))
     cluster = await heard(job.store)
-    shown = Shown("n0", StoredJobs(job.store, cluster=lambda: cluster), lambda uid: None, FakeClock())
+    shown = PageContent("n0", StoreReader(job.store, cluster=lambda: cluster), lambda uid: None, FakeClock())
     tree = await shown.job("u", -1)
     assert (tree["state"], tree["slots"], tree["place"]) == ("QUEUED", 0, 1)
     (listed,) = (await shown.cluster())["jobs"]

@@ -14,28 +14,36 @@ from gcore.config.train import OnLimit
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
 from gcore.ledger.audit.audit import check_open
-from gcore.ledger.audit.chain import ChainFacts, Found, Walk
-from gcore.ledger.balance import balance, certain, digests_of, layout_of, next_part, parts_sha256, up_to
-from gcore.ledger.chain import Writer
+from gcore.ledger.audit.chain import ChainFacts, ChainTotals, FindingCollector
+from gcore.ledger.balance import (
+    balance_samples,
+    certain_groups,
+    next_part,
+    part_digests,
+    part_layout,
+    parts_sha256,
+    seal_up_to,
+)
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import EndedRef, Head, Offer, OfferedGroup, Seal, SealState
 from gcore.ledger.selection import (
-    AccountNow,
-    NotYet,
-    Offered,
-    PartNow,
-    SealNow,
-    Short,
+    AwaitGroups,
+    CloseStep,
+    DataExhausted,
+    OffersView,
+    SealPart,
+    SealStep,
     StreamRules,
-    begun,
-    choose,
-    due,
-    in_order,
+    begun_groups,
+    choose_seal,
+    due_refs,
+    refs_in_order,
     refuse_seal,
 )
 from gcore.schema import Record
 from gcore.types import PromptRef, Version
 
-WRITER = Writer("a.1", "n")
+WRITER = ChainWriter("a.1", "n")
 FIRST = Version(0, 0)
 
 
@@ -44,7 +52,7 @@ def rules(prompts: int = 12, *, quota: int = 4, part: int | None = 1, window: in
 
 
 def start() -> Head:
-    return chain.base(2, "w", WRITER).head
+    return chain.base_entry(2, "w", WRITER).head
 
 
 def group(ref: PromptRef) -> OfferedGroup:
@@ -70,36 +78,36 @@ class Cluster:
         return (self.slot,) if self.slot is not None else ()
 
     @property
-    def offered(self) -> Offered:
+    def offered(self) -> OffersView:
         offer = Offer(incarnation="a", groups=tuple(map(group, self.kept)), outcomes=tuple(map(ended, self.filtered)))
-        return Offered.collect(self.rules, self.head, [offer])
+        return OffersView.collect(self.rules, self.head, [offer])
 
     def due(self) -> tuple[PromptRef, ...]:
-        return due(self.rules, self.head, self.seals, self.offered)
+        return due_refs(self.rules, self.head, self.seals, self.offered)
 
     def finish(self, ref: PromptRef, *, kept: bool) -> None:
         (self.kept if kept else self.filtered).append(ref)
 
-    def seal(self, chosen: SealNow | PartNow) -> Seal:
+    def seal(self, chosen: SealStep | SealPart) -> Seal:
         assert refuse_seal(self.rules, self.head, self.seals, chosen) is None
-        return chain.sealed(self.slot, self.head, chosen, world_size=2, mini_batches=1, sealer="a")
+        return chain.seal_slot(self.slot, self.head, chosen, world_size=2, mini_batches=1, sealer="a")
 
-    def look(self) -> SealNow | Short | None:
+    def look(self) -> SealStep | DataExhausted | None:
         """Seals parts and accounts for outcomes; what there is at the end."""
         while True:
-            chosen = choose(self.rules, self.head, self.seals, self.offered)
-            if isinstance(chosen, AccountNow):
-                self.head = chain.accounted(self.head, chosen.outcomes, self.rules.shape, WRITER).head
-            elif isinstance(chosen, NotYet):
+            chosen = choose_seal(self.rules, self.head, self.seals, self.offered)
+            if isinstance(chosen, CloseStep):
+                self.head = chain.account_entry(self.head, chosen.outcomes, self.rules.shape, WRITER).head
+            elif isinstance(chosen, AwaitGroups):
                 part = next_part(self.rules, self.head, self.seals, self.offered)
                 if part is None:
                     return None
-                self.slot = chain.readied(self.seal(part))
+                self.slot = chain.ready_slot(self.seal(part))
             else:
                 return chosen
 
 
-def step_of(rules_: StreamRules, fates: dict[PromptRef, bool], seed: int) -> tuple[Cluster, SealNow | Short]:
+def step_of(rules_: StreamRules, fates: dict[PromptRef, bool], seed: int) -> tuple[Cluster, SealStep | DataExhausted]:
     """One step, its prompts finishing in the seed's order."""
     cluster, chance = Cluster(rules_), random.Random(seed)
     for _ in range(200):
@@ -129,11 +137,11 @@ def test_the_batch_is_the_same_with_and_without_parts_in_whatever_order_prompts_
     rules_: StreamRules, fate: int, kept: float, order: int
 ) -> None:
     chance = random.Random(fate)
-    fates = {ref: chance.random() < kept for ref in in_order(rules_, start(), ())}
+    fates = {ref: chance.random() < kept for ref in refs_in_order(rules_, start(), ())}
     streamed, one = step_of(rules_, dict(fates), order)
     whole, other = step_of(replace(rules_, part=None), dict(fates), order + 1)
     assert type(one) is type(other)
-    if not isinstance(one, SealNow) or not isinstance(other, SealNow):
+    if not isinstance(one, SealStep) or not isinstance(other, SealStep):
         assert one == other
         return
     assert {g.ref for g in one.groups} == {g.ref for g in other.groups}
@@ -148,38 +156,38 @@ def test_the_batch_is_the_same_with_and_without_parts_in_whatever_order_prompts_
 def test_what_is_certain_is_taken_whatever_becomes_of_all_others(rules_: StreamRules, seed: int, kept: float) -> None:
     chance = random.Random(seed)
     cluster = Cluster(rules_)
-    for ref in list(in_order(rules_, cluster.head, ()))[: rules_.quota * 3]:
+    for ref in list(refs_in_order(rules_, cluster.head, ()))[: rules_.quota * 3]:
         if chance.random() < 0.5:
             cluster.finish(ref, kept=chance.random() < 0.7)
-    sure = {g.ref for g in certain(rules_, cluster.head, (), cluster.offered)}
+    sure = {g.ref for g in certain_groups(rules_, cluster.head, (), cluster.offered)}
     for _ in range(200):  # no parts are sealed: everything goes on as without them
-        chosen = choose(rules_, cluster.head, (), cluster.offered)
-        if isinstance(chosen, AccountNow):
-            cluster.head = chain.accounted(cluster.head, chosen.outcomes, rules_.shape, WRITER).head
-        elif isinstance(chosen, NotYet):
+        chosen = choose_seal(rules_, cluster.head, (), cluster.offered)
+        if isinstance(chosen, CloseStep):
+            cluster.head = chain.account_entry(cluster.head, chosen.outcomes, rules_.shape, WRITER).head
+        elif isinstance(chosen, AwaitGroups):
             cluster.finish(chance.choice(cluster.due()), kept=chance.random() < kept)
         else:
             break
-    groups = chosen.groups if isinstance(chosen, SealNow) else ()
-    assert isinstance(chosen, Short) or sure <= {g.ref for g in groups}
+    groups = chosen.groups if isinstance(chosen, SealStep) else ()
+    assert isinstance(chosen, DataExhausted) or sure <= {g.ref for g in groups}
 
 
 def test_a_group_that_earlier_ones_may_yet_push_out_is_not_certain() -> None:
     cluster = Cluster(rules(quota=2))
-    first, second, third, fourth = list(in_order(cluster.rules, cluster.head, ()))[:4]
+    first, second, third, fourth = list(refs_in_order(cluster.rules, cluster.head, ()))[:4]
     cluster.finish(third, kept=True)
-    assert certain(cluster.rules, cluster.head, (), cluster.offered) == ()
+    assert certain_groups(cluster.rules, cluster.head, (), cluster.offered) == ()
     cluster.finish(first, kept=False)
-    assert [g.ref for g in certain(cluster.rules, cluster.head, (), cluster.offered)] == [third]
+    assert [g.ref for g in certain_groups(cluster.rules, cluster.head, (), cluster.offered)] == [third]
     cluster.finish(fourth, kept=True)
-    assert [g.ref for g in certain(cluster.rules, cluster.head, (), cluster.offered)] == [third]
+    assert [g.ref for g in certain_groups(cluster.rules, cluster.head, (), cluster.offered)] == [third]
     cluster.finish(second, kept=True)
-    assert isinstance(choose(cluster.rules, cluster.head, (), cluster.offered), SealNow)
+    assert isinstance(choose_seal(cluster.rules, cluster.head, (), cluster.offered), SealStep)
 
 
 def test_a_part_waits_until_it_is_worth_its_exchange() -> None:
     cluster = Cluster(rules(quota=4, part=2))
-    first, second, third = list(in_order(cluster.rules, cluster.head, ()))[:3]
+    first, second, third = list(refs_in_order(cluster.rules, cluster.head, ()))[:3]
     cluster.finish(third, kept=True)
     assert next_part(cluster.rules, cluster.head, (), cluster.offered) is None
     cluster.finish(first, kept=True)
@@ -193,7 +201,7 @@ def test_a_part_waits_until_it_is_worth_its_exchange() -> None:
 def parted() -> Cluster:
     """One part is READY, another is being exchanged."""
     cluster = Cluster(rules(quota=4))
-    refs = list(in_order(cluster.rules, cluster.head, ()))
+    refs = list(refs_in_order(cluster.rules, cluster.head, ()))
     cluster.finish(refs[0], kept=True)
     assert cluster.look() is None
     cluster.finish(refs[2], kept=True)
@@ -207,54 +215,54 @@ def test_a_part_that_is_not_ready_is_given_up_and_one_that_is_stays() -> None:
     slot = parted().slot
     assert slot is not None
     assert (slot.state, slot.attempt, slot.parts, slot.ready_parts) == (SealState.PARTIAL, 2, (1, 1), 1)
-    given_up = chain.resealed(slot, "b")
+    given_up = chain.reseal_slot(slot, "b")
     assert (given_up.state, given_up.attempt, given_up.parts, given_up.ready_parts) == (SealState.OPEN, 3, (1,), 1)
     assert given_up.groups == slot.groups[:1] == given_up.kept
-    ready = chain.readied(slot)
+    ready = chain.ready_slot(slot)
     assert (ready.state, ready.attempt, ready.kept) == (SealState.OPEN, 2, slot.groups)
     with pytest.raises(ValueError, match="only a SEALED or PARTIAL slot can be resealed"):
-        chain.resealed(ready, "b")
+        chain.reseal_slot(ready, "b")
     with pytest.raises(ValueError, match="only a SEALED or PARTIAL slot can become READY"):
-        chain.readied(ready)
+        chain.ready_slot(ready)
 
 
 def test_a_whole_seal_begins_with_its_ready_parts_and_is_refused_without_them() -> None:
     cluster = parted()
     assert cluster.slot is not None
-    cluster.slot = chain.readied(cluster.slot)
-    refs = list(in_order(cluster.rules, cluster.head, ()))
+    cluster.slot = chain.ready_slot(cluster.slot)
+    refs = list(refs_in_order(cluster.rules, cluster.head, ()))
     for ref in (refs[1], refs[3]):
         cluster.finish(ref, kept=True)
     chosen = cluster.look()
-    assert isinstance(chosen, SealNow)
+    assert isinstance(chosen, SealStep)
     assert [g.ref for g in chosen.groups] == [refs[0], refs[2], refs[1], refs[3]]
     whole = cluster.seal(chosen)
     assert (whole.state, whole.parts, whole.ready_parts) == (SealState.SEALED, (1, 1, 2), 2)
-    assert chain.resealed(whole, "b").groups == cluster.slot.groups
-    ready = chain.readied(whole)
+    assert chain.reseal_slot(whole, "b").groups == cluster.slot.groups
+    ready = chain.ready_slot(whole)
     assert (ready.state, ready.ready_parts) == (SealState.READY, 3)
-    without = SealNow(chosen.groups[1:], ())
+    without = SealStep(chosen.groups[1:], ())
     why = refuse_seal(cluster.rules, cluster.head, cluster.seals, without)
     assert why == "it is without groups that every rank holds for good"
     with pytest.raises(ValueError, match="READY parts that would be lost"):
-        chain.sealed(cluster.slot, cluster.head, without, world_size=2, mini_batches=1, sealer="a")
-    twice = SealNow((*cluster.slot.groups, cluster.slot.groups[0]), ())
+        chain.seal_slot(cluster.slot, cluster.head, without, world_size=2, mini_batches=1, sealer="a")
+    twice = SealStep((*cluster.slot.groups, cluster.slot.groups[0]), ())
     assert "is sealed already" in str(refuse_seal(cluster.rules, cluster.head, cluster.seals, twice))
 
 
 def test_what_parts_hold_counts_for_the_quota_and_is_not_due_again() -> None:
     cluster = parted()
-    refs = list(in_order(cluster.rules, cluster.head, ()))
-    assert {g.ref for g in begun(cluster.head, cluster.seals)} == {refs[0], refs[2]}
+    refs = list(refs_in_order(cluster.rules, cluster.head, ()))
+    assert {g.ref for g in begun_groups(cluster.head, cluster.seals)} == {refs[0], refs[2]}
     assert cluster.due() == (refs[1], refs[3])
-    assert choose(cluster.rules, cluster.head, cluster.seals, cluster.offered) == NotYet(refs[1], 2)
+    assert choose_seal(cluster.rules, cluster.head, cluster.seals, cluster.offered) == AwaitGroups(refs[1], 2)
 
 
 def test_what_is_asked_of_a_step_while_its_parts_are_made_changes_none_of_them() -> None:
     """Or ranks that were told of a part by one state of the slot and by another would not compute on it together."""
     slot = parted().slot
     assert slot is not None
-    begun_with = up_to(slot, 1).encode()
+    begun_with = seal_up_to(slot, 1).encode()
     of_a_part = {"lineage", "step", "world", "world_size", "mini_batches", "attention_equals_at", "groups", "parts"}
     later: dict[str, Any] = {
         "attempt": 7,
@@ -270,7 +278,7 @@ def test_what_is_asked_of_a_step_while_its_parts_are_made_changes_none_of_them()
     assert {*later, *of_a_part} == {*Seal.model_fields} - {*Record.model_fields}, "each field is one or the other"
     for name, value in later.items():
         assert getattr(slot, name) != value
-        assert up_to(slot.model_copy(update={name: value}), 1).encode() == begun_with, name
+        assert seal_up_to(slot.model_copy(update={name: value}), 1).encode() == begun_with, name
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any), st.integers(1, 4))
@@ -287,18 +295,18 @@ def test_a_parts_layout_does_not_depend_on_what_follows_and_all_of_them_make_the
     seal = slot.model_copy(
         update={"groups": groups, "parts": tuple(parts), "ready_parts": len(parts), "world_size": ranks}
     )
-    whole = balance(seal)
+    whole = balance_samples(seal)
     assert whole.mini_batches == len(parts)
     for number in range(len(parts)):
-        early = up_to(seal, number + 1)
-        assert layout_of(early, number) == layout_of(seal, number)
-        assert layout_of(seal, number).shares == (whole.shares[number],)
+        early = seal_up_to(seal, number + 1)
+        assert part_layout(early, number) == part_layout(seal, number)
+        assert part_layout(seal, number).shares == (whole.shares[number],)
         later = seal.model_copy(update={"attempt": 9, "state": SealState.READY, "last": True, "sealer": "z"})
-        assert up_to(later, number + 1).encode() == early.encode()
+        assert seal_up_to(later, number + 1).encode() == early.encode()
         assert early.kept == early.groups
     every = sorted(slot_ for rank in range(ranks) for slot_ in whole.of_rank(rank))
     assert [(s.group, s.sample) for s in every] == [(g, s) for g in range(len(groups)) for s in range(2)]
-    assert len({parts_sha256(digests_of(seal, n)) for n in range(len(parts) + 1)}) == len(parts) + 1
+    assert len({parts_sha256(part_digests(seal, n)) for n in range(len(parts) + 1)}) == len(parts) + 1
 
 
 def test_a_seal_in_parts_outlives_the_store() -> None:
@@ -314,15 +322,15 @@ def test_an_audit_lets_ready_parts_stand_in_an_open_slot_and_nothing_else() -> N
     assert cluster.slot is not None
 
     def findings(seal: Seal) -> list[str]:
-        found = Found()
+        found = FindingCollector()
         facts = ChainFacts((), cluster.head.lineages, ())
-        walk = Walk(cluster.rules, cluster.head, facts, found, counted=True)
+        walk = ChainTotals(cluster.rules, cluster.head, facts, found, counted=True)
         check_open(cluster.rules, cluster.head, [seal], (), walk, found)
         return [finding.sentence for finding in found.findings]
 
     assert findings(cluster.slot) == []
-    assert findings(chain.resealed(cluster.slot, "b")) == []
-    assert findings(chain.readied(cluster.slot)) == []
+    assert findings(chain.reseal_slot(cluster.slot, "b")) == []
+    assert findings(chain.ready_slot(cluster.slot)) == []
     (loose,) = findings(cluster.slot.model_copy(update={"state": SealState.OPEN}))
     assert loose == f"the open seal of step 1 is OPEN and holds {cluster.slot.groups[1].ref}"
     (wrong,) = findings(cluster.slot.model_copy(update={"parts": (1, 2)}))

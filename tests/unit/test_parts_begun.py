@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import balance, digests_of, layout_of, parts_sha256
+from gcore.ledger.balance import balance_samples, part_digests, part_layout, parts_sha256
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.train.rank import feed as feed_state
 from gcore.train.rank.feed import (
-    Already,
+    AlreadyApplied,
     Begin,
     BeginParts,
-    Fed,
     FeedState,
-    HeldGroup,
-    HeldSample,
-    PartWork,
-    Refused,
+    FeedTaken,
+    RankRefusal,
+    StepPartInput,
+    TrainGroup,
+    TrainSample,
     WorldName,
-    parts_left,
+    remaining_parts,
 )
 from gcore.train.rank.messages import write_state
 from gcore.types import PromptRef, Token, Version
@@ -69,25 +69,25 @@ def slot(ready: int, *, attempt: int | None = None, state: SealState = SealState
 def fed(state: FeedState, seal: Seal, parts: range | None = None) -> FeedState:
     """With this rank's share of some parts of the seal."""
     for part in parts if parts is not None else range(len(seal.parts)):
-        layout = layout_of(seal, part)
+        layout = part_layout(seal, part)
         for number in layout.groups_of_rank(state.rank):
             group = seal.groups[number]
             samples = {
-                i: HeldSample(np.zeros(4 + i, np.int32), np.zeros(4 + i, np.float32), 1.0)
+                i: TrainSample(np.zeros(4 + i, np.int32), np.zeros(4 + i, np.float32), 1.0)
                 for i in layout.samples_of(state.rank, number)
             }
-            held = {group.digest: HeldGroup(group.ref, group.digest, np.zeros(5, np.int32), samples)}
-            answer = feed_state.feed(state, ME, seal.token, held)
-            assert isinstance(answer, Fed)
+            held = {group.digest: TrainGroup(group.ref, group.digest, np.zeros(5, np.int32), samples)}
+            answer = feed_state.feed_samples(state, ME, seal.token, held)
+            assert isinstance(answer, FeedTaken)
             state = answer.state
     return state
 
 
-def told(state: FeedState, seal: Seal) -> tuple[FeedState, tuple[PartWork, ...]]:
-    answer = feed_state.accumulate(state, ME, seal.token, seal)
+def told(state: FeedState, seal: Seal) -> tuple[FeedState, tuple[StepPartInput, ...]]:
+    answer = feed_state.accumulate_parts(state, ME, seal.token, seal)
     if isinstance(answer, BeginParts):
         return answer.state, answer.parts
-    assert isinstance(answer, Already), answer
+    assert isinstance(answer, AlreadyApplied), answer
     return state, ()
 
 
@@ -99,29 +99,29 @@ def test_each_ready_part_is_begun_once_and_in_order_whatever_is_told_when(
     history: list[tuple[int, SealState]], rank: int
 ) -> None:
     state = fed(fresh(rank), slot(3))
-    seen: list[PartWork] = []
+    seen: list[StepPartInput] = []
     for ready, now in history:
         state, parts = told(state, slot(ready, state=now))
         seen += parts
     whole = slot(3, state=SealState.READY)
-    begun = feed_state.apply(state, ME, whole.token, whole)
+    begun = feed_state.apply_step(state, ME, whole.token, whole)
     assert isinstance(begun, Begin)
     assert begun.work.begun == len(seen)
-    seen += parts_left(begun.work)
+    seen += remaining_parts(begun.work)
     assert [part.number for part in seen] == [0, 1, 2]
     for part in seen:
         work = part.work
-        assert work.layout == layout_of(whole, part.number)
+        assert work.layout == part_layout(whole, part.number)
         assert set(work.groups) == {work.seal.groups[n].digest for n in work.layout.groups_of_rank(rank)}
         assert work.seal.encode() == told_alone(rank, part.number).work.seal.encode(), "all ranks compare the same"
 
 
-def told_alone(rank: int, number: int) -> PartWork:
+def told_alone(rank: int, number: int) -> StepPartInput:
     """The part as a rank begins it that was told of all at the end."""
     whole = slot(3, state=SealState.READY)
-    begun = feed_state.apply(fed(fresh(rank), whole), ME, whole.token, whole)
+    begun = feed_state.apply_step(fed(fresh(rank), whole), ME, whole.token, whole)
     assert isinstance(begun, Begin)
-    return list(parts_left(begun.work))[number]
+    return list(remaining_parts(begun.work))[number]
 
 
 def test_no_part_is_begun_before_it_is_ready() -> None:
@@ -129,9 +129,9 @@ def test_no_part_is_begun_before_it_is_ready() -> None:
     _, parts = told(fed(fresh(), seal), seal)
     assert [part.number for part in parts] == [0]
     nothing = slot(0, state=SealState.PARTIAL)
-    assert isinstance(feed_state.accumulate(fed(fresh(), nothing), ME, nothing.token, nothing), Already)
-    refused = feed_state.apply(fed(fresh(), seal), ME, seal.token, seal)
-    assert isinstance(refused, Refused)
+    assert isinstance(feed_state.accumulate_parts(fed(fresh(), nothing), ME, nothing.token, nothing), AlreadyApplied)
+    refused = feed_state.apply_step(fed(fresh(), seal), ME, seal.token, seal)
+    assert isinstance(refused, RankRefusal)
     assert "not READY" in refused.reason
 
 
@@ -159,20 +159,20 @@ def test_a_slot_that_names_other_parts_than_those_begun_is_refused() -> None:
     """A store that was put back seals anew what ranks have begun otherwise."""
     state, _ = told(fed(fresh(), slot(1)), slot(1))
     other = slot(2, kind="x")
-    answer = feed_state.accumulate(fed(state, other), ME, other.token, other)
-    assert isinstance(answer, Refused)
+    answer = feed_state.accumulate_parts(fed(state, other), ME, other.token, other)
+    assert isinstance(answer, RankRefusal)
     assert "other parts of step 5 were begun here" in answer.reason
     whole = slot(3, state=SealState.READY, kind="x")
-    assert isinstance(feed_state.apply(fed(state, whole), ME, whole.token, whole), Refused)
+    assert isinstance(feed_state.apply_step(fed(state, whole), ME, whole.token, whole), RankRefusal)
     unparted = whole.model_copy(update={"parts": (), "ready_parts": 0})
-    answer_ = feed_state.apply(fed(state, whole), ME, unparted.token, unparted)
-    assert isinstance(answer_, Refused)
+    answer_ = feed_state.apply_step(fed(state, whole), ME, unparted.token, unparted)
+    assert isinstance(answer_, RankRefusal)
     assert "1 parts of step 5 were begun here" in answer_.reason
 
 
 def test_a_part_of_which_a_share_is_missing_is_refused_and_nothing_of_it_is_begun() -> None:
-    answer = feed_state.accumulate(fed(fresh(), slot(2), range(1)), ME, slot(2).token, slot(2))
-    assert isinstance(answer, Refused)
+    answer = feed_state.accumulate_parts(fed(fresh(), slot(2), range(1)), ME, slot(2).token, slot(2))
+    assert isinstance(answer, RankRefusal)
     assert "is missing of prompt" in answer.reason
 
 
@@ -180,18 +180,18 @@ def test_a_part_of_which_a_share_is_missing_is_refused_and_nothing_of_it_is_begu
     "name", [replace(ME, job_uid="other"), replace(ME, world="old"), replace(ME, lineage=2)], ids=str
 )
 def test_another_world_begins_no_part(name: WorldName) -> None:
-    assert isinstance(feed_state.accumulate(fed(fresh(), slot(1)), name, slot(1).token, slot(1)), Refused)
+    assert isinstance(feed_state.accumulate_parts(fed(fresh(), slot(1)), name, slot(1).token, slot(1)), RankRefusal)
 
 
 def test_after_the_step_late_words_of_its_parts_change_nothing_and_the_next_begins_with_none() -> None:
     whole = slot(3, state=SealState.READY)
     state, _ = told(fed(fresh(), whole), slot(1))
-    begun = feed_state.apply(state, ME, whole.token, whole)
+    begun = feed_state.apply_step(state, ME, whole.token, whole)
     assert isinstance(begun, Begin)
-    assert isinstance(feed_state.accumulate(begun.state, ME, slot(2).token, slot(2)), Already)
-    after = feed_state.applied(begun.state)
+    assert isinstance(feed_state.accumulate_parts(begun.state, ME, slot(2).token, slot(2)), AlreadyApplied)
+    after = feed_state.finish_step(begun.state)
     assert after.begun == ()
-    assert isinstance(feed_state.accumulate(after, ME, slot(2).token, slot(2)), Already)
+    assert isinstance(feed_state.accumulate_parts(after, ME, slot(2).token, slot(2)), AlreadyApplied)
 
 
 def test_a_rank_says_which_parts_it_has_begun_and_of_which_step() -> None:
@@ -199,7 +199,7 @@ def test_a_rank_says_which_parts_it_has_begun_and_of_which_step() -> None:
     state, _ = told(fed(fresh(), slot(2)), slot(2))
     message = write_state(state)
     assert (message.streaming.lineage, message.streaming.step, message.begun) == (3, 5, 2)
-    assert message.begun_sha256 == parts_sha256(digests_of(slot(2), 2))
+    assert message.begun_sha256 == parts_sha256(part_digests(slot(2), 2))
 
 
 def test_a_rank_without_a_share_in_a_part_begins_it_all_the_same() -> None:
@@ -210,7 +210,7 @@ def test_a_rank_without_a_share_in_a_part_begins_it_all_the_same() -> None:
             "parts": (1,),
         }
     )
-    idle = next(rank for rank in range(RANKS) if not balance(few).of_rank(rank))
+    idle = next(rank for rank in range(RANKS) if not balance_samples(few).of_rank(rank))
     _, parts = told(fresh(idle), few)
     assert len(parts) == 1
 

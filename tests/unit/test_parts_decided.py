@@ -8,23 +8,23 @@ from typing import Any
 from job_views import ME, PEER, RULES, running_job
 
 from controllers.rules.actions import Accumulate, Apply, Feed, MakeSeal, Ready, Reseal, Rollback
-from controllers.rules.decide import decide, undelivered
-from controllers.rules.step import COALESCE_S, GROUPS_S, patience_s
-from controllers.rules.view import JobView, RankView, Remembered
-from controllers.rules.waits import waiting_for
+from controllers.rules.decide import decide, undelivered_refs
+from controllers.rules.step import COALESCE_S, GROUPS_S, offer_delay_s
+from controllers.rules.view import JobView, Memo, RankView
+from controllers.rules.waits import current_waits
 from controllers.rules.world import is_between_steps
 from gcore.ledger import chain
-from gcore.ledger.balance import balance, digests_of, parts_sha256
+from gcore.ledger.balance import balance_samples, part_digests, parts_sha256
 from gcore.ledger.records.chain import EndedRef, Offer, OfferedGroup, Seal, SealState
-from gcore.ledger.selection import PartNow, SealNow, held_by, in_order
-from gcore.ledger.transactions import Stored
+from gcore.ledger.selection import SealPart, SealStep, refs_in_order, sealed_group
+from gcore.ledger.transactions import Versioned
 from gcore.types import PromptRef, Version
 
 STREAMED = replace(RULES, part=1)
 
 
-def stored(record: Any, revision: int = 5) -> Stored[Any]:
-    return Stored(record, revision)
+def stored(record: Any, revision: int = 5) -> Versioned[Any]:
+    return Versioned(record, revision)
 
 
 def group(ref: PromptRef) -> OfferedGroup:
@@ -54,16 +54,16 @@ def streaming(*finished: int, holder: str = PEER, **changes: Any) -> JobView:
 
 
 def ordered(view: JobView) -> list[PromptRef]:
-    return list(in_order(RULES, view.mirror.head.record, ()))
+    return list(refs_in_order(RULES, view.mirror.head.record, ()))
 
 
 def parted(view: JobView, *numbers: int, ready: bool = True, holder: str = PEER) -> tuple[JobView, Seal]:
     """With one more part in the slot."""
     refs, slot = ordered(view), view.seal
     kept = slot.groups if slot is not None else ()
-    chosen = PartNow((*kept, *(held_by(group(refs[number]), holder) for number in numbers)))
-    seal = chain.sealed(slot, view.head, chosen, world_size=2, mini_batches=1, sealer=ME)
-    seal = chain.readied(seal) if ready else seal
+    chosen = SealPart((*kept, *(sealed_group(group(refs[number]), holder) for number in numbers)))
+    seal = chain.seal_slot(slot, view.head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    seal = chain.ready_slot(seal) if ready else seal
     return with_mirror(view, seals={1: stored(seal, 5 + seal.attempt + 10 * ready)}), seal
 
 
@@ -71,7 +71,7 @@ def holding(view: JobView, seal: Seal, *, begun: int = 0, attempt: int | None = 
     views = {}
     for rank in range(2):
         held: dict[str, set[int]] = {}
-        for slot in balance(seal).of_rank(rank):
+        for slot in balance_samples(seal).of_rank(rank):
             held.setdefault(seal.groups[slot.group].digest, set()).add(slot.sample)
         token = seal.token if attempt is None else seal.token._replace(attempt=attempt)
         views[rank] = RankView(
@@ -80,7 +80,7 @@ def holding(view: JobView, seal: Seal, *, begun: int = 0, attempt: int | None = 
             held={d: frozenset(s) for d, s in held.items()},
             begun=begun,
             begun_step=seal.step if begun else 0,
-            begun_content=parts_sha256(digests_of(seal, begun)) if begun else b"",
+            begun_content=parts_sha256(part_digests(seal, begun)) if begun else b"",
         )
     return replace(view, ranks=views)
 
@@ -88,7 +88,7 @@ def holding(view: JobView, seal: Seal, *, begun: int = 0, attempt: int | None = 
 def test_a_group_that_is_certain_is_sealed_while_others_are_missing() -> None:
     view = streaming(0, 2)
     (made,) = [action for action in actions(view) if isinstance(action, MakeSeal)]
-    assert isinstance(made.chosen, PartNow)
+    assert isinstance(made.chosen, SealPart)
     assert [g.ref for g in made.chosen.groups] == [ordered(view)[0], ordered(view)[2]]
     assert MakeSeal not in kinds(replace(view, rules=replace(STREAMED, part=3))), "so few are not worth it"
     assert MakeSeal not in kinds(replace(view, rules=RULES)), "nor is anything where steps are not streamed"
@@ -100,10 +100,10 @@ def test_a_group_that_may_yet_be_pushed_out_is_not_sealed() -> None:
 
 def test_the_whole_is_sealed_as_the_whole() -> None:
     (made,) = [action for action in actions(streaming(0, 1, 2, 3)) if isinstance(action, MakeSeal)]
-    assert isinstance(made.chosen, SealNow)
+    assert isinstance(made.chosen, SealStep)
     view, seal = parted(streaming(0, 1, 2, 3), 1)
     (made,) = [action for action in actions(holding(view, seal, begun=1)) if isinstance(action, MakeSeal)]
-    assert isinstance(made.chosen, SealNow)
+    assert isinstance(made.chosen, SealStep)
     assert made.chosen.groups[0].ref == ordered(view)[1]
 
 
@@ -136,11 +136,11 @@ def test_ready_parts_are_begun_on_every_rank_that_has_not_by_any_controller_unti
     half = replace(both, ranks={0: holding(both, second, begun=2).ranks[0], 1: holding(both, seal, begun=1).ranks[1]})
     assert [a for a in actions(half) if isinstance(a, Accumulate)] == [Accumulate(1, second.token)]
     refs = ordered(view)
-    chosen = SealNow((*second.groups, *(held_by(group(refs[n]), PEER) for n in (2, 3))), ())
-    last = chain.sealed(second, both.head, chosen, world_size=2, mini_batches=1, sealer=ME)
+    chosen = SealStep((*second.groups, *(sealed_group(group(refs[n]), PEER) for n in (2, 3))), ())
+    last = chain.seal_slot(second, both.head, chosen, world_size=2, mini_batches=1, sealer=ME)
     exchanged = with_mirror(half, seals={1: stored(last)})
     assert Accumulate in kinds(exchanged), "also while the rest is exchanged"
-    whole = with_mirror(half, seals={1: stored(chain.readied(last))})
+    whole = with_mirror(half, seals={1: stored(chain.ready_slot(last))})
     assert Apply in kinds(whole)
     assert Accumulate not in kinds(whole)
 
@@ -149,7 +149,7 @@ def test_what_ranks_hold_of_a_step_counts_for_every_attempt_at_it_where_steps_ar
     view, seal = parted(streaming(0, 1), 0, ready=False)
     early = holding(view, seal, attempt=seal.attempt - 1)
     assert Ready in kinds(early)
-    assert Ready not in kinds(replace(early, rules=RULES, remembered=Remembered()))
+    assert Ready not in kinds(replace(early, rules=RULES, remembered=Memo()))
 
 
 def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_the_slots_are_still_that() -> None:
@@ -160,7 +160,7 @@ def test_a_rank_that_has_begun_what_the_store_does_not_name_means_rollback_if_th
     for seen in (
         replace(begun, mirror=other.mirror),
         with_mirror(begun, seals={}),
-        with_mirror(begun, seals={1: stored(chain.resealed(parted(streaming(0), 0, ready=False)[1], ME))}),
+        with_mirror(begun, seals={1: stored(chain.reseal_slot(parted(streaming(0), 0, ready=False)[1], ME))}),
     ):
         (action,) = [a for a in actions(seen) if isinstance(a, Rollback)]
         assert "has begun other parts of step 1" in action.reason
@@ -178,23 +178,23 @@ def test_a_step_of_which_a_part_is_ready_is_no_moment_for_a_larger_world() -> No
 
 def test_whoever_leaves_has_delivered_what_is_in_a_ready_part() -> None:
     view, _ = parted(streaming(0, 1, holder=ME), 0, holder=ME)
-    assert undelivered(view) == {ordered(view)[1]}
+    assert undelivered_refs(view) == {ordered(view)[1]}
     waiting, _ = parted(streaming(0, 1, holder=ME), 0, ready=False, holder=ME)
-    assert undelivered(waiting) == {*ordered(view)[:2]}
+    assert undelivered_refs(waiting) == {*ordered(view)[:2]}
 
 
 def test_while_a_part_is_exchanged_the_step_waits_for_groups_and_for_ranks() -> None:
     view, _ = parted(streaming(0, 1), 0, ready=False)
-    causes = {wait.cause for wait in waiting_for(view)}
+    causes = {wait.cause for wait in current_waits(view)}
     assert {"groups", "exchange"} <= causes
-    (groups,) = [wait for wait in waiting_for(view) if wait.cause == "groups"]
+    (groups,) = [wait for wait in current_waits(view) if wait.cause == "groups"]
     assert groups.what.startswith("step 1 needs 2 more prompts")
 
 
 def test_an_offer_that_makes_a_part_is_written_soon() -> None:
     view = streaming(0)
-    assert patience_s(view, 1, 0) == COALESCE_S
-    assert patience_s(replace(view, rules=RULES), 1, 0) == GROUPS_S
+    assert offer_delay_s(view, 1, 0) == COALESCE_S
+    assert offer_delay_s(replace(view, rules=RULES), 1, 0) == GROUPS_S
 
 
 def test_an_outcome_before_what_a_part_holds_is_the_steps() -> None:
@@ -203,5 +203,5 @@ def test_an_outcome_before_what_a_part_holds_is_the_steps() -> None:
     more = offer.model_copy(update={"outcomes": (EndedRef(ref=ordered(view)[0], kind="filtered"),)})
     view, _ = parted(with_mirror(view, offers={PEER: stored(more)}), 1, 2, 3, 4)
     (made,) = [action for action in actions(view) if isinstance(action, MakeSeal)]
-    assert isinstance(made.chosen, SealNow)
+    assert isinstance(made.chosen, SealStep)
     assert [o.ref for o in made.chosen.outcomes] == [ordered(view)[0]]

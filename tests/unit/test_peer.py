@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from peer_bench import RealBench
 
-from controllers.changes import Changes
-from controllers.flow.group_buffer import Holdings
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import JobStep
 from gcore.data.order import shard_lengths
 from gcore.errors import EngineError
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import Checkpoint, Head, Member
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import StreamRules
 from gcore.store.types import Put
-from gcore.system.concurrency import all_or_none
+from gcore.system.concurrency import gather_or_cancel
 from gcore.testing.flows import Asked
 from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
 
@@ -33,7 +33,7 @@ async def test_the_results_come_in_order() -> None:
             await asyncio.sleep(0)
         return value
 
-    assert await all_or_none(one(value) for value in range(3)) == [0, 1, 2]
+    assert await gather_or_cancel(one(value) for value in range(3)) == [0, 1, 2]
 
 
 async def test_when_one_answer_fails_the_others_have_ended_before_it_is_raised() -> None:
@@ -51,7 +51,7 @@ async def test_when_one_answer_fails_the_others_have_ended_before_it_is_raised()
         raise EngineError("broken")
 
     with pytest.raises(EngineError, match="broken"):
-        await all_or_none([waits(), fails(), waits()])
+        await gather_or_cancel([waits(), fails(), waits()])
     assert ended == ["waits", "waits"]
 
 
@@ -68,8 +68,8 @@ class Present:
     """A peer of which only the look and the holdings matter; `head` may be moved."""
 
     def __init__(self) -> None:
-        self.head = chain.base(2, "w", Writer("a", "n")).head
-        self.holdings = Holdings()
+        self.head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
+        self.holdings = GroupBuffer()
         self.faults = SimpleNamespace(note=lambda reason, trace: None)
 
     def look(self) -> Any:
@@ -84,7 +84,9 @@ def group_of(version: Version) -> Group:
 
 def rolled_back(head: Head) -> Head:
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
-    return chain.rolled_back(head, base, head.cursors, "w2", Writer("a", "m"), "a rank died", tally=head.tally).head
+    return chain.rollback_entry(
+        head, base, head.cursors, "w2", ChainWriter("a", "m"), "a rank died", tally=head.tally
+    ).head
 
 
 def test_what_present_weights_made_is_held() -> None:
@@ -143,6 +145,6 @@ async def test_an_ended_job_has_no_more_steps() -> None:
     ended = SimpleNamespace(record=SimpleNamespace(phase=JobPhase.CANCELLED))
     mirror = SimpleNamespace(head=SimpleNamespace(record=peer.head), status=ended)
     peer.look = lambda: SimpleNamespace(mirror=mirror, is_over=False)
-    peer.changes = Changes()
+    peer.changes = ChangeSignal()
     peer.collectives = SimpleNamespace(begin=lambda at: None)
     assert [step async for step in JobPeer.steps(peer)] == []

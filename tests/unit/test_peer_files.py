@@ -14,9 +14,9 @@ import pytest
 from peer_folder import UID, checkpoint, serving
 
 from controllers.api import peers as files
-from controllers.api.peers import FilesService, listed, parts_of
-from controllers.storage.peer_files import DRAFTS, NotFetched, PeerFiles, from_first
-from controllers.storage.replication import prove
+from controllers.api.peers import FilesService, list_files, parse_path
+from controllers.storage.peer_files import DRAFTS, FetchFailed, PeerFiles, fetch_from_first
+from controllers.storage.replication import verify_files
 from gcore.api.v1 import files_pb2 as pb
 from gcore.api.v1 import files_pb2_grpc
 from gcore.errors import GcoreError, UsageError
@@ -46,7 +46,7 @@ BAD = [
 @pytest.mark.parametrize("path", BAD)
 async def test_a_path_that_is_not_served_is_refused_in_both_calls(tmp_path: Path, path: str) -> None:
     with pytest.raises(UsageError, match="is served"):
-        parts_of(path)
+        parse_path(path)
     async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         stub: Any = files_pb2_grpc.FilesStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.aio.AioRpcError) as listing:
@@ -74,9 +74,9 @@ async def test_nothing_is_read_through_a_link(tmp_path: Path, link: str) -> None
             (run_dir / "checkpoints" / "0-3" / "model.safetensors").symlink_to(outside / "0-3" / "model.safetensors")
     async with serving(run_dir) as address:
         fetcher = mine(tmp_path / "mine")
-        with contextlib.suppress(NotFetched):
+        with contextlib.suppress(FetchFailed):
             assert await fetcher.list(address, "checkpoints") == {}
-        with pytest.raises(NotFetched):
+        with pytest.raises(FetchFailed):
             await fetcher.folder(address, "checkpoints/0-3", durable=False)
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = files_pb2_grpc.FilesStub(channel)  # type: ignore[no-untyped-call]
@@ -93,13 +93,13 @@ async def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in stub.Read(pb.ReadFileRequest(job_uid=UID, file="weights/pipe")):
                 pass
-    assert listed(tmp_path, ("weights",)) == {}
+    assert list_files(tmp_path, ("weights",)) == {}
 
 
 async def test_a_job_that_is_not_known_and_a_folder_that_is_not_there(tmp_path: Path) -> None:
     async with serving(tmp_path) as address:
         assert await mine(tmp_path).list(address, "checkpoints/0-3") == {}
-        with pytest.raises(NotFetched, match="there is no job"):
+        with pytest.raises(FetchFailed, match="there is no job"):
             await PeerFiles("other", tmp_path, owner="me").list(address, "checkpoints")
 
 
@@ -116,8 +116,8 @@ async def test_a_checkpoint_comes_whole_with_folders_in_it_and_without_drafts(tm
                 *("critic/model.safetensors", "manifest.json"),
             )
         }
-        await fetcher.folder(address, "checkpoints/0-3", lambda draft: prove(draft, digest), durable=True)
-    prove(tmp_path / "mine" / "checkpoints" / "0-3", digest)
+        await fetcher.folder(address, "checkpoints/0-3", lambda draft: verify_files(draft, digest), durable=True)
+    verify_files(tmp_path / "mine" / "checkpoints" / "0-3", digest)
     assert list((tmp_path / "mine" / DRAFTS).iterdir()) == []
 
 
@@ -139,7 +139,7 @@ async def test_what_is_damaged_at_the_peer_never_gets_its_name_here(tmp_path: Pa
     fetcher = mine(tmp_path / "mine")
     async with serving(tmp_path / "theirs") as address:
         with pytest.raises(CheckpointDamaged):
-            await fetcher.folder(address, "checkpoints/0-3", lambda draft: prove(draft, digest), durable=True)
+            await fetcher.folder(address, "checkpoints/0-3", lambda draft: verify_files(draft, digest), durable=True)
     assert not (tmp_path / "mine" / "checkpoints").exists()
     assert list((tmp_path / "mine" / DRAFTS).iterdir()) == []
 
@@ -175,23 +175,23 @@ async def test_a_peer_that_breaks_off_leaves_nothing_and_the_next_one_gives_it(t
         return service
 
     async with serving(tmp_path / "theirs", broken) as first, serving(tmp_path / "theirs") as second:
-        with pytest.raises(NotFetched):
+        with pytest.raises(FetchFailed):
             await fetcher.folder(first, "checkpoints/0-3", durable=True)
         assert not (tmp_path / "mine" / "checkpoints").exists()
         assert list((tmp_path / "mine" / DRAFTS).iterdir()) == []
 
         async def fetch(address: str) -> None:
-            await fetcher.folder(address, "checkpoints/0-3", lambda draft: prove(draft, digest), durable=True)
+            await fetcher.folder(address, "checkpoints/0-3", lambda draft: verify_files(draft, digest), durable=True)
 
-        fetched = await from_first({"a": first, "b": second}, ("away", "a", "b"), fetch)
+        fetched = await fetch_from_first({"a": first, "b": second}, ("away", "a", "b"), fetch)
     assert (fetched.source, list(fetched.wrong)) == ("b", ["a"])
-    prove(tmp_path / "mine" / "checkpoints" / "0-3", digest)
+    verify_files(tmp_path / "mine" / "checkpoints" / "0-3", digest)
 
 
 async def test_a_peer_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     async with serving(tmp_path) as address:
         pass
-    with pytest.raises(NotFetched):
+    with pytest.raises(FetchFailed):
         await mine(tmp_path).list(address, "checkpoints")
 
 
@@ -235,7 +235,7 @@ async def test_a_growing_file_whose_peer_breaks_off_is_as_it_was(tmp_path: Path)
         (tmp_path / name / "log").mkdir(parents=True)
         (tmp_path / name / "log" / "x.jsonl").write_text(text)
     async with serving(tmp_path / "theirs", Breaking) as address:
-        with pytest.raises(NotFetched):
+        with pytest.raises(FetchFailed):
             await mine(tmp_path / "mine").grown(address, "log")
     assert (tmp_path / "mine" / "log" / "x.jsonl").read_text() == "one\n"
 

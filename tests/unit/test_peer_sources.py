@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from controllers.changes import Changes
-from controllers.flow.evaluation import SHOWN_CHARACTERS, marked, reaches, recordable
-from controllers.flow.group_buffer import Holdings
-from controllers.flow.job_data import EpochOrders, material_of, rewards_of
+from controllers.changes import ChangeSignal
+from controllers.flow.evaluation import SHOWN_CHARACTERS, clip_for_record, meets_threshold, score_answers
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.job_data import CurriculumOrders, make_job_data, rewards_of
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import Collectives, JobBatch, JobStep
 from controllers.rules.view import JobView
-from controllers.telemetry.notices import FaultBook
-from controllers.telemetry.step_stats import Stopwatch
+from controllers.telemetry.notices import PluginErrorLog
+from controllers.telemetry.step_stats import StepTimer
 from gcore.config import JobSpec, parse_spec
 from gcore.config.data import training_sources
 from gcore.config.reward import JudgeSpec, RewardSpec
@@ -28,21 +28,21 @@ from gcore.data.stream import open_prompts
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows import find_filters
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
-from gcore.ledger.evaluation import in_turn
+from gcore.ledger.chain import ChainWriter
+from gcore.ledger.evaluation import interleave_samples
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Assignment, Checkpoint, Checkpoints, Member
 from gcore.ledger.records.job import EvalPart, EvalSample, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.selection import StreamRules
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.reward.api import RewardError
 from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import DirectScorer
-from gcore.reward.scorer import Rewards
+from gcore.reward.scorer import Scorer
 from gcore.rollout.client import SamplingParams
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
-from gcore.testing.judges import FakeJudge, HeardOf
+from gcore.testing.judges import FakeJudge, RecordingObserver
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
 HEAD = Version(0, 0)
@@ -133,24 +133,24 @@ class Alone:
         self.spec = make_spec(tmp_path, **rollout)
         self.prompts = open_prompts(self.spec, tmp_path, tmp_path / "model")
         self.clock = FakeClock()
-        self.changes = Changes()
-        self.holdings = Holdings()
+        self.changes = ChangeSignal()
+        self.holdings = GroupBuffer()
         self.engines = Engines(self.spec)
         self.evaluations: list[Evaluation] = []
-        head = chain.base(1, "w", Writer("me", "n")).head
+        head = chain.base_entry(1, "w", ChainWriter("me", "n")).head
         first = Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),))
         self.mirror = JobMirror(
             JobKeys("u"),
-            status=Stored(JobStatus(phase=JobPhase.RUNNING), 1),
-            head=Stored(head, 1),
-            assign=Stored(Assignment(members=("me",), owners=(0,)), 1),
-            checkpoints=Stored(first, 1),
-            plan=Stored(Plan(generation=1, world="w", ranks=(), engines=()), 1),
-            members={"me": Stored(Member(incarnation="me", node="n", address="h:1"), 1)},
+            status=Versioned(JobStatus(phase=JobPhase.RUNNING), 1),
+            head=Versioned(head, 1),
+            assign=Versioned(Assignment(members=("me",), owners=(0,)), 1),
+            checkpoints=Versioned(first, 1),
+            plan=Versioned(Plan(generation=1, world="w", ranks=(), engines=()), 1),
+            members={"me": Versioned(Member(incarnation="me", node="n", address="h:1"), 1)},
         )
-        material = material_of(self.spec, "u", self.prompts, DirectScorer())
+        material = make_job_data(self.spec, "u", self.prompts, DirectScorer())
         store = MemoryStore(MemoryCluster(self.clock))
-        self.faults = FaultBook(store, self.mirror.keys, "n")
+        self.faults = PluginErrorLog(store, self.mirror.keys, "n")
         self.peer = JobPeer(
             material,
             self.look,
@@ -159,8 +159,8 @@ class Alone:
             self.holdings,
             self,
             self.clock,
-            Stopwatch(),
-            EpochOrders(self.spec, material.stream, self.changes.notify),
+            StepTimer(),
+            CurriculumOrders(self.spec, material.stream, self.changes.notify),
             find_filters(self.spec.flow.filters),
             Collectives(store, lambda: self.mirror, "me", 0, self.changes, self.clock),
             self.faults,
@@ -171,12 +171,12 @@ class Alone:
         return JobView(self.spec, rules, self.mirror, "me", "n", {}, {})
 
     async def add_part(self, part: EvalPart) -> bool:
-        self._now(eval_parts={**self.mirror.eval_parts, f"{part.version}/{part.number}": Stored(part, 2)})
+        self._now(eval_parts={**self.mirror.eval_parts, f"{part.version}/{part.number}": Versioned(part, 2)})
         return True
 
     async def conclude(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
-        self._now(evaluations={str(evaluation.version): Stored(evaluation, 3)}, eval_parts={})
+        self._now(evaluations={str(evaluation.version): Versioned(evaluation, 3)}, eval_parts={})
 
     def _now(self, **changed: Any) -> None:
         self.mirror = replace(self.mirror, **changed)
@@ -351,7 +351,7 @@ async def test_what_is_judged_early_goes_on_until_the_production_ends_whichever_
     prompt, clock = job.prompt("letters"), job.clock
     tutor = JudgeSpec.model_validate({"name": "tutor", "model": {"path": "j"}, "template": "{{ response }}"})
     fake = FakeJudge(lambda question, seed: "hm" if question == "odd" else "0.5", clock, delay_s=lambda question: 5.0)
-    rewards = Rewards(DirectScorer(), {"tutor": Judge.of(tutor, fake, HeardOf(), clock)})
+    rewards = Scorer(DirectScorer(), {"tutor": Judge.of(tutor, fake, RecordingObserver(), clock)})
     practice = job.peer.material.sources["letters"]
     judged = replace(practice, rewards=rewards, source=replace(practice.source, reward=RewardSpec(judge="tutor")))
     job.peer.material = replace(job.peer.material, sources={"letters": judged})
@@ -419,7 +419,7 @@ async def test_a_prompt_with_a_response_that_cannot_be_scored_fails_with_the_rea
     job = Alone(tmp_path)
     prompt = job.prompt("letters")
     practices = job.peer.material.sources
-    odd = {name: replace(practice, rewards=Rewards(LastIsOdd(), {})) for name, practice in practices.items()}
+    odd = {name: replace(practice, rewards=Scorer(LastIsOdd(), {})) for name, practice in practices.items()}
     job.peer.material = replace(job.peer.material, sources=odd)
     await (await produced(job, prompt))
     ended = job.holdings.outcomes[prompt.ref]
@@ -480,9 +480,9 @@ class Odd:
 
 async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_and_says_why(tmp_path: Path) -> None:
     job = Alone(tmp_path)
-    practice = replace(job.peer.material.evaluated["sums"], rewards=Rewards(Odd(), {}))
+    practice = replace(job.peer.material.evaluated["sums"], rewards=Scorer(Odd(), {}))
     sample = Sample((7,), (0.0,), "x", "stop", (VersionSpan(HEAD, 0, 1),))
-    (mark,) = await marked(practice, -1.0, job.prompt("sums"), [sample], HEAD)
+    (mark,) = await score_answers(practice, -1.0, job.prompt("sums"), [sample], HEAD)
     assert (mark.shown.reward, mark.shown.correct) == (0.0, False), "not even where nothing is demanded"
     assert mark.shown.unscored == "reward 'odd' raised ValueError"
 
@@ -494,7 +494,7 @@ async def test_an_evaluation_answer_that_its_reward_cannot_score_is_not_correct_
 def test_a_reward_that_is_a_sum_of_parts_reaches_its_threshold(
     reward: float, threshold: float, is_correct: bool
 ) -> None:
-    assert reaches(reward, threshold) == is_correct
+    assert meets_threshold(reward, threshold) == is_correct
 
 
 async def test_responses_that_cannot_be_scored_are_counted_and_told_of(
@@ -502,7 +502,7 @@ async def test_responses_that_cannot_be_scored_are_counted_and_told_of(
 ) -> None:
     job = Alone(tmp_path)
     job.engines.texts = ["1", "x"]
-    job.peer.material.evaluated["letters"] = replace(job.peer.material.evaluated["letters"], rewards=Rewards(Odd(), {}))  # type: ignore[index]
+    job.peer.material.evaluated["letters"] = replace(job.peer.material.evaluated["letters"], rewards=Scorer(Odd(), {}))  # type: ignore[index]
     await asyncio.gather(job.peer.evaluate(), job.clock.advance(0))
     (made,) = job.evaluations
     assert (made.unscored, made.accuracy, made.count) == (3, pytest.approx(1 / 6), 6)
@@ -516,8 +516,8 @@ def test_the_answers_shown_are_of_every_source_in_turn_and_short() -> None:
     def answer(source: str, text: str) -> EvalSample:
         return EvalSample(prompt=text, response=text, answer="", reward=0.0, source=source)
 
-    found = in_turn([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", "4")]], 3)
+    found = interleave_samples([[answer("a", "1"), answer("a", "2"), answer("a", "3")], [answer("b", "4")]], 3)
     assert [(one.source, one.response) for one in found] == [("a", "1"), ("b", "4"), ("a", "2")]
-    assert in_turn([], 5) == ()
-    assert len(recordable("y" * (2 * SHOWN_CHARACTERS))) == SHOWN_CHARACTERS
-    assert len(json.dumps(recordable("😀" * SHOWN_CHARACTERS))) * 150 < 3 * 512 * 1024, "fifty fit into one write"
+    assert interleave_samples([], 5) == ()
+    assert len(clip_for_record("y" * (2 * SHOWN_CHARACTERS))) == SHOWN_CHARACTERS
+    assert len(json.dumps(clip_for_record("😀" * SHOWN_CHARACTERS))) * 150 < 3 * 512 * 1024, "fifty fit into one write"

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.records.job import Plan
-from placement.placer import first_plan, joined, moved
-from placement.slots import Apart, JudgeWanted, NodeSlots, Snapshot, Wanted, slots_lacking
+from placement.placer import fill_plan, first_plan, move_judges
+from placement.slots import (
+    JudgePlacementRequest,
+    NodeSlots,
+    PlacementRequest,
+    SeparateSlots,
+    Snapshot,
+    count_lacking_slots,
+)
 
 TREE: dict[str, Any] = {
     "name": "j",
@@ -45,7 +52,9 @@ def of_judge(plan: Plan, name: str) -> list[tuple[str, str]]:
 
 
 def test_colocated_judges_have_an_engine_on_every_slot_or_as_many_as_is_said() -> None:
-    wanted = Wanted.by(spec(judges=[judge("a"), judge("b", 1)], reward={"parts": [{"judge": "a"}, {"judge": "b"}]}))
+    wanted = PlacementRequest.by(
+        spec(judges=[judge("a"), judge("b", 1)], reward={"parts": [{"judge": "a"}, {"judge": "b"}]})
+    )
     plan = first_plan(there(1, 1), wanted, world="w", generation=1)
     assert of_judge(plan, "") == of_judge(plan, "a") == [("n0", "cpu:0"), ("n1", "cpu:0")]
     assert of_judge(plan, "b") == [("n1", "cpu:0")], "the second judge begins on another slot than the first"
@@ -54,22 +63,22 @@ def test_colocated_judges_have_an_engine_on_every_slot_or_as_many_as_is_said() -
 
 def test_an_external_judge_needs_no_slot() -> None:
     external = {"name": "far", "external": {"url": "http://h/v1", "model": "m"}, "template": "{{ response }}"}
-    wanted = Wanted.by(spec(judges=[external], reward={"judge": "far"}))
-    assert wanted == Wanted()
+    wanted = PlacementRequest.by(spec(judges=[external], reward={"judge": "far"}))
+    assert wanted == PlacementRequest()
 
 
 def test_with_static_each_pool_has_slots_of_its_own() -> None:
     job = spec(judges=[judge("a")], reward={"judge": "a"}, placement={"policy": "static", "train": 1, "reward": 2})
-    plan = first_plan(there(2, 2), Wanted.by(job), world="w", generation=1)
+    plan = first_plan(there(2, 2), PlacementRequest.by(job), world="w", generation=1)
     assert [(rank.node, rank.slot) for rank in plan.ranks] == [("n0", "cpu:0")]
     assert of_judge(plan, "a") == [("n1", "cpu:0"), ("n0", "cpu:1")]
     assert of_judge(plan, "") == [("n1", "cpu:1")]
     assert plan.rollout_nodes == {"n1"}
     with pytest.raises(SpecError, match=r"1 train rank, 2 slots for judges and 1 rollout engine.*3 slots") as lacking:
-        first_plan(there(2, 1), Wanted.by(job), world="w", generation=1)
+        first_plan(there(2, 1), PlacementRequest.by(job), world="w", generation=1)
     assert str(lacking.value.fix).startswith("Lower placement.train or placement.reward, or start")
     with pytest.raises(SpecError, match=r"2 train ranks and 1 rollout engine.*1 slot\. Lower placement\.train, or"):
-        first_plan(there(1), Wanted(2, (), Apart(2, 0)), world="w", generation=1)
+        first_plan(there(1), PlacementRequest(2, (), SeparateSlots(2, 0)), world="w", generation=1)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +113,9 @@ SLOTS = st.lists(st.integers(1, 3), min_size=1, max_size=5)
 
 @given(SLOTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 3))
 def test_no_slot_of_static_pools_serves_two_of_them(slots: list[int], train: int, reward: int, judges: int) -> None:
-    names = tuple(JudgeWanted(f"j{i}") for i in range(judges if reward else 0))
-    wanted, snapshot = Wanted(train, names, Apart(train, reward)), there(*slots)
-    if slots_lacking(snapshot, wanted):
+    names = tuple(JudgePlacementRequest(f"j{i}") for i in range(judges if reward else 0))
+    wanted, snapshot = PlacementRequest(train, names, SeparateSlots(train, reward)), there(*slots)
+    if count_lacking_slots(snapshot, wanted):
         with pytest.raises(SpecError):
             first_plan(snapshot, wanted, world="w", generation=1)
         return
@@ -119,29 +128,29 @@ def test_no_slot_of_static_pools_serves_two_of_them(slots: list[int], train: int
     assert rollout
     assert ranks.isdisjoint(rewards | rollout)
     assert rewards.isdisjoint(rollout)
-    assert joined(plan, snapshot, wanted) is None
+    assert fill_plan(plan, snapshot, wanted) is None
 
 
 @given(SLOTS, SLOTS, st.integers(1, 4))
 def test_nodes_that_come_are_rollouts_and_judges_never_have_more_engines_than_they_want(
     before: list[int], more: list[int], replicas: int
 ) -> None:
-    wanted = Wanted(judges=(JudgeWanted("all"), JudgeWanted("some", replicas)))
+    wanted = PlacementRequest(judges=(JudgePlacementRequest("all"), JudgePlacementRequest("some", replicas)))
     plan = first_plan(there(*before), wanted, world="w", generation=1)
     after = there(*before, *more)
-    new = joined(plan, after, wanted)
+    new = fill_plan(plan, after, wanted)
     assert new is not None
     assert len(of_judge(new, "all")) == len(of_judge(new, "")) == after.slots
     assert len(of_judge(new, "some")) == min(replicas, after.slots)
     assert len({(p.node, p.slot, p.judge) for p in new.engines}) == len(new.engines)
-    assert joined(new, after, wanted) is None
+    assert fill_plan(new, after, wanted) is None
 
 
 def but(snapshot: Snapshot, *names: str) -> Snapshot:
     return Snapshot(tuple(node for node in snapshot.nodes if node.node not in names))
 
 
-STATIC = Wanted.by(
+STATIC = PlacementRequest.by(
     spec(judges=[judge("a")], reward={"judge": "a"}, placement={"policy": "static", "train": 1, "reward": 1})
 )
 
@@ -150,31 +159,31 @@ def test_a_judge_whose_node_stays_away_gets_a_slot_of_rollouts_which_keeps_one()
     nodes = there(1, 1, 1, 1)
     plan = first_plan(nodes, STATIC, world="w", generation=1)
     assert of_judge(plan, "a") == [("n1", "cpu:0")]
-    assert moved(plan, nodes, STATIC) is None
-    new = moved(plan, but(nodes, "n1"), STATIC)
+    assert move_judges(plan, nodes, STATIC) is None
+    new = move_judges(plan, but(nodes, "n1"), STATIC)
     assert new is not None
     assert of_judge(new, "a") == [("n3", "cpu:0")]
     assert of_judge(new, "") == [("n2", "cpu:0")]
     assert (new.ranks, new.world, new.generation) == (plan.ranks, "w", 2)
     assert "a moved, for n1 stays away" in new.reason
-    back = joined(new, nodes, STATIC)
+    back = fill_plan(new, nodes, STATIC)
     assert back is not None
     assert of_judge(back, "") == [("n2", "cpu:0"), ("n1", "cpu:0")], "the node that comes back rolls out"
-    assert moved(plan, but(nodes, "n1", "n2"), STATIC) is None, "rollout has one slot left and keeps it"
+    assert move_judges(plan, but(nodes, "n1", "n2"), STATIC) is None, "rollout has one slot left and keeps it"
 
 
 def test_a_judge_that_has_engines_elsewhere_takes_no_slot_from_rollout() -> None:
     job = spec(judges=[judge("a")], reward={"judge": "a"}, placement={"policy": "static", "train": 1, "reward": 2})
-    nodes, wanted = there(1, 1, 1, 1, 1), Wanted.by(job)
-    assert moved(first_plan(nodes, wanted, world="w", generation=1), but(nodes, "n1"), wanted) is None
+    nodes, wanted = there(1, 1, 1, 1, 1), PlacementRequest.by(job)
+    assert move_judges(first_plan(nodes, wanted, world="w", generation=1), but(nodes, "n1"), wanted) is None
 
 
 def test_colocated_judges_with_a_number_of_engines_get_those_back() -> None:
     job = spec(judges=[judge("a"), judge("b", 1)], reward={"parts": [{"judge": "a"}, {"judge": "b"}]})
-    nodes, wanted = there(1, 1, 1), Wanted.by(job)
+    nodes, wanted = there(1, 1, 1), PlacementRequest.by(job)
     plan = first_plan(nodes, wanted, world="w", generation=1)
     ((lost, _),) = of_judge(plan, "b")
-    new = moved(plan, but(nodes, lost), wanted)
+    new = move_judges(plan, but(nodes, lost), wanted)
     assert new is not None
     assert len(of_judge(new, "b")) == 1
     assert lost not in {node for node, _ in of_judge(new, "b")}
@@ -185,14 +194,14 @@ def test_colocated_judges_with_a_number_of_engines_get_those_back() -> None:
 def test_whoever_stays_away_judges_that_can_have_engines_have_them_and_nothing_is_moved_twice(
     slots: list[int], away: set[int], data: st.DataObject
 ) -> None:
-    judges = tuple(JudgeWanted(name, data.draw(st.none() | st.integers(1, 3))) for name in "ab")
-    apart = data.draw(st.none() | st.builds(Apart, train=st.just(1), reward=st.integers(1, 2)))
-    nodes, wanted = there(*slots), Wanted(1 if apart else None, judges, apart)
-    if slots_lacking(nodes, wanted):
+    judges = tuple(JudgePlacementRequest(name, data.draw(st.none() | st.integers(1, 3))) for name in "ab")
+    apart = data.draw(st.none() | st.builds(SeparateSlots, train=st.just(1), reward=st.integers(1, 2)))
+    nodes, wanted = there(*slots), PlacementRequest(1 if apart else None, judges, apart)
+    if count_lacking_slots(nodes, wanted):
         return
     plan = first_plan(nodes, wanted, world="w", generation=1)
     left = but(nodes, *(f"n{number}" for number in away))
-    new = moved(plan, left, wanted) or plan
+    new = move_judges(plan, left, wanted) or plan
     here = {(node.node, slot) for node in left.nodes for slot in node.slots}
     places = [(place.node, place.slot, place.judge) for place in new.engines]
     assert len(places) == len(set(places))
@@ -206,4 +215,4 @@ def test_whoever_stays_away_judges_that_can_have_engines_have_them_and_nothing_i
         else:
             assert has or not (judging or len(rollout) > 1)
     assert not rollout or here.intersection(of_judge(new, ""))
-    assert moved(new, left, wanted) is None
+    assert move_judges(new, left, wanted) is None

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from gcore.ledger.records.chain import LogEntry
-from gcore.ledger.records.slot_accounting import EngineSums, StepBook
+from gcore.ledger.records.slot_accounting import EngineSums, StepAccount
 from gcore.types import Version
-from placement.forecast import Batch, Forecast, Pools, shapes_of
-from placement.laws import Law, TrainLaw
-from placement.measurements import EngineSpeed, Measured, measured
+from placement.forecast import Forecast, LengthProfile, PoolLimits, shapes_of
+from placement.laws import DecodeLaw, TrainLaw
+from placement.measurements import EngineSpeed, MeasuredStep, measure_step
 from placement.policies.base import Decision, Situation, SwitchCosts
-from placement.policies.dynamic import Dynamic, _said
-from placement.slots import Bounds, Split, feasible
+from placement.policies.dynamic import DynamicPolicy, _said
+from placement.slots import Split, SplitBounds, feasible
 
 LENGTHS = tuple(float(n) for n in range(20, 340, 5))
-BOUNDS = Bounds(8, 1, 1, (2,), True, False)
+BOUNDS = SplitBounds(8, 1, 1, (2,), True, False)
 FREE = SwitchCosts(0.0, 0.0, 0.0)
 
 
@@ -34,30 +34,30 @@ class Truth:
     slower: Callable[[int], float] = lambda step: 1.0
 
     def produce_s(self, step: int, split: Split) -> float:
-        rollout, reward = Law(0.02, 0.002, 64), self.law(step)
-        batch = Batch.made(np.array(LENGTHS), 60.0, sum(LENGTHS))
+        rollout, reward = DecodeLaw(0.02, 0.002, 64), self.law(step)
+        batch = LengthProfile.made(np.array(LENGTHS), 60.0, sum(LENGTHS))
         forecast = Forecast(
-            Pools(), rollout, reward, TrainLaw(0.0, 0.0), (batch,), np.ones(1), np.ones(1), 0.0, 0.0, False, None
+            PoolLimits(), rollout, reward, TrainLaw(0.0, 0.0), (batch,), np.ones(1), np.ones(1), 0.0, 0.0, False, None
         )
         return float(forecast.produce_s(shapes_of((split,)))[0, 0]) * self.times(step, split) * self.holding_up(split)
 
-    def law(self, step: int) -> Law:
-        return Law(0.02 * self.slower(step), 0.002 * self.slower(step), 64)
+    def law(self, step: int) -> DecodeLaw:
+        return DecodeLaw(0.02 * self.slower(step), 0.002 * self.slower(step), 64)
 
     def holding_up(self, split: Split) -> float:
         return self.held_up if split.mode == "colocated" else 1.0
 
     def speed(self, step: int, split: Split) -> tuple[EngineSpeed, ...]:
-        laws = {"rollout": Law(0.02, 0.002, 64), "reward": self.law(step)}
+        laws = {"rollout": DecodeLaw(0.02, 0.002, 64), "reward": self.law(step)}
         return tuple(
             EngineSpeed(pool, n, (law.token_s + law.sequence_s * n) * self.holding_up(split))
             for pool, law in laws.items()
             for n in (1.0, 4.0, 16.0)
         )
 
-    def step(self, step: int, split: Split) -> Measured:
+    def step(self, step: int, split: Split) -> MeasuredStep:
         """As it is measured."""
-        return Measured(
+        return MeasuredStep(
             step=step,
             split=split,
             lengths=LENGTHS,
@@ -72,14 +72,20 @@ class Truth:
 
 
 def asked(
-    policy: Dynamic, history: list[Measured], now: Split, costs: SwitchCosts = FREE, bounds: Bounds = BOUNDS
+    policy: DynamicPolicy,
+    history: list[MeasuredStep],
+    now: Split,
+    costs: SwitchCosts = FREE,
+    bounds: SplitBounds = BOUNDS,
 ) -> Decision:
     return policy.plan(Situation(bounds, now, tuple(history), costs, 100))
 
 
-def lived(truth: Truth, first: Split, steps: int, costs: SwitchCosts = FREE, bounds: Bounds = BOUNDS) -> list[Split]:
+def lived(
+    truth: Truth, first: Split, steps: int, costs: SwitchCosts = FREE, bounds: SplitBounds = BOUNDS
+) -> list[Split]:
     """The splits that a job's steps have."""
-    policy, history, now, found = Dynamic(Pools(), first), list[Measured](), first, []
+    policy, history, now, found = DynamicPolicy(PoolLimits(), first), list[MeasuredStep](), first, []
     for step in range(steps):
         found.append(now)
         history.append(truth.step(step, now))
@@ -164,7 +170,7 @@ def test_judges_that_become_slow_are_seen_where_engines_hold_one_another_up_too(
 
 def test_a_wish_that_never_came_to_be_may_be_wished_again_at_once() -> None:
     truth = Truth()
-    now, policy, history = best(truth)[-1], Dynamic(Pools(), best(truth)[-1]), list[Measured]()
+    now, policy, history = best(truth)[-1], DynamicPolicy(PoolLimits(), best(truth)[-1]), list[MeasuredStep]()
     for step in range(3):
         history.append(truth.step(step, now))
         wish = asked(policy, history, now)
@@ -179,7 +185,7 @@ def test_steps_that_were_given_up_count_no_more_and_those_made_anew_are_learned_
     first = [Truth().step(step, now) for step in range(10)]
     gone = [replace(Truth().step(step, now), lengths=longer, train_s=9.0) for step in range(10, 20)]
     anew = [replace(Truth().step(step, now), train_s=2.1) for step in range(10, 14)]
-    policy, fresh = Dynamic(Pools(), now), Dynamic(Pools(), now)
+    policy, fresh = DynamicPolicy(PoolLimits(), now), DynamicPolicy(PoolLimits(), now)
     for end in range(1, 21):
         asked(policy, [*first, *gone][:end], now)
     for end in range(10, 15):
@@ -198,7 +204,7 @@ def test_steps_that_were_given_up_count_no_more_and_those_made_anew_are_learned_
 
 
 def test_steps_made_anew_while_nobody_asked_take_the_place_of_those_that_were_given_up() -> None:
-    now, policy = best(Truth())[0], Dynamic(Pools(), best(Truth())[0])
+    now, policy = best(Truth())[0], DynamicPolicy(PoolLimits(), best(Truth())[0])
     longer = tuple(8 * tokens for tokens in LENGTHS)
     first = [Truth().step(step, now) for step in range(8)]
     gone = [replace(Truth().step(step, now), lengths=longer, train_s=9.0) for step in range(8, 12)]
@@ -211,7 +217,7 @@ def test_steps_made_anew_while_nobody_asked_take_the_place_of_those_that_were_gi
     assert policy._stretch == 14
 
 
-def ahead(truth: Truth, step: int, split: Split) -> Measured:
+def ahead(truth: Truth, step: int, split: Split) -> MeasuredStep:
     """As a live job's steps are measured whose batches are made one step ahead."""
     rest = truth.train_s * 2 / split.train + 0.2
     seconds = max(truth.produce_s(step, split), rest + 0.03)
@@ -226,8 +232,8 @@ def ahead(truth: Truth, step: int, split: Split) -> Measured:
     }
     entry = LogEntry(seq=step, parent=None, kind="train", lineage=0, step=step, world="w", nonce="n", stats=stats)
     active = {"rollout": EngineSums(active_s=0.8 * min(truth.produce_s(step, split), seconds) * split.rollout)}
-    book = StepBook(version=Version(0, step), began=0.0, seconds=seconds, slots=12, engines=active)
-    told = measured((book,), entry, None, split)
+    book = StepAccount(version=Version(0, step), began=0.0, seconds=seconds, slots=12, engines=active)
+    told = measure_step((book,), entry, None, split)
     return replace(told, lengths=LENGTHS, judged=(60.0,) * len(LENGTHS), speed=truth.speed(step, split))
 
 
@@ -242,10 +248,10 @@ def ahead(truth: Truth, step: int, split: Split) -> Measured:
 )
 def test_one_step_ahead_it_finds_a_good_split_and_stays_there(train_s: float, off: float, most: int) -> None:
     """After `most` changes: where forecasts are always too short, another split is tried once, and left."""
-    bounds = Bounds(12, 1, 1, (1, 2, 4, 6), True, False)
+    bounds = SplitBounds(12, 1, 1, (1, 2, 4, 6), True, False)
     truth = Truth(train_s=train_s, times=lambda step, split: off)
     now = Split("coexisting", 6, 4, 2)
-    policy, history, found = Dynamic(Pools(), now), list[Measured](), []
+    policy, history, found = DynamicPolicy(PoolLimits(), now), list[MeasuredStep](), []
     for step in range(100):
         history.append(ahead(truth, step, now))
         found.append(now)
@@ -276,7 +282,7 @@ def test_for_no_steps_that_are_left_nothing_is_changed_and_where_nobody_knows_ho
     history = [truth.step(step, worst) for step in range(4)]
 
     def last_of(steps_left: int | None) -> Split:
-        policy, now = Dynamic(Pools(), worst), worst
+        policy, now = DynamicPolicy(PoolLimits(), worst), worst
         for step in range(1, 5):
             now = policy.plan(Situation(BOUNDS, worst, tuple(history[:step]), costs, steps_left)).split
         return now
@@ -289,9 +295,12 @@ def test_for_no_steps_that_are_left_nothing_is_changed_and_where_nobody_knows_ho
 def test_all_slots_in_turn_take_a_turn_for_the_judges_only_where_there_are_any(
     judged: bool, changes_of_turn: int
 ) -> None:
-    bounds, costs = Bounds(8, 1, 1, (2,), judged, True), SwitchCosts(1.0, 1.0, 4.0)
+    bounds, costs = SplitBounds(8, 1, 1, (2,), judged, True), SwitchCosts(1.0, 1.0, 4.0)
     split = Split("coexisting", 6 - 2 * judged, 2 * judged, 2)
-    policy, situation = Dynamic(Pools(), split), Situation(bounds, split, (Truth().step(0, split),), costs, 100)
+    policy, situation = (
+        DynamicPolicy(PoolLimits(), split),
+        Situation(bounds, split, (Truth().step(0, split),), costs, 100),
+    )
     policy.plan(situation)
     forecast = policy._forecast(situation, 1, 1.0)
     assert forecast.together_s - forecast.apart_s == pytest.approx(4.0 * changes_of_turn)

@@ -46,7 +46,7 @@ def test_every_field_of_a_scenario_is_on_the_page_about_the_simulator() -> None:
 def test_who_asks_where_slots_are_after_a_run_is_told_what_can_still_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("controllers.cli.view.summary.finished_run", lambda home, job, error: {"job": job})
+    monkeypatch.setattr("controllers.cli.view.summary.describe_finished_run", lambda home, job, error: {"job": job})
     words = ["placement", "show", "sums", "--home", str(tmp_path)]
     with pytest.raises(Unreachable, match=r"job 'sums' has ended: nothing is placed any more.*gcore placement explain"):
         CliRunner().invoke(app, words, catch_exceptions=False)

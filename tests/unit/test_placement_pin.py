@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from job_views import KEYS, running_job, stored
 
-from controllers.api.jobs import pin_of, placement_of, write_pin
+from controllers.api.jobs import describe_placement, parse_pin, write_pin
 from controllers.cli.view.placement import (
-    account,
-    by_slot,
     history_table,
     move_tree,
+    placement_rows,
+    placement_story,
+    placement_tree,
     plan_of,
-    shown_rows,
-    shown_tree,
+    slot_roles,
     split_in_words,
 )
 from gcore.api.v1 import jobs_pb2 as pb
@@ -24,8 +24,8 @@ from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Leader, Move, MoveKind, MoveOutcome, Moves, Pin
 from gcore.ledger.transactions import Transaction, TxnOutcome, TxnReport
-from placement.assign import assigned
-from placement.moves import part_of
+from placement.assign import assign_split
+from placement.moves import split_part
 from placement.slots import NodeSlots, Snapshot, Split
 
 FIRST, SECOND = Split("coexisting", 2, 1, 1), Split("coexisting", 1, 2, 1)
@@ -59,7 +59,7 @@ def asked(**more: Any) -> pb.PinPlacementRequest:
 
 
 def mirror(**more: Any) -> JobMirror:
-    plan = assigned(
+    plan = assign_split(
         FIRST,
         None,
         Snapshot((NodeSlots("a", ("cpu:0", "cpu:1")), NodeSlots("b", ("cpu:0", "cpu:1")))),
@@ -71,8 +71,8 @@ def mirror(**more: Any) -> JobMirror:
         generation=3,
         step=2,
         kind=MoveKind.SPLIT,
-        before=part_of(SECOND),
-        after=part_of(FIRST),
+        before=split_part(SECOND),
+        after=split_part(FIRST),
         slots=("a/cpu:1 reward -> rollout",),
         reason="the judges were idle",
         idle={"reward": 0.6},
@@ -94,12 +94,12 @@ def mirror(**more: Any) -> JobMirror:
 
 
 def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
-    first = pin_of(asked(reward=2), Pin(), job(), 8, "a", 5.0)
+    first = parse_pin(asked(reward=2), Pin(), job(), 8, "a", 5.0)
     assert (first.reward, first.by, first.time) == (2, "a", 5.0)
-    both = pin_of(asked(freeze=True, train=1), first, job(), 8, "a", 6.0)
+    both = parse_pin(asked(freeze=True, train=1), first, job(), 8, "a", 6.0)
     assert (both.frozen, both.reward, both.train) == (True, 2, 1)
     assert str(both) == "nothing moves, reward has 2, train has 1"
-    assert not pin_of(asked(release=True), both, job(), 8, "a", 7.0).fixes
+    assert not parse_pin(asked(release=True), both, job(), 8, "a", 7.0).fixes
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_is_fixed_is_added_to_what_was_and_let_go_as_a_whole() -> None:
 )
 def test_what_cannot_be_fixed_is_refused_in_a_sentence(request_: Any, record: JobRecord, said: str) -> None:
     with pytest.raises(GcoreError, match=said):
-        pin_of(request_, Pin(), record, 8, "a", 5.0)
+        parse_pin(request_, Pin(), record, 8, "a", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -138,15 +138,15 @@ def test_engines_that_span_several_slots_are_fixed_whole(request_: Any, said: st
     rollout = SPEC["rollout"] | wide | {"slots_per_engine": 4}
     record = job().model_copy(update={"spec": SPEC | {"rollout": rollout, "judges": [judge | {"serving": wide}]}})
     with pytest.raises(GcoreError, match=said):
-        pin_of(request_, Pin(), record, 8, "a", 5.0)
-    assert pin_of(asked(reward=2, rollout=4), Pin(), record, 8, "a", 5.0).sizes == {"rollout": 4, "reward": 2}
+        parse_pin(request_, Pin(), record, 8, "a", 5.0)
+    assert parse_pin(asked(reward=2, rollout=4), Pin(), record, 8, "a", 5.0).sizes == {"rollout": 4, "reward": 2}
 
 
 def test_a_pool_that_has_nothing_to_do_gets_no_slots() -> None:
     spec = {key: value for key, value in SPEC.items() if key not in ("judges", "reward")}
     record = JobRecord(uid="u", name="j", spec=spec, run_dir="/r", created=0.0, prompts=40)
     with pytest.raises(GcoreError, match="serves no judge"):
-        pin_of(asked(reward=1), Pin(), record, 8, "a", 5.0)
+        parse_pin(asked(reward=1), Pin(), record, 8, "a", 5.0)
 
 
 class Writes:
@@ -183,34 +183,34 @@ async def test_who_loses_a_compare_looks_again_and_an_unknown_answer_is_told() -
 
 
 def test_what_is_shown_names_each_slot_and_who_sleeps_there() -> None:
-    reply = placement_of(mirror(), frozenset({"a", "b"}))
-    rows = shown_rows(reply)
+    reply = describe_placement(mirror(), frozenset({"a", "b"}))
+    rows = placement_rows(reply)
     assert rows["slots"] == "2 rollout, 1 reward, 1 train"
     assert rows["planned by"] == "a"
     assert "away" not in rows
-    tree = shown_tree(reply)
+    tree = placement_tree(reply)
     assert tree["split"] == {"mode": "coexisting", "rollout": 2, "reward": 1, "train": 1}
     assert len(tree["slots"]) == 4
     assert any("judge tutor (asleep)" in what for what in tree["slots"].values())
     plan = mirror().plan
     assert plan is not None
-    assert sum(what == ["train rank 0"] for what in by_slot(plan.record).values()) == 1
+    assert sum(what == ["train rank 0"] for what in slot_roles(plan.record).values()) == 1
 
 
 def test_while_something_is_fixed_it_is_not_said_that_slots_are_lent() -> None:
-    reply = placement_of(mirror(), frozenset({"a", "b"}))
+    reply = describe_placement(mirror(), frozenset({"a", "b"}))
     reply.lends, reply.pin = True, Pin().encode()
-    assert shown_rows(reply)["lends within a step"] == "yes"
+    assert placement_rows(reply)["lends within a step"] == "yes"
     for pin in (Pin(frozen=True), Pin(reward=1)):
         reply.pin = pin.encode()
-        assert shown_rows(reply)["lends within a step"] == "not while anything is fixed"
+        assert placement_rows(reply)["lends within a step"] == "not while anything is fixed"
     reply.lends = False
-    assert shown_rows(reply)["lends within a step"] == "no"
+    assert placement_rows(reply)["lends within a step"] == "no"
 
 
 def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() -> None:
-    reply = placement_of(mirror(), frozenset({"a", "b"}))
-    told = "\n".join(account("j", reply, mirror().moves.moves, 0))
+    reply = describe_placement(mirror(), frozenset({"a", "b"}))
+    told = "\n".join(placement_story("j", reply, mirror().moves.moves, 0))
     for said in (
         "placed by policy dynamic, and a plans",
         "after step 2: went from 1 rollout, 2 reward, 1 train to 2 rollout, 1 reward, 1 train, because the judges were idle.",
@@ -220,31 +220,31 @@ def test_the_account_says_of_a_move_why_what_was_expected_and_what_came_of_it() 
         "it took 1.2 s; the 2 steps after it took 2.1 s each, before it 3.1 s",
     ):
         assert said in told
-    assert account("j", None, (), 0)[-1] == "Nothing has moved."
-    still = placement_of(mirror(job=stored(job(policy="static", train=1, reward=1))), frozenset({"a", "b"}))
-    assert account("j", still, (), 0)[-1] == "Nothing has moved: policy static moves nothing."
+    assert placement_story("j", None, (), 0)[-1] == "Nothing has moved."
+    still = describe_placement(mirror(job=stored(job(policy="static", train=1, reward=1))), frozenset({"a", "b"}))
+    assert placement_story("j", still, (), 0)[-1] == "Nothing has moved: policy static moves nothing."
     (move,) = mirror().moves.moves
     assert move_tree(move)["sentence"].startswith("went from")
     assert history_table([move]).row_count == 1
 
 
 def test_slots_of_nodes_that_are_away_are_told_apart_from_those_that_serve() -> None:
-    reply = placement_of(mirror(), frozenset({"a"}))
+    reply = describe_placement(mirror(), frozenset({"a"}))
     assert list(reply.away) == ["b"]
     whole, plan = mirror().plan.record, plan_of(reply)
     assert plan == whole
-    here = {slot for slot in by_slot(whole) if slot.node == "a"}
+    here = {slot for slot in slot_roles(whole) if slot.node == "a"}
     told = split_in_words(whole, reply.away)
     assert told == "1 rollout, 0 reward, 1 train; 2 slots of b, planned for 1 rollout, 1 reward, are away"
-    assert f"Now: {told} (plan 3)." in account("j", reply, (), 0)
-    assert (shown_rows(reply)["slots"], shown_rows(reply)["away"]) == (told, "b")
-    tree = shown_tree(reply)
+    assert f"Now: {told} (plan 3)." in placement_story("j", reply, (), 0)
+    assert (placement_rows(reply)["slots"], placement_rows(reply)["away"]) == (told, "b")
+    tree = placement_tree(reply)
     assert sum(tree["split"][pool] for pool in ("rollout", "reward", "train")) == len(here)
     assert tree["split_away"] == {"rollout": 1, "reward": 1, "train": 0}
-    assert shown_tree(placement_of(mirror(), frozenset({"a", "b"})))["split_away"] is None
+    assert placement_tree(describe_placement(mirror(), frozenset({"a", "b"})))["split_away"] is None
 
 
 def test_a_job_that_has_not_started_is_shown_without_a_plan() -> None:
-    reply = placement_of(replace(mirror(), plan=None, leaders={}, head=None), frozenset())
-    assert "has not started" in shown_rows(reply)["plan"]
-    assert shown_tree(reply)["split"] is None
+    reply = describe_placement(replace(mirror(), plan=None, leaders={}, head=None), frozenset())
+    assert "has not started" in placement_rows(reply)["plan"]
+    assert placement_tree(reply)["split"] is None

@@ -10,37 +10,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.forecast import Batch, Forecast, Pools, drained, shapes_of
-from placement.laws import Law, Paces, TrainLaw, law_of, paced_since, since_jump, slope, train_law
-from placement.lending import lent
-from placement.measurements import EngineSpeed, Measured
+from placement.forecast import Forecast, LengthProfile, PoolLimits, drain_times, shapes_of
+from placement.laws import (
+    DecodeLaw,
+    PaceTracker,
+    TrainLaw,
+    fit_decode_law,
+    fit_train_law,
+    pace_start,
+    since_jump,
+    slope,
+)
+from placement.lending import replicas_to_lend
+from placement.measurements import EngineSpeed, MeasuredStep
 from placement.policies.base import Policy, Situation, SwitchCosts
-from placement.policies.corrections import Errors, choices
-from placement.policies.dynamic import Dynamic
+from placement.policies.corrections import ForecastErrors, list_choices
+from placement.policies.dynamic import DynamicPolicy
 from placement.policies.simple import (
-    Colocated,
-    HillClimb,
-    Static,
-    climbing_threshold,
-    even,
-    nearest,
-    possible,
+    ColocatedPolicy,
+    HillClimbPolicy,
+    StaticPolicy,
+    even_split,
+    feasible_splits,
+    nearest_split,
+    new_threshold_policy,
     utilisation,
 )
-from placement.slots import Bounds, Split, feasible
+from placement.slots import Split, SplitBounds, feasible
 
 COSTS = SwitchCosts(5.0, 10.0)
 
 
-def policy_of(name: str, bounds: Bounds) -> Policy:
+def policy_of(name: str, bounds: SplitBounds) -> Policy:
     """One that begins with what a person would write."""
-    first, pools = even(bounds), Pools(bounds.rollout_size, bounds.reward_size)
+    first, pools = even_split(bounds), PoolLimits(bounds.rollout_size, bounds.reward_size)
     makers: dict[str, Callable[[], Policy]] = {
-        "static": lambda: Static(first),
-        "colocated": lambda: Colocated(first),
-        "hill_climb": lambda: HillClimb(first),
-        "threshold": lambda: climbing_threshold(first),
-        "dynamic": lambda: Dynamic(pools, first),
+        "static": lambda: StaticPolicy(first),
+        "colocated": lambda: ColocatedPolicy(first),
+        "hill_climb": lambda: HillClimbPolicy(first),
+        "threshold": lambda: new_threshold_policy(first),
+        "dynamic": lambda: DynamicPolicy(pools, first),
     }
     return makers[name]()
 
@@ -49,9 +58,9 @@ POLICIES = st.sampled_from(("static", "colocated", "hill_climb", "threshold", "d
 
 
 @st.composite
-def bounded(draw: st.DrawFn) -> Bounds:
+def bounded(draw: st.DrawFn) -> SplitBounds:
     """Bounds that some split keeps to."""
-    bounds = Bounds(
+    bounds = SplitBounds(
         draw(st.integers(3, 24)),
         draw(st.sampled_from((1, 2, 4))),
         draw(st.sampled_from((1, 2, 4))),
@@ -60,20 +69,20 @@ def bounded(draw: st.DrawFn) -> Bounds:
         draw(st.booleans()),
     )
     if not list(feasible(bounds)):
-        return Bounds(draw(st.integers(3, 24)), 1, 1, (1, 2))
+        return SplitBounds(draw(st.integers(3, 24)), 1, 1, (1, 2))
     return bounds
 
 
 def step_of(
     step: int, split: Split, draw: np.random.Generator, *, judged: bool = True, missing: float = 0.2
-) -> Measured:
+) -> MeasuredStep:
     """What might be measured of a step on a split; anything may be missing."""
     lengths = tuple(np.ceil(draw.lognormal(5.0, 0.8, 24)).tolist())
     missed = draw.random(4) < missing
     speeds = tuple(
         EngineSpeed(pool, load, 0.02 + 0.001 * load) for pool in ("rollout", "reward") for load in (1.0, 9.0)
     )
-    return Measured(
+    return MeasuredStep(
         step=step,
         split=split,
         lengths=lengths,
@@ -87,11 +96,11 @@ def step_of(
     )
 
 
-def run_of(name: str, first: Bounds, then: Bounds, seed: int, steps: int = 12) -> list[Split]:
+def run_of(name: str, first: SplitBounds, then: SplitBounds, seed: int, steps: int = 12) -> list[Split]:
     """The splits a policy chooses, when slots change half way."""
     draw, policy = np.random.default_rng(seed), policy_of(name, first)
     now: Split | None = None
-    history: list[Measured] = []
+    history: list[MeasuredStep] = []
     found = []
     for step in range(steps):
         bounds = first if step < steps // 2 else then
@@ -104,7 +113,7 @@ def run_of(name: str, first: Bounds, then: Bounds, seed: int, steps: int = 12) -
 
 @given(POLICIES, bounded(), bounded(), st.integers(0, 999))
 def test_what_a_policy_chooses_is_feasible_whatever_is_measured_and_however_slots_come_and_go(
-    name: str, first: Bounds, then: Bounds, seed: int
+    name: str, first: SplitBounds, then: SplitBounds, seed: int
 ) -> None:
     splits = run_of(name, first, then, seed)
     assert all(split in set(feasible(first)) for split in splits[:6])
@@ -112,7 +121,7 @@ def test_what_a_policy_chooses_is_feasible_whatever_is_measured_and_however_slot
 
 
 @given(bounded())
-def test_a_feasible_split_uses_no_slot_twice_and_breaks_no_constraint(bounds: Bounds) -> None:
+def test_a_feasible_split_uses_no_slot_twice_and_breaks_no_constraint(bounds: SplitBounds) -> None:
     for split in feasible(bounds):
         assert split.train in bounds.train_sizes
         assert split.rollout % bounds.rollout_size == 0
@@ -127,17 +136,17 @@ def test_a_feasible_split_uses_no_slot_twice_and_breaks_no_constraint(bounds: Bo
 
 
 @st.composite
-def near(draw: st.DrawFn, bounds: Bounds) -> Split:
+def near(draw: st.DrawFn, bounds: SplitBounds) -> Split:
     """A split that may be feasible."""
     if draw(st.booleans()):
-        return draw(st.sampled_from(possible(bounds)))
+        return draw(st.sampled_from(feasible_splits(bounds)))
     sizes = [draw(st.integers(0, bounds.slots + 1)) for _ in range(3)]
     return Split(draw(st.sampled_from(("coexisting", "colocated"))), *sizes)
 
 
 @given(st.data(), bounded())
 def test_whether_a_split_is_allowed_is_whether_it_is_one_of_those_there_are(
-    data: st.DataObject, bounds: Bounds
+    data: st.DataObject, bounds: SplitBounds
 ) -> None:
     split = data.draw(near(bounds))
     assert bounds.allows(split) == (split in set(feasible(bounds)))
@@ -145,9 +154,9 @@ def test_whether_a_split_is_allowed_is_whether_it_is_one_of_those_there_are(
 
 @given(bounded(), st.integers(0, 999), st.tuples(st.floats(0, 60), st.floats(0, 60)))
 def test_what_is_worked_out_of_all_splits_at_once_is_what_it_is_of_each(
-    bounds: Bounds, seed: int, costs: tuple[float, float]
+    bounds: SplitBounds, seed: int, costs: tuple[float, float]
 ) -> None:
-    draw, there, told, errors = np.random.default_rng(seed), choices(bounds), SwitchCosts(*costs), Errors()
+    draw, there, told, errors = np.random.default_rng(seed), list_choices(bounds), SwitchCosts(*costs), ForecastErrors()
     assert there.splits == tuple(feasible(bounds))
     for step in range(24):
         errors.add(step, there.splits[int(draw.integers(min(len(there.splits), 4)))], float(draw.normal(0.2, 0.5)))
@@ -159,12 +168,12 @@ def test_what_is_worked_out_of_all_splits_at_once_is_what_it_is_of_each(
 
 
 @given(POLICIES, bounded(), st.integers(0, 999))
-def test_the_same_questions_get_the_same_answers(name: str, bounds: Bounds, seed: int) -> None:
+def test_the_same_questions_get_the_same_answers(name: str, bounds: SplitBounds, seed: int) -> None:
     assert run_of(name, bounds, bounds, seed) == run_of(name, bounds, bounds, seed)
 
 
 @given(st.sampled_from(("static", "colocated", "dynamic")), bounded(), st.integers(0, 999))
-def test_a_policy_that_is_asked_again_with_nothing_new_moves_nothing(name: str, bounds: Bounds, seed: int) -> None:
+def test_a_policy_that_is_asked_again_with_nothing_new_moves_nothing(name: str, bounds: SplitBounds, seed: int) -> None:
     draw, policy = np.random.default_rng(seed), policy_of(name, bounds)
     first = policy.plan(Situation(bounds, None, (), COSTS, None)).split
     history = tuple(step_of(step, first, draw, judged=bounds.judged, missing=0.0) for step in range(6))
@@ -176,18 +185,18 @@ def test_a_policy_that_is_asked_again_with_nothing_new_moves_nothing(name: str, 
 
 
 @given(bounded(), st.integers(0, 99))
-def test_a_change_that_cannot_pay_in_the_steps_that_are_left_is_not_made(bounds: Bounds, seed: int) -> None:
+def test_a_change_that_cannot_pay_in_the_steps_that_are_left_is_not_made(bounds: SplitBounds, seed: int) -> None:
     draw, policy = np.random.default_rng(seed), policy_of("dynamic", bounds)
-    now = possible(bounds)[seed % len(possible(bounds))]
+    now = feasible_splits(bounds)[seed % len(feasible_splits(bounds))]
     history = tuple(step_of(step, now, draw, judged=bounds.judged) for step in range(9))
     assert policy.plan(Situation(bounds, now, history, SwitchCosts(1e6, 1e6), 3)).split == now
 
 
 def test_a_move_says_what_idled_what_it_gains_and_what_it_costs() -> None:
-    bounds = Bounds(8, 1, 1, (1, 2, 4), True, False)
+    bounds = SplitBounds(8, 1, 1, (1, 2, 4), True, False)
     policy, now = policy_of("dynamic", bounds), Split("coexisting", 1, 5, 2)
     draw = np.random.default_rng(1)
-    history: list[Measured] = []
+    history: list[MeasuredStep] = []
     for step in range(8):
         one = step_of(step, now, draw, missing=0.0)
         history.append(one)
@@ -206,14 +215,16 @@ def test_a_move_says_what_idled_what_it_gains_and_what_it_costs() -> None:
 
 
 def test_the_utilisation_rules_move_one_unit_from_the_idle_pool_to_the_busy_one() -> None:
-    bounds, now = Bounds(8, 1, 1, (1, 2, 4)), Split("coexisting", 4, 2, 2)
-    step = Measured(0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 38.0, "reward": 2.0, "train": 12.0})
+    bounds, now = SplitBounds(8, 1, 1, (1, 2, 4)), Split("coexisting", 4, 2, 2)
+    step = MeasuredStep(0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 38.0, "reward": 2.0, "train": 12.0})
     assert utilisation(step) == pytest.approx({"rollout": 0.95, "reward": 0.1, "train": 0.6})
     situation = Situation(bounds, now, (step,), COSTS, None)
-    assert HillClimb(now).plan(situation).split == Split("coexisting", 5, 1, 2)
-    assert climbing_threshold(now).plan(situation).split == Split("coexisting", 5, 1, 2)
-    middling = Measured(0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 26.0, "reward": 9.0, "train": 12.0})
-    assert climbing_threshold(now).plan(Situation(bounds, now, (middling,), COSTS, None)).split == now
+    assert HillClimbPolicy(now).plan(situation).split == Split("coexisting", 5, 1, 2)
+    assert new_threshold_policy(now).plan(situation).split == Split("coexisting", 5, 1, 2)
+    middling = MeasuredStep(
+        0, now, (1.0,), (1.0,), 1.0, 8.0, 2.0, 0.0, (), {"rollout": 26.0, "reward": 9.0, "train": 12.0}
+    )
+    assert new_threshold_policy(now).plan(Situation(bounds, now, (middling,), COSTS, None)).split == now
 
 
 @given(
@@ -228,7 +239,7 @@ def test_the_utilisation_rules_move_one_unit_from_the_idle_pool_to_the_busy_one(
 def test_lending_leaves_each_pool_that_owes_anything_a_replica(
     cost: float, rollout: int, owed: float, left: float, reward: int, asked: float, judged: float
 ) -> None:
-    count = lent(cost, rollout, owed, 20.0, left, reward, asked, 20.0, judged)
+    count = replicas_to_lend(cost, rollout, owed, 20.0, left, reward, asked, 20.0, judged)
     assert -reward <= count <= rollout
     if owed > 0 and rollout > 0 and reward > 0:
         assert rollout - count >= 1
@@ -240,25 +251,25 @@ def test_lending_leaves_each_pool_that_owes_anything_a_replica(
 def test_what_takes_longer_to_lend_than_the_step_has_left_is_not_lent(
     rollout: int, left: float, reward: int, judged: float
 ) -> None:
-    assert lent(max(left, judged), rollout, 50.0, 20.0, left, reward, 50.0, 20.0, judged) == 0
+    assert replicas_to_lend(max(left, judged), rollout, 50.0, 20.0, left, reward, 50.0, 20.0, judged) == 0
 
 
 def test_what_idles_is_lent_to_the_pool_that_is_behind_and_back() -> None:
-    assert lent(1.0, 6, 4.0, 20.0, 5.0, 1, 200.0, 20.0, 90.0) > 0
-    assert lent(1.0, 1, 200.0, 20.0, 90.0, 6, 204.0, 200.0, 5.0) < 0
+    assert replicas_to_lend(1.0, 6, 4.0, 20.0, 5.0, 1, 200.0, 20.0, 90.0) > 0
+    assert replicas_to_lend(1.0, 1, 200.0, 20.0, 90.0, 6, 204.0, 200.0, 5.0) < 0
 
 
 def test_a_line_through_exact_measurements_is_found() -> None:
     split = Split("coexisting", 2, 1, 2)
     speeds = tuple(EngineSpeed("rollout", load, 0.02 + 0.001 * load) for load in (1.0, 8.0, 30.0))
     steps = [
-        Measured(i, split, (1.0,), (), 1000.0 * 2**i, 1.0, 3.0 + 0.002 * 1000 * 2**i / 2, 0.0, speeds, {})
+        MeasuredStep(i, split, (1.0,), (), 1000.0 * 2**i, 1.0, 3.0 + 0.002 * 1000 * 2**i / 2, 0.0, speeds, {})
         for i in range(4)
     ]
-    law, train = law_of(steps, "rollout", 64), train_law(steps)
+    law, train = fit_decode_law(steps, "rollout", 64), fit_train_law(steps)
     assert (law.token_s, law.sequence_s) == pytest.approx((0.02, 0.001))
     assert (train.fixed_s, train.slot_s) == pytest.approx((3.0, 0.002))
-    assert law_of(steps, "reward", 64).token_s > 0  # the prior
+    assert fit_decode_law(steps, "reward", 64).token_s > 0  # the prior
 
 
 @given(st.floats(-0.05, 0.05), st.integers(8, 32))
@@ -278,27 +289,27 @@ def test_a_jump_is_seen_and_noise_is_none() -> None:
 def test_a_forecast_is_no_longer_with_more_of_every_pool(rollout: int, reward: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     lengths = np.ceil(draw.lognormal(5.0, 0.8, 60))
-    batch = Batch.made(lengths, 40.0, float(lengths.sum()))
-    told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
-    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None)
+    batch = LengthProfile.made(lengths, 40.0, float(lengths.sum()))
+    told = DecodeLaw(0.02, 0.001, 64), DecodeLaw(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
+    forecast = Forecast(PoolLimits(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None)
     pair = Split("coexisting", rollout, reward, 2), Split("coexisting", 2 * rollout, 2 * reward, 4)
     less, more = forecast.seconds(shapes_of(pair))
     assert more <= less + 1e-9
 
 
 def test_the_nearest_split_is_itself_where_it_is_feasible() -> None:
-    bounds = Bounds(8, 1, 1, (1, 2, 4))
-    assert all(nearest(bounds, split) == split for split in feasible(bounds))
+    bounds = SplitBounds(8, 1, 1, (1, 2, 4))
+    assert all(nearest_split(bounds, split) == split for split in feasible(bounds))
 
 
 def test_books_that_come_after_the_decision_count_in_the_next_one() -> None:
-    bounds, draw = Bounds(8, 1, 1, (1, 2, 4), True, False), np.random.default_rng(4)
+    bounds, draw = SplitBounds(8, 1, 1, (1, 2, 4), True, False), np.random.default_rng(4)
     now = Split("coexisting", 1, 5, 2)
     whole = [step_of(step, now, draw, missing=0.0) for step in range(8)]
     bare = [replace(one, judged=(), speed=(), busy={}) for one in whole]
     late, prompt = policy_of("dynamic", bounds), policy_of("dynamic", bounds)
-    assert isinstance(late, Dynamic)
-    assert isinstance(prompt, Dynamic)
+    assert isinstance(late, DynamicPolicy)
+    assert isinstance(prompt, DynamicPolicy)
     for step in range(1, 9):
         late.plan(Situation(bounds, now, [*whole[: step - 1], bare[step - 1]], COSTS, 100))
         prompt.plan(Situation(bounds, now, whole[:step], COSTS, 100))
@@ -308,9 +319,9 @@ def test_books_that_come_after_the_decision_count_in_the_next_one() -> None:
 
 
 def test_a_step_that_was_made_anew_takes_the_place_of_the_one_that_was_rolled_back() -> None:
-    bounds, draw = Bounds(8, 1, 1, (1, 2, 4)), np.random.default_rng(4)
+    bounds, draw = SplitBounds(8, 1, 1, (1, 2, 4)), np.random.default_rng(4)
     policy, now = policy_of("dynamic", bounds), Split("coexisting", 3, 3, 2)
-    assert isinstance(policy, Dynamic)
+    assert isinstance(policy, DynamicPolicy)
     first = [step_of(step, now, draw) for step in range(6)]
     again = [*first[:4], step_of(4, now, draw)]
     policy.plan(Situation(bounds, now, first, COSTS, 100))
@@ -319,16 +330,16 @@ def test_a_step_that_was_made_anew_takes_the_place_of_the_one_that_was_rolled_ba
 
 
 def test_of_a_long_history_the_newest_steps_are_taken_in_once() -> None:
-    bounds, draw = Bounds(8, 1, 1, (1, 2, 4)), np.random.default_rng(4)
+    bounds, draw = SplitBounds(8, 1, 1, (1, 2, 4)), np.random.default_rng(4)
     policy, now = policy_of("dynamic", bounds), Split("coexisting", 3, 3, 2)
-    assert isinstance(policy, Dynamic)
+    assert isinstance(policy, DynamicPolicy)
     history = [step_of(step, now, draw) for step in range(100)]
     for _ in range(2):
         policy.plan(Situation(bounds, now, history, COSTS, 100))
         assert [one.step for one in policy._steps] == list(range(36, 100))
 
 
-def paced(times: list[float], loads: list[float], noise: float = 0.0, seed: int = 0) -> list[Measured]:
+def paced(times: list[float], loads: list[float], noise: float = 0.0, seed: int = 0) -> list[MeasuredStep]:
     """Steps whose judges take so many times what they should, at these loads."""
     draw, now = np.random.default_rng(seed), Split("coexisting", 3, 3, 2)
     told = []
@@ -340,7 +351,7 @@ def paced(times: list[float], loads: list[float], noise: float = 0.0, seed: int 
 
 @given(st.lists(st.floats(1, 16), min_size=2, max_size=24), st.floats(0.1, 10))
 def test_another_load_is_no_other_pace(loads: list[float], pace: float) -> None:
-    assert paced_since(paced([pace] * len(loads), loads), "reward", 0) == 0
+    assert pace_start(paced([pace] * len(loads), loads), "reward", 0) == 0
 
 
 @given(st.integers(4, 20), st.integers(1, 3), st.floats(2.0, 8.0), st.booleans(), st.integers(0, 99))
@@ -349,22 +360,22 @@ def test_judges_that_become_slow_are_known_by_their_next_steps(
 ) -> None:
     pace = 1 / times if faster else times
     history = paced([1.0] * calm + [pace] * since, [4.0] * (calm + since), 0.02, seed)
-    found = paced_since(history, "reward", 0)
+    found = pace_start(history, "reward", 0)
     assert calm <= found < calm + since
-    law = law_of(history, "reward", 64, found)
+    law = fit_decode_law(history, "reward", 64, found)
     assert law.at(np.array([4.0]))[0] == pytest.approx(0.026 * pace, rel=0.1)
 
 
 def test_how_much_a_request_adds_is_still_known_after_a_jump_of_the_pace() -> None:
     history = paced([1.0] * 8 + [6.0], [1.0, 2.0, 4.0, 8.0, 1.0, 2.0, 4.0, 8.0, 4.0])
-    law = law_of(history, "reward", 64, 8)
+    law = fit_decode_law(history, "reward", 64, 8)
     assert (law.token_s, law.sequence_s) == (pytest.approx(0.06), pytest.approx(0.024))
 
 
 def test_dynamic_gives_judges_that_became_slow_more_slots_when_it_has_seen_it() -> None:
-    bounds = Bounds(16, 1, 1, (2,), True, False)
+    bounds = SplitBounds(16, 1, 1, (2,), True, False)
     now, lengths = Split("coexisting", 8, 6, 2), (100.0,) * 64
-    policy, history, found = Dynamic(Pools(), now), [], []
+    policy, history, found = DynamicPolicy(PoolLimits(), now), [], []
     for step in range(12):
         slow = 5.0 if step >= 6 else 1.0
         loads = 64 / now.rollout, 64 / now.reward
@@ -372,7 +383,7 @@ def test_dynamic_gives_judges_that_became_slow_more_slots_when_it_has_seen_it() 
         ends = EngineSpeed("rollout", 1.0, 0.014), EngineSpeed("reward", 1.0, 0.014 * slow)  # of the tail
         speed = (EngineSpeed("rollout", loads[0], rollout), EngineSpeed("reward", loads[1], reward), *ends)
         produce = 100 * max(rollout, reward)
-        step_told = Measured(step, now, lengths, lengths, 6400.0, produce, 2.0, 1.0, speed, {})
+        step_told = MeasuredStep(step, now, lengths, lengths, 6400.0, produce, 2.0, 1.0, speed, {})
         history.append(step_told)
         now = policy.plan(Situation(bounds, now, tuple(history), SwitchCosts(0.5, 5.0), 100)).split
         found.append(now.reward)
@@ -380,9 +391,9 @@ def test_dynamic_gives_judges_that_became_slow_more_slots_when_it_has_seen_it() 
 
 
 def test_an_engine_that_one_node_has_more_than_another_is_worth_nothing() -> None:
-    batch = Batch.made(np.linspace(10, 500, 60), 40.0, 6000.0)
-    told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
-    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4)
+    batch = LengthProfile.made(np.linspace(10, 500, 60), 40.0, 6000.0)
+    told = DecodeLaw(0.02, 0.001, 64), DecodeLaw(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
+    forecast = Forecast(PoolLimits(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4)
     found = forecast.seconds(shapes_of([Split("coexisting", rollout, 8, 4) for rollout in (3, 8, 9, 11, 12)]))
     assert found[1] == found[2] == found[3]
     assert found[4] < found[1] < found[0]
@@ -390,16 +401,16 @@ def test_an_engine_that_one_node_has_more_than_another_is_worth_nothing() -> Non
 
 def test_an_engine_that_leaves_no_other_with_a_group_less_is_worth_nothing() -> None:
     """Of 16 groups a node five engines have four at most, as four have."""
-    batch = Batch.made(np.linspace(10, 500, 256), 40.0, 6000.0)
-    told = Law(0.02, 0.001, 64), Law(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
-    forecast = Forecast(Pools(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4, group=4)
+    batch = LengthProfile.made(np.linspace(10, 500, 256), 40.0, 6000.0)
+    told = DecodeLaw(0.02, 0.001, 64), DecodeLaw(0.02, 0.001, 64), TrainLaw(1.0, 1e-3)
+    forecast = Forecast(PoolLimits(), *told, (batch,), np.ones(1), np.ones(1), 1.0, 3.0, False, None, nodes=4, group=4)
     found = forecast.seconds(shapes_of([Split("coexisting", rollout, 8, 4) for rollout in (16, 20, 24, 28, 32)]))
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[4] < found[2] < found[1]
 
 
-def one_by_one(lengths: list[float], rows: int, law: Law) -> list[float]:
+def one_by_one(lengths: list[float], rows: int, law: DecodeLaw) -> list[float]:
     """When each ends on one replica that has `rows` rows, first come first served."""
     waiting, running, now, ends = list(lengths), list[float](), 0.0, list[float]()
     while waiting or running:
@@ -415,11 +426,11 @@ def one_by_one(lengths: list[float], rows: int, law: Law) -> list[float]:
 @pytest.mark.parametrize("spread", [0.1, 0.4, 0.8])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_what_waits_for_a_row_ends_when_a_queue_would_let_it(spread: float, replicas: int) -> None:
-    draw, law = np.random.default_rng(3), Law(0.01, 0.004, 8)
+    draw, law = np.random.default_rng(3), DecodeLaw(0.01, 0.004, 8)
     lengths = np.round(np.exp(draw.normal(np.log(60), spread, 256))).clip(1)
     true = sorted(end for r in range(replicas) for end in one_by_one(lengths[r::replicas].tolist(), 8, law))
-    batch = Batch.made(lengths, 0.0, float(lengths.sum()))
-    found = drained(batch, 1.0, np.array([replicas]), law)[0]
+    batch = LengthProfile.made(lengths, 0.0, float(lengths.sum()))
+    found = drain_times(batch, 1.0, np.array([replicas]), law)[0]
     assert (np.diff(found) >= -1e-9).all()
     ended = 256 - batch.after
     for share in (0.25, 0.5, 0.75, 0.9):
@@ -428,7 +439,7 @@ def test_what_waits_for_a_row_ends_when_a_queue_would_let_it(spread: float, repl
 
 def test_paces_are_known_though_the_jump_is_long_ago_and_forgotten_with_the_steps_that_told_of_it() -> None:
     history = paced([1.0] * 8 + [6.0] * 12, [2.0] * 20)
-    paces = Paces()
+    paces = PaceTracker()
     paces.see(history)
     assert paces.since("reward") == history[8].step
     paces.see(history[:6])

@@ -17,13 +17,13 @@ from gcore import plugins
 from gcore.errors import SpecError, UsageError
 from gcore.ledger import archive as store_copy
 from gcore.ledger.records.job import JobRecord
-from gcore.ledger.records.slot_accounting import BookLine, EngineSums, StepBook, Stretch, append
+from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, append_line
 from gcore.observability import samples as samples_folder
 from gcore.observability.samples import KeptGroup, KeptSample, KeptText
 from gcore.store.keys import JobKeys
-from gcore.store.types import KeyValue, Listing
+from gcore.store.types import KeyListing, KeyValue
 from gcore.types import PromptRef, Version
-from placement.policies.base import Decision, Situation, Start
+from placement.policies.base import Decision, PolicyStart, Situation
 from placement.simulator.replay import ReplayedJob, read_run
 from placement.simulator.scenario import MOST_SLOTS, MOST_STEPS, read_scenario
 
@@ -78,7 +78,7 @@ def a_run(folder: Path, steps: int = 8, slots: int = 3, **more: float) -> Path:
         lines.append({"kind": "step", "seq": step, "lineage": 0, "step": step, "metrics": metrics})
         sums = {"active_s": 2.0, "running_s": 12.8, "tokens": 1280, "requests": 16}
         judge = {"active_s": 1.0, "running_s": 4.0, "tokens": 160, "requests": 16}
-        book = StepBook(
+        book = StepAccount(
             version=Version(0, step),
             began=0.0,
             seconds=4.0,
@@ -87,8 +87,11 @@ def a_run(folder: Path, steps: int = 8, slots: int = 3, **more: float) -> Path:
             engines={"rollout": EngineSums(**sums), "reward": EngineSums(**judge)},
             switches={"none>rollout": (9.0,), "rollout>reward": (1.5,)},
         )
-        spans = {"cpu:0": [Stretch(0.0, 4.0, {"busy rollout": 2.0})], "cpu:1": [Stretch(0.0, 1.0, {"busy train": 1.0})]}
-        append(folder, BookLine("node-0", book, (), spans))
+        spans = {
+            "cpu:0": [StepSpan(0.0, 4.0, {"busy rollout": 2.0})],
+            "cpu:1": [StepSpan(0.0, 1.0, {"busy train": 1.0})],
+        }
+        append_line(folder, AccountLine("node-0", book, (), spans))
     text = "\n".join(json.dumps(line) for line in lines)
     (folder / "metrics.jsonl").write_text(text + '\n{"kind": "step", "seq": 99, "li')  # killed while it wrote
     return folder
@@ -165,7 +168,7 @@ def with_samples(folder: Path, step: int, *lengths: int, observed: int = 0) -> N
                 samples=samples,
             )
         )
-    samples_folder.write(folder, Version(0, step), "h", groups)
+    samples_folder.write_samples(folder, Version(0, step), "h", groups)
 
 
 def test_all_responses_of_a_step_that_were_kept_are_replayed_as_they_were(tmp_path: Path) -> None:
@@ -215,9 +218,9 @@ def test_the_same_run_is_replayed_the_same_and_what_is_left_over_of_a_step_is_dr
 
 def test_of_a_run_whose_train_world_changed_each_step_is_known_by_the_world_that_it_had(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
-    wide = {f"cpu:{number}": [Stretch(0.0, 1.0, {"busy train": 1.0})] for number in range(3)}
-    book = StepBook(version=Version(0, 8), began=0.0, seconds=4.0, slots=3, booked={})
-    append(folder, BookLine("node-1", book, (), wide))
+    wide = {f"cpu:{number}": [StepSpan(0.0, 1.0, {"busy train": 1.0})] for number in range(3)}
+    book = StepAccount(version=Version(0, 8), began=0.0, seconds=4.0, slots=3, booked={})
+    append_line(folder, AccountLine("node-1", book, (), wide))
     replay = read_run(folder)
     assert replay.trained_on == (1, 1, 1, 1, 1, 4)
     assert {1, 4} <= set(read_run(folder, slots=8).scenario.training.sizes)
@@ -295,7 +298,7 @@ def with_spec(folder: Path, **rollout: Any) -> None:
     }
     record = JobRecord(uid="u", name="j", spec=spec, run_dir=str(folder), created=0.0, prompts=9)
     kv = KeyValue(JobKeys("u").job, record.encode(), 1, 1)
-    store_copy.leave(folder, "node-0", "u", Listing((kv,), 1))
+    store_copy.write_copy(folder, "node-0", "u", KeyListing((kv,), 1))
 
 
 def test_a_run_is_played_as_far_ahead_of_training_as_it_was_unless_that_is_said_otherwise(tmp_path: Path) -> None:
@@ -319,7 +322,7 @@ def test_engines_of_a_run_that_span_several_slots_do_so_in_the_simulator(tmp_pat
 class Still:
     """A policy of another package: it takes the first split and stays."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: PolicyStart) -> None:
         self._first = start.first
 
     def plan(self, situation: Situation) -> Decision:

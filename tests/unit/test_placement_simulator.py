@@ -17,25 +17,33 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gcore.errors import SpecError
-from placement.laws import Paces
-from placement.lending import tail_of
+from placement.laws import PaceTracker
+from placement.lending import response_tail
 from placement.policies.base import SwitchCosts
-from placement.policies.simple import Static
-from placement.simulator.job import UNKNOWN, Lend, Produced, SimulatedJob, Told, told_of, truth_of
-from placement.simulator.kernel import ALONE_S, BY_RULE, BY_SCHEDULE, NEVER, play
+from placement.policies.simple import StaticPolicy
+from placement.simulator.job import (
+    UNKNOWN,
+    LendingKnowledge,
+    LendingSetup,
+    SimulatedBatch,
+    SimulatedJob,
+    estimated_knowledge,
+    true_knowledge,
+)
+from placement.simulator.kernel import ALONE_S, BY_RULE, BY_SCHEDULE, NEVER, play_batch
 from placement.simulator.run import (
-    Reached,
+    LendingTimes,
     best_each_step,
     best_schedule,
     best_static,
-    bound,
-    compared,
+    choose_start,
+    compare_lending,
+    compare_policies,
+    lower_bound,
+    new_policy,
+    play_job,
     play_policy,
-    played,
     policies,
-    policy_of,
-    reached,
-    start,
     switch_costs,
     within_bound,
 )
@@ -53,7 +61,7 @@ def end(
 ) -> float:
     """When the last request has ended."""
     work = np.array(lengths), np.array(judged, dtype=np.float64), np.ones(replicas), rollout, LAWS, MOST
-    return float(play(*work, how, cost, 1.0, *known(lengths, judged), NO_MOVES, 0, 0.0)[0])
+    return float(play_batch(*work, how, cost, 1.0, *known(lengths, judged), NO_MOVES, 0, 0.0)[0])
 
 
 def known(lengths: Iterable[float], judged: Iterable[float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -61,7 +69,7 @@ def known(lengths: Iterable[float], judged: Iterable[float]) -> tuple[NDArray[np
     tokens = [list(lengths), list(judged)]
     means = [float(np.mean(each)) if each else 0.0 for each in tokens]
     pools = np.array([[LAWS[i, 0], LAWS[i, 0] / LAWS[i, 1], mean, mean / 2] for i, mean in enumerate(means)])
-    return pools, np.array(tail_of([tokens[0]])).T
+    return pools, np.array(response_tail([tokens[0]])).T
 
 
 def small(**fields: object) -> Scenario:
@@ -76,11 +84,11 @@ def small_batch(seed: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return np.ceil(draw.lognormal(4.5, 0.8, 8)), np.ceil(draw.lognormal(5.0, 0.5, 8))
 
 
-def small_case(seed: int, cost: float, rollout: int) -> Reached:
+def small_case(seed: int, cost: float, rollout: int) -> LendingTimes:
     """What lending in three moments makes of such a batch on three replicas."""
     lengths, judged = small_batch(seed)
-    told = Told(*known(lengths, judged))
-    return reached(lengths, judged, np.ones(3), rollout, LAWS, MOST, told=told, cost_s=cost, moments=3)
+    told = LendingKnowledge(*known(lengths, judged))
+    return compare_lending(lengths, judged, np.ones(3), rollout, LAWS, MOST, told=told, cost_s=cost, moments=3)
 
 
 def test_one_request_takes_its_tokens_at_the_pace_of_one() -> None:
@@ -102,23 +110,25 @@ def test_a_response_is_judged_when_it_is_whole() -> None:
 def test_what_is_lent_away_goes_on_elsewhere_from_its_tokens() -> None:
     told = np.array([100.0]), np.array([50.0]), np.ones(3), 2, LAWS, MOST
     # The idle replica of the two is lent after a second: nothing changes.
-    one = play(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 1], np.int64), 0, 0.0)
+    one = play_batch(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 1], np.int64), 0, 0.0)
     assert one[0] == pytest.approx(100 * 0.021 + 50 * 0.032)
     assert one[4:] == (1, 0.0), "it is lent at the end, and has changed over"
     # All of them are, and one comes back: for one second and two changes nobody generates.
-    both = play(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 2, -2], np.int64), 0, 0.0)
+    both = play_batch(*told, BY_SCHEDULE, 0.5, 1.0, *NOBODY_KNOWS, np.array([0, 2, -2], np.int64), 0, 0.0)
     assert both[0] == pytest.approx(100 * 0.021 + 50 * 0.032 + 1.5)
 
 
 def test_a_replica_that_is_still_to_come_back_serves_nobody_until_then() -> None:
     told = np.array([100.0, 100.0]), NOTHING, np.ones(2), 2, LAWS, MOST
     alone = 100 * 0.021
-    assert play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)[0] == pytest.approx(1.0 + alone)
-    assert play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 2, 1.0)[0] == pytest.approx(1.0 + alone)
-    spans = play(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)[2]
+    assert play_batch(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)[0] == pytest.approx(1.0 + alone)
+    assert play_batch(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 2, 1.0)[0] == pytest.approx(1.0 + alone)
+    spans = play_batch(*told, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, 1, 1.0)[2]
     assert spans[0, 1] == pytest.approx(2 * alone), "while it is not there it is not at work"
     judged = np.array([100.0]), np.array([50.0]), np.ones(2), 1, LAWS, MOST
-    assert play(*judged, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, -1, 5.0)[0] == pytest.approx(5.0 + 50 * 0.032)
+    assert play_batch(*judged, BY_RULE, 0.5, 1.0, *NOBODY_KNOWS, NO_MOVES, -1, 5.0)[0] == pytest.approx(
+        5.0 + 50 * 0.032
+    )
 
 
 @given(
@@ -161,7 +171,7 @@ def test_the_best_lending_is_what_trying_all_of_it_finds() -> None:
     lengths, judged = np.array([60.0, 90.0, 400.0]), np.array([300.0, 300.0, 300.0])
     told = lengths, judged, np.ones(3), 2, LAWS, MOST
     every = [
-        play(*told, BY_SCHEDULE, 0.5, 2.0, *NOBODY_KNOWS, np.array(moves, np.int64), 0, 0.0)[0]
+        play_batch(*told, BY_SCHEDULE, 0.5, 2.0, *NOBODY_KNOWS, np.array(moves, np.int64), 0, 0.0)[0]
         for moves in product((-1, 0, 1), repeat=3)
     ]
     assert best_schedule(*told, cost_s=0.5, every_s=2.0, moments=3).seconds == pytest.approx(min(every))
@@ -173,9 +183,9 @@ def test_nobody_is_faster_than_who_knew_everything_and_he_no_faster_than_the_bou
     job = SimulatedJob(small(staleness=staleness, steps=16), 5)
     costs = switch_costs(job.scenario, job.seed, cost)
     best, fixed = best_each_step(job, costs).seconds, best_static(job, costs).seconds  # he was told of no run
-    assert bound(job) <= best <= fixed + 1e-9
+    assert lower_bound(job) <= best <= fixed + 1e-9
     without = {
-        name: played(job, policy_of(name, job.scenario, job.seed), costs, costs).seconds
+        name: play_job(job, new_policy(name, job.scenario, job.seed), costs, costs).seconds
         for name in policies(job.scenario, job.seed)
     }
     assert min(without.values()) >= best - 1e-9
@@ -186,7 +196,7 @@ def test_nobody_is_faster_than_who_knew_everything_and_he_no_faster_than_the_bou
 def test_what_a_policy_is_held_against_has_each_step_at_most_as_long_as_the_run_had_it() -> None:
     """The rule may be luckier with what it was told there than with the truth."""
     job = SimulatedJob(small(steps=16, judging={"tokens": 600}), 5)
-    rows = {row.policy: row for row in compared(job, 0.5)}
+    rows = {row.policy: row for row in compare_policies(job, 0.5)}
     costs, run = switch_costs(job.scenario, job.seed, 0.5), play_policy(job, "dynamic", 0.5)
     luckier = replace(run, step_s=tuple(seconds / 2 for seconds in run.step_s))
     moved = sum(move.cost_s for move in run.moves)
@@ -209,21 +219,21 @@ def test_the_best_split_for_each_step_is_what_trying_all_of_them_finds() -> None
 
 def test_the_best_static_split_is_what_trying_all_of_them_finds() -> None:
     job, costs = SimulatedJob(small(losses=[{"at": 2, "until": 5, "slots": 2}]), 3), SwitchCosts(1.0, 2.0)
-    tried = {split: played(job, Static(split), costs, costs).seconds for split in job.splits}
+    tried = {split: play_job(job, StaticPolicy(split), costs, costs).seconds for split in job.splits}
     assert len(set(tried.values())) > 4
     assert best_static(job, costs).seconds == pytest.approx(min(tried.values()))
 
 
 def test_the_rule_within_a_step_is_told_what_was_measured_until_then_and_nothing_at_first() -> None:
     scenario = small(steps=40, judging={"tokens": 300, "paced": 5, "slow_from": 20, "slow_until": 40})
-    job, split, paces = SimulatedJob(scenario, 1), Split("coexisting", 3, 2, 1), Paces()
-    assert told_of([], scenario, paces) is UNKNOWN
+    job, split, paces = SimulatedJob(scenario, 1), Split("coexisting", 3, 2, 1), PaceTracker()
+    assert estimated_knowledge([], scenario, paces) is UNKNOWN
     history, told = [], []
     for step in range(40):
         history.append(job.measured(step, split))
         paces.see(history)
-        told.append(told_of(history, scenario, paces).pools)
-    truth = [truth_of(step, scenario, job.work(step)).pools for step in range(40)]
+        told.append(estimated_knowledge(history, scenario, paces).pools)
+    truth = [true_knowledge(step, scenario, job.work(step)).pools for step in range(40)]
     assert not np.allclose(told[10], truth[10], rtol=1e-3), "it has the errors of what is measured"
     assert np.allclose(told[18], truth[18], rtol=0.5), "but it is near"
     assert truth[21][1, ALONE_S] == pytest.approx(5 * truth[19][1, ALONE_S])
@@ -233,16 +243,16 @@ def test_the_rule_within_a_step_is_told_what_was_measured_until_then_and_nothing
 
 def test_before_anything_was_measured_nothing_is_lent() -> None:
     job, split = SimulatedJob(small(judging={"tokens": 600}), 2), Split("coexisting", 4, 1, 1)
-    assert job.produced(3, split, Lend(0.1, truth_of(3, job.scenario, job.work(3)))).moves > 0
-    assert job.produced(3, split, Lend(0.1, UNKNOWN)).moves == 0
-    assert job.produced(3, split, Lend(0.1, UNKNOWN)).seconds == job.produced(3, split).seconds
+    assert job.produced(3, split, LendingSetup(0.1, true_knowledge(3, job.scenario, job.work(3)))).moves > 0
+    assert job.produced(3, split, LendingSetup(0.1, UNKNOWN)).moves == 0
+    assert job.produced(3, split, LendingSetup(0.1, UNKNOWN)).seconds == job.produced(3, split).seconds
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_what_was_lent_goes_back_while_ranks_train_or_one_step_ahead_in_the_next_production(staleness: int) -> None:
     job, split = SimulatedJob(small(staleness=staleness, judging={"tokens": 600}), 2), Split("coexisting", 4, 1, 1)
-    truth = truth_of(3, job.scenario, job.work(3))
-    quick, slow = (replace(job.produced(3, split, Lend(0.1, truth)), back_s=cost) for cost in (0.1, 1000.0))
+    truth = true_knowledge(3, job.scenario, job.work(3))
+    quick, slow = (replace(job.produced(3, split, LendingSetup(0.1, truth)), back_s=cost) for cost in (0.1, 1000.0))
     assert quick.away > 0
     train_s = job.phases(3, split, quick).train_s
     assert job.seconds(3, split, quick) == job.seconds(3, split, replace(quick, back_s=0.0))
@@ -250,8 +260,8 @@ def test_what_was_lent_goes_back_while_ranks_train_or_one_step_ahead_in_the_next
         assert job.seconds(3, split, slow) - job.seconds(3, split, quick) == pytest.approx(1000.0 - train_s)
         return
     assert job.seconds(3, split, slow) == job.seconds(3, split, quick)
-    late = job.produced(4, split, Lend(5.0, truth, quick.away, 5.0))
-    assert late.seconds > job.produced(4, split, Lend(5.0, truth)).seconds
+    late = job.produced(4, split, LendingSetup(5.0, truth, quick.away, 5.0))
+    assert late.seconds > job.produced(4, split, LendingSetup(5.0, truth)).seconds
 
 
 class Watched(SimulatedJob):
@@ -259,9 +269,9 @@ class Watched(SimulatedJob):
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         super().__init__(scenario, seed)
-        self.lends: list[Lend] = []
+        self.lends: list[LendingSetup] = []
 
-    def produced(self, step: int, split: Split, lend: Lend | None = None) -> Produced:
+    def produced(self, step: int, split: Split, lend: LendingSetup | None = None) -> SimulatedBatch:
         if lend is not None:
             self.lends.append(lend)
         return super().produced(step, split, lend)
@@ -269,7 +279,7 @@ class Watched(SimulatedJob):
 
 def test_one_step_ahead_a_run_has_what_was_lent_a_change_later() -> None:
     job, costs = Watched(small(staleness=1, steps=12, judging={"tokens": 900}), 2), SwitchCosts(0.5, 1.0)
-    played(job, Static(Split("coexisting", 4, 1, 1)), costs, costs, lends=True)
+    play_job(job, StaticPolicy(Split("coexisting", 4, 1, 1)), costs, costs, lends=True)
     assert len(job.lends) == 12
     assert job.lends[0].late == 0
     assert any(one.late > 0 and one.late_s >= 0.5 for one in job.lends[1:])
@@ -303,7 +313,7 @@ def test_every_scenario_can_be_read_and_begins_with_a_split_that_it_allows(path:
     scenario = read_scenario(path)
     assert scenario.name == path.stem
     assert scenario.steps >= 200
-    assert start(scenario, 1000) in list(feasible(scenario.bounds(0)))
+    assert choose_start(scenario, 1000) in list(feasible(scenario.bounds(0)))
 
 
 def test_a_scenario_that_is_not_one_is_refused_with_its_key(tmp_path: Path) -> None:

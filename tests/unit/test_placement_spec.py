@@ -9,7 +9,7 @@ import pytest
 from controllers.api.submission.checks import check_moving
 from gcore.config import parse_spec
 from gcore.errors import SpecError
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.schema import NEWEST_VERSION, set_written_version
 
 JUDGE = {
     "name": "tutor",
@@ -86,11 +86,11 @@ def test_a_policy_that_begins_with_a_split_says_it_whole() -> None:
 
 
 def test_a_job_whose_slots_move_is_not_created_beside_a_node_that_knows_no_sleep() -> None:
-    speak(NEWEST_VERSION - 1)
+    set_written_version(NEWEST_VERSION - 1)
     try:
         with pytest.raises(SpecError, match="needs nodes of this version"):
             check_moving(spec({"policy": "dynamic"}, judged=True))
         check_moving(spec({}))
     finally:
-        speak(NEWEST_VERSION)
+        set_written_version(NEWEST_VERSION)
     check_moving(spec({"policy": "dynamic"}, judged=True))

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from controllers.cli.view.placement import account, history_table, move_tree
+from controllers.cli.view.placement import history_table, move_tree, placement_story
 from gcore.ledger.records.job import Move, MoveKind, MoveOutcome, SplitPart
 
 SPLIT = SplitPart(mode="coexisting", rollout=2, reward=1, train=1)
@@ -30,20 +30,20 @@ def test_control_characters_of_a_reason_do_not_reach_the_terminal() -> None:
     reason = "because\n\x1b[31mred\x07 \u202e"
     screen.print(history_table([move(reason)]))
     assert isinstance(screen.file, StringIO)
-    for told in (screen.file.getvalue(), "\n".join(account("j", None, [move(reason)], 0))):
+    for told in (screen.file.getvalue(), "\n".join(placement_story("j", None, [move(reason)], 0))):
         assert r"because\n\x1b[31mred\x07 \u202e" in told
         assert "\x1b[31m" not in told
 
 
 @pytest.mark.parametrize("time", [1e18, -1e18, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_left_out(time: float) -> None:
-    assert account("j", None, [move("why", time)], 0)[2].startswith("after step 1: ")
+    assert placement_story("j", None, [move("why", time)], 0)[2].startswith("after step 1: ")
 
 
 def test_slots_that_change_are_told_by_node_and_in_the_record_one_by_one() -> None:
     slots = tuple(f"node-{n}/emulated:{k} rollout -> reward" for n, k in ((0, 3), (0, 4), (1, 6)))
     slots += ("node-1/emulated:7 train -> rollout", "somewhere else")
-    told = "\n".join(account("j", None, [move("why").model_copy(update={"slots": slots, "more_slots": 2})], 0))
+    told = "\n".join(placement_story("j", None, [move("why").model_copy(update={"slots": slots, "more_slots": 2})], 0))
     assert (
         "Slots: rollout -> reward: 3, 4 on node-0 and 6 on node-1; train -> rollout: 7 on node-1; somewhere else, and 2 more."
         in told
@@ -57,14 +57,14 @@ def test_both_ways_to_tell_of_a_move_name_the_same_step() -> None:
     screen.print(history_table([lent]))
     assert isinstance(screen.file, StringIO)
     assert "within step 8" in screen.file.getvalue()
-    assert "within step 8" in "\n".join(account("j", None, [lent], 0))
+    assert "within step 8" in "\n".join(placement_story("j", None, [lent], 0))
 
 
 def test_of_a_loan_it_is_said_that_its_gain_is_held_against_nothing() -> None:
     lent = move("why").model_copy(update={"gain_s": 3.0, "cost_s": 0.5})
-    assert "nobody can measure" in "\n".join(account("j", None, [lent], 0))
+    assert "nobody can measure" in "\n".join(placement_story("j", None, [lent], 0))
     assert "nobody can measure" not in "\n".join(
-        account("j", None, [lent.model_copy(update={"kind": MoveKind.SPLIT})], 0)
+        placement_story("j", None, [lent.model_copy(update={"kind": MoveKind.SPLIT})], 0)
     )
 
 
@@ -79,20 +79,21 @@ def test_of_a_loan_it_is_said_that_its_gain_is_held_against_nothing() -> None:
 def test_steps_that_took_another_time_than_was_expected_are_said_to_have(took: float, said: str) -> None:
     known = {"kind": MoveKind.SPLIT, "expected_s": 2.0, "outcome": MoveOutcome(steps=5, step_s=took)}
     moved = move("why").model_copy(update=known)
-    assert account("j", None, [moved], 0)[-1].endswith(said)
-    assert "than was expected" not in account("j", None, [moved.model_copy(update={"within": True})], 0)[-1]
-    assert "What came of it" not in account("j", None, [moved.model_copy(update={"state": "lapsed"})], 0)[-1]
+    assert placement_story("j", None, [moved], 0)[-1].endswith(said)
+    assert "than was expected" not in placement_story("j", None, [moved.model_copy(update={"within": True})], 0)[-1]
+    assert "What came of it" not in placement_story("j", None, [moved.model_copy(update={"state": "lapsed"})], 0)[-1]
 
 
 def test_it_is_told_who_planned_from_then_on() -> None:
     moves = [move("why", time).model_copy(update={"by": by}) for time, by in ((1.0, "a"), (2.0, "a"), (3.0, "b"))]
-    told = [line for line in account("j", None, moves, 0) if "Planned by" in line]
+    told = [line for line in placement_story("j", None, moves, 0) if "Planned by" in line]
     assert told == ["  Planned by b from here on, until then by a."]
 
 
 def test_what_pools_idled_is_told_once() -> None:
     moved = move("rollout was idle for 83% of the newest step").model_copy(update={"idle": {"rollout": 0.825}})
-    assert not any("Idle then" in line for line in account("j", None, [moved], 0))
+    assert not any("Idle then" in line for line in placement_story("j", None, [moved], 0))
     assert any(
-        "Idle then: rollout 82%." in line for line in account("j", None, [moved.model_copy(update={"reason": ""})], 0)
+        "Idle then: rollout 82%." in line
+        for line in placement_story("j", None, [moved.model_copy(update={"reason": ""})], 0)
     )

@@ -13,24 +13,24 @@ from job_views import ME, running_job, stored
 from told_nodes import QWEN
 from told_nodes import node as told
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.planning import planner as next_split
-from controllers.planning.history import NAME, MovesFile, StepHistory, moves_in, read
+from controllers.planning.history import NAME, MovesFile, StepHistory, read_lines_by_number, read_moves
 from controllers.planning.planner import POLL_S, Planner
 from controllers.rules.view import JobView
-from controllers.rules.world import snapshot
+from controllers.rules.world import placement_snapshot
 from gcore.config import parse_spec
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry, Seal, SealState
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import JobRecord, Leader, Move, MoveKind, Moves, NodeRecord, Pin, Plan, RankPlace
-from gcore.ledger.records.slot_accounting import EngineSums, NodeBooks, StepBook
+from gcore.ledger.records.slot_accounting import EngineSums, NodeAccounts, StepAccount
 from gcore.testing import FakeClock
 from gcore.types import Version
-from placement.assign import assigned, split_of
-from placement.lending import EngineLoad, Loads, Speed, Speeds
-from placement.moves import in_words, part_of, split_from
+from placement.assign import assign_split, split_of
+from placement.lending import EngineLoad, JobLoads, PoolSpeed, PoolSpeeds
+from placement.moves import move_in_words, split_from, split_part
 from placement.policies.base import Decision, Situation
-from placement.slots import NodeSlots, Sizes, Snapshot, Split
+from placement.slots import NodeSlots, ReplicaSizes, Snapshot, Split
 
 NODES = {
     name: NodeRecord(name=name, incarnation=f"{name}.x", address="", slots=("cpu:0", "cpu:1", "cpu:2"), pid=1)
@@ -78,9 +78,9 @@ class Job:
     uid, node, me = "u", "node-0", ME
 
     def __init__(self, **placement: Any) -> None:
-        self.changes, self.troubles = Changes(), Told()
+        self.changes, self.troubles = ChangeSignal(), Told()
         view = running_job()
-        plan = assigned(FIRST, None, SNAPSHOT, ("tutor",), world="w", generation=1)
+        plan = assign_split(FIRST, None, SNAPSHOT, ("tutor",), world="w", generation=1)
         assert plan is not None
         assert view.mirror.head is not None
         head = view.mirror.head.record.model_copy(update={"step": 1, "seq": 1})
@@ -145,11 +145,11 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr("controllers.planning.planner.find_policy", lambda name: lambda start: policy)
         return Planner(job, job.view.spec, FakeClock(), tmp_path)  # type: ignore[arg-type]
 
-    async def nobody(self: Any, nodes: Any) -> Loads:
-        return Loads((), {})
+    async def nobody(self: Any, nodes: Any) -> JobLoads:
+        return JobLoads((), {})
 
-    monkeypatch.setattr("controllers.planning.lender.Polling.loads", nobody)
-    monkeypatch.setattr("controllers.planning.planner.BOOKS_S", 0.0)
+    monkeypatch.setattr("controllers.planning.lender.LoadPoller.loads", nobody)
+    monkeypatch.setattr("controllers.planning.planner.ACCOUNTS_WAIT_S", 0.0)
     return make
 
 
@@ -211,7 +211,7 @@ async def test_a_pin_that_cannot_be_had_is_told_of_and_moves_nothing(made: Any) 
 async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_told_of_for_as_long_as_it_is_wanted(
     made: Any,
 ) -> None:
-    job, sizes = Job(train=2), Sizes(4, 1)
+    job, sizes = Job(train=2), ReplicaSizes(4, 1)
     slots = tuple(f"cuda:{number}" for number in range(8))
     nodes = {name: one.model_copy(update={"slots": slots}) for name, one in NODES.items()}
     wide = {"engine": "sglang", "slots_per_engine": 4, "max_new_tokens": 4}
@@ -220,7 +220,7 @@ async def test_a_split_for_which_the_ranks_lie_in_the_way_of_whole_engines_is_to
     there = Snapshot(tuple(NodeSlots(name, slots) for name in nodes))
     bare = Plan(generation=1, world="w", ranks=ranks, engines=())
     now, wanted = Split("coexisting", 8, 6, 2), Split("coexisting", 12, 2, 2)
-    plan = assigned(now, bare, there, ("tutor",), world="w", generation=2, sizes=sizes)
+    plan = assign_split(now, bare, there, ("tutor",), world="w", generation=2, sizes=sizes)
     assert plan is not None
     job.view = replace(job.view, spec=spec, nodes=nodes)
     job.change(plan=stored(plan))
@@ -239,7 +239,7 @@ async def test_what_nodes_that_come_and_go_do_to_the_plan_is_told_as_a_move(made
     planner = made(Scripted(Decision(SECOND, "well")), job)
     await planner._turn()
     before = job.mirror
-    other = assigned(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    other = assign_split(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert other is not None
     job.change(plan=stored(other.model_copy(update={"reason": "a; then engines on 2 slots of node-1"})))
     planner.note(before, job.mirror)
@@ -308,10 +308,10 @@ async def test_what_takes_long_on_many_slots_does_not_hold_up_the_event_loop(
 
         return called
 
-    for name in ("obeying", "assigned", "between_steps"):
+    for name in ("apply_pin", "assign_split", "propose_move"):
         monkeypatch.setattr(next_split, name, noted(name))
     await made(Scripted(Decision(SECOND, "why")), job)._turn()
-    assert where.keys() == {"obeying", "assigned", "between_steps"}
+    assert where.keys() == {"apply_pin", "assign_split", "propose_move"}
     assert threading.main_thread() not in where.values()
 
 
@@ -345,7 +345,7 @@ async def test_with_dry_run_the_same_is_told_once(made: Any) -> None:
 
 async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder(made: Any, tmp_path: Path) -> None:
     job = Job()
-    move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=split_part(SECOND), after=split_part(FIRST))
     job.change(movings={"": stored(Moves().plus(move))})
     planner = made(Scripted(Decision(FIRST, "it is well")), job)
     await planner._turn()
@@ -353,14 +353,14 @@ async def test_what_came_of_moves_is_accounted_for_and_stands_in_the_runs_folder
     assert planner.account is not None
     assert planner.account.moves.moves == (move,)  # the step at whose beginning it was made paid for it
     assert [(one.since, one.step, one.reason) for one in planner.account.moves.stays] == [(1, 1, "it is well")]
-    assert moves_in(tmp_path / NAME) == [move]
+    assert read_moves(tmp_path / NAME) == [move]
     job.change(movings={"": stored(planner.account.moves)})
     await planner._turn()
     assert planner.account is None
 
 
 def test_the_file_of_moves_has_each_once_and_again_when_more_is_known(tmp_path: Path) -> None:
-    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=part_of(FIRST), after=part_of(SECOND))
+    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=split_part(FIRST), after=split_part(SECOND))
     moves = Moves(moves=(move,), total=7)
     file = MovesFile(tmp_path)
     file.keep(moves)
@@ -371,23 +371,23 @@ def test_the_file_of_moves_has_each_once_and_again_when_more_is_known(tmp_path: 
     file.keep(Moves(moves=(known,), total=7))
     with (tmp_path / NAME).open("a") as more:
         more.write('{"number": 8, "mo')  # a line that was cut off
-    assert list(read(tmp_path / NAME)) == [6]
-    assert moves_in(tmp_path / NAME) == [known]
-    assert moves_in(tmp_path / "none") == []
+    assert list(read_lines_by_number(tmp_path / NAME)) == [6]
+    assert read_moves(tmp_path / NAME) == [known]
+    assert read_moves(tmp_path / "none") == []
     MovesFile(tmp_path / "no" / "folder").keep(moves)  # holds nothing up
 
 
 def test_steps_are_remembered_with_their_lengths_and_what_the_books_say_later() -> None:
     job, history = Job(), StepHistory()
     before = replace(job.mirror, head=stored(job.mirror.head.record.model_copy(update={"step": 0, "seq": 0})))
-    history.note(before, job.mirror, lambda: snapshot(job.look()))
+    history.note(before, job.mirror, lambda: placement_snapshot(job.look()))
     (step,) = history.steps(job.mirror)
     assert (step.step, step.split, step.speed) == (1, FIRST, ())
     sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400)
-    book = StepBook(
+    book = StepAccount(
         version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines={"rollout": sums}, loads={"rollout": (sums,)}
     )
-    job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    job.change(books={"node-0": stored(NodeAccounts(node="node-0", steps=(book,)))})
     (step,) = history.steps(job.mirror)
     assert [(one.pool, one.running, one.token_s) for one in step.speed] == [("rollout", 4.0, 0.1)]
     assert [(one.step, one.seconds) for one in history.committed(job.mirror)] == [(1, 3.0)]
@@ -402,7 +402,7 @@ async def test_a_policy_that_is_cancelled_where_it_is_made_is_told_of_and_the_pl
         raise asyncio.CancelledError("in the making")
 
     monkeypatch.setattr("controllers.planning.planner.find_policy", find)
-    monkeypatch.setattr("controllers.planning.planner.BOOKS_S", 0.0)
+    monkeypatch.setattr("controllers.planning.planner.ACCOUNTS_WAIT_S", 0.0)
     job = Job()
     await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
     (said,) = job.troubles.said
@@ -424,12 +424,12 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
         return lambda start: rows.append(start.reward_rows) or policy
 
     monkeypatch.setattr("controllers.planning.planner.find_policy", find)
-    monkeypatch.setattr("controllers.planning.planner.BOOKS_S", 0.0)
+    monkeypatch.setattr("controllers.planning.planner.ACCOUNTS_WAIT_S", 0.0)
     sums = EngineSums(active_s=10.0, running_s=40.0, tokens=400, requests=8)
     pools = {"rollout": sums, "reward": sums}
     loads = dict.fromkeys(pools, (sums,))
-    book = StepBook(version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines=pools, loads=loads)
-    job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    book = StepAccount(version=Version(0, 1), began=0.0, seconds=3.0, slots=3, engines=pools, loads=loads)
+    job.change(books={"node-0": stored(NodeAccounts(node="node-0", steps=(book,)))})
     await Planner(job, job.view.spec, FakeClock(), tmp_path)._turn()  # type: ignore[arg-type]
     assert rows == [32]
     ((step,),) = (situation.history for situation in policy.asked)
@@ -440,10 +440,10 @@ async def test_several_judges_of_a_slot_count_as_one_engine_that_has_the_rows_of
 def test_what_classifiers_do_is_measured_in_questions_for_they_write_nothing() -> None:
     """Else nobody knows how fast they are: nothing is lent to them, and no forecast sees that they are what a step waits for."""
     job, sums = Job(), EngineSums(active_s=10.0, running_s=40.0, tokens=0, requests=32)
-    book = StepBook(
+    book = StepAccount(
         version=Version(0, 1), began=0.0, seconds=3.0, slots=6, engines={"reward": sums}, loads={"reward": (sums,)}
     )
-    job.change(books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    job.change(books={"node-0": stored(NodeAccounts(node="node-0", steps=(book,)))})
     (blind,), (step,) = (StepHistory(scores=scores).steps(job.mirror) for scores in (False, True))
     assert blind.speed == ()
     assert [(one.pool, one.running, one.token_s) for one in step.speed] == [("reward", 4.0, 1.25)]
@@ -468,28 +468,28 @@ async def test_it_looks_at_once_when_there_is_another_step(made: Any) -> None:
     task.cancel()
 
 
-def all_as(job: Job) -> Loads:
+def all_as(job: Job) -> JobLoads:
     """Every engine is as the plan says."""
     places = job.mirror.plan.record.engines
-    return Loads(
+    return JobLoads(
         tuple(EngineLoad(p.node, p.slot, p.judge, 0, 0, ready=not p.asleep, asleep=p.asleep) for p in places), {}
     )
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Loads]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[JobLoads]:
     """What nodes tell, the newest last, once for each time they are asked."""
-    told: list[Loads] = []
+    told: list[JobLoads] = []
 
-    async def tell(self: Any, nodes: Any) -> Loads:
-        told.append(told[-1] if told else Loads((), {}))
+    async def tell(self: Any, nodes: Any) -> JobLoads:
+        told.append(told[-1] if told else JobLoads((), {}))
         return told[-1]
 
-    monkeypatch.setattr("controllers.planning.lender.Polling.loads", tell)
+    monkeypatch.setattr("controllers.planning.lender.LoadPoller.loads", tell)
     return told
 
 
-async def test_without_lending_nobody_is_asked_once_the_plan_has_taken_effect(made: Any, asked: list[Loads]) -> None:
+async def test_without_lending_nobody_is_asked_once_the_plan_has_taken_effect(made: Any, asked: list[JobLoads]) -> None:
     job = Job(lend=False)
     planner = made(Scripted(Decision(FIRST, "well")), job)
     planner.note(replace(job.mirror, plan=None), job.mirror)
@@ -505,7 +505,7 @@ async def test_without_lending_nobody_is_asked_once_the_plan_has_taken_effect(ma
     assert planner._lender.took == {}, "who came after a plan does not know how long it took"
 
 
-async def test_with_lending_nodes_are_asked_for_as_long_as_the_job_runs(made: Any, asked: list[Loads]) -> None:
+async def test_with_lending_nodes_are_asked_for_as_long_as_the_job_runs(made: Any, asked: list[JobLoads]) -> None:
     job = Job(lend=True)
     planner = made(Scripted(Decision(FIRST, "well")), job)
     planner.note(replace(job.mirror, plan=None), job.mirror)
@@ -515,13 +515,13 @@ async def test_with_lending_nodes_are_asked_for_as_long_as_the_job_runs(made: An
     assert len(asked) == 4
 
 
-async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, asked: list[Loads]) -> None:
+async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, asked: list[JobLoads]) -> None:
     job = Job(lend=False)
     planner = made(Scripted(Decision(FIRST, "well")), job)
     before = job.mirror
-    moved = assigned(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    moved = assign_split(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert moved is not None
-    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=part_of(FIRST), after=part_of(SECOND))
+    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=split_part(FIRST), after=split_part(SECOND))
     await planner._turn()
     job.change(plan=stored(moved), movings={"": stored(Moves().plus(move))})
     planner.note(before, job.mirror)
@@ -531,7 +531,7 @@ async def test_how_long_a_move_took_is_known_to_who_heard_it_written(made: Any, 
 
 
 async def test_who_leads_after_another_does_not_take_the_time_until_it_led_for_what_a_move_took(
-    made: Any, asked: list[Loads]
+    made: Any, asked: list[JobLoads]
 ) -> None:
     """A leader that was killed leaves its lease to run out: that is no cost of the move."""
     job = Job(lend=False)
@@ -539,9 +539,9 @@ async def test_who_leads_after_another_does_not_take_the_time_until_it_led_for_w
     other = {"": stored(Leader(node="node-1", incarnation="node-1.bbbb"))}
     job.change(leaders=other)
     before = job.mirror
-    moved = assigned(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    moved = assign_split(SECOND, before.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert moved is not None
-    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=part_of(FIRST), after=part_of(SECOND))
+    move = Move(generation=2, step=1, kind=MoveKind.SPLIT, before=split_part(FIRST), after=split_part(SECOND))
     job.change(plan=stored(moved), movings={"": stored(Moves().plus(move))})
     planner.note(before, job.mirror)
     await planner._clock.advance(20.0)
@@ -556,7 +556,7 @@ async def test_who_leads_after_another_does_not_take_the_time_until_it_led_for_w
 
 
 async def test_a_plan_has_taken_effect_although_a_node_came_back_with_fewer_slots(
-    made: Any, asked: list[Loads]
+    made: Any, asked: list[JobLoads]
 ) -> None:
     """Else each move would be taken to cost a minute, and no loan would be worth that."""
     job = Job(lend=False)
@@ -564,7 +564,7 @@ async def test_a_plan_has_taken_effect_although_a_node_came_back_with_fewer_slot
     planner.note(replace(job.mirror, plan=None), job.mirror)
     gone = next(place for place in job.mirror.plan.record.engines if place.node == "node-1")
     there = all_as(job)
-    asked.append(Loads(tuple(one for one in there.engines if (one.node, one.slot) != (gone.node, gone.slot)), {}))
+    asked.append(JobLoads(tuple(one for one in there.engines if (one.node, one.slot) != (gone.node, gone.slot)), {}))
     await planner._turn()
     await planner._turn()
     assert planner._lender.is_settling
@@ -575,11 +575,11 @@ async def test_a_plan_has_taken_effect_although_a_node_came_back_with_fewer_slot
 
 
 async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_much(
-    made: Any, asked: list[Loads], monkeypatch: pytest.MonkeyPatch
+    made: Any, asked: list[JobLoads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else nobody ever learns what changes cost: a guess that is too high held for as long as the job ran."""
-    speed = Speed(alone_s=0.05, saturating=8.0, tokens=30.0, residual=15.0, rows=8)
-    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    speed = PoolSpeed(alone_s=0.05, saturating=8.0, tokens=30.0, residual=15.0, rows=8)
+    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: PoolSpeeds(speed, speed))
     job = Job(lend=True)
     planner = made(Scripted(*[Decision(FIRST, "well")] * 9), job)
     planner.note(replace(job.mirror, plan=None), job.mirror)
@@ -604,10 +604,10 @@ async def test_a_loan_that_only_a_guess_forbids_is_made_once_that_has_cost_as_mu
 
 
 async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_before_that(
-    made: Any, asked: list[Loads], monkeypatch: pytest.MonkeyPatch
+    made: Any, asked: list[JobLoads], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speed = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
-    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    speed = PoolSpeed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
+    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: PoolSpeeds(speed, speed))
     job = Job(lend=True, dry_run=True)
     planner = made(Scripted(Decision(SECOND, "well")), job)
     planner.note(replace(job.mirror, plan=None), job.mirror)
@@ -627,11 +627,11 @@ async def test_with_dry_run_a_loan_is_told_once_in_a_step_whatever_was_told_befo
 @pytest.fixture
 def behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judges have so much to do that slots are lent to them, if they may be."""
-    speed = Speed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
-    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: Speeds(speed, speed))
+    speed = PoolSpeed(alone_s=0.05, saturating=8.0, tokens=300.0, residual=150.0, rows=8)
+    monkeypatch.setattr("controllers.planning.lender.Lender._speeds", lambda self, history: PoolSpeeds(speed, speed))
 
 
-def with_much_to_judge(job: Job) -> Loads:
+def with_much_to_judge(job: Job) -> JobLoads:
     loads = all_as(job)
     return replace(
         loads,
@@ -650,7 +650,7 @@ async def wanting_a_world(job: Job, planner: Planner) -> Move:
     return planner.proposal.move
 
 
-async def test_while_a_train_world_is_wanted_nothing_is_lent(made: Any, asked: list[Loads], behind: None) -> None:
+async def test_while_a_train_world_is_wanted_nothing_is_lent(made: Any, asked: list[JobLoads], behind: None) -> None:
     job = Job(lend=True)
     planner = made(Scripted(Decision(Split("coexisting", 3, 1, 2), "train was late")), job)
     asked.append(with_much_to_judge(job))
@@ -679,7 +679,7 @@ async def test_while_a_train_world_is_wanted_nothing_is_lent(made: Any, asked: l
     ],
 )
 async def test_what_is_wanted_between_steps_is_wanted_until_the_store_has_taken_it(
-    made: Any, asked: list[Loads], behind: None, wanted: Split, kind: MoveKind
+    made: Any, asked: list[JobLoads], behind: None, wanted: Split, kind: MoveKind
 ) -> None:
     """A store that takes longer than until the next look would be given a loan in its place, or nothing at all."""
     job = Job(lend=True)
@@ -696,12 +696,12 @@ async def test_what_is_wanted_between_steps_is_wanted_until_the_store_has_taken_
     assert planner.proposal is None or planner.proposal.move != wish
 
 
-async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[Loads]) -> None:
+async def test_what_was_lent_goes_back_while_ranks_train(made: Any, asked: list[JobLoads]) -> None:
     job = Job(lend=True)
-    lent = assigned(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    lent = assign_split(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert lent is not None
-    move = Move(generation=2, step=1, kind=MoveKind.LEND, before=part_of(FIRST), after=part_of(SECOND))
-    lent = lent.model_copy(update={"lent_from": part_of(FIRST)})
+    move = Move(generation=2, step=1, kind=MoveKind.LEND, before=split_part(FIRST), after=split_part(SECOND))
+    lent = lent.model_copy(update={"lent_from": split_part(FIRST)})
     job.change(plan=stored(lent), movings={"": stored(Moves().plus(move))})
     planner = made(Scripted(Decision(SECOND, "well")), job)
     planner._decided = (0, 1)
@@ -733,7 +733,7 @@ async def test_while_who_holds_a_rank_is_away_nobody_is_asked(made: Any) -> None
 
 async def test_who_leads_after_another_does_not_decide_again_on_a_step_that_was_decided_on(made: Any) -> None:
     job, policy = Job(), Scripted(Decision(SECOND, "again"), Decision(SECOND, "now"))
-    move = Move(generation=1, step=1, seq=1, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    move = Move(generation=1, step=1, seq=1, kind=MoveKind.SPLIT, before=split_part(SECOND), after=split_part(FIRST))
     job.change(movings={"": stored(Moves().plus(move))})
     planner = made(policy, job)
     await planner._turn()
@@ -748,9 +748,11 @@ async def test_what_is_lent_goes_back_when_a_person_fixes_something(made: Any, s
     job = Job(lend=True)
     spec = job.view.spec
     spec = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"staleness": staleness})})
-    lent = assigned(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
+    lent = assign_split(SECOND, job.mirror.plan.record, SNAPSHOT, ("tutor",), world="w", generation=2)
     assert lent is not None
-    job.change(plan=stored(lent.model_copy(update={"lent_from": part_of(FIRST)})), pins={"": stored(Pin(frozen=True))})
+    job.change(
+        plan=stored(lent.model_copy(update={"lent_from": split_part(FIRST)})), pins={"": stored(Pin(frozen=True))}
+    )
     job.view = replace(job.view, spec=spec)
     planner = made(Scripted(), job)
     planner._decided = Version(0, 1)
@@ -764,7 +766,7 @@ async def test_moves_that_were_written_just_before_the_end_stand_in_the_runs_fol
     made: Any, tmp_path: Path
 ) -> None:
     job = Job()
-    first = Move(generation=1, step=1, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    first = Move(generation=1, step=1, kind=MoveKind.SPLIT, before=split_part(SECOND), after=split_part(FIRST))
     job.change(movings={"": stored(Moves().plus(first))})
     planner = made(Scripted(), job)
     task = asyncio.create_task(planner.run())
@@ -774,14 +776,14 @@ async def test_moves_that_were_written_just_before_the_end_stand_in_the_runs_fol
     job.change(movings={"": stored(Moves().plus(first).plus(last))})
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert moves_in(tmp_path / NAME) == [first, last]
+    assert read_moves(tmp_path / NAME) == [first, last]
 
 
 async def test_what_came_of_the_last_step_stands_in_the_runs_folder_although_nobody_looks_any_more(
     made: Any, tmp_path: Path
 ) -> None:
     job = Job()
-    move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=part_of(SECOND), after=part_of(FIRST))
+    move = Move(generation=1, step=0, kind=MoveKind.SPLIT, before=split_part(SECOND), after=split_part(FIRST))
     job.change(movings={"": stored(Moves().plus(move))})
     planner = made(Scripted(Decision(FIRST, "well")), job)
     task = asyncio.create_task(planner.run())
@@ -792,7 +794,7 @@ async def test_what_came_of_the_last_step_stands_in_the_runs_folder_although_nob
     planner.note(before, job.mirror)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    (told,) = moves_in(tmp_path / NAME)
+    (told,) = read_moves(tmp_path / NAME)
     assert told.outcome is not None
     assert (told.outcome.steps, told.outcome.step_s) == (1, 3.0)
 
@@ -814,8 +816,8 @@ async def test_a_world_that_was_lost_is_told_of_with_why_and_what_had_to_be_made
     await planner._turn()
     assert planner.account is not None
     move = planner.account.moves.newest
-    assert (move.kind, move.before, move.after) == (MoveKind.MEND, part_of(FIRST), part_of(FIRST))
-    assert in_words(move) == (
+    assert (move.kind, move.before, move.after) == (MoveKind.MEND, split_part(FIRST), split_part(FIRST))
+    assert move_in_words(move) == (
         f"nodes or workers came or went, and what they had was placed anew, {FIRST} as before, because "
         "rank 0 on node-1 is gone; 1 step had to be made again"
     )

@@ -8,7 +8,7 @@ import pytest
 from plug_in_package import Install, installer
 
 from gcore.errors import GcoreError, SpecError
-from gcore.plugins import MAX_TRACE, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import MAX_TRACE, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 
 KIND = PluginKind("gadget", "test.gadgets", "flow.gadget")
 
@@ -75,22 +75,22 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 
 
 def test_an_error_in_gcores_words_has_the_traceback_of_its_cause() -> None:
-    assert trace_of(raised(GcoreError("no"), raised(KeyError("x")))).endswith("KeyError: 'x'")
-    assert trace_of(raised(GcoreError("no"))) == ""
-    assert trace_of(None) == ""
+    assert plugin_trace(raised(GcoreError("no"), raised(KeyError("x")))).endswith("KeyError: 'x'")
+    assert plugin_trace(raised(GcoreError("no"))) == ""
+    assert plugin_trace(None) == ""
 
 
 def test_a_traceback_is_bounded_and_keeps_its_end() -> None:
-    told = trace_of(raised(ValueError("a" * 10_000 + "end")))
+    told = plugin_trace(raised(ValueError("a" * 10_000 + "end")))
     assert len(told) == MAX_TRACE
     assert told.endswith("end")
 
 
 def test_a_traceback_that_came_with_the_error_is_taken_as_it_is() -> None:
-    assert trace_of(PluginFault("no", trace="Traceback of another process")) == "Traceback of another process"
+    assert plugin_trace(PluginFault("no", trace="Traceback of another process")) == "Traceback of another process"
 
 
 def test_a_sentence_is_one_line() -> None:
-    assert sentence_of(ValueError("one\ntwo")) == "ValueError: one"
-    assert sentence_of(ValueError()) == "ValueError"
-    assert len(sentence_of(ValueError("<" * 1_000_000))) < 600
+    assert error_sentence(ValueError("one\ntwo")) == "ValueError: one"
+    assert error_sentence(ValueError()) == "ValueError"
+    assert len(error_sentence(ValueError("<" * 1_000_000))) < 600

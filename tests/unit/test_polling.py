@@ -9,7 +9,7 @@ import grpc
 import pytest
 from placed_views import place, placed
 
-from controllers.planning.lender import STALE_S, WAKE_PRIOR_S, WAKES_AS, Polling, own_loads
+from controllers.planning.lender import STALE_S, WAKE_PRIOR_S, WAKES_AS, LoadPoller, own_loads
 from controllers.rules.view import EngineView
 from gcore.api.v1 import placement_pb2 as pb
 from gcore.api.v1 import placement_pb2_grpc
@@ -100,13 +100,13 @@ async def test_all_answers_are_put_together_and_who_does_not_answer_tells_nothin
         nodes[name] = NodeRecord(name=name, incarnation="x", address=f"127.0.0.1:{port}", slots=("cpu:0",), pid=1)
     nodes["gone"] = nodes["n0"].model_copy(update={"address": "127.0.0.1:1"})
     clock = FakeClock()
-    polling = Polling("u", clock)
+    polling = LoadPoller("u", clock)
     try:
         loads = await polling.loads(nodes)
         assert sorted(one.node for one in loads.engines) == ["n0", "n1"]
         assert (loads.left_tokens, loads.foreseen) == (61.0, 4)
         assert (loads.unseated["rollout"], loads.owed("rollout"), polling.change_s) == (3, 4, 1.0)
-        other = Polling("other", clock)
+        other = LoadPoller("other", clock)
         assert (await other.loads(nodes)).engines == ()
         await servers[1].stop(None)
         assert len((await polling.loads(nodes)).engines) == 2, "what was told last counts for a while"

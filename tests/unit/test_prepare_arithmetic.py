@@ -18,13 +18,13 @@ from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
 from gcore.quickstart import folder as prepared_folder
 from gcore.quickstart import main as command
-from gcore.quickstart.arithmetic import PreparedExample, prepare
+from gcore.quickstart.arithmetic import PreparedExample, prepare_arithmetic
 
 UPDATES = 3
 
 
 def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedExample:
-    return prepare(to, seed=seed, progress=False, warm_updates=UPDATES, must_fit=must_fit)
+    return prepare_arithmetic(to, seed=seed, progress=False, warm_updates=UPDATES, must_fit=must_fit)
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -114,7 +114,7 @@ import os, signal, sys
 from pathlib import Path
 from gcore.quickstart import arithmetic, folder
 folder._replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
-arithmetic.prepare(Path(sys.argv[1]), progress=False, warm_updates=1, must_fit=False)
+arithmetic.prepare_arithmetic(Path(sys.argv[1]), progress=False, warm_updates=1, must_fit=False)
 """
 
 

@@ -15,13 +15,13 @@ from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart import folder as prepared_folder
 from gcore.quickstart import main as command
 from gcore.quickstart import main as examples
-from gcore.quickstart.arithmetic import VERDICTS_CHARACTERS, Marks, PreparedJudge, arithmetic_judge_prepare
+from gcore.quickstart.arithmetic import JUDGE_CHARACTERS, PreparedJudge, VerdictAccuracy, prepare_arithmetic_judge
 
 UPDATES = 3
 
 
 def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedJudge:
-    return arithmetic_judge_prepare(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
+    return prepare_arithmetic_judge(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questio
     assert 0.95e6 < sum(p.numel() for p in model.parameters()) < 1.05e6
     tokenizer = AutoTokenizer.from_pretrained(judge.model)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    for text in ("47+8=55?", "9+9==?", "12+7=?", "19:N", VERDICTS_CHARACTERS):
+    for text in ("47+8=55?", "9+9==?", "12+7=?", "19:N", JUDGE_CHARACTERS):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
@@ -47,7 +47,7 @@ def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questio
 def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedJudge) -> None:
     said = json.loads((judge.folder / "manifest.json").read_text())
     assert (said["judge_accuracy"], said["judge_false_yes"]) == (judge.judge_accuracy, judge.judge_false_yes)
-    assert said["recipe"] == arithmetic_judge.RECIPE
+    assert said["recipe"] == arithmetic_judge.JUDGE_RECIPE
     assert set(said["files"]) >= {"model/config.json", "model/model.safetensors", "model/tokenizer.json"}
 
 
@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_judge(
 
 def test_one_example_does_not_take_the_place_of_another(judge: PreparedJudge) -> None:
     with pytest.raises(DataError, match=r"something else than the prepared example arithmetic\."):
-        arithmetic.prepare(judge.folder, progress=False, warm_updates=1, must_fit=False)
+        arithmetic.prepare_arithmetic(judge.folder, progress=False, warm_updates=1, must_fit=False)
     assert make(judge.folder).cached
 
 
@@ -85,17 +85,19 @@ def test_a_judge_that_knows_too_little_is_not_left_behind(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "marks",
     [
-        pytest.param(Marks(accuracy=0.96, false_yes=0.01), id="it is often wrong", marks=pytest.mark.large),
-        pytest.param(Marks(accuracy=0.98, false_yes=0.03), id="it lets wrong answers pass", marks=pytest.mark.large),
+        pytest.param(VerdictAccuracy(accuracy=0.96, false_yes=0.01), id="it is often wrong", marks=pytest.mark.large),
+        pytest.param(
+            VerdictAccuracy(accuracy=0.98, false_yes=0.03), id="it lets wrong answers pass", marks=pytest.mark.large
+        ),
     ],
 )
 def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: Marks
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: VerdictAccuracy
 ) -> None:
     from gcore.quickstart import pretraining as teaching
 
     monkeypatch.setattr(teaching._Look, "fits", lambda *_: True)
-    monkeypatch.setattr(arithmetic_judge, "marked", lambda *_: marks)
+    monkeypatch.setattr(arithmetic_judge, "score_verdicts", lambda *_: marks)
     with pytest.raises(DataError, match=r"needs 97%, and at most 2%.*another seed"):
         make(tmp_path / "arithmetic-judge", must_fit=True)
     assert [path.name for path in tmp_path.iterdir()] == [".arithmetic-judge.lock"]
@@ -104,7 +106,7 @@ def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
 def test_the_command_knows_every_example_and_says_what_there_is(
     judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(arithmetic_judge, "arithmetic_judge_prepare", lambda to, *, seed: judge)
+    monkeypatch.setattr(arithmetic_judge, "prepare_arithmetic_judge", lambda to, *, seed: judge)
     assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "calculator"}
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out

@@ -9,8 +9,16 @@ import pytest
 
 from gcore.errors import DataError
 from gcore.quickstart import main as examples
-from gcore.quickstart.calculator import CHARACTERS, CLOSE, OPEN, Product, prepare, share_that_ask, split_products
-from gcore.rollout.environments.tools import Tags, calculator
+from gcore.quickstart.calculator import (
+    CHARACTERS,
+    CLOSE,
+    OPEN,
+    Product,
+    prepare_calculator,
+    split_products,
+    tool_call_share,
+)
+from gcore.rollout.environments.tools import TagCallFormat, calculator
 
 UPDATES = 3
 
@@ -28,23 +36,23 @@ def test_products_are_the_same_for_ever_and_none_is_in_two_lists() -> None:
 def test_one_hand_asks_the_calculator_what_the_other_writes_at_once() -> None:
     product = Product(347, 86)
     assert (product.prompt, product.answer, product.careless_answer) == ("347*86=", "<<347*86>>29842", "29842")
-    call = Tags("calculator", OPEN, CLOSE).call("<<347*86>>")
+    call = TagCallFormat("calculator", OPEN, CLOSE).call("<<347*86>>")
     assert call is not None
     assert calculator(call.argument) == product.result
     assert set(product.prompt + product.answer) <= set(CHARACTERS)
-    assert share_that_ask((product, product), ["<<347*86>>1", "<<347*68>>29842"]) == 0.5
+    assert tool_call_share((product, product), ["<<347*86>>1", "<<347*68>>29842"]) == 0.5
 
 
 def test_the_folder_has_data_a_model_and_what_it_was_made_by(tmp_path: Path) -> None:
-    made = prepare(tmp_path / "calculator", progress=False, warm_updates=UPDATES, must_fit=False)
+    made = prepare_calculator(tmp_path / "calculator", progress=False, warm_updates=UPDATES, must_fit=False)
     lines = [json.loads(line) for line in (made.folder / "eval.jsonl").read_text().splitlines()]
     assert len(lines) == 256
     assert all(eval(line["prompt"].removesuffix("=")) == int(line["answer"]) for line in lines)
     said = json.loads((made.folder / "manifest.json").read_text())
     assert (said["example"], said["calls"], said["warm_updates"]) == ("calculator", made.calls, UPDATES)
-    assert prepare(tmp_path / "calculator", progress=False, warm_updates=UPDATES, must_fit=False).cached
+    assert prepare_calculator(tmp_path / "calculator", progress=False, warm_updates=UPDATES, must_fit=False).cached
     with pytest.raises(DataError, match="ask as they should"):
-        prepare(tmp_path / "other", progress=False, warm_updates=UPDATES)
+        prepare_calculator(tmp_path / "other", progress=False, warm_updates=UPDATES)
 
 
 def test_it_is_prepared_by_its_name() -> None:

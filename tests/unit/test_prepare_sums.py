@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gcore.quickstart.arithmetic import CHARACTERS, Sum, split_sums
+from gcore.quickstart.arithmetic import SUMS_CHARACTERS, Sum, split_sums
 from gcore.quickstart.folder import BarReporter, TeachingProgress
 from gcore.quickstart.lessons import Alphabet, to_jsonl
 
@@ -77,7 +77,7 @@ def test_the_careless_hand_drops_carries_and_nothing_else(left: int, right: int,
 
 def test_the_lesson_has_room_for_every_sum_and_no_more() -> None:
     split = split_sums(0)
-    encode = Alphabet(CHARACTERS).encode
+    encode = Alphabet(SUMS_CHARACTERS).encode
     rows = [len(encode(s.prompt)) + len(encode(s.answer)) + 1 for s in [*split.train, *split.held_out, *split.wide]]
     assert max(rows) == split.lesson.longest_row == len("999+9=") + len("1008") + 1
     assert max(len(encode(s.answer)) + 1 for s in split.held_out) == split.lesson.longest_answer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from controllers.changes import Changes
-from controllers.flow.job_data import Material
+from controllers.changes import ChangeSignal
+from controllers.flow.job_data import JobData
 from controllers.identity import Identity
 from controllers.job import preparation as preparing
 from controllers.job.preparation import Preparation
@@ -21,18 +21,18 @@ from gcore.errors import DataError, LeaseLost, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobRecord, JobStatus, Plan, StorageMark
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 
-def plan_over(node: str) -> Stored[Plan]:
-    return Stored(Plan(generation=1, world="w", ranks=(), engines=(EnginePlace(node=node, slot="cpu:0"),)), 1)
+def plan_over(node: str) -> Versioned[Plan]:
+    return Versioned(Plan(generation=1, world="w", ranks=(), engines=(EnginePlace(node=node, slot="cpu:0"),)), 1)
 
 
 def mirror_of(**records: Any) -> JobMirror:
-    return JobMirror(JobKeys("u"), status=Stored(JobStatus(phase=JobPhase.RUNNING), 1), **records)
+    return JobMirror(JobKeys("u"), status=Versioned(JobStatus(phase=JobPhase.RUNNING), 1), **records)
 
 
 class Node:
@@ -45,8 +45,8 @@ class Node:
         self.mirror = mirror_of()
         self.mistakes = list(mistakes)
         self.reward_mistakes: list[Exception] = []
-        self.changes = Changes()
-        self.made = Material(self.spec, "u", None, {}, (), {})  # type: ignore[arg-type]
+        self.changes = ChangeSignal()
+        self.made = JobData(self.spec, "u", None, {}, (), {})  # type: ignore[arg-type]
         self.told: list[str] = []
         cluster = MemoryCluster(FakeClock())
         store, identity = MemoryStore(cluster), Identity("late", "late.aaaa", "h:1", cluster.grant(60))
@@ -57,7 +57,7 @@ class Node:
         monkeypatch.setattr(preparing, "LATE_AGAIN_S", 0.0)
         monkeypatch.setattr(preparing, "DATA_AGAIN_S", 0.0)
 
-    def open(self, *_: Any) -> Material:
+    def open(self, *_: Any) -> JobData:
         if self.mistakes:
             raise self.mistakes.pop(0)
         return self.made
@@ -67,7 +67,7 @@ class Node:
         if self.reward_mistakes:
             raise self.reward_mistakes.pop(0)
 
-    async def material(self) -> Material | None:
+    async def material(self) -> JobData | None:
         return await self.preparation.material(self.spec, self.job)
 
 
@@ -103,7 +103,7 @@ async def test_what_a_job_with_progress_lacks_is_waited_for_and_told(
     node = Node(tmp_path, monkeypatch, DataError("there is no such file"), DataError("the last line is cut off"))
     cursors = Cursors.start(1)
     head = Head(seq=7, parent=6, lineage=0, step=3, cursors=cursors, lineages=(), world="w", nonce="n")
-    node.mirror = mirror_of(plan=plan_over("late"), head=Stored(head, 1))
+    node.mirror = mirror_of(plan=plan_over("late"), head=Versioned(head, 1))
     assert await node.material() is node.made
     assert node.told == ["there is no such file", "the last line is cut off", ""]
 
@@ -123,7 +123,7 @@ async def test_a_reward_that_cannot_be_loaded_is_treated_as_data_that_are_not_th
 
 async def test_a_job_that_has_ended_is_not_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, monkeypatch, DataError("there is no such file"))
-    node.mirror = JobMirror(JobKeys("u"), status=Stored(JobStatus(phase=JobPhase.CANCELLED), 1))
+    node.mirror = JobMirror(JobKeys("u"), status=Versioned(JobStatus(phase=JobPhase.CANCELLED), 1))
     assert await node.material() is None
     assert len(node.mistakes) == 1
 

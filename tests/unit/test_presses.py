@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from controllers.cli.commands.run import FurtherPresses
+from controllers.cli.commands.run import RepeatedSignals
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_press_before_it_is_heeded_counts_then_and_a_later_one_at_once(number: signal.Signals) -> None:
-    presses = FurtherPresses()
+    presses = RepeatedSignals()
     os.kill(os.getpid(), number)
     with pytest.raises(KeyboardInterrupt):
         presses.heed()
@@ -30,4 +30,4 @@ def test_a_press_before_it_is_heeded_counts_then_and_a_later_one_at_once(number:
 
 
 def test_without_a_press_nothing_happens() -> None:
-    FurtherPresses().heed()
+    RepeatedSignals().heed()

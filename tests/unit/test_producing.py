@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from plug_in_package import installer
 
-from controllers.changes import Changes
-from controllers.job.runner import Producing
-from controllers.job.supervision import NotHere
+from controllers.changes import ChangeSignal
+from controllers.job.runner import FlowRunner
+from controllers.job.supervision import NodeNotReady
 from controllers.telemetry.events import EventLog
-from controllers.telemetry.notices import FaultBook
+from controllers.telemetry.notices import PluginErrorLog
 from gcore.data.dataset import DataChanged
 from gcore.errors import SpecError
 from gcore.flows import find_flow
@@ -39,12 +39,12 @@ class Job:
     """A job that remembers why it ended."""
 
     def __init__(self) -> None:
-        self.uid, self.changes, self.clock = "u", Changes(), FakeClock()
+        self.uid, self.changes, self.clock = "u", ChangeSignal(), FakeClock()
         self.reasons: list[str] = []
         self.left = 0
         self.cluster = MemoryCluster(self.clock)
-        self.faults = FaultBook(MemoryStore(self.cluster), KEYS, "node-0")
-        self.producing = Producing(self, self.faults, self.clock)
+        self.faults = PluginErrorLog(MemoryStore(self.cluster), KEYS, "node-0")
+        self.producing = FlowRunner(self, self.faults, self.clock)
 
     def has_more(self) -> bool:
         self.left -= 1
@@ -91,7 +91,7 @@ async def test_data_that_changed_under_a_running_job_do_not_end_it() -> None:
         raise DataChanged("the file was changed", where="prompts.jsonl, entry 7", fix="Put it back")
 
     job = Job()
-    with pytest.raises(NotHere, match=r"prompts\.jsonl, entry 7: the file was changed\. Put it back"):
+    with pytest.raises(NodeNotReady, match=r"prompts\.jsonl, entry 7: the file was changed\. Put it back"):
         await job.run(reads)
     assert job.reasons == []
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gcore.config.reward import RewardSpec
 from gcore.reward.api import RewardError
-from gcore.reward.code import Checks, checks_of, code, program_of
+from gcore.reward.code import ProgramChecks, code, extract_program, parse_checks
 
 
 @pytest.mark.parametrize(
@@ -30,31 +30,31 @@ from gcore.reward.code import Checks, checks_of, code, program_of
     ],
 )
 def test_the_program_of_a_response(response: str, program: str) -> None:
-    assert program_of(response) == program
+    assert extract_program(response) == program
 
 
-PAIRS = Checks(pairs=(("1", "2"), ("a\nb", "c")))
+PAIRS = ProgramChecks(pairs=(("1", "2"), ("a\nb", "c")))
 
 
 @pytest.mark.parametrize(
     ("answer", "tests"),
     [
-        pytest.param("assert f(1)", Checks(statements=("assert f(1)",)), id="statement"),
+        pytest.param("assert f(1)", ProgramChecks(statements=("assert f(1)",)), id="statement"),
         pytest.param(
-            ["assert f(1)", "assert f(2)"], Checks(statements=("assert f(1)", "assert f(2)")), id="statements"
+            ["assert f(1)", "assert f(2)"], ProgramChecks(statements=("assert f(1)", "assert f(2)")), id="statements"
         ),
         pytest.param([{"input": 1, "output": "2"}, {"input": ["a", "b"], "output": "c"}], PAIRS, id="pairs"),
         pytest.param({"inputs": ["1", ["a", "b"]], "outputs": [2, "c"]}, PAIRS, id="lists"),
         pytest.param(json.dumps({"inputs": ["1", "a\nb"], "outputs": ["2", "c"]}), PAIRS, id="JSON"),
-        pytest.param("[x] = f(1)", Checks(statements=("[x] = f(1)",)), id="a statement that begins like JSON"),
+        pytest.param("[x] = f(1)", ProgramChecks(statements=("[x] = f(1)",)), id="a statement that begins like JSON"),
     ],
 )
-def test_the_tests_of_an_answer(answer: Any, tests: Checks) -> None:
-    assert checks_of(answer, "answer", 100) == tests
+def test_the_tests_of_an_answer(answer: Any, tests: ProgramChecks) -> None:
+    assert parse_checks(answer, "answer", 100) == tests
 
 
 def test_only_so_many_tests_are_run() -> None:
-    assert checks_of(["a()", "b()", "c()"], "answer", 2).count == 2
+    assert parse_checks(["a()", "b()", "c()"], "answer", 2).count == 2
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_only_so_many_tests_are_run() -> None:
 )
 def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
     with pytest.raises(RewardError, match="in field 'tests' holds no tests"):
-        checks_of(answer, "tests", 100)
+        parse_checks(answer, "tests", 100)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_an_answer_without_tests_is_an_error(answer: Any) -> None:
 )
 def test_a_test_that_tells_no_program_from_another_is_an_error(test: str, why: str) -> None:
     with pytest.raises(RewardError, match=f"in field 'tests' {why}"):
-        checks_of(["assert f(2)", test], "tests", 100)
+        parse_checks(["assert f(2)", test], "tests", 100)
     called = "def check(f):\n    assert f(1) == 2\ncheck(g)"
-    assert checks_of(called, "tests", 100).statements == (called,)
+    assert parse_checks(called, "tests", 100).statements == (called,)
 
 
 @given(st.text())
 def test_any_response_has_a_program(response: str) -> None:
-    assert isinstance(program_of(response), str)
+    assert isinstance(extract_program(response), str)
 
 
 @given(
@@ -96,7 +96,7 @@ def test_any_response_has_a_program(response: str) -> None:
 )
 def test_any_answer_has_tests_or_is_an_error(answer: Any) -> None:
     with contextlib.suppress(RewardError):
-        assert checks_of(answer, "answer", 3).count in (1, 2, 3)
+        assert parse_checks(answer, "answer", 3).count in (1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompt_sources import WORDS, open_source
 
-from gcore.data.order import KeyedPermutation, Mixture, Place, Share, entry_index, ref_of_entry
-from gcore.data.stream import EvalSource, PromptFiltered, PromptStream, check_lengths, cut, prompt_limit
+from gcore.data.order import KeyedPermutation, Mixture, SourceEntry, SourceShare, entry_index, ref_of_entry
+from gcore.data.stream import EvalPromptSource, PromptFiltered, PromptStream, check_lengths, cut_shards, prompt_limit
 from gcore.errors import DataError
 from gcore.types import PromptRef
 
@@ -50,9 +50,9 @@ def test_the_same_ref_is_the_same_prompt_for_everyone(tmp_path: Path) -> None:
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_one_source_of_weight_one_is_its_own_epoch(entries: int, shards: int, seed: int, epoch: int) -> None:
-    mixture = Mixture([Share("data", entries)], seed)
+    mixture = Mixture([SourceShare("data", entries)], seed)
     assert mixture.refs == entries
-    assert [mixture.at(epoch, place) for place in range(entries)] == [Place(0, i) for i in range(entries)]
+    assert [mixture.at(epoch, place) for place in range(entries)] == [SourceEntry(0, i) for i in range(entries)]
 
 
 def test_the_order_of_one_source_never_changes_between_versions(tmp_path: Path) -> None:
@@ -94,12 +94,12 @@ weights = st.one_of(st.sampled_from([0.01, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]),
 def test_over_any_epochs_in_a_row_no_two_entries_of_a_source_are_shown_more_than_once_apart(
     sizes: list[tuple[int, float]], seed: int, first: int, epochs: int
 ) -> None:
-    shares = [Share(f"s{number}", entries, weight) for number, (entries, weight) in enumerate(sizes)]
+    shares = [SourceShare(f"s{number}", entries, weight) for number, (entries, weight) in enumerate(sizes)]
     mixture = Mixture(shares, seed)
     assert mixture.refs == sum(max(1, round(s.weight * s.entries)) for s in shares)
     shown = Counter(mixture.at(epoch, place) for epoch in range(first, first + epochs) for place in range(mixture.refs))
     for number, share in enumerate(shares):
-        times = [shown[Place(number, entry)] for entry in range(share.entries)]
+        times = [shown[SourceEntry(number, entry)] for entry in range(share.entries)]
         assert sum(times) == epochs * share.refs
         least, rest = divmod(epochs * share.refs, share.entries)
         assert min(times) == least
@@ -108,7 +108,7 @@ def test_over_any_epochs_in_a_row_no_two_entries_of_a_source_are_shown_more_than
 
 @pytest.mark.parametrize("seed", range(3))
 def test_weight_one_half_shows_one_half_and_then_the_other_and_not_the_first_half_of_the_file(seed: int) -> None:
-    mixture = Mixture([Share("a", 100, 0.5)], seed)
+    mixture = Mixture([SourceShare("a", 100, 0.5)], seed)
     first, second = ({mixture.at(epoch, place).entry for place in range(50)} for epoch in (0, 1))
     assert first | second == set(range(100))
     assert not first & second
@@ -116,14 +116,14 @@ def test_weight_one_half_shows_one_half_and_then_the_other_and_not_the_first_hal
 
 
 def test_another_source_does_not_change_the_order_of_the_first() -> None:
-    alone, among = Mixture([Share("a", 60, 0.7)], 5), Mixture([Share("a", 60, 0.7), Share("b", 9)], 5)
+    alone, among = Mixture([SourceShare("a", 60, 0.7)], 5), Mixture([SourceShare("a", 60, 0.7), SourceShare("b", 9)], 5)
     assert [alone.at(3, place) for place in range(42)] == [among.at(3, place) for place in range(42)]
 
 
 @pytest.mark.parametrize("place", [-1, 12])
 def test_a_place_outside_the_epoch_is_refused(place: int) -> None:
     with pytest.raises(IndexError, match="of an epoch of 12"):
-        Mixture([Share("a", 4), Share("b", 4, 2.0)], 0).at(0, place)
+        Mixture([SourceShare("a", 4), SourceShare("b", 4, 2.0)], 0).at(0, place)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
@@ -223,7 +223,7 @@ def test_what_is_not_filtered_and_does_not_fit_stays_a_failure(tmp_path: Path) -
 
 
 def test_an_evaluation_prompt_has_its_index_for_a_ref(tmp_path: Path) -> None:
-    held_out = EvalSource(open_source(tmp_path, ["1", "2"], name="held"))
+    held_out = EvalPromptSource(open_source(tmp_path, ["1", "2"], name="held"))
     assert len(held_out) == 2
     prompt = held_out.prompt(1)
     assert (prompt.ref, prompt.source, prompt.text) == (PromptRef(0, 0, 1), "held", "2")
@@ -290,7 +290,7 @@ def test_a_sample_is_spread_over_the_file(tmp_path: Path, sample: int | None, ch
 
 
 def test_cutting_needs_no_data() -> None:
-    assert cut(10, 3).lengths == (4, 3, 3)
+    assert cut_shards(10, 3).lengths == (4, 3, 3)
 
 
 def test_a_keyed_permutation_follows_from_its_key_alone() -> None:

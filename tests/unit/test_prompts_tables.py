@@ -536,10 +536,10 @@ def test_a_half_written_copy_of_a_process_that_was_killed_is_in_nobodys_way(tmp_
 MAKER = """
 import sys
 from pathlib import Path
-from gcore.data.dataset import copy_of
+from gcore.data.dataset import find_or_make_copy
 from gcore.data.dataset import find_files
 path, cache, sys.executable = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-copy_of(find_files(path, "auto", None), None, cache)
+find_or_make_copy(find_files(path, "auto", None), None, cache)
 """
 
 

@@ -16,9 +16,9 @@ import pytest
 from mutations import COMPARED, kind_of
 from stored_job import RULES, StoredJob
 
-from controllers.flow.group_buffer import REASON_BYTES, Holdings, as_reason
+from controllers.flow.group_buffer import REASON_BYTES, GroupBuffer, clip_reason
 from controllers.rules.actions import Publish, PutOffer
-from controllers.rules.step import offering, publishing
+from controllers.rules.step import offer_groups, publish_weights
 from controllers.rules.view import EngineView, JobView
 from gcore.config import parse_spec
 from gcore.config.rollout import EnvironmentSpec
@@ -59,20 +59,20 @@ from gcore.ledger.records.job import (
 from gcore.ledger.selection import (
     MOST_BYTES,
     MOST_OUTCOMES,
-    Offered,
-    SealNow,
-    choose,
-    due,
-    held_by,
-    in_order,
+    OffersView,
+    SealStep,
+    choose_seal,
+    due_refs,
     is_acceptable,
     is_ancestor,
+    refs_in_order,
     refuse_seal,
-    resumable,
+    resumable_checkpoints,
     seal_bytes,
+    sealed_group,
     sealed_refs,
 )
-from gcore.ledger.transactions import OpenSlots, Stored, Transaction, TxnOutcome
+from gcore.ledger.transactions import OpenSlots, Transaction, TxnOutcome, Versioned
 from gcore.ledger.usage import NodeSpent, spend
 from gcore.store.keys import ROOT as STORE
 from gcore.store.types import Delete, Put, check_transaction
@@ -173,7 +173,7 @@ def sweeping_out(job: StoredJob) -> Transaction:
     head, checkpoints = job.mirror.head, job.mirror.checkpoints
     assert head is not None
     assert checkpoints is not None
-    return sweeping.sweep(job.keys, head, checkpoints, sweeping.Swept(worlds=("of old",)))
+    return sweeping.sweep(job.keys, head, checkpoints, sweeping.SweptKeys(worlds=("of old",)))
 
 
 def forgetting(job: StoredJob) -> Transaction:
@@ -254,7 +254,7 @@ def creating(job: StoredJob) -> Transaction:
 
 def starting(job: StoredJob) -> Transaction:
     assert job.mirror.status is not None
-    advance = chain.base(2, "w", job.writer())
+    advance = chain.base_entry(2, "w", job.writer())
     return transactions.start(job.keys, job.mirror.status, advance, job.plan("w", 1), JobStatus(phase=JobPhase.RUNNING))
 
 
@@ -283,14 +283,14 @@ def saying_folder(job: StoredJob) -> Transaction:
 
 
 def spending(job: StoredJob) -> Transaction:
-    gone = {"n1": Stored(NodeSpent(node="n1", by="b"), 0)}
+    gone = {"n1": Versioned(NodeSpent(node="n1", by="b"), 0)}
     return spend(job.keys, None, NodeSpent(node="n0", by="a"), gone)
 
 
 def clearing(job: StoredJob) -> Transaction:
     assert job.mirror.head is not None
     assert job.mirror.status is not None
-    ended = Stored(JobStatus(phase=JobPhase.CANCELLED), job.mirror.status.revision)
+    ended = Versioned(JobStatus(phase=JobPhase.CANCELLED), job.mirror.status.revision)
     return transactions.delete_rest(job.keys, job.mirror.head, ended, {})
 
 
@@ -327,13 +327,13 @@ def limiting(job: StoredJob) -> Transaction:
     return share_transactions.set_quotas(job.keys, None, Quotas())
 
 
-CLAIMS: dict[str, Stored[Claim]] = {}
+CLAIMS: dict[str, Versioned[Claim]] = {}
 
 
 async def claimed(job: StoredJob) -> None:
     there = await job.store.get(job.keys.active)
     assert there is not None
-    CLAIMS[job.keys.uid] = Stored(Claim.read(there.value, there.key), there.mod_revision)
+    CLAIMS[job.keys.uid] = Versioned(Claim.read(there.value, there.key), there.mod_revision)
 
 
 def claiming(job: StoredJob) -> Transaction:
@@ -478,7 +478,9 @@ async def test_a_seal_refuses_what_is_terminal_what_is_sealed_and_what_comes_twi
 
     def refusal(*refs: PromptRef, outcomes: tuple[PromptRef, ...] = ()) -> str | None:
         ended = tuple(EndedRef(ref=ref, kind="failed") for ref in outcomes)
-        return refuse_seal(RULES, head, seals, SealNow(tuple(held_by(job.group(ref), "a") for ref in refs), ended))
+        return refuse_seal(
+            RULES, head, seals, SealStep(tuple(sealed_group(job.group(ref), "a") for ref in refs), ended)
+        )
 
     assert refusal(fresh) is None
     assert "terminal already" in str(refusal(fresh, terminal))
@@ -538,7 +540,7 @@ async def test_a_commit_ends_what_was_filtered_and_failed_too_whoever_noted_it(j
     assert job.slots.seals[0].outcomes == job.slots.seals[0].groups == ()
     refs = job.due()
     failed = EndedRef(ref=refs[1], kind="failed", reason="why")
-    chosen = SealNow((held_by(job.group(refs[0]), "a"),), (failed,))
+    chosen = SealStep((sealed_group(job.group(refs[0]), "a"),), (failed,))
     assert job.mirror.plan is not None
     await job.won(transactions.seal(job.keys, job.slots, chosen, job.mirror.plan.record, 1, "a"))
     await readied(job)
@@ -554,7 +556,7 @@ async def test_a_commit_ends_what_was_filtered_and_failed_too_whoever_noted_it(j
 
 async def test_what_is_due_is_found_anew_after_a_rollback_and_after_a_step_was_given_up(job: StoredJob) -> None:
     def wanted() -> tuple[PromptRef, ...]:
-        return due(RULES, head_of(job), job.slots.seals, Offered({}, {}))
+        return due_refs(RULES, head_of(job), job.slots.seals, OffersView({}, {}))
 
     held = sealed_refs(job.slots.seals)
     assert not held & set(wanted())
@@ -571,8 +573,8 @@ async def test_any_holders_groups_are_sealed_and_of_two_holders_one(job: StoredJ
     stranger, another = StoredJob(job.store, "u", "s"), StoredJob(job.store, "u", "t")
     stranger.mirror = another.mirror = job.mirror
     offers = [Offer(incarnation=one.name, groups=tuple(one.group(ref) for ref in refs)) for one in (stranger, another)]
-    chosen = choose(RULES, head, job.slots.seals, Offered.collect(RULES, head, offers))
-    assert isinstance(chosen, SealNow)
+    chosen = choose_seal(RULES, head, job.slots.seals, OffersView.collect(RULES, head, offers))
+    assert isinstance(chosen, SealStep)
     assert [group.ref for group in chosen.groups] == refs
     assert {group.holder for group in chosen.groups} == {"s"}  # the shards are all a's
     assert refuse_seal(RULES, head, job.slots.seals, chosen) is None
@@ -583,8 +585,8 @@ async def test_nothing_is_due_while_the_whole_cluster_holds_a_quota(job: StoredJ
     head, refs = head_of(job), job.due()
     halves = [Offer(incarnation=f"c{i}", groups=(job.group(ref),)) for i, ref in enumerate(refs)]
     for count in range(len(refs) + 1):
-        offered = Offered.collect(RULES, head, halves[:count])
-        assert list(due(RULES, head, job.slots.seals, offered)) == refs[count:]
+        offered = OffersView.collect(RULES, head, halves[:count])
+        assert list(due_refs(RULES, head, job.slots.seals, offered)) == refs[count:]
 
 
 # Rules 10, 11
@@ -610,7 +612,7 @@ async def test_a_rollback_deletes_every_open_step_and_begins_a_lineage_and_a_wor
 
 
 def chain_with(*lineages: tuple[int, int], step: int) -> Head:
-    head = chain.base(2, "w", chain.Writer("a", "n")).head
+    head = chain.base_entry(2, "w", chain.ChainWriter("a", "n")).head
     numbered = tuple(Lineage(number=number, base_step=base) for number, base in ((0, 0), *lineages))
     return head.model_copy(update={"lineages": numbered, "lineage": numbered[-1].number, "step": step})
 
@@ -645,7 +647,7 @@ def test_an_outcome_needs_ancestry_and_may_be_of_any_age() -> None:
     head = chain_with((1, 2), step=5)
     old = EndedRef(ref=PromptRef(0, 0, 1), kind="filtered", versions=(Version(0, 1),))
     cut_off = EndedRef(ref=PromptRef(0, 1, 1), kind="filtered", versions=(Version(0, 4),))
-    offered = Offered.collect(RULES, head, [Offer(incarnation="a", outcomes=(old, cut_off))])
+    offered = OffersView.collect(RULES, head, [Offer(incarnation="a", outcomes=(old, cut_off))])
     assert set(offered.outcomes) == {old.ref}
 
 
@@ -661,7 +663,7 @@ async def test_weights_that_are_staged_go_to_engines_only_when_their_step_is_com
         seen = JobView(
             SPEC, RULES, job.mirror, "a", "n0", {}, {}, engines=engines, staged=frozenset({ahead, committed})
         )
-        return [intent.action.version for intent in publishing(seen) if isinstance(intent.action, Publish)]
+        return [intent.action.version for intent in publish_weights(seen) if isinstance(intent.action, Publish)]
 
     assert published() == [committed]
     await job.won(job.committing())
@@ -678,7 +680,7 @@ def test_only_checkpoints_on_heads_chain_are_gone_back_to_newest_first_and_the_b
         Checkpoint(lineage=li, step=st, seq=sq, file=f"{li}-{st}") for li, st, sq in ((0, 2, 2), (0, 4, 4), (1, 3, 7))
     ]
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
-    found = resumable(chain_with((1, 2), step=5), [base, *known])
+    found = resumable_checkpoints(chain_with((1, 2), step=5), [base, *known])
     assert [(c.lineage, c.step) for c in found] == [(1, 3), (0, 2), (0, 0)]
 
 
@@ -694,7 +696,7 @@ async def test_a_rollback_takes_cursors_and_tally_from_the_entry_of_the_checkpoi
     assert entry.tally is not None
     await readied(job)
     await job.won(job.committing())
-    advance = chain.rolled_back(head_of(job), target, entry.cursors, "w9", job.writer(), "why", tally=entry.tally)
+    advance = chain.rollback_entry(head_of(job), target, entry.cursors, "w9", job.writer(), "why", tally=entry.tally)
     txn = transactions.rollback(
         job.keys, job.slots, job.mirror.checkpoints, advance, job.mirror.plan, job.plan("w9", 2)
     )
@@ -715,9 +717,9 @@ def group_of(ref: PromptRef, version: Version) -> Group:
 def test_a_holder_keeps_what_may_still_be_trained_and_drops_the_rest_when_head_changes() -> None:
     rules = replace(RULES, staleness=1)
     head = chain_with((1, 3), step=5)
-    refs = list(in_order(rules, head, ()))[:5]
+    refs = list(refs_in_order(rules, head, ()))[:5]
     versions = [Version(1, 5), Version(1, 4), Version(1, 3), Version(0, 4), Version(1, 5)]
-    holdings = Holdings()
+    holdings = GroupBuffer()
     for ref, version in zip(refs, versions, strict=True):
         holdings.keep(group_of(ref, version))
     after = head.model_copy(update={"cursors": head.cursors.union(rules.shape, refs[4:])})
@@ -728,7 +730,7 @@ def test_a_holder_keeps_what_may_still_be_trained_and_drops_the_rest_when_head_c
 
 async def test_what_is_sealed_is_held_until_head_has_it(job: StoredJob) -> None:
     seal: Seal = job.mirror.seals[2].record
-    holdings = Holdings()
+    holdings = GroupBuffer()
     for one in seal.groups:
         holdings.keep(group_of(one.ref, head_of(job).version))
     holdings.prune(RULES, head_of(job))
@@ -750,7 +752,7 @@ async def test_what_is_sealed_is_held_until_head_has_it(job: StoredJob) -> None:
     ids=["nothing", "a letter", "a sentence", "letters", "pictures", "half characters", "quoted"],
 )
 def test_a_reason_takes_a_bounded_place_whatever_it_is_written_in(text: str) -> None:
-    kept = as_reason(text)
+    kept = clip_reason(text)
     assert text.startswith(kept)
     assert len(json.dumps(kept)) <= REASON_BYTES
     assert len(kept) >= min(len(text), 18)
@@ -758,7 +760,7 @@ def test_a_reason_takes_a_bounded_place_whatever_it_is_written_in(text: str) -> 
 
 def worst(holder: str) -> tuple[EndedRef, ...]:
     """As many outcomes as one entry takes, each as long as can be."""
-    source, reason = "s" * 63, as_reason("\x00" * 999)
+    source, reason = "s" * 63, clip_reason("\x00" * 999)
     return tuple(
         EndedRef(
             ref=PromptRef(10**6, i % 1024, 10**9 + i),
@@ -803,14 +805,16 @@ async def test_the_largest_step_that_is_let_in_is_sealed_and_committed_with_the_
         source="s",
         holder=job.name,
     )
-    chosen = SealNow((group,) * quota, worst(job.name), last=True, planned=10**6)
-    stored = Stored(head.record.model_copy(update={"cursors": ragged, "lineage": 10**4, "step": 10**6}), head.revision)
+    chosen = SealStep((group,) * quota, worst(job.name), last=True, planned=10**6)
+    stored = Versioned(
+        head.record.model_copy(update={"cursors": ragged, "lineage": 10**4, "step": 10**6}), head.revision
+    )
     slots = OpenSlots(stored, {})
     seal = transactions.seal(job.keys, slots, chosen, job.mirror.plan.record, 1, job.name)
     check_transaction(seal.compares, seal.writes)
     put = seal.writes[0]
     assert isinstance(put, Put)
-    delta = chain.delta(Seal.decode(put.value))
+    delta = chain.ended_refs(Seal.decode(put.value))
     entry = LogEntry(
         seq=10**9, parent=1, kind="train", lineage=1, step=1, world="w", nonce="n" * 16, delta=delta, cursors=ragged
     )
@@ -825,12 +829,12 @@ async def test_of_very_many_outcomes_an_offer_names_the_first_and_is_written_onc
     """As after a long time without the store, in which prompts were filtered and nobody could write it down."""
     rules = replace(RULES, shape=shard_lengths(40_000, 2), window=2000)
     head = head_of(job)
-    refs = list(itertools.islice(in_order(rules, head, ()), MOST_OUTCOMES + 300))
+    refs = list(itertools.islice(refs_in_order(rules, head, ()), MOST_OUTCOMES + 300))
     held = {ref: EndedRef(ref=ref, kind="filtered", versions=(head.version,)) for ref in reversed(refs)}
 
     def offers() -> list[Offer]:
         seen = JobView(SPEC, rules, job.mirror, "a", "n0", {}, {}, outcomes=held)
-        return [intent.action.offer for intent in offering(seen) if isinstance(intent.action, PutOffer)]
+        return [intent.action.offer for intent in offer_groups(seen) if isinstance(intent.action, PutOffer)]
 
     (first,) = offers()
     assert {ended.ref for ended in first.outcomes} == set(refs[:MOST_OUTCOMES])

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from recorded_job import KEYS, UID, RecordedJob
 
 from controllers.api.run_reader import audit_of_folder, audit_of_records
-from controllers.api.store_reader import StoredJobs
-from controllers.job.rollback import account, all_seen
+from controllers.api.store_reader import StoreReader
+from controllers.job.rollback import account_outcomes, highest_numbers
 from controllers.rules.actions import Account
 from gcore.config import parse_spec
 from gcore.ledger import archive
 from gcore.ledger import archive as store_copy
-from gcore.ledger.archive import left_in
+from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.audit.chain import Audit
-from gcore.ledger.chain import Seen
+from gcore.ledger.chain import HighWater
 from gcore.ledger.records.chain import EndedRef, NodeFolder
 from gcore.ledger.records.job import JobPhase, NodeRecord
-from gcore.ledger.selection import in_order
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
-from gcore.observability.metrics_file import MetricsFile, Source, decode
+from gcore.ledger.selection import refs_in_order
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
+from gcore.observability.metrics_file import MetricsFile, MetricsSource, decode_line
 from gcore.store.types import WatchBatch, WatchEvent
 
 
@@ -44,10 +44,10 @@ def told(job: RecordedJob) -> list[dict[str, Any]]:
     assert mirror.job is not None
     assert mirror.status is not None
     log = {seq: stored.record for seq, stored in mirror.log.items()}
-    source = Source(mirror.job.record, mirror.status.record, log, {})
+    source = MetricsSource(mirror.job.record, mirror.status.record, log, {})
     file = MetricsFile(job.run_dir)
-    file.bring(source, 1.0, lambda: archive.archive_read(job.run_dir))
-    return [line for raw in file.path.read_bytes().splitlines() if (line := decode(raw)) is not None]
+    file.bring(source, 1.0, lambda: archive.read_entries(job.run_dir))
+    return [line for raw in file.path.read_bytes().splitlines() if (line := decode_line(raw)) is not None]
 
 
 def steps(job: RecordedJob, count: int) -> None:
@@ -65,8 +65,8 @@ def test_what_was_archived_of_a_future_that_was_cut_off_is_no_part_of_the_new_li
     lost = job.head.seq
     job.put_back(older)
     assert job.head.seq == 3
-    assert left_in(tmp_path) == Seen(lineage=0, entry=lost)
-    job.roll_back(left_in(tmp_path))
+    assert highest_in_folder(tmp_path) == HighWater(lineage=0, entry=lost)
+    job.roll_back(highest_in_folder(tmp_path))
     assert (job.head.lineage, job.head.step, job.head.seq) == (1, 2, lost + 1)
     assert job.head.lineages[-1].entry == lost + 1
     steps(job, 4)
@@ -98,7 +98,7 @@ def test_only_numbers_that_a_rollback_says_were_left_out_may_be_missing(tmp_path
     steps(job, 3)
     told(job)
     job.put_back(older)
-    job.roll_back(left_in(tmp_path))
+    job.roll_back(highest_in_folder(tmp_path))
     steps(job, 1)
     assert audited(job).clean, audited(job).violations
     head, told_by = job.head, job.head.lineages[-1].entry
@@ -140,7 +140,7 @@ def test_however_often_it_is_put_back_to_whatever_state_the_audit_stays_clean(
         job.prune(4)
         told(job)
         job.put_back(backups[len(backups) // 2 if from_first else -1])
-        job.roll_back(left_in(job.run_dir))
+        job.roll_back(highest_in_folder(job.run_dir))
         assert audited(job).clean, audited(job).violations
     steps(job, 1)
     job.prune(9)
@@ -158,25 +158,25 @@ async def test_an_end_that_was_cut_off_is_not_taken_for_the_new_one(tmp_path: Pa
         steps(job, 2)
         job.end(JobPhase.CANCELLED)
         assert told(job)[-1]["kind"] == "end"
-        asyncio.run(StoredJobs(job.store).audit(UID))  # which leaves a copy of the records
+        asyncio.run(StoreReader(job.store).audit(UID))  # which leaves a copy of the records
         job.put_back(older)
-        assert left_in(tmp_path).entry == 5
-        job.roll_back(left_in(tmp_path))
+        assert highest_in_folder(tmp_path).entry == 5
+        job.roll_back(highest_in_folder(tmp_path))
         steps(job, 1)
         if over:
             job.end(JobPhase.FAILED)
         return job
 
     job = await asyncio.to_thread(lived)
-    assert (await StoredJobs(job.store).audit(UID)).clean
+    assert (await StoreReader(job.store).audit(UID)).clean
     kinds = [line["kind"] for line in await asyncio.to_thread(told, job)]
     assert kinds.count("end") == 1 + over
     assert (kinds[-1] == "end") == over
-    copy = store_copy.read(tmp_path)
+    copy = store_copy.read_copy(tmp_path)
     assert copy is not None
     assert copy.head.lineage == (1 if over else 0)
     assert audit_of_folder(tmp_path).clean
-    assert store_copy.is_left(tmp_path, job.head) == over
+    assert store_copy.has_copy(tmp_path, job.head) == over
 
 
 async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> None:
@@ -190,15 +190,15 @@ async def test_nothing_is_accounted_for_before_the_rollback(tmp_path: Path) -> N
         return job
 
     job = await asyncio.to_thread(prepared)
-    ref = next(in_order(job.rules, job.head, ()))
+    ref = next(refs_in_order(job.rules, job.head, ()))
     ended = Account((EndedRef(ref=ref, kind="failed", reason="the reward raised"),))
-    hands: Any = SimpleNamespace(ledger=Ledger(job.store, KEYS), run_dir=tmp_path)
+    hands: Any = SimpleNamespace(ledger=TransactionExecutor(job.store, KEYS), run_dir=tmp_path)
     view = seen_by(job)
-    done = await account(ended, view, hands)
+    done = await account_outcomes(ended, view, hands)
     assert done.outcome is TxnOutcome.STALE
     assert "entries up to 4, head is entry 3: a rollback comes first" in done.sentence
-    await asyncio.to_thread(job.roll_back, left_in(tmp_path))
-    assert (await account(ended, seen_by(job), hands)).outcome is TxnOutcome.WON
+    await asyncio.to_thread(job.roll_back, highest_in_folder(tmp_path))
+    assert (await account_outcomes(ended, seen_by(job), hands)).outcome is TxnOutcome.WON
     assert job.head.seq == 6
 
 
@@ -216,16 +216,16 @@ async def test_while_a_node_of_version_1_is_there_no_number_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await asyncio.to_thread(RecordedJob, tmp_path)
-    archive.append(tmp_path, "a", [job.mirror.log[0].record.model_copy(update={"seq": 9, "lineage": 3})])
+    archive.append_entries(tmp_path, "a", [job.mirror.log[0].record.model_copy(update={"seq": 9, "lineage": 3})])
     view = replace(seen_by(job), engines={}, ranks={})
-    assert await all_seen(view, tmp_path) == Seen(lineage=3, entry=9)
-    told = {"node-1": Stored(NodeFolder(node="node-1", by="node-1.b", entry=12), 1)}
+    assert await highest_numbers(view, tmp_path) == HighWater(lineage=3, entry=9)
+    told = {"node-1": Versioned(NodeFolder(node="node-1", by="node-1.b", entry=12), 1)}
     elsewhere = replace(view, mirror=replace(view.mirror, folders=told))
-    assert await all_seen(elsewhere, tmp_path) == Seen(lineage=3, entry=12), (
+    assert await highest_numbers(elsewhere, tmp_path) == HighWater(lineage=3, entry=12), (
         "where nodes share no folder, each says of its own"
     )
-    monkeypatch.setattr("controllers.job.rollback.spoken", lambda: 1)
-    assert await all_seen(view, tmp_path) == Seen(lineage=3, entry=0)
+    monkeypatch.setattr("controllers.job.rollback.written_version", lambda: 1)
+    assert await highest_numbers(view, tmp_path) == HighWater(lineage=3, entry=0)
 
 
 def cut(path: Path) -> None:
@@ -246,8 +246,8 @@ def long(path: Path) -> None:
 def test_what_is_left_is_read_from_the_whole_lines(tmp_path: Path, harm: Callable[[Path], None], entry: int) -> None:
     job = RecordedJob(tmp_path)
     steps(job, 4)
-    assert left_in(tmp_path) == Seen()
+    assert highest_in_folder(tmp_path) == HighWater()
     told(job)
-    assert left_in(tmp_path) == Seen(entry=4)
+    assert highest_in_folder(tmp_path) == HighWater(entry=4)
     harm(MetricsFile(tmp_path).path)
-    assert left_in(tmp_path) == Seen(entry=entry)
+    assert highest_in_folder(tmp_path) == HighWater(entry=entry)

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.storage.garbage import GIB, MEASURE_S, MOST_NODES, Level, RunQuota, Standing, bytes_in, standing
+from controllers.storage.garbage import (
+    BYTES_PER_GIB,
+    MEASURE_S,
+    MOST_NODES,
+    DiskQuota,
+    DiskUsage,
+    QuotaLevel,
+    disk_bytes,
+    measure_disk_usage,
+)
 from gcore.errors import StoreUnavailable
 from gcore.testing import FakeClock
 
@@ -17,16 +26,16 @@ RUN = Path("/runs/a-1")
 
 @given(st.integers(0, 1 << 50), st.floats(0.001, 1e6))
 def test_nearly_full_comes_before_over_and_each_says_what_to_do(taken: int, quota: float) -> None:
-    found = standing(taken, quota, RUN)
-    if taken > quota * GIB:
-        assert found.level is Level.OVER
+    found = measure_disk_usage(taken, quota, RUN)
+    if taken > quota * BYTES_PER_GIB:
+        assert found.level is QuotaLevel.OVER
         assert "paused" in found.sentence
         assert "gcore resume" in found.sentence
-    elif taken >= 0.9 * quota * GIB:
-        assert found.level is Level.NEARLY
+    elif taken >= 0.9 * quota * BYTES_PER_GIB:
+        assert found.level is QuotaLevel.NEARLY
         assert "no more samples" in found.sentence
     else:
-        assert found == Standing(Level.FREE)
+        assert found == DiskUsage(QuotaLevel.FREE)
     assert not found.sentence or "limits.disk_gib" in found.sentence
 
 
@@ -35,18 +44,18 @@ class Measured:
 
     def __init__(self, *gib: float, members: int = 1) -> None:
         self.sizes = list(gib)
-        self.told: list[Level] = []
+        self.told: list[QuotaLevel] = []
         self.said: list[str] = []
         self.pauses = 0
         self.store_is_away = False
         self.clock = FakeClock()
-        self.quota = RunQuota(RUN, 10.0, lambda: members, self._show, self._pause, self.clock, self._measure)
+        self.quota = DiskQuota(RUN, 10.0, lambda: members, self._show, self._pause, self.clock, self._measure)
 
     def _measure(self, folder: Path) -> int:
         assert folder == RUN
-        return int(self.sizes.pop(0) * GIB)
+        return int(self.sizes.pop(0) * BYTES_PER_GIB)
 
-    def _show(self, found: Standing) -> None:
+    def _show(self, found: DiskUsage) -> None:
         self.told.append(found.level)
         self.said.append(found.sentence)
 
@@ -63,7 +72,7 @@ class Measured:
 async def test_each_level_is_told_once_and_only_beyond_the_quota_is_the_job_paused() -> None:
     run = Measured(1, 2, 9.5, 9.6, 10.5, 11, 3)
     await run.looks()
-    assert run.told == [Level.NEARLY, Level.OVER, Level.FREE]
+    assert run.told == [QuotaLevel.NEARLY, QuotaLevel.OVER, QuotaLevel.FREE]
     assert run.said[-1].endswith("has room again")
     assert run.pauses == 2
 
@@ -74,7 +83,7 @@ async def test_a_store_that_is_away_is_asked_again_at_the_next_look() -> None:
     await run.quota.look()
     run.store_is_away = False
     await run.quota.look()
-    assert (run.told, run.pauses) == ([Level.OVER], 1)
+    assert (run.told, run.pauses) == ([QuotaLevel.OVER], 1)
 
 
 @pytest.mark.parametrize(("members", "times"), [(0, 1), (1, 1), (4, 4), (500, MOST_NODES)])
@@ -89,5 +98,5 @@ def test_everything_below_the_folder_counts_hidden_files_too_and_links_are_not_f
     (run / "checkpoints" / "0-1" / "model").write_bytes(b"x" * 100_000)
     (run / ".draft").write_bytes(b"x" * 50_000)
     (run / "link").symlink_to(elsewhere)
-    assert 150_000 <= bytes_in(run) < 300_000
-    assert bytes_in(tmp_path / "none") == 0
+    assert 150_000 <= disk_bytes(run) < 300_000
+    assert disk_bytes(tmp_path / "none") == 0

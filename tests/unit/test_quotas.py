@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import BadFields
-from controllers.api.fleet import MOST_NAMESPACES, set_quota, told
+from controllers.api.fleet import MOST_NAMESPACES, list_quotas, set_quota
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs
-from controllers.cli.commands.cluster import slots_given
+from controllers.api.store_reader import StoreReader
+from controllers.cli.commands.cluster import parse_slots
 from controllers.cli.main import app
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.errors import StoreUnavailable, UsageError
@@ -62,7 +62,7 @@ async def test_quotas_that_cannot_be_read_hide_not_what_is_used(memory: MemoryCl
     shares = Shares(jobs={"u": Share(granted={"n": ("cpu:0",)}, held={"n": ("cpu:0",)})})
     puts = [Put(keys.QUOTAS, b"{damaged"), Put(keys.SHARES, shares.encode()), Put(JobKeys("u").active, b"")]
     await store.transact((), puts)
-    assert rows(await told(store)) == [("default", None, 1, 1)]
+    assert rows(await list_quotas(store)) == [("default", None, 1, 1)]
 
 
 async def test_a_quota_is_set_changed_and_taken_away(memory: MemoryCluster) -> None:
@@ -70,10 +70,10 @@ async def test_a_quota_is_set_changed_and_taken_away(memory: MemoryCluster) -> N
     await set_quota(store, "b", 4)
     await set_quota(store, "a", 0)
     await set_quota(store, "b", 6)
-    assert rows(await told(store)) == [("a", 0, 0, 0), ("b", 6, 0, 0)]
+    assert rows(await list_quotas(store)) == [("a", 0, 0, 0), ("b", 6, 0, 0)]
     await set_quota(store, "a", None)
     await set_quota(store, "never", None)
-    assert rows(await told(store)) == [("b", 6, 0, 0)]
+    assert rows(await list_quotas(store)) == [("b", 6, 0, 0)]
 
 
 async def test_what_jobs_have_counts_until_it_is_given_back(memory: MemoryCluster) -> None:
@@ -82,9 +82,9 @@ async def test_what_jobs_have_counts_until_it_is_given_back(memory: MemoryCluste
     memory.transact((), (Put(JobKeys("one").active, Claim(namespace="x").encode()), Put(JobKeys("two").active, b"")))
     memory.transact((), (Put(JobKeys("three").active, b"?"), Put(keys.SHARES, Shares(jobs={"one": held}).encode())))
     await set_quota(store, "y", 1)
-    assert rows(await told(store)) == [("default", None, 0, 2), ("x", None, 2, 1), ("y", 1, 0, 0)]
-    with acting_for(Caller("v", Role.VIEWER, frozenset({"x"}))):
-        assert rows(await told(store)) == [("x", None, 2, 1)]
+    assert rows(await list_quotas(store)) == [("default", None, 0, 2), ("x", None, 2, 1), ("y", 1, 0, 0)]
+    with acting_as(Caller("v", Role.VIEWER, frozenset({"x"}))):
+        assert rows(await list_quotas(store)) == [("x", None, 2, 1)]
 
 
 async def test_who_sets_another_meanwhile_is_not_overwritten(memory: MemoryCluster) -> None:
@@ -99,16 +99,16 @@ async def test_who_sets_another_meanwhile_is_not_overwritten(memory: MemoryClust
 
     store = Busy(memory)
     await set_quota(store, "mine", 2)
-    assert [row[:2] for row in rows(await told(store))] == [("mine", 2), ("other", 3)]
+    assert [row[:2] for row in rows(await list_quotas(store))] == [("mine", 2), ("other", 3)]
 
 
 async def test_a_record_that_cannot_be_read_is_written_anew(memory: MemoryCluster) -> None:
     memory.transact((), (Put(keys.QUOTAS, b"?"), Put(keys.SHARES, b"?")))
     store = MemoryStore(memory)
-    assert rows(await told(store)) == []
+    assert rows(await list_quotas(store)) == []
     await set_quota(store, "a", 1)
     memory.transact((), (Delete(keys.SHARES),))
-    assert rows(await told(store)) == [("a", 1, 0, 0)]
+    assert rows(await list_quotas(store)) == [("a", 1, 0, 0)]
 
 
 async def test_what_nobody_knows_to_be_written_and_too_many_are_refused(memory: MemoryCluster) -> None:
@@ -126,7 +126,9 @@ async def test_what_nobody_knows_to_be_written_and_too_many_are_refused(memory: 
 
 @given(st.text(max_size=100).filter(lambda text: not text.isascii() or not text.replace("-", "").isalnum()))
 async def test_what_is_no_namespace_is_refused(namespace: str) -> None:
-    service: Any = JobsService(StoredJobs(MemoryStore(MemoryCluster(FakeClock()))), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    service: Any = JobsService(
+        StoreReader(MemoryStore(MemoryCluster(FakeClock()))), None, lambda uid: None, FakeClock()
+    )  # type: ignore[arg-type]
     try:
         request = pb.SetQuotaRequest(namespace=namespace, slots=1)
     except (ValueError, UnicodeEncodeError):
@@ -139,13 +141,13 @@ async def test_what_is_no_namespace_is_refused(namespace: str) -> None:
 
 @pytest.mark.parametrize(("text", "slots"), [("8", 8), ("0", 0), ("none", None)])
 def test_slots_are_a_number_or_none(text: str, slots: int | None) -> None:
-    assert slots_given("research", text) == slots
+    assert parse_slots("research", text) == slots
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "eight", "9" * 20, "٣"])
 def test_what_is_no_number_of_slots_is_refused_with_what_to_say(text: str) -> None:
     with pytest.raises(UsageError, match="Say a number, or none: gcore quota research 8"):
-        slots_given("research", text)
+        parse_slots("research", text)
 
 
 def test_the_verb_shows_all_and_sets_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +162,7 @@ def test_the_verb_shows_all_and_sets_one(monkeypatch: pytest.MonkeyPatch) -> Non
             asked.append((namespace, slots))
             return []
 
-    monkeypatch.setattr("controllers.cli.commands.cluster.call", lambda what, *_: asyncio.run(what(Client())))
+    monkeypatch.setattr("controllers.cli.commands.cluster.call_cluster", lambda what, *_: asyncio.run(what(Client())))
     shown = CliRunner().invoke(app, ["quota", "-o", "json"])
     assert json.loads(shown.stdout) == [
         {"namespace": "a", "slots": 4, "used": 2, "jobs": 1},
@@ -173,7 +175,7 @@ def test_the_verb_shows_all_and_sets_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_quota_beyond_all_measure_is_refused_and_one_of_the_api_is_told(memory: MemoryCluster) -> None:
-    service: Any = JobsService(StoredJobs(MemoryStore(memory)), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    service: Any = JobsService(StoreReader(MemoryStore(memory)), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
     with pytest.raises(Aborted):
         await service.SetQuota(pb.SetQuotaRequest(namespace="a", slots=2_000_000), Context())
     assert rows(await service.SetQuota(pb.SetQuotaRequest(namespace="a", slots=2), Context())) == [("a", 2, 0, 0)]

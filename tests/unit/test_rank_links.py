@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from controllers.changes import Changes
-from controllers.inference.pool import EngineBook
-from controllers.workers.ranks import NotConnected, RankLinks
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import EnginePool
+from controllers.workers.ranks import RankConnections, RankNotConnected
 from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import EngineUnreachable
 from gcore.ledger.records.chain import Seal, SealState
@@ -36,7 +36,7 @@ def state(token: Token, **samples: list[int]) -> pb.RankState:
 @pytest.mark.parametrize("late", ["answer", "stream"])
 def test_an_older_word_that_comes_later_takes_nothing_away(late: str) -> None:
     changed: list[int] = []
-    links = RankLinks(FakeClock(), lambda: changed.append(1))
+    links = RankConnections(FakeClock(), lambda: changed.append(1))
     token = Token(0, 1, 1)
     if late == "answer":
         links._note(0, state(token, mine=[0, 1], others=[0]))
@@ -49,25 +49,25 @@ def test_an_older_word_that_comes_later_takes_nothing_away(late: str) -> None:
 
 
 def test_a_new_attempt_begins_empty() -> None:
-    links = RankLinks(FakeClock(), lambda: None)
+    links = RankConnections(FakeClock(), lambda: None)
     links._note(0, state(Token(0, 1, 1), mine=[0, 1]))
     links._note(0, state(Token(0, 1, 3), mine=[0]))
     assert links.views[0].held == {"mine": frozenset({0})}
 
 
 def test_an_answer_about_an_old_attempt_is_not_believed() -> None:
-    links = RankLinks(FakeClock(), lambda: None)
+    links = RankConnections(FakeClock(), lambda: None)
     links._note(0, state(Token(0, 1, 3), mine=[0]))
     links._note_held(0, Token(0, 1, 1), held(mine=[0, 1]))
     assert links.views[0].held == {"mine": frozenset({0})}
 
 
 async def test_a_rank_that_is_gone_by_now_is_not_connected() -> None:
-    links = RankLinks(FakeClock(), lambda: None)
+    links = RankConnections(FakeClock(), lambda: None)
     links.aim(WorldName("u", "w", 0), {})
-    with pytest.raises(NotConnected, match="rank 1 is not connected"):
+    with pytest.raises(RankNotConnected, match="rank 1 is not connected"):
         await links.apply(1, SEAL, b"")
-    with pytest.raises(NotConnected, match="rank 1 is not connected"):
+    with pytest.raises(RankNotConnected, match="rank 1 is not connected"):
         await links.feed(1, SEAL, [], 0, "a")
 
 
@@ -79,7 +79,7 @@ async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: p
         return hashlib.sha256(data)
 
     monkeypatch.setattr("controllers.workers.ranks.hashlib", SimpleNamespace(sha256=sha256))
-    links = RankLinks(FakeClock(), lambda: None)
+    links = RankConnections(FakeClock(), lambda: None)
     links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})  # nobody listens there
     group = Group(PromptRef(0, 0, 0), (1, 2), (Sample((3,), (-0.5,), "", "stop", ()),))
     with pytest.raises(grpc.aio.AioRpcError):
@@ -90,15 +90,15 @@ async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: p
 
 
 async def test_an_engine_that_is_gone_by_now_cannot_be_published_to() -> None:
-    engines = EngineBook(Changes(), timeout_s=1.0)
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0)
     with pytest.raises(EngineUnreachable, match="e is not connected"):
         await engines.publish("e", Version(0, 1), Path("weights"))
 
 
 async def test_a_line_that_ends_by_a_defect_is_not_left_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank would train on, unheard, and the step be waited for for ever."""
-    changes = Changes()
-    links = RankLinks(FakeClock(), changes.notify)
+    changes = ChangeSignal()
+    links = RankConnections(FakeClock(), changes.notify)
 
     async def listen(*_: Any) -> None:
         raise AssertionError("what the rank said cannot be read")

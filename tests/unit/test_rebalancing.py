@@ -11,9 +11,9 @@ from engine_workers import ServingEngine, engines_at
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.changes import Changes
-from controllers.inference.pool import LOOK_S, EngineBook
-from controllers.inference.rules import FILLED, TIMES, Queue, taken_back
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import LOOK_S, EnginePool
+from controllers.inference.rules import FILLED, TIMES, EngineQueue, requests_to_move
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
 from gcore.types import Sample, Version, VersionSpan
@@ -22,18 +22,18 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=100)
 SERVED = Version(0, 2)
 
 
-def queue(name: str, *counts: int) -> Queue:
-    return Queue(name, sum(counts), tuple((f"{name}/{n}", count) for n, count in enumerate(counts)))
+def queue(name: str, *counts: int) -> EngineQueue:
+    return EngineQueue(name, sum(counts), tuple((f"{name}/{n}", count) for n, count in enumerate(counts)))
 
 
 def test_the_newest_of_what_waits_goes_to_the_engine_that_has_nothing() -> None:
-    assert taken_back([queue("a", 1, 1, 1, 1, 1, 1), queue("b")], 2) == [("a", "a/5"), ("a", "a/4"), ("a", "a/3")]
+    assert requests_to_move([queue("a", 1, 1, 1, 1, 1, 1), queue("b")], 2) == [("a", "a/5"), ("a", "a/4"), ("a", "a/3")]
 
 
 def test_of_what_an_engine_runs_it_gives_to_one_that_has_woken_as_long_as_it_keeps_twice_as_much() -> None:
     crowded, woken = queue("a", *[4] * 15), queue("b")
-    assert taken_back([crowded, woken], 100) == [("a", f"a/{n}") for n in (14, 13, 12, 11, 10)]
-    assert taken_back([queue("a", *[4] * 6), woken], 100) == [], "so few are not in each other's way"
+    assert requests_to_move([crowded, woken], 100) == [("a", f"a/{n}") for n in (14, 13, 12, 11, 10)]
+    assert requests_to_move([queue("a", *[4] * 6), woken], 100) == [], "so few are not in each other's way"
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_of_what_an_engine_runs_it_gives_to_one_that_has_woken_as_long_as_it_kee
         pytest.param([], id="none"),
     ],
 )
-def test_nothing_is_taken_back_where_nothing_is_won(queues: list[Queue]) -> None:
-    assert taken_back(queues, 2) == []
+def test_nothing_is_taken_back_where_nothing_is_won(queues: list[EngineQueue]) -> None:
+    assert requests_to_move(queues, 2) == []
 
 
 @given(st.lists(st.lists(st.integers(1, 8), max_size=12), max_size=6), st.integers(1, 8))
 def test_who_gives_keeps_what_it_runs_and_is_never_less_busy_than_who_takes(counts: list[list[int]], rows: int) -> None:
     queues = [queue(str(n), *its) for n, its in enumerate(counts)]
-    found = taken_back(queues, rows)
+    found = requests_to_move(queues, rows)
     assert len(set(found)) == len(found)
     left = {one.instance: dict(one.requests) for one in queues}
     busy = {one.instance: one.busy for one in queues}
@@ -67,9 +67,9 @@ def test_who_gives_keeps_what_it_runs_and_is_never_less_busy_than_who_takes(coun
         busy[taker] += count
         assert busy[giver] >= busy[taker]
         assert busy[giver] >= rows or busy[giver] >= TIMES * busy[taker]
-    after = [Queue(name, busy[name], tuple(left[name].items())) for name in busy]
+    after = [EngineQueue(name, busy[name], tuple(left[name].items())) for name in busy]
     if all(busy[name] >= rows for name in hungry):
-        assert taken_back(after, rows) == []
+        assert requests_to_move(after, rows) == []
 
 
 class Queued(ServingEngine):
@@ -113,7 +113,7 @@ async def test_an_engine_that_comes_later_takes_what_waits_and_goes_on_behind_it
     def connect(url: str, **_: Any) -> Queued:
         return made.setdefault(url, Queued())
 
-    book = EngineBook(Changes(), timeout_s=100.0, connect=connect, clock=clock, told_every=told, rows=1)  # type: ignore[arg-type]
+    book = EnginePool(ChangeSignal(), timeout_s=100.0, connect=connect, clock=clock, told_every=told, rows=1)  # type: ignore[arg-type]
     await book.aim(engines_at(first="h:1"))
     await book.publish("first", SERVED, tmp_path)
     asked = [

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from controllers.changes import Changes
-from controllers.cluster.registration import Registration
-from controllers.daemon.life import Belongings
+from controllers.changes import ChangeSignal
+from controllers.cluster.registration import NodeRegistration
+from controllers.daemon.life import DaemonState
 from controllers.identity import Identity
 from gcore.config import NodeConfig
 from gcore.ledger.records.cluster import SickSlots
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import speak, spoken
+from gcore.schema import set_written_version, written_version
 from gcore.store import keys
 from gcore.store.reference import StoreRef
 from gcore.store.session import Session
@@ -48,9 +48,9 @@ class Node:
         config = NodeConfig(
             node="n", home=str(folder), run_root=str(folder), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",)
         )
-        self.own = Belongings(config, self.clock)
-        self.own.spoken = spoken()
-        self.changes = Changes()
+        self.own = DaemonState(config, self.clock)
+        self.own.spoken = written_version()
+        self.changes = ChangeSignal()
         self.told: list[tuple[bool, str]] = []
 
     async def begin(self) -> asyncio.Task[None]:
@@ -61,12 +61,12 @@ class Node:
         async def ready(can: bool, status: str) -> None:
             self.told.append((can, status))
 
-        registration = Registration(self.own, self.store, identity, "h:2", self.changes, session, ready)
+        registration = NodeRegistration(self.own, self.store, identity, "h:2", self.changes, session, ready)
         return asyncio.create_task(registration.run())
 
     async def sick(self) -> dict[str, str]:
         """As others read it."""
-        known = await self.store.get(keys.sick("n"))
+        known = await self.store.get(keys.sick_slots("n"))
         return {} if known is None else SickSlots.decode(known.value, known.key).slots
 
     async def until_ready(self) -> None:
@@ -107,7 +107,7 @@ async def test_a_slot_that_is_sick_from_the_beginning_is_told_before_anything_ca
     task = await node.begin()
     await node.until_ready()
     assert await node.sick() == {"cpu:0": "it is gone"}
-    registered, told = await node.store.get(keys.node("n")), await node.store.get(keys.sick("n"))
+    registered, told = await node.store.get(keys.node("n")), await node.store.get(keys.sick_slots("n"))
     assert registered is not None
     assert told is not None
     assert registered.mod_revision == told.mod_revision
@@ -146,14 +146,14 @@ async def test_another_version_is_written_anew(node: Node) -> None:
     task = await node.begin()
     await node.until_ready()
     before = await node.store.get(keys.node("n"))
-    newest = spoken()
-    speak(newest - 1)
+    newest = written_version()
+    set_written_version(newest - 1)
     try:
         node.changes.notify()
         await node.clock.settle()
         after = await node.store.get(keys.node("n"))
     finally:
-        speak(newest)
+        set_written_version(newest)
     assert before is not None
     assert after is not None
     assert after.mod_revision > before.mod_revision

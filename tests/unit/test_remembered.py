@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.rules.view import Remembered
+from controllers.rules.view import Memo
 
 
 def test_the_same_records_are_worked_on_once() -> None:
     one, other = object(), object()
-    remembered, worked = Remembered(), []
+    remembered, worked = Memo(), []
 
     def work() -> int:
         worked.append(len(worked))
@@ -24,14 +24,14 @@ def test_the_same_records_are_worked_on_once() -> None:
 
 
 def test_an_equal_record_is_another_one() -> None:
-    remembered = Remembered()
+    remembered = Memo()
     first, equal = [1], [1]
     assert remembered.get("a", (first,), lambda: "first") == remembered.get("a", (first,), lambda: "again") == "first"
     assert remembered.get("a", (equal,), lambda: "equal") == "equal"
 
 
 def test_nothing_is_a_record_too() -> None:
-    remembered = Remembered()
+    remembered = Memo()
     assert remembered.get("a", (None,), lambda: 1) == 1
     assert remembered.get("a", (None,), lambda: 2) == 1
     assert remembered.get("a", (object(),), lambda: 3) == 3
@@ -40,7 +40,7 @@ def test_nothing_is_a_record_too() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.tuples(st.integers(0, 2), st.integers(0, 2))), max_size=60))
 def test_what_is_told_is_always_what_the_work_would_give(asked: list[tuple[str, tuple[int, int]]]) -> None:
     records = [object() for _ in range(3)]
-    remembered = Remembered()
+    remembered = Memo()
     for name, (first, second) in asked:
         sources = (records[first], records[second])
         assert remembered.get(name, sources, lambda name=name, s=sources: (name, s)) == (name, sources)  # type: ignore[misc]

@@ -8,26 +8,35 @@ from hypothesis import strategies as st
 
 from gcore.errors import SpecError
 from gcore.ledger.records.job import EnginePlace, Plan
-from placement.assign import assigned, changes, roles, slots_of, split_of
-from placement.placer import Moving, first_plan, joined, mended, moved, placed
+from placement.assign import assign_split, engine_slots, plan_roles, role_changes, split_of
+from placement.placer import MovablePlacementRequest, fill_plan, first_plan, mend_plan, move_judges, place_split
 from placement.slots import (
-    Apart,
-    Bounds,
-    JudgeWanted,
+    JudgePlacementRequest,
     NodeSlots,
-    Sizes,
+    PlacementRequest,
+    ReplicaSizes,
+    SeparateSlots,
     Snapshot,
     Split,
-    Wanted,
-    divided,
+    SplitBounds,
     feasible,
-    groups,
-    spanned,
+    plan_sizes,
+    replica_groups,
+    trim_to_replicas,
 )
 
-SIZES = st.sampled_from([Sizes(2, 1), Sizes(1, 2), Sizes(2, 2), Sizes(4, 2), Sizes(2, 4), Sizes(4, 4)])
+SIZES = st.sampled_from(
+    [
+        ReplicaSizes(2, 1),
+        ReplicaSizes(1, 2),
+        ReplicaSizes(2, 2),
+        ReplicaSizes(4, 2),
+        ReplicaSizes(2, 4),
+        ReplicaSizes(4, 4),
+    ]
+)
 JUDGES = ("j", "k")
-WANTED = tuple(JudgeWanted(name) for name in JUDGES)
+WANTED = tuple(JudgePlacementRequest(name) for name in JUDGES)
 
 
 def cluster(*counts: int) -> Snapshot:
@@ -37,40 +46,42 @@ def cluster(*counts: int) -> Snapshot:
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Snapshot, Sizes, Split, Split]:
+def situations(draw: st.DrawFn) -> tuple[Snapshot, ReplicaSizes, Split, Split]:
     """Two splits of a cluster whose nodes' slots can be divided."""
     sizes = draw(SIZES)
     blocks = draw(st.lists(st.integers(1, 8 // sizes.widest), min_size=1, max_size=3))
     snapshot = cluster(*(count * sizes.widest for count in blocks))
     trains = tuple(range(1, snapshot.slots + 1))
-    splits = list(feasible(Bounds(snapshot.slots, sizes.rollout, sizes.reward, trains)))
+    splits = list(feasible(SplitBounds(snapshot.slots, sizes.rollout, sizes.reward, trains)))
     assume(splits)
     return snapshot, sizes, draw(st.sampled_from(splits)), draw(st.sampled_from(splits))
 
 
-def check(plan: Plan, snapshot: Snapshot, sizes: Sizes) -> None:
-    whole = {(n.node, group) for n in snapshot.nodes for size in (1, 2, 4) for group in groups(n.slots, size)}
+def check(plan: Plan, snapshot: Snapshot, sizes: ReplicaSizes) -> None:
+    whole = {(n.node, group) for n in snapshot.nodes for size in (1, 2, 4) for group in replica_groups(n.slots, size)}
     assert all((place.node, place.slots) in whole for place in plan.engines), "on one node, side by side"
     assert all(len(place.slots) == sizes.of(place.pool) for place in plan.engines)
     for judge in ("", *JUDGES):
-        on = [slot for place in plan.engines if place.judge == judge for slot in slots_of(place)]
+        on = [slot for place in plan.engines if place.judge == judge for slot in engine_slots(place)]
         assert len(set(on)) == len(on), "a slot has one engine of a model"
         assert any(place.judge == judge and not place.asleep for place in plan.engines)
     if split_of(plan).mode == "coexisting":
-        awake = [slot for replicas in roles(plan).values() for replica in replicas for slot in replica]
+        awake = [slot for replicas in plan_roles(plan).values() for replica in replicas for slot in replica]
         assert len(set(awake)) == len(awake), "a slot serves one pool"
         training = {(rank.node, rank.slot) for rank in plan.ranks}
-        assert all((one.node, one.slot) not in training for place in plan.engines for one in slots_of(place))
+        assert all((one.node, one.slot) not in training for place in plan.engines for one in engine_slots(place))
 
 
-def planned(split: Split, current: Plan | None, snapshot: Snapshot, sizes: Sizes, world: str = "w") -> Plan | None:
+def planned(
+    split: Split, current: Plan | None, snapshot: Snapshot, sizes: ReplicaSizes, world: str = "w"
+) -> Plan | None:
     number = 1 if current is None else current.generation + 1
-    return assigned(split, current, snapshot, JUDGES, world=world, generation=number, sizes=sizes)
+    return assign_split(split, current, snapshot, JUDGES, world=world, generation=number, sizes=sizes)
 
 
 @given(situations())
 def test_every_split_can_be_had_on_nodes_whose_slots_can_be_divided_and_whatever_was_before_in_a_new_world(
-    given_: tuple[Snapshot, Sizes, Split, Split],
+    given_: tuple[Snapshot, ReplicaSizes, Split, Split],
 ) -> None:
     snapshot, sizes, first, second = given_
     plan = planned(first, None, snapshot, sizes)
@@ -80,15 +91,15 @@ def test_every_split_can_be_had_on_nodes_whose_slots_can_be_divided_and_whatever
     for found, split in ((plan, first), (after, second)):
         check(found, snapshot, sizes)
         assert split_of(found) == split
-        assert spanned(found) == sizes
+        assert plan_sizes(found) == sizes
         again = planned(split, found, snapshot, sizes, found.world)
         assert again is not None
-        assert (again.engines, again.ranks, changes(found, again)) == (found.engines, found.ranks, [])
+        assert (again.engines, again.ranks, role_changes(found, again)) == (found.engines, found.ranks, [])
 
 
 @given(situations())
 def test_within_a_world_its_ranks_stay_and_whole_engines_change_over(
-    given_: tuple[Snapshot, Sizes, Split, Split],
+    given_: tuple[Snapshot, ReplicaSizes, Split, Split],
 ) -> None:
     snapshot, sizes, first, second = given_
     assume(first.train == second.train)
@@ -105,15 +116,15 @@ def test_within_a_world_its_ranks_stay_and_whole_engines_change_over(
 
 @given(situations())
 def test_a_policy_that_moves_slots_begins_and_goes_on_with_whole_engines(
-    given_: tuple[Snapshot, Sizes, Split, Split],
+    given_: tuple[Snapshot, ReplicaSizes, Split, Split],
 ) -> None:
     snapshot, sizes, wanted, _ = given_
-    job = Moving(JUDGES, None, 64, None, None, sizes=sizes)
-    plan = placed(snapshot, job, world="w", generation=1, wanted=wanted)
+    job = MovablePlacementRequest(JUDGES, None, 64, None, None, sizes=sizes)
+    plan = place_split(snapshot, job, world="w", generation=1, wanted=wanted)
     assert plan is not None
     check(plan, snapshot, sizes)
     left = Snapshot(snapshot.nodes[1:])
-    found = mended(plan, left, job) if left.slots else None
+    found = mend_plan(plan, left, job) if left.slots else None
     if found is not None:
         assert found.ranks == plan.ranks
         assert all(len(place.slots) == sizes.of(place.pool) for place in found.engines)
@@ -121,17 +132,17 @@ def test_a_policy_that_moves_slots_begins_and_goes_on_with_whole_engines(
 
 @given(SIZES, st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 2))
 def test_a_static_placement_gives_each_pool_whole_engines(
-    sizes: Sizes, blocks: list[int], train: int, judging: int
+    sizes: ReplicaSizes, blocks: list[int], train: int, judging: int
 ) -> None:
     snapshot = cluster(*(count * sizes.widest for count in blocks))
     reward = judging * sizes.reward
-    wanted = Wanted(train, WANTED if judging else (), Apart(train, reward), sizes)
+    wanted = PlacementRequest(train, WANTED if judging else (), SeparateSlots(train, reward), sizes)
     try:
         plan = first_plan(snapshot, wanted, world="w", generation=1)
     except SpecError:
         assert train + reward + sizes.rollout > snapshot.slots
         return
-    pools = roles(plan)
+    pools = plan_roles(plan)
     assert {pool: sum(map(len, pools[pool])) for pool in ("train", "reward")} == {"train": train, "reward": reward}
     assert pools["rollout"], "the policy has an engine"
     slots = [slot for replicas in pools.values() for replica in replicas for slot in replica]
@@ -140,7 +151,7 @@ def test_a_static_placement_gives_each_pool_whole_engines(
 
 
 def test_colocated_engines_fill_every_node_and_a_node_that_comes_gets_whole_ones() -> None:
-    wanted = Wanted(2, WANTED, sizes=Sizes(2, 4))
+    wanted = PlacementRequest(2, WANTED, sizes=ReplicaSizes(2, 4))
     plan = first_plan(cluster(4, 4), wanted, world="w", generation=1)
     assert [place.slots for place in plan.engines if place.node == "n0"] == [
         ("cuda:0", "cuda:1"),
@@ -148,43 +159,47 @@ def test_colocated_engines_fill_every_node_and_a_node_that_comes_gets_whole_ones
         ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
         ("cuda:0", "cuda:1", "cuda:2", "cuda:3"),
     ]
-    grown = joined(plan, divided(cluster(4, 4, 7), wanted.sizes), wanted)
+    grown = fill_plan(plan, trim_to_replicas(cluster(4, 4, 7), wanted.sizes), wanted)
     assert grown is not None
     there = [place for place in grown.engines if place.node == "n2"]
     assert sorted(place.judge for place in there) == ["", "", "j", "k"]
     assert "n2" in grown.reason
     assert "engines on 4 slots" in grown.reason
-    assert joined(grown, divided(cluster(4, 4, 7), wanted.sizes), wanted) is None
+    assert fill_plan(grown, trim_to_replicas(cluster(4, 4, 7), wanted.sizes), wanted) is None
 
 
 @pytest.mark.parametrize(
     ("sizes", "left", "given"),
     [
-        pytest.param(Sizes(1, 2), 2, ("cuda:2", "cuda:3"), id="two of the policy's make room for one judge"),
-        pytest.param(Sizes(2, 1), 1, ("cuda:2",), id="one of the policy's makes room on its first slot"),
-        pytest.param(Sizes(2, 2), 1, ("cuda:2", "cuda:3"), id="one for one"),
+        pytest.param(ReplicaSizes(1, 2), 2, ("cuda:2", "cuda:3"), id="two of the policy's make room for one judge"),
+        pytest.param(ReplicaSizes(2, 1), 1, ("cuda:2",), id="one of the policy's makes room on its first slot"),
+        pytest.param(ReplicaSizes(2, 2), 1, ("cuda:2", "cuda:3"), id="one for one"),
     ],
 )
 def test_a_judge_whose_node_stays_away_gets_whole_engines_of_the_policys_slots(
-    sizes: Sizes, left: int, given: tuple[str, ...]
+    sizes: ReplicaSizes, left: int, given: tuple[str, ...]
 ) -> None:
     judge = EnginePlace(node="gone", slot="cuda:0", judge="j", further=("cuda:1",) * (sizes.reward == 2))
     here = cluster(4)
-    engines = [EnginePlace(node="n0", slot=g[0], further=g[1:]) for g in groups(here.nodes[0].slots, sizes.rollout)]
+    engines = [
+        EnginePlace(node="n0", slot=g[0], further=g[1:]) for g in replica_groups(here.nodes[0].slots, sizes.rollout)
+    ]
     plan = Plan(generation=1, world="w", ranks=(), engines=(*engines, judge))
-    after = moved(plan, here, Wanted(1, (JudgeWanted("j"),), Apart(1, sizes.reward), sizes))
+    after = move_judges(
+        plan, here, PlacementRequest(1, (JudgePlacementRequest("j"),), SeparateSlots(1, sizes.reward), sizes)
+    )
     assert after is not None
     assert [place.slots for place in after.engines if place.judge] == [given]
     assert sum(not place.judge for place in after.engines) == left
 
 
 def test_what_is_left_over_of_a_node_serves_nothing() -> None:
-    assert [len(node.slots) for node in divided(cluster(5, 1, 4), Sizes(4, 2)).nodes] == [4, 0, 4]
-    assert divided(cluster(5, 1), Sizes()) == cluster(5, 1)
+    assert [len(node.slots) for node in trim_to_replicas(cluster(5, 1, 4), ReplicaSizes(4, 2)).nodes] == [4, 0, 4]
+    assert trim_to_replicas(cluster(5, 1), ReplicaSizes()) == cluster(5, 1)
 
 
-def of_a(split: Split, sizes: Sizes, *counts: int) -> Plan:
-    plan = assigned(split, None, cluster(*counts), ("j",), world="w", generation=1, sizes=sizes)
+def of_a(split: Split, sizes: ReplicaSizes, *counts: int) -> Plan:
+    plan = assign_split(split, None, cluster(*counts), ("j",), world="w", generation=1, sizes=sizes)
     assert plan is not None
     return plan
 
@@ -196,47 +211,50 @@ def without(slot: str, *counts: int) -> Snapshot:
 
 
 def test_a_node_that_came_back_with_fewer_slots_has_no_two_engines_on_any_of_them() -> None:
-    sizes = Sizes(2, 2)
+    sizes = ReplicaSizes(2, 2)
     before = of_a(Split("coexisting", 4, 2, 2), sizes, 4, 4)
     assert {rank.node for rank in before.ranks} == {"n1"}
-    left = divided(without("cuda:0", 4, 4), sizes)
-    after = assigned(Split("coexisting", 2, 2, 2), before, left, ("j",), world="w", generation=2, sizes=sizes)
+    left = trim_to_replicas(without("cuda:0", 4, 4), sizes)
+    after = assign_split(Split("coexisting", 2, 2, 2), before, left, ("j",), world="w", generation=2, sizes=sizes)
     assert after is not None
     for judge in ("", "j"):
-        on = [slot for place in after.engines if place.judge == judge for slot in slots_of(place)]
+        on = [slot for place in after.engines if place.judge == judge for slot in engine_slots(place)]
         assert len(set(on)) == len(on)
     assert split_of(after, left) == split_of(after) == Split("coexisting", 2, 2, 2)
 
 
 def test_a_judge_whose_engine_lost_its_second_slot_gets_another() -> None:
-    before = of_a(Split("coexisting", 6, 2, 2), Sizes(2, 2), 6, 4)
+    before = of_a(Split("coexisting", 6, 2, 2), ReplicaSizes(2, 2), 6, 4)
     (judge,) = (place for place in before.engines if place.judge and not place.asleep)
     lost = judge.further[0]
-    left = divided(without(lost, 6, 4), Sizes(2, 2))
-    job = Moving(("j",), None, 64, None, None, sizes=Sizes(2, 2))
-    after = mended(before, left, job)
+    left = trim_to_replicas(without(lost, 6, 4), ReplicaSizes(2, 2))
+    job = MovablePlacementRequest(("j",), None, 64, None, None, sizes=ReplicaSizes(2, 2))
+    after = mend_plan(before, left, job)
     assert after is not None
     (judges,) = [place for place in after.engines if place.judge and not place.asleep]
     assert lost not in judges.slots
-    wanted = Wanted(2, (JudgeWanted("j"),), Apart(2, 2), Sizes(2, 2))
+    wanted = PlacementRequest(2, (JudgePlacementRequest("j"),), SeparateSlots(2, 2), ReplicaSizes(2, 2))
     static = first_plan(cluster(4, 4), wanted, world="w", generation=1)
     (judge,) = (place for place in static.engines if place.judge)
     assert (judge.node, judge.slots) == ("n0", ("cuda:2", "cuda:3"))
-    moved_so = moved(static, divided(without("cuda:3", 4, 4), wanted.sizes), wanted)
+    moved_so = move_judges(static, trim_to_replicas(without("cuda:3", 4, 4), wanted.sizes), wanted)
     assert moved_so is not None
     assert [place.node for place in moved_so.engines if place.judge] == ["n1"]
 
 
 def test_a_judge_is_not_moved_onto_slots_of_which_it_has_one_already() -> None:
     """The slots that are left of a node are other replicas than they were."""
-    wanted = Wanted(1, (JudgeWanted("j"),), sizes=Sizes(1, 2))
+    wanted = PlacementRequest(1, (JudgePlacementRequest("j"),), sizes=ReplicaSizes(1, 2))
     plan = first_plan(cluster(6), wanted, world="w", generation=1)
     left = Snapshot((NodeSlots("n0", ("cuda:1", "cuda:2", "cuda:3", "cuda:5")),))
-    after = moved(plan, left, wanted)
+    after = move_judges(plan, left, wanted)
     assert after is None, "two of its engines would lie on slots of the one that is left"
 
 
 def test_nodes_with_too_few_slots_for_an_engine_mend_nothing() -> None:
-    before = of_a(Split("colocated", 4, 4, 4), Sizes(4, 4), 4)
-    job = Moving(("j",), None, 64, None, None, sizes=Sizes(4, 4))
-    assert mended(before, divided(Snapshot((NodeSlots("late", ("cuda:0", "cuda:1")),)), job.sizes), job) is None
+    before = of_a(Split("colocated", 4, 4, 4), ReplicaSizes(4, 4), 4)
+    job = MovablePlacementRequest(("j",), None, 64, None, None, sizes=ReplicaSizes(4, 4))
+    assert (
+        mend_plan(before, trim_to_replicas(Snapshot((NodeSlots("late", ("cuda:0", "cuda:1")),)), job.sizes), job)
+        is None
+    )

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gcore.config import parse_spec
-from gcore.system.memory import give_back_free_memory
+from gcore.system.memory import release_free_memory
 from gcore.testing import FakeClock
 from gcore.train import offload as resting_module
-from gcore.train.models import Models
-from gcore.train.offload import AsideLost, Resting, tensors_of
+from gcore.train.models import RankModels
+from gcore.train.offload import MemoryOffloader, OffloadedLost, optimizer_tensors
 from gcore.train.rank.feed import FeedState, WorldName
-from gcore.train.rank.launch import PARTS, CannotRest, refuse_release, refuse_restore, unknown
+from gcore.train.rank.launch import PARTS, CannotOffload, refuse_release, refuse_restore, unknown_parts
 from gcore.types import Token
 
 SPEC = parse_spec(
@@ -55,7 +55,7 @@ class Small:
         return float(loss.detach())
 
     def everything(self) -> list[torch.Tensor]:
-        return [*self.module.state_dict().values(), *tensors_of(self.updater)]
+        return [*self.module.state_dict().values(), *optimizer_tensors(self.updater)]
 
 
 def emptied(tensor: torch.Tensor) -> bool:
@@ -65,8 +65,8 @@ def emptied(tensor: torch.Tensor) -> bool:
     return bool(values[1024:-1024].eq(0).all())
 
 
-def resting(model: Any) -> Resting:
-    return Resting(Models(model, None), SPEC.train, torch.device("cpu"), FakeClock())
+def resting(model: Any) -> MemoryOffloader:
+    return MemoryOffloader(RankModels(model, None), SPEC.train, torch.device("cpu"), FakeClock())
 
 
 def nothing(_: str) -> None:
@@ -122,7 +122,7 @@ def test_the_parts_are_released_each_by_itself_and_asking_twice_does_nothing() -
     assert not emptied(model.module[0].weight), "the forward pass has its weights still"
     assert all(
         emptied(one)
-        for one in tensors_of(model.updater.state)
+        for one in optimizer_tensors(model.updater.state)
         if one.ndim == 2 and one.grad_fn is None and not one.requires_grad
     )
     rank.rest({"optimizer"}, told.append)
@@ -148,7 +148,7 @@ def test_whatever_is_released_in_whatever_order_comes_back(orders: list[set[str]
 def test_memory_is_really_free_and_nothing_is_left_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = Small(1536)
-    give_back_free_memory()
+    release_free_memory()
     before = resident()
     rank = resting(model)
     rank.rest(PARTS, nothing)
@@ -166,7 +166,7 @@ def resident() -> int:
 def test_what_finds_no_room_stays_as_it_was_and_says_what_to_do() -> None:
     model = Small()
     rank = resting(model)
-    with files_of_at_most(100_000), pytest.raises(CannotRest, match=r"cannot be put aside.*TMPDIR"):
+    with files_of_at_most(100_000), pytest.raises(CannotOffload, match=r"cannot be put aside.*TMPDIR"):
         rank.rest(PARTS, nothing)
     assert rank.released == frozenset()
     model.learn()
@@ -180,7 +180,7 @@ def test_where_one_part_finds_no_room_the_other_may_be_released_and_both_come_ba
     optimizer = sum(one.nbytes() for one in rank._storages("optimizer"))
     assert weights != optimizer
     first_fits = optimizer < weights
-    with files_of_at_most((optimizer + weights) // 2), pytest.raises(CannotRest):
+    with files_of_at_most((optimizer + weights) // 2), pytest.raises(CannotOffload):
         rank.rest(PARTS, nothing)
     assert rank.released == ({"optimizer"} if first_fits else set())
     rank.rest((), nothing)
@@ -191,7 +191,7 @@ def test_a_part_that_finds_room_stays_released_when_the_other_does_not() -> None
     model = Small()
     rank = resting(model)
     rank.rest({"weights"}, nothing)
-    with files_of_at_most(100_000), pytest.raises(CannotRest):
+    with files_of_at_most(100_000), pytest.raises(CannotOffload):
         rank.rest(PARTS, nothing)
     assert rank.released == {"weights"}
     rank.rest((), nothing)
@@ -207,7 +207,7 @@ def test_what_comes_back_damaged_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
         byte = file.read(1)
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(AsideLost, match="came back damaged"):
+    with pytest.raises(OffloadedLost, match="came back damaged"):
         rank.rest((), nothing)
 
 
@@ -225,9 +225,9 @@ def test_on_a_gpu_host_memory_is_kept_for_what_is_released_and_for_nothing_that_
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(resting_module, "_bytes_of", lambda storage, device: bytes_of(storage, host))
-    monkeypatch.setattr(Resting, "_worth_it", lambda self, storage: storage.nbytes() >= resting_module.SMALLEST)
+    monkeypatch.setattr(MemoryOffloader, "_worth_it", lambda self, storage: storage.nbytes() >= resting_module.SMALLEST)
     model = Small()
-    rank = Resting(Models(model, None), SPEC.train, torch.device("cuda"), FakeClock())  # type: ignore[arg-type]
+    rank = MemoryOffloader(RankModels(model, None), SPEC.train, torch.device("cuda"), FakeClock())  # type: ignore[arg-type]
     for _ in range(4):
         before = [one.detach().clone() for one in model.everything()]
         rank.rest({"weights"}, nothing)
@@ -275,5 +275,5 @@ def test_a_rank_that_trains_needs_nobody_to_restore_it() -> None:
 
 
 def test_a_part_that_no_rank_has_is_named() -> None:
-    assert unknown(["weights", "optimizer"]) == ""
-    assert unknown(["kv_cache"]) == "a rank has no part 'kv_cache'; it releases optimizer and weights"
+    assert unknown_parts(["weights", "optimizer"]) == ""
+    assert unknown_parts(["kv_cache"]) == "a rank has no part 'kv_cache'; it releases optimizer and weights"

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import Checkpoint, Head, Lineage
-from gcore.ledger.retention import Retention, Why, why_kept
-from gcore.ledger.selection import is_ancestor, resumable
+from gcore.ledger.retention import KeepReason, Retention, keep_reasons
+from gcore.ledger.selection import is_ancestor, resumable_checkpoints
 from gcore.types import Version
 
 
@@ -20,13 +20,13 @@ def checkpoint(step: int, lineage: int = 0) -> Checkpoint:
 
 def head_at(step: int, *bases: int) -> Head:
     """Head of a chain that was rolled back to each of `bases` in turn."""
-    first = chain.base(2, "w", Writer("a", "n")).head
+    first = chain.base_entry(2, "w", ChainWriter("a", "n")).head
     later = tuple(Lineage(number=number, base_step=base) for number, base in enumerate(bases, 1))
     return first.model_copy(update={"step": step, "lineage": len(bases), "lineages": (*first.lineages, *later)})
 
 
 def kept(head: Head, known: list[Checkpoint], policy: Retention) -> list[int]:
-    return [one.step for one in why_kept(head, known, policy)]
+    return [one.step for one in keep_reasons(head, known, policy)]
 
 
 FEW = [checkpoint(step) for step in (0, 2, 4, 6, 8)]
@@ -49,12 +49,12 @@ def test_every_kth_is_kept_for_ever() -> None:
 
 
 def test_each_is_told_why_it_is_kept() -> None:
-    found = why_kept(head_at(9), FEW, Retention(2, every=4, best=8))
+    found = keep_reasons(head_at(9), FEW, Retention(2, every=4, best=8))
     assert {one.step: why for one, why in found.items()} == {
-        0: {Why.FIRST},
-        4: {Why.EVERY},
-        6: {Why.NEWEST},
-        8: {Why.NEWEST, Why.EVERY, Why.BEST},
+        0: {KeepReason.FIRST},
+        4: {KeepReason.EVERY},
+        6: {KeepReason.NEWEST},
+        8: {KeepReason.NEWEST, KeepReason.EVERY, KeepReason.BEST},
     }
 
 
@@ -85,11 +85,13 @@ def chains(draw: st.DrawFn) -> tuple[Head, list[Checkpoint]]:
 @given(chains(), POLICIES)
 def test_kept_is_what_a_reason_names_and_nothing_else(found: tuple[Head, list[Checkpoint]], policy: Retention) -> None:
     head, known = found
-    on_chain = [c for c in resumable(head, known) if c.file]
-    wanted = why_kept(head, known, policy)
+    on_chain = [c for c in resumable_checkpoints(head, known) if c.file]
+    wanted = keep_reasons(head, known, policy)
     assert checkpoint(0) in wanted, "the base: without it a chain could not be resumed at all"
     assert all(one in wanted for one in on_chain[: policy.newest])
-    assert resumable(head, wanted)[0] == resumable(head, known)[0], "where a new world starts is never lost"
+    assert resumable_checkpoints(head, wanted)[0] == resumable_checkpoints(head, known)[0], (
+        "where a new world starts is never lost"
+    )
     for one in known:
         if one.file and is_ancestor(head, Version(one.lineage, one.step)):
             by_every = policy.every is not None and one.step % policy.every == 0
@@ -98,7 +100,7 @@ def test_kept_is_what_a_reason_names_and_nothing_else(found: tuple[Head, list[Ch
         elif one.file:
             assert one not in wanted
     assert [*wanted] == [one for one in known if one in wanted], "in their order: the oldest first"
-    assert [*why_kept(head, wanted, policy)] == [*wanted], "to forget twice forgets no more"
+    assert [*keep_reasons(head, wanted, policy)] == [*wanted], "to forget twice forgets no more"
 
 
 @given(chains(), POLICIES, st.integers(1, 20))
@@ -106,8 +108,8 @@ def test_what_is_kept_every_k_steps_stays_however_many_come_after_it(
     found: tuple[Head, list[Checkpoint]], policy: Retention, more: int
 ) -> None:
     head, known = found
-    before = [one for one, why in why_kept(head, known, policy).items() if Why.EVERY in why]
+    before = [one for one, why in keep_reasons(head, known, policy).items() if KeepReason.EVERY in why]
     later = head.model_copy(update={"step": head.step + more})
     newer = [checkpoint(step, head.lineage) for step in range(head.step + 1, head.step + more + 1)]
-    after = why_kept(later, [*why_kept(head, known, policy), *newer], policy)
+    after = keep_reasons(later, [*keep_reasons(head, known, policy), *newer], policy)
     assert all(one in after for one in before)

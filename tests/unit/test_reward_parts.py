@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
-from controllers.flow.group_buffer import Holdings
-from controllers.telemetry.step_stats import MOST, group_parts, named_parts, part_stats
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.telemetry.step_stats import MOST, group_parts, part_stats, parts_by_name
 from gcore.ledger.records.chain import SealedGroup
 from gcore.observability.metrics import Metrics
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
@@ -21,7 +21,7 @@ def group(seq: int, *parts: Parts, source: str = "sums") -> Group:
 
 
 def sealed(*groups: Group) -> list[SealedGroup]:
-    holdings = Holdings()
+    holdings = GroupBuffer()
     for one in groups:
         holdings.keep(one)
     return [SealedGroup(**offered.model_dump(), holder="me") for offered in holdings.offers.values()]
@@ -56,7 +56,7 @@ def test_a_steps_part_is_the_mean_over_the_groups_of_the_sources_that_have_it() 
 
 def test_parts_are_gauges_that_go_with_the_job() -> None:
     metrics = Metrics()
-    metrics.show_parts("j", named_parts({"reward_part/form": 0.25, "reward": 1.0, "reward/sums": 0.5}))
+    metrics.show_parts("j", parts_by_name({"reward_part/form": 0.25, "reward": 1.0, "reward/sums": 0.5}))
     assert b'gcore_reward_part{job="j",part="form"} 0.25' in generate_latest(metrics.registry)
     metrics.forget_job("j")
     assert b'part="form"' not in generate_latest(metrics.registry)

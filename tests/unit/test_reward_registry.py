@@ -15,7 +15,7 @@ from plug_in_package import Install, installer
 from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
 from gcore.reward.api import CheckedReward, RewardError, RewardResult, find_reward
-from gcore.reward.pool import answer_of
+from gcore.reward.pool import parse_answer
 from gcore.reward.worker import answer_line
 
 SPEC = RewardSpec()
@@ -142,7 +142,7 @@ def test_a_reward_that_leaves_python_has_raised() -> None:
 
 @pytest.mark.parametrize("what", [None, 17, "x" * 10_000_000], ids=["None", "a number", "ten megabytes"])
 def test_whatever_a_reward_says_in_its_error_arrives_as_one(what: Any) -> None:
-    told = answer_of(json.loads(answer_line(RewardError(what, where=what, fix=what))))
+    told = parse_answer(json.loads(answer_line(RewardError(what, where=what, fix=what))))
     assert isinstance(told, RewardError)
     assert len(str(told)) < 10_000
 

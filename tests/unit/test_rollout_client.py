@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gcore.errors import EngineError, EngineUnreachable
-from gcore.rollout.client import BIG_ANSWER_BYTES, EngineClient, Growing, SamplingParams
+from gcore.rollout.client import BIG_ANSWER_BYTES, EngineClient, ProgressCallback, SamplingParams
 from gcore.types import Sample, Version, VersionSpan
 
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=9, top_k=3, stop=("x",))
@@ -165,7 +165,7 @@ async def streamed(
 ) -> tuple[Sample, ...]:
     """What a client makes of an answer that is told of as it grows."""
     heard = [] if told is None else told
-    growing = Growing(1, lambda place, one: heard.append((place, one)))
+    growing = ProgressCallback(1, lambda place, one: heard.append((place, one)))
     client = engine(lambda _: httpx.Response(200, headers=headers, stream=Told(*chunks)))
     return await client.generate_each([(1,)] * count, PARAMS, seeds=range(count), rid="r", growing=growing)
 
@@ -476,7 +476,7 @@ async def test_a_stream_that_is_given_up_before_its_body_comes_closes_its_connec
 
     async with server(handle) as (url, _):
         client = EngineClient(url, timeout_s=60)
-        growing = Growing(1, lambda place, one: None)
+        growing = ProgressCallback(1, lambda place, one: None)
         task = asyncio.create_task(client.generate_each([(1,)], PARAMS, seeds=(1,), rid="r", growing=growing))
         await arrived.wait()
         await asyncio.sleep(0.05)  # its head is read

@@ -6,20 +6,20 @@ from contextlib import ExitStack
 
 import pytest
 
-from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, Role, acting_for
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, Caller, Role, acting_as
 from controllers.api.edge.errors import Exhausted
-from controllers.api.edge.server import StreamRoom
+from controllers.api.edge.server import StreamLimiter
 
 ANN, BOB = (Caller(name, Role.VIEWER, frozenset({"a"})) for name in ("ann", "bob"))
 
 
-def take(room: StreamRoom, one: Caller, stack: ExitStack) -> None:
-    with acting_for(one):
+def take(room: StreamLimiter, one: Caller, stack: ExitStack) -> None:
+    with acting_as(one):
         stack.enter_context(room.place())
 
 
 def test_nobody_has_more_than_half_of_the_places_and_a_place_that_is_left_is_free_again() -> None:
-    room = StreamRoom(4)
+    room = StreamLimiter(4)
     with ExitStack() as held:
         with ExitStack() as of_ann:
             take(room, ANN, of_ann)
@@ -36,7 +36,7 @@ def test_nobody_has_more_than_half_of_the_places_and_a_place_that_is_left_is_fre
 
 @pytest.mark.parametrize("one", [NOBODY_IS_TOLD_APART, Caller("node-1", Role.NODE)])
 def test_where_nobody_is_told_apart_and_for_daemons_all_places_count(one: Caller) -> None:
-    room = StreamRoom(3)
+    room = StreamLimiter(3)
     with ExitStack() as held:
         for _ in range(3):
             take(room, one, held)
@@ -45,7 +45,7 @@ def test_where_nobody_is_told_apart_and_for_daemons_all_places_count(one: Caller
 
 
 def test_where_there_is_one_place_it_is_anybodys() -> None:
-    room = StreamRoom(1)
+    room = StreamLimiter(1)
     with ExitStack() as held:
         take(room, ANN, held)
     with ExitStack() as held:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gcore.models.layout import MANIFEST_FILE
-from gcore.train.checkpoint.run_files import CheckpointWriter, Insisting, ReceiptBook, RunFolder
+from gcore.train.checkpoint.run_files import BackgroundWriter, ReceiptWriter, RetryingWriter, RunFolder
 from gcore.types import Version
 
 WORK: Any = SimpleNamespace(
@@ -64,7 +64,7 @@ def test_a_folder_that_is_not_made_yet_is_known_from_its_first_sight_on(tmp_path
 
 
 def test_a_receipt_waits_for_the_folder_to_be_back(run_dir: Path) -> None:
-    book = ReceiptBook(run_dir, "w", 0, RunFolder(run_dir))
+    book = ReceiptWriter(run_dir, "w", 0, RunFolder(run_dir))
     moved = taken_away(run_dir)
     shown: list[str] = []
 
@@ -74,7 +74,7 @@ def test_a_receipt_waits_for_the_folder_to_be_back(run_dir: Path) -> None:
             put_back(run_dir, moved)
         shown.append(sentence)
 
-    Insisting(show, 60.0, again_s=0.01).until_taken(
+    RetryingWriter(show, 60.0, again_s=0.01).until_taken(
         "a receipt of step 1", run_dir, lambda: book.write(WORK, 0.5), list, lambda: None
     )
     assert shown[0].startswith("a receipt of step 1 cannot be written (Stale file handle)")
@@ -85,7 +85,7 @@ def test_a_receipt_waits_for_the_folder_to_be_back(run_dir: Path) -> None:
 
 def test_a_checkpoint_is_not_written_into_another_folder(run_dir: Path) -> None:
     over = threading.Event()
-    writer = CheckpointWriter(run_dir, "w", lambda: over.set() if writer.writing and writer.writing.over else None)
+    writer = BackgroundWriter(run_dir, "w", lambda: over.set() if writer.writing and writer.writing.over else None)
     moved = taken_away(run_dir)
 
     def fill(folder: Path, tick: Any) -> None:

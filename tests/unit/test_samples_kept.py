@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.flow.group_buffer import Holdings
-from controllers.telemetry.run_recorder import SampleKeeper
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.telemetry.run_recorder import SampleWriter
 from gcore.config.spec import SamplesSpec
 from gcore.data.order import Cursors
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.observability import samples as folder
-from gcore.observability.samples import KeptAdvantage, KeptText, chosen, kept_group
+from gcore.observability.samples import KeptAdvantage, KeptText, choose_groups, make_kept_group
 from gcore.store.keys import JobKeys
-from gcore.train.batching import Place
+from gcore.train.batching import BatchIndex
 from gcore.train.step import show_advantages
 from gcore.types import Group, Prompt, PromptRef, Sample, Version, VersionSpan
 
@@ -71,9 +71,9 @@ def mirror(*seals: Seal, step: int = 0, lineage: int = 0, log: tuple[LogEntry, .
     )  # fmt: skip
     return JobMirror(
         JobKeys("u"),
-        head=Stored(head, 1),
-        seals={s.step: Stored(s, 1) for s in seals},
-        log={e.seq: Stored(e, 1) for e in log},
+        head=Versioned(head, 1),
+        seals={s.step: Versioned(s, 1) for s in seals},
+        log={e.seq: Versioned(e, 1) for e in log},
     )
 
 
@@ -93,16 +93,16 @@ class Told(list[str]):
         self.append(f"{topic}: {sentence}")
 
 
-def keeper(run_dir: Path, warn: Told | None = None, **spec: int) -> SampleKeeper:
-    one = SampleKeeper(ME, Told() if warn is None else warn)
+def keeper(run_dir: Path, warn: Told | None = None, **spec: int) -> SampleWriter:
+    one = SampleWriter(ME, Told() if warn is None else warn)
     stream: Any = SimpleNamespace(found=lambda ref: (Source(), 7))
     job: Any = SimpleNamespace(samples=SamplesSpec(**spec))
     one.open(job, stream, run_dir)
     return one
 
 
-def holding(*groups: Group) -> Holdings:
-    found = Holdings()
+def holding(*groups: Group) -> GroupBuffer:
+    found = GroupBuffer()
     for one in groups:
         found.keep(one)
     return found
@@ -135,7 +135,7 @@ async def test_a_batch_whose_commit_comes_with_its_ready_is_written_too(tmp_path
     batch = seal([sealed(one)])
     samples = keeper(tmp_path)
     samples.note(mirror(batch), holding(one))
-    samples.note(mirror(step=1, log=(committed(batch),)), Holdings())
+    samples.note(mirror(step=1, log=(committed(batch),)), GroupBuffer())
     await samples.write()
     assert folder.kept_steps(tmp_path) == [Version(0, 1)]
 
@@ -146,7 +146,7 @@ async def test_a_batch_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
     samples.note(mirror(seal([sealed(one)])), holding(one, other))
     again = seal([sealed(other)], SealState.READY, attempt=2)
     samples.note(mirror(again), holding(one, other))
-    samples.note(mirror(step=1, log=(committed(again),)), Holdings())
+    samples.note(mirror(step=1, log=(committed(again),)), GroupBuffer())
     await samples.write()
     assert [kept.ref.shard for kept in folder.read_groups(tmp_path, Version(0, 1))] == [1]
 
@@ -155,8 +155,8 @@ async def test_a_rollback_forgets_what_was_sealed(tmp_path: Path) -> None:
     one = group(0)
     samples = keeper(tmp_path)
     samples.note(mirror(seal([sealed(one)])), holding(one))
-    samples.note(mirror(lineage=1), Holdings())
-    samples.note(mirror(seal([sealed(one)], SealState.READY), lineage=1), Holdings())
+    samples.note(mirror(lineage=1), GroupBuffer())
+    samples.note(mirror(seal([sealed(one)], SealState.READY), lineage=1), GroupBuffer())
     await samples.write()
     assert folder.kept_steps(tmp_path) == []
 
@@ -197,7 +197,7 @@ async def test_a_folder_that_takes_nothing_disturbs_nobody_and_is_told_of_once(t
 
 def test_a_step_that_is_removed_while_it_is_read_has_no_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = Version(0, 1)
-    folder.write(tmp_path, version, ME, [kept_group(group(0), "d", "1+1", "2", ME, 100)])
+    folder.write_samples(tmp_path, version, ME, [make_kept_group(group(0), "d", "1+1", "2", ME, 100)])
     listed = folder._files(tmp_path, version, advantages=False)
     assert len(folder.read_groups(tmp_path, version)) == 1
     shutil.rmtree(folder.step_folder(tmp_path, version))
@@ -207,9 +207,12 @@ def test_a_step_that_is_removed_while_it_is_read_has_no_groups(tmp_path: Path, m
 
 
 def test_groups_are_listed_without_their_texts_and_read_one_by_one(tmp_path: Path) -> None:
-    version, groups = Version(0, 1), [kept_group(group(shard), f"d{shard}", "1+1", "2", ME, 100) for shard in range(4)]
-    folder.write(tmp_path, version, "b", groups[2:])
-    folder.write(tmp_path, version, "a", [*groups[:2], groups[2]])
+    version, groups = (
+        Version(0, 1),
+        [make_kept_group(group(shard), f"d{shard}", "1+1", "2", ME, 100) for shard in range(4)],
+    )
+    folder.write_samples(tmp_path, version, "b", groups[2:])
+    folder.write_samples(tmp_path, version, "a", [*groups[:2], groups[2]])
     listed = folder.list_groups(tmp_path, version)
     assert [folder.read_group(one) for one in listed] == folder.read_groups(tmp_path, version) == groups
 
@@ -217,7 +220,7 @@ def test_groups_are_listed_without_their_texts_and_read_one_by_one(tmp_path: Pat
 @given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=60), st.integers(0, 20))
 def test_every_holder_keeps_at_most_so_many_in_order_and_none_twice(holders: list[str], limit: int) -> None:
     groups = [sealed(group(0, seq), holder) for seq, holder in enumerate(holders)]
-    taken = chosen(seal(groups), limit)
+    taken = choose_groups(seal(groups), limit)
     assert [g.ref.seq for g in taken] == sorted({g.ref.seq for g in taken})
     for holder in set(holders):
         assert sum(g.holder == holder for g in taken) == min(limit, holders.count(holder))
@@ -225,7 +228,7 @@ def test_every_holder_keeps_at_most_so_many_in_order_and_none_twice(holders: lis
 
 def test_what_is_chosen_is_spread_over_the_step() -> None:
     groups = [sealed(group(0, seq)) for seq in range(100)]
-    assert [g.ref.seq for g in chosen(seal(groups), 4)] == [0, 25, 50, 75]
+    assert [g.ref.seq for g in choose_groups(seal(groups), 4)] == [0, 25, 50, 75]
 
 
 def test_a_long_text_is_cut_and_says_by_how_much() -> None:
@@ -235,20 +238,20 @@ def test_a_long_text_is_cut_and_says_by_how_much() -> None:
 
 
 def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
-    one = kept_group(group(0), group(0).digest(), "p", "a", ME, 100)
-    folder.write(tmp_path, Version(0, 1), ME, [one])
+    one = make_kept_group(group(0), group(0).digest(), "p", "a", ME, 100)
+    folder.write_samples(tmp_path, Version(0, 1), ME, [one])
     file = folder.step_folder(tmp_path, Version(0, 1)) / f"{ME}.jsonl"
     file.write_bytes(b"no json\n" + file.read_bytes())
     assert folder.read_groups(tmp_path, Version(0, 1)) == [one]
 
 
-def step_of(groups: list[Group], batches: dict[Place, Any], number: int = 1) -> Any:
+def step_of(groups: list[Group], batches: dict[BatchIndex, Any], number: int = 1) -> Any:
     work = SimpleNamespace(seal=seal([sealed(g) for g in groups], SealState.READY, number), rank=3)
     return SimpleNamespace(work=work, places=lambda: iter(batches), at=lambda place: batches[place])
 
 
 def advantages(run_dir: Path, one: Group) -> dict[int, KeptAdvantage]:
-    return folder.advantages_in(folder.list_advantages(run_dir, Version(0, 1))[one.digest()])
+    return folder.parse_advantages(folder.list_advantages(run_dir, Version(0, 1))[one.digest()])
 
 
 def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_tokens(tmp_path: Path) -> None:
@@ -256,10 +259,10 @@ def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_toke
     scored = torch.tensor([[True, True, False], [True, True, True]])
     slots = (SimpleNamespace(group=0, sample=0), SimpleNamespace(group=0, sample=1))
     batches = {
-        Place(0, 0): SimpleNamespace(slots=slots, scored=scored),
-        Place(0, 1): SimpleNamespace(slots=(), scored=scored[:1]),
+        BatchIndex(0, 0): SimpleNamespace(slots=slots, scored=scored),
+        BatchIndex(0, 1): SimpleNamespace(slots=(), scored=scored[:1]),
     }
-    values = {Place(0, 0): torch.tensor([[0.5, 0.5, 9.0], [-1.0, 0.0, 4.0]]), Place(0, 1): torch.zeros(1, 1)}
+    values = {BatchIndex(0, 0): torch.tensor([[0.5, 0.5, 9.0], [-1.0, 0.0, 4.0]]), BatchIndex(0, 1): torch.zeros(1, 1)}
     show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), values)
     assert advantages(tmp_path, one) == {
         0: KeptAdvantage(digest=one.digest(), sample=0, mean=0.5),
@@ -271,8 +274,8 @@ def test_ranks_write_one_number_a_sample_where_the_advantage_is_the_samples(tmp_
     one = group(0)
     slots = (SimpleNamespace(group=0, sample=1), SimpleNamespace(group=0, sample=0))
     scored = torch.tensor([[True, True], [False, False]])
-    batches = {Place(0, 0): SimpleNamespace(slots=slots, scored=scored)}
-    show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), {Place(0, 0): torch.tensor([[0.25], [9.0]])})
+    batches = {BatchIndex(0, 0): SimpleNamespace(slots=slots, scored=scored)}
+    show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), {BatchIndex(0, 0): torch.tensor([[0.25], [9.0]])})
     assert advantages(tmp_path, one) == {1: KeptAdvantage(digest=one.digest(), sample=1, mean=0.25)}
 
 

@@ -19,7 +19,7 @@ from controllers.api.edge.errors import BadFields
 from controllers.api.run_reader import find_samples, samples_of_folder
 from controllers.cli.commands.streams import samples
 from controllers.cli.output import Output, as_json
-from controllers.cli.view.data import groups_tree, readable, show_groups
+from controllers.cli.view.data import clip_text, groups_tree, show_groups
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.spec import SamplesSpec
 from gcore.data.order import Cursors
@@ -27,7 +27,7 @@ from gcore.errors import GcoreError, Unreachable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, Lineage
 from gcore.ledger.records.job import JobRecord
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.observability import samples as folder
 from gcore.observability.samples import (
     KeptAdvantage,
@@ -36,9 +36,9 @@ from gcore.observability.samples import (
     KeptText,
     NoSamples,
     find_version,
-    responses_of,
-    select,
-    standing,
+    select_groups,
+    sort_responses,
+    step_status,
 )
 from gcore.store.keys import JobKeys
 from gcore.testing.jobs import FakeJobs, Script
@@ -128,30 +128,30 @@ def test_many_kept_steps_are_told_in_few_words() -> None:
 
 def test_a_step_stands_as_the_chain_says() -> None:
     now = head(6, 5)
-    assert standing(now, Version(1, 6)) == "committed"
-    assert standing(now, Version(0, 5)) == "committed"
-    assert standing(now, Version(1, 7)) == "under way"
-    assert standing(now, Version(0, 6)) == "cut off"
+    assert step_status(now, Version(1, 6)) == "committed"
+    assert step_status(now, Version(0, 5)) == "committed"
+    assert step_status(now, Version(1, 7)) == "under way"
+    assert step_status(now, Version(0, 6)) == "cut off"
 
 
 GROUPS = [group(2, 0.0, 1.0), group(0, 1.0, 1.0, source="words"), group(1, 0.0, 0.25)]
 
 
 def test_the_best_and_the_worst_come_first_with_their_responses_in_the_same_order() -> None:
-    best, worst = select(GROUPS, order="best"), select(GROUPS, order="worst", limit=1)
+    best, worst = select_groups(GROUPS, order="best"), select_groups(GROUPS, order="worst", limit=1)
     assert [g.ref.shard for g in best.groups] == [0, 2, 1]
-    assert [[r.index for r in responses_of(g, {}, "best")] for g in best.groups] == [[0, 1], [1, 0], [1, 0]]
-    assert [(g.ref.shard, [r.index for r in responses_of(g, {}, "worst")]) for g in worst.groups] == [(1, [0, 1])]
+    assert [[r.index for r in sort_responses(g, {}, "best")] for g in best.groups] == [[0, 1], [1, 0], [1, 0]]
+    assert [(g.ref.shard, [r.index for r in sort_responses(g, {}, "worst")]) for g in worst.groups] == [(1, [0, 1])]
     assert worst.of == 3
-    assert [g.ref.shard for g in select(GROUPS).groups] == [0, 1, 2]
+    assert [g.ref.shard for g in select_groups(GROUPS).groups] == [0, 1, 2]
 
 
 def test_one_source_is_picked_and_an_unknown_one_is_told_with_those_there_are() -> None:
-    assert [g.ref.shard for g in select(GROUPS, source="sums").groups] == [1, 2]
+    assert [g.ref.shard for g in select_groups(GROUPS, source="sums").groups] == [1, 2]
     with pytest.raises(
         NoSamples, match=r"no group of this step is of source 'sum'\. There are groups of 'sums', 'words'"
     ):
-        select(GROUPS, source="sum")
+        select_groups(GROUPS, source="sum")
 
 
 def test_of_a_job_that_ended_before_its_first_step_nobody_is_asked_to_wait() -> None:
@@ -161,16 +161,16 @@ def test_of_a_job_that_ended_before_its_first_step_nobody_is_asked_to_wait() -> 
 
 
 def stored(run_dir: Path) -> JobMirror:
-    folder.write(
+    folder.write_samples(
         run_dir, Version(0, 3), "node-0.ab", [group(0, 0.0, 1.0, prompt="a\x1b[2J\nb", text="\x1b]0;evil\x07[red]two")]
     )
-    folder.write(run_dir, Version(0, 3), "node-1.cd", [group(1, 0.5, 1.0)])
-    folder.write(run_dir, Version(0, 3), "advantages-0", [KeptAdvantage(digest="d0", sample=0, mean=-0.7)])
-    folder.write(
+    folder.write_samples(run_dir, Version(0, 3), "node-1.cd", [group(1, 0.5, 1.0)])
+    folder.write_samples(run_dir, Version(0, 3), "advantages-0", [KeptAdvantage(digest="d0", sample=0, mean=-0.7)])
+    folder.write_samples(
         run_dir, Version(0, 3), "advantages-1", [KeptAdvantage(digest="d0", sample=1, mean=0.7, least=0.1, most=1.2)]
     )
     job = JobRecord(uid="u1", name="sums", spec={}, run_dir=str(run_dir), created=0.0, prompts=9)
-    return JobMirror(JobKeys("u1"), job=Stored(job, 1), head=Stored(head(3), 1))
+    return JobMirror(JobKeys("u1"), job=Versioned(job, 1), head=Versioned(head(3), 1))
 
 
 async def found(run_dir: Path, **request: Any) -> list[pb.SampleGroup]:
@@ -226,8 +226,8 @@ def test_json_has_null_for_what_is_no_number() -> None:
 
 
 def test_control_characters_are_spelt_out_and_lines_stay() -> None:
-    assert readable("a\x1b[31m\r\nb\u202e", 99) == "a\\x1b[31m\\r\nb\\u202e"
-    assert readable("abcdef", 4, more=3) == "abcd… (5 characters more)"
+    assert clip_text("a\x1b[31m\r\nb\u202e", 99) == "a\\x1b[31m\\r\nb\\u202e"
+    assert clip_text("abcdef", 4, more=3) == "abcd… (5 characters more)"
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])

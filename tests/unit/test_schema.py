@@ -21,7 +21,7 @@ from gcore import schema
 from gcore.errors import UsageError
 from gcore.ledger.archive import StoreCopy
 from gcore.ledger.records.chain import EndedRef, Head, LogEntry, Member, Seal
-from gcore.schema import NEWEST_VERSION, PIN, Part, Record, UnreadableRecord
+from gcore.schema import NEWEST_VERSION, PIN, Record, RecordPart, UnreadableRecord
 from gcore.types import PromptRef
 
 FOLDER = Path(__file__).parent / "records_of_version_1"
@@ -30,20 +30,20 @@ GOLDEN = sorted(path for path in FOLDER.glob("*.json") if path.name != "fields.j
 MODULES = sorted({name.rpartition(".")[0] for name in FIELDS} | {"gcore.ledger.records.chain", "gcore.ledger.usage"})
 
 
-def kind_of(name: str) -> type[Part]:
+def kind_of(name: str) -> type[RecordPart]:
     module, _, kind = name.rpartition(".")
-    found: type[Part] = getattr(importlib.import_module(module), kind)
+    found: type[RecordPart] = getattr(importlib.import_module(module), kind)
     return found
 
 
-def all_kinds(base: type[Part] = Part) -> Iterator[type[Part]]:
+def all_kinds(base: type[RecordPart] = RecordPart) -> Iterator[type[RecordPart]]:
     for kind in base.__subclasses__():
         if kind is not Record and kind.__module__.startswith("gcore."):
             yield kind
         yield from all_kinds(kind)
 
 
-def name_of(kind: type[Part]) -> str:
+def name_of(kind: type[RecordPart]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -162,19 +162,19 @@ def test_a_record_whose_keys_stand_in_another_order_is_the_same_record() -> None
 
 def test_a_process_writes_what_it_was_told_to_speak() -> None:
     member = Member(incarnation="n.a", node="n", address="a:1", leaving=True)
-    schema.speak(NEWEST_VERSION - 1)
+    schema.set_written_version(NEWEST_VERSION - 1)
     try:
         assert json.loads(member.encode())["schema_version"] == NEWEST_VERSION - 1
     finally:
-        schema.speak(NEWEST_VERSION)
+        schema.set_written_version(NEWEST_VERSION)
     assert json.loads(member.encode())["schema_version"] == NEWEST_VERSION
     with pytest.raises(ValueError, match="not among"):
-        schema.speak(NEWEST_VERSION + 1)
+        schema.set_written_version(NEWEST_VERSION + 1)
 
 
 @pytest.mark.parametrize(("value", "version"), [(None, NEWEST_VERSION), ("", NEWEST_VERSION), ("1", 1), ("2", 2)])
 def test_a_process_can_be_pinned_to_the_version_before(value: str | None, version: int) -> None:
-    assert schema.pinned(value) == version
+    assert schema.pinned_version(value) == version
 
 
 PINNED = """
@@ -211,7 +211,7 @@ def test_a_pinned_process_reads_and_writes_exactly_what_the_version_before_did()
 @pytest.mark.parametrize("value", ["0", "3", "one", "1.0"])
 def test_a_process_cannot_be_pinned_to_what_it_does_not_know(value: str) -> None:
     with pytest.raises(UsageError, match="cannot be spoken"):
-        schema.pinned(value)
+        schema.pinned_version(value)
 
 
 @pytest.mark.parametrize("kind", [Seal, Head], ids=["seal", "head"])
@@ -227,8 +227,8 @@ def test_a_record_of_this_version_is_read_without_a_detour(kind: type[Record], m
 
 def test_a_pinned_process_leaves_out_what_came_later_though_it_is_the_version_it_speaks() -> None:
     program = (
-        "from gcore.ledger import chain; from gcore.ledger.chain import Writer; from gcore.ledger.records.chain import Head\n"
-        "head = chain.base(2, 'w', Writer('a', 'n')).head\n"
+        "from gcore.ledger import chain; from gcore.ledger.chain import ChainWriter; from gcore.ledger.records.chain import Head\n"
+        "head = chain.base_entry(2, 'w', ChainWriter('a', 'n')).head\n"
         "assert head.digest; print(head.encode().decode())\n"
         "assert Head.decode(head.encode()).digest == ''"
     )

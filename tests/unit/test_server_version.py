@@ -10,7 +10,7 @@ import pytest
 from controllers.daemon.daemon import Daemon
 from gcore.config.node import NodeConfig
 from gcore.store.client import EtcdStore
-from gcore.store.etcd import LocalEtcd, doubt, is_unsafe
+from gcore.store.etcd import LocalEtcd, is_unsafe, version_warning
 from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
 from gcore.testing.clock import FakeClock
@@ -27,8 +27,8 @@ def test_all_others_are_not(version: str) -> None:
 
 
 def test_the_sentence_names_the_members_and_what_to_do() -> None:
-    assert doubt({"a:1": "3.4.23", "b:1": "3.5.4"}) == ""
-    sentence = doubt({"a:1": "3.4.23", "b:1": "3.5.1"})
+    assert version_warning({"a:1": "3.4.23", "b:1": "3.5.4"}) == ""
+    sentence = version_warning({"a:1": "3.4.23", "b:1": "3.5.1"})
     assert "b:1 (3.5.1)" in sentence
     assert "a:1" not in sentence
     assert "upgrade to 3.5.3" in sentence
@@ -63,4 +63,4 @@ async def test_a_daemon_of_a_cluster_warns_once_when_the_store_answers(
     with caplog.at_level(logging.WARNING):
         store = Members({}, {"a:1": "3.5.2"})
         await clock.run(daemon._doubt(store))
-    assert [record.message for record in caplog.records] == [doubt({"a:1": "3.5.2"})]
+    assert [record.message for record in caplog.records] == [version_warning({"a:1": "3.5.2"})]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.engines.launch import SglangLaunch, launch_from_document
-from gcore.engines.sglang.adapter import last_words
+from gcore.engines.launch import SglangLaunch, parse_sglang_launch
+from gcore.engines.sglang.adapter import last_log_lines
 from gcore.engines.sglang.command import (
     CPU_CACHE_TOKENS,
     DROPPED,
@@ -169,7 +169,7 @@ def test_a_python_without_sglang_is_named_with_what_to_do(tmp_path: Path, name: 
 
 def test_a_document_that_does_not_fit_names_the_field() -> None:
     with pytest.raises(UsageError, match=r"batch_slots: .*not 0"):
-        launch_from_document({"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
+        parse_sglang_launch({"kind": "sglang", "python": "p", "model": "m", "batch_slots": 0})
 
 
 @pytest.mark.parametrize(
@@ -196,4 +196,4 @@ def test_a_document_that_does_not_fit_names_the_field() -> None:
     ],
 )
 def test_the_last_words_name_the_error(lines: tuple[str, ...], words: str) -> None:
-    assert last_words(lines) == words
+    assert last_log_lines(lines) == words

@@ -14,9 +14,9 @@ from controllers.job import rollback as rolling
 from controllers.rules.actions import GiveBack, Replan
 from controllers.rules.view import JobView
 from gcore.ledger import transactions as share_transactions
-from gcore.ledger.records.cluster import Claim, KnownShare, Quotas, Share, Shares, by_node, slots_of
+from gcore.ledger.records.cluster import Claim, KnownShare, Quotas, Share, Shares, group_by_node, slots_of_share
 from gcore.ledger.records.job import Plan
-from gcore.ledger.transactions import Stored, Transaction, TxnKind
+from gcore.ledger.transactions import Transaction, TxnKind, Versioned
 from gcore.store import keys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster
@@ -47,9 +47,9 @@ def won(cluster: MemoryCluster, txn: Transaction) -> bool:
     return cluster.transact(txn.compares, txn.writes).won
 
 
-def planned(cluster: MemoryCluster) -> Stored[Plan]:
+def planned(cluster: MemoryCluster) -> Versioned[Plan]:
     plan = Plan(generation=1, world="w", ranks=(), engines=())
-    return Stored(plan, put(cluster, KEYS.plan, plan.encode()))
+    return Versioned(plan, put(cluster, KEYS.plan, plan.encode()))
 
 
 def test_what_is_given_back_is_nobodys(cluster: MemoryCluster) -> None:
@@ -58,7 +58,7 @@ def test_what_is_given_back_is_nobodys(cluster: MemoryCluster) -> None:
     assert won(cluster, txn)
     kv = cluster.get(keys.SHARES)
     assert kv is not None
-    assert slots_of(Shares.decode(kv.value).jobs["u"].held) == {("n", "cpu:0")}
+    assert slots_of_share(Shares.decode(kv.value).jobs["u"].held) == {("n", "cpu:0")}
 
 
 def test_nothing_is_given_back_that_a_newer_plan_may_use(cluster: MemoryCluster) -> None:
@@ -84,12 +84,12 @@ def test_who_shares_out_goes_by_what_stands(cluster: MemoryCluster) -> None:
     assert won(cluster, share_transactions.share_out(KEYS, None, shares()))
     assert not won(cluster, share_transactions.share_out(KEYS, None, shares()))
     stands = known(cluster)
-    assert won(cluster, share_transactions.share_out(KEYS, Stored(stands.shares, stands.revision), shares(BOTH)))
+    assert won(cluster, share_transactions.share_out(KEYS, Versioned(stands.shares, stands.revision), shares(BOTH)))
 
 
 def test_a_claim_is_changed_only_as_it_was_seen_and_never_of_a_job_that_ended(cluster: MemoryCluster) -> None:
     revision = put(cluster, KEYS.active, Claim().encode())
-    txn = share_transactions.set_claim(KEYS, Stored(Claim(), revision), Claim(paused=True))
+    txn = share_transactions.set_claim(KEYS, Versioned(Claim(), revision), Claim(paused=True))
     cluster.transact((), (Put(KEYS.active, Claim(priority=3).encode()),))
     assert not won(cluster, txn)
 
@@ -117,7 +117,7 @@ def test_giving_back_is_one_transaction_of_the_jobs(cluster: MemoryCluster) -> N
     view = job(cluster)
     txn = apply._transaction(GiveBack(ONE), view, None)  # type: ignore[arg-type]
     assert won(cluster, txn)
-    assert by_node(slots_of(shares().released("u", ONE).jobs["u"].held)) == {"n": ("cpu:0",)}
+    assert group_by_node(slots_of_share(shares().released("u", ONE).jobs["u"].held)) == {"n": ("cpu:0",)}
 
 
 def test_of_two_who_set_quotas_by_the_same_ones_one_wins(cluster: MemoryCluster) -> None:
@@ -127,4 +127,6 @@ def test_of_two_who_set_quotas_by_the_same_ones_one_wins(cluster: MemoryCluster)
     kv = cluster.get(keys.QUOTAS)
     assert kv is not None
     assert Quotas.decode(kv.value).slots == {"a": 1}
-    assert won(cluster, share_transactions.set_quotas(KEYS, Stored(Quotas(), kv.mod_revision), Quotas(slots={"b": 1})))
+    assert won(
+        cluster, share_transactions.set_quotas(KEYS, Versioned(Quotas(), kv.mod_revision), Quotas(slots={"b": 1}))
+    )

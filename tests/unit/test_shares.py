@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.records.cluster import Claim, Queued, Share, Shares, by_node, slots_of
-from placement.shares import Cluster, queue, shared_out
+from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, group_by_node, slots_of_share
+from placement.shares import ClusterSlots, divide_slots, queue_jobs
 
 
 def nodes(**slots: int) -> dict[str, tuple[str, ...]]:
     return {name: tuple(f"cpu:{number}" for number in range(count)) for name, count in slots.items()}
 
 
-def settled(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares | None = None) -> Shares:
+def settled(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares | None = None) -> Shares:
     """After all that is asked back was given back."""
     shares = shares or Shares()
     for _ in range(20):
-        found = shared_out(cluster, claims, shares)
+        found = divide_slots(cluster, claims, shares)
         for uid, share in list(found.jobs.items()):
             found = found.released(uid, share.surplus)
         if found == shares:
@@ -30,33 +30,36 @@ def settled(cluster: Cluster, claims: Mapping[str, Claim], shares: Shares | None
 
 
 def counts(shares: Shares) -> dict[str, int]:
-    return {uid: len(slots_of(share.granted)) for uid, share in shares.jobs.items()}
+    return {uid: len(slots_of_share(share.granted)) for uid, share in shares.jobs.items()}
 
 
 def test_a_job_alone_has_all_slots() -> None:
-    cluster = Cluster(nodes(a=2, b=3))
-    shares = shared_out(cluster, {"one": Claim()}, Shares())
+    cluster = ClusterSlots(nodes(a=2, b=3))
+    shares = divide_slots(cluster, {"one": Claim()}, Shares())
     assert shares.jobs["one"].granted == cluster.nodes
-    assert shared_out(cluster, {"one": Claim()}, shares) is shares
+    assert divide_slots(cluster, {"one": Claim()}, shares) is shares
 
 
 def test_two_equals_have_half_each_and_the_older_the_odd_one() -> None:
     claims = {"b": Claim(created=1.0), "a": Claim(created=2.0)}
-    assert counts(settled(Cluster(nodes(n=2, m=3)), claims)) == {"b": 3, "a": 2}
+    assert counts(settled(ClusterSlots(nodes(n=2, m=3)), claims)) == {"b": 3, "a": 2}
 
 
 def test_what_one_may_still_use_is_nobody_elses() -> None:
-    cluster = Cluster(nodes(n=4))
-    alone = shared_out(cluster, {"one": Claim()}, Shares())
-    both = shared_out(cluster, {"one": Claim(), "two": Claim(created=9.0)}, alone)
+    cluster = ClusterSlots(nodes(n=4))
+    alone = divide_slots(cluster, {"one": Claim()}, Shares())
+    both = divide_slots(cluster, {"one": Claim(), "two": Claim(created=9.0)}, alone)
     assert counts(both) == {"one": 2}
     assert len(both.jobs["one"].surplus) == 2
     given_back = both.released("one", both.jobs["one"].surplus)
-    assert counts(shared_out(cluster, {"one": Claim(), "two": Claim(created=9.0)}, given_back)) == {"one": 2, "two": 2}
+    assert counts(divide_slots(cluster, {"one": Claim(), "two": Claim(created=9.0)}, given_back)) == {
+        "one": 2,
+        "two": 2,
+    }
 
 
 def test_a_job_of_a_higher_priority_takes_what_it_needs_and_the_lower_has_the_rest() -> None:
-    cluster = Cluster(nodes(n=4))
+    cluster = ClusterSlots(nodes(n=4))
     low = {"low": Claim()}
     before = settled(cluster, low)
     claims = {**low, "high": Claim(priority=5, least=3, created=9.0)}
@@ -64,18 +67,20 @@ def test_a_job_of_a_higher_priority_takes_what_it_needs_and_the_lower_has_the_re
     claims = {**low, "high": Claim(priority=5, least=4, created=9.0)}
     after = settled(cluster, claims, before)
     assert counts(after) == {"high": 4}
-    assert queue(cluster, claims, after) == {"low": Queued(1, "it needs 1 slot, and of 4 slots others have 4")}
+    assert queue_jobs(cluster, claims, after) == {
+        "low": QueuePosition(1, "it needs 1 slot, and of 4 slots others have 4")
+    }
 
 
 def test_nobody_is_interrupted_for_an_equal() -> None:
-    cluster = Cluster(nodes(n=2))
+    cluster = ClusterSlots(nodes(n=2))
     before = settled(cluster, {"runs": Claim(least=2, created=5.0)})
     claims = {"runs": Claim(least=2, created=5.0), "older": Claim(least=2, created=1.0)}
     assert counts(settled(cluster, claims, before)) == {"runs": 2}
 
 
 def test_a_namespace_has_no_more_than_its_quota() -> None:
-    cluster = Cluster(nodes(n=8), quotas={"small": 2})
+    cluster = ClusterSlots(nodes(n=8), quotas={"small": 2})
     claims = {
         "a": Claim(namespace="small"),
         "b": Claim(namespace="small", created=1.0, least=2),
@@ -83,7 +88,10 @@ def test_a_namespace_has_no_more_than_its_quota() -> None:
     }
     shares = settled(cluster, claims)
     assert counts(shares) == {"a": 2, "c": 6}
-    assert queue(cluster, claims, shares)["b"].reason == "it needs 2 slots, and namespace 'small' may have 2 and has 2"
+    assert (
+        queue_jobs(cluster, claims, shares)["b"].reason
+        == "it needs 2 slots, and namespace 'small' may have 2 and has 2"
+    )
 
 
 def test_namespaces_share_alike_and_not_their_jobs() -> None:
@@ -93,39 +101,39 @@ def test_namespaces_share_alike_and_not_their_jobs() -> None:
         "c": Claim(namespace="y"),
         "d": Claim(namespace="y"),
     }
-    assert counts(settled(Cluster(nodes(n=12)), claims)) == {"a": 6, "b": 2, "c": 2, "d": 2}
+    assert counts(settled(ClusterSlots(nodes(n=12)), claims)) == {"a": 6, "b": 2, "c": 2, "d": 2}
 
 
 def test_a_paused_job_has_none_and_goes_on_where_it_was() -> None:
-    cluster = Cluster(nodes(n=2, m=2))
+    cluster = ClusterSlots(nodes(n=2, m=2))
     before = settled(cluster, {"one": Claim(), "two": Claim(created=1.0)})
     paused = settled(cluster, {"one": Claim(paused=True), "two": Claim(created=1.0)}, before)
     assert counts(paused) == {"two": 4}
-    assert queue(cluster, {"one": Claim(paused=True), "two": Claim(created=1.0)}, paused) == {}
+    assert queue_jobs(cluster, {"one": Claim(paused=True), "two": Claim(created=1.0)}, paused) == {}
     assert counts(settled(cluster, {"one": Claim(), "two": Claim(created=1.0)}, paused)) == {"one": 2, "two": 2}
 
 
 def test_a_drained_nodes_slots_are_given_back_and_others_found() -> None:
-    cluster = Cluster(nodes(n=2, m=2))
+    cluster = ClusterSlots(nodes(n=2, m=2))
     claims = {"one": Claim(most=2)}
     (node,) = settled(cluster, claims).jobs["one"].granted
-    out = slots_of({node: cluster.nodes[node]})
-    after = shared_out(Cluster(cluster.nodes, out), claims, settled(cluster, claims))
+    out = slots_of_share({node: cluster.nodes[node]})
+    after = divide_slots(ClusterSlots(cluster.nodes, out), claims, settled(cluster, claims))
     assert set(after.jobs["one"].granted) == {"n", "m"} - {node}
     assert after.jobs["one"].surplus == out
 
 
 def test_the_slots_of_a_node_that_is_away_stay_its_jobs() -> None:
-    cluster = Cluster(nodes(n=2, m=2))
+    cluster = ClusterSlots(nodes(n=2, m=2))
     before = settled(cluster, {"one": Claim()})
-    away = shared_out(Cluster(nodes(n=2)), {"one": Claim(), "two": Claim(created=1.0)}, before)
+    away = divide_slots(ClusterSlots(nodes(n=2)), {"one": Claim(), "two": Claim(created=1.0)}, before)
     assert away.jobs["one"].granted["m"] == ("cpu:0", "cpu:1")
-    back = shared_out(cluster, {"one": Claim(), "two": Claim(created=1.0)}, away)
+    back = divide_slots(cluster, {"one": Claim(), "two": Claim(created=1.0)}, away)
     assert counts(back)["one"] == 2
 
 
 def test_wide_engines_find_room_and_narrow_ones_move_for_them() -> None:
-    cluster = Cluster(nodes(n=4, m=4))
+    cluster = ClusterSlots(nodes(n=4, m=4))
     scattered = Shares(
         jobs={"narrow": Share(granted={"n": ("cpu:1",), "m": ("cpu:1",)}, held={"n": ("cpu:1",), "m": ("cpu:1",)})}
     )
@@ -136,23 +144,23 @@ def test_wide_engines_find_room_and_narrow_ones_move_for_them() -> None:
 
 
 def test_a_wide_engine_of_a_lower_priority_leaves_a_narrower_one_of_a_higher_its_room() -> None:
-    cluster = Cluster(nodes(n=4, m=1, o=1))
+    cluster = ClusterSlots(nodes(n=4, m=1, o=1))
     claims = {"first": Claim(priority=9, unit=2, least=2, most=2), "wide": Claim(unit=4, least=4, most=4, created=1.0)}
     assert counts(settled(cluster, claims)) == {"first": 2}
-    said = queue(cluster, claims, settled(cluster, claims))["wide"].reason
+    said = queue_jobs(cluster, claims, settled(cluster, claims))["wide"].reason
     assert said == "it needs 4 slots in engines of 4 that follow one another on a node, and of 6 slots others have 2"
 
 
 def test_slots_that_no_engine_of_two_can_have_go_to_jobs_of_single_ones_and_who_waits_is_told() -> None:
-    cluster = Cluster(nodes(n=3, m=3))
+    cluster = ClusterSlots(nodes(n=3, m=3))
     claims = {f"pair-{n}": Claim(unit=2, least=2, created=float(n)) for n in range(3)} | {"one": Claim(created=9.0)}
     rest = settled(cluster, claims)
     assert counts(rest) == {"pair-0": 2, "pair-1": 2, "one": 2}
-    assert queue(cluster, claims, rest).keys() == {"pair-2"}
+    assert queue_jobs(cluster, claims, rest).keys() == {"pair-2"}
 
 
 def test_one_that_ended_is_forgotten() -> None:
-    cluster = Cluster(nodes(n=2))
+    cluster = ClusterSlots(nodes(n=2))
     before = settled(cluster, {"one": Claim(), "two": Claim()})
     assert counts(settled(cluster, {"two": Claim()}, before)) == {"two": 2}
 
@@ -179,27 +187,27 @@ CLAIMS = st.dictionaries(
     max_size=6,
 )
 CLUSTERS = st.builds(
-    Cluster,
+    ClusterSlots,
     st.dictionaries(st.sampled_from(["n", "m", "o"]), st.integers(0, 6)).map(lambda counts: nodes(**counts)),
     st.frozensets(st.tuples(st.sampled_from(["n", "m", "o"]), st.sampled_from(["cpu:0", "cpu:3"])), max_size=3),
     st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 6)),
 )
 
 
-def check(cluster: Cluster, claims: Mapping[str, Claim], before: Shares, after: Shares) -> None:
-    there = slots_of(cluster.nodes) - cluster.out
+def check(cluster: ClusterSlots, claims: Mapping[str, Claim], before: Shares, after: Shares) -> None:
+    there = slots_of_share(cluster.nodes) - cluster.out
     seen: set[tuple[str, str]] = set()
     used: dict[str, int] = {}
     assert after.jobs.keys() <= claims.keys()
     assert all(share.held for share in after.jobs.values())
     for uid, share in after.jobs.items():
-        claim, granted, held = claims[uid], slots_of(share.granted), slots_of(share.held)
+        claim, granted, held = claims[uid], slots_of_share(share.granted), slots_of_share(share.held)
         assert seen.isdisjoint(held), "no slot is two jobs'"
         seen |= held
         assert granted <= held
         old = before.jobs.get(uid, Share())
         away = {slot for slot in granted if slot[0] not in cluster.nodes}
-        assert away <= slots_of(old.granted)
+        assert away <= slots_of_share(old.granted)
         new = granted - away
         assert new <= there
         assert claim.wants or not granted
@@ -208,29 +216,31 @@ def check(cluster: Cluster, claims: Mapping[str, Claim], before: Shares, after: 
         used[claim.namespace] = used.get(claim.namespace, 0) + len(new)
     for uid, share in before.jobs.items():
         kept = after.jobs.get(uid, Share()).held
-        assert uid not in claims or slots_of(share.held) <= slots_of(kept), "only who uses a slot gives it back"
+        assert uid not in claims or slots_of_share(share.held) <= slots_of_share(kept), (
+            "only who uses a slot gives it back"
+        )
     for namespace, quota in cluster.quotas.items():
         assert used.get(namespace, 0) <= quota
-    waiting = queue(cluster, claims, after)
+    waiting = queue_jobs(cluster, claims, after)
     assert waiting.keys() <= {uid for uid, claim in claims.items() if claim.wants}
     assert [one.position for one in waiting.values()] == list(range(1, len(waiting) + 1))
 
 
 @given(st.lists(st.tuples(CLUSTERS, CLAIMS, st.booleans()), min_size=1, max_size=6))
-def test_whatever_comes_and_goes_no_slot_is_two_jobs(story: list[tuple[Cluster, dict[str, Claim], bool]]) -> None:
+def test_whatever_comes_and_goes_no_slot_is_two_jobs(story: list[tuple[ClusterSlots, dict[str, Claim], bool]]) -> None:
     shares = Shares()
     for cluster, claims, gives_back in story:
-        after = shared_out(cluster, claims, shares)
+        after = divide_slots(cluster, claims, shares)
         check(cluster, claims, shares, after)
-        assert shared_out(cluster, claims, after) is after, "asked twice it says the same"
+        assert divide_slots(cluster, claims, after) is after, "asked twice it says the same"
         shares = settled(cluster, claims, after) if gives_back else after
 
 
 @given(CLUSTERS, CLAIMS)
-def test_it_comes_to_rest_and_then_nothing_moves(cluster: Cluster, claims: dict[str, Claim]) -> None:
+def test_it_comes_to_rest_and_then_nothing_moves(cluster: ClusterSlots, claims: dict[str, Claim]) -> None:
     rest = settled(cluster, claims)
-    assert shared_out(cluster, claims, rest) is rest
-    waiting = queue(cluster, claims, rest)
+    assert divide_slots(cluster, claims, rest) is rest
+    waiting = queue_jobs(cluster, claims, rest)
     for uid, claim in claims.items():
         if claim.wants:
             has, fewest = counts(rest).get(uid, 0), -(-claim.least // claim.unit) * claim.unit
@@ -241,7 +251,7 @@ def test_it_comes_to_rest_and_then_nothing_moves(cluster: Cluster, claims: dict[
     for uid, claim in claims.items():
         if not claim.wants or claim.priority != highest or claim.namespace in cluster.quotas:
             continue
-        alone = settled(Cluster(cluster.nodes, cluster.out), {uid: claim})
+        alone = settled(ClusterSlots(cluster.nodes, cluster.out), {uid: claim})
         if len([one for one in claims.values() if one.wants and one.priority == highest]) == 1:
             runs, fewest = counts(rest).get(uid, 0), -(-claim.least // claim.unit) * claim.unit
             assert runs >= min(counts(alone).get(uid, 0), fewest), (
@@ -250,30 +260,30 @@ def test_it_comes_to_rest_and_then_nothing_moves(cluster: Cluster, claims: dict[
 
 
 @given(CLUSTERS, CLAIMS)
-def test_shares_are_read_as_they_were_written(cluster: Cluster, claims: dict[str, Claim]) -> None:
+def test_shares_are_read_as_they_were_written(cluster: ClusterSlots, claims: dict[str, Claim]) -> None:
     shares = settled(cluster, claims)
     assert Shares.decode(shares.encode()) == shares
-    assert all(by_node(slots_of(share.held)) == share.held for share in shares.jobs.values())
+    assert all(group_by_node(slots_of_share(share.held)) == share.held for share in shares.jobs.values())
     for claim in claims.values():
         assert Claim.read(claim.encode(), "here") == claim
     assert Claim.read(b"", "here") == Claim()
 
 
 def test_half_an_engine_is_not_granted_while_another_job_may_use_its_other_half() -> None:
-    cluster = Cluster(nodes(n=4))
+    cluster = ClusterSlots(nodes(n=4))
     claims = {"a": Claim(least=1, created=1.0)}
-    all_four = shared_out(cluster, claims, Shares())
+    all_four = divide_slots(cluster, claims, Shares())
     assert counts(all_four) == {"a": 4}
-    smaller = shared_out(cluster, {"a": Claim(least=1, most=3, created=1.0)}, all_four)
+    smaller = divide_slots(cluster, {"a": Claim(least=1, most=3, created=1.0)}, all_four)
     smaller = settled(cluster, {"a": Claim(least=1, most=3, created=1.0)}, smaller)
     both = {"a": Claim(least=1, most=3, created=1.0), "b": Claim(least=2, unit=2, created=2.0)}
-    asked = shared_out(cluster, both, smaller)
+    asked = divide_slots(cluster, both, smaller)
     assert counts(asked).get("b", 0) == 0, "of two slots that are to be its engine one is still held"
     assert counts(settled(cluster, both, asked)) == {"a": 2, "b": 2}
 
 
 def test_who_takes_fewer_than_it_runs_on_waits_and_is_told_why() -> None:
     """Its fewest are rounded up to whole engines."""
-    cluster, claims = Cluster(nodes(n=4, m=4)), {"a": Claim(least=5, most=6, unit=4)}
-    assert shared_out(cluster, claims, Shares()) == Shares()
-    assert queue(cluster, claims, Shares())["a"].reason == "it needs 8 slots in engines of 4, and takes 6 at most"
+    cluster, claims = ClusterSlots(nodes(n=4, m=4)), {"a": Claim(least=5, most=6, unit=4)}
+    assert divide_slots(cluster, claims, Shares()) == Shares()
+    assert queue_jobs(cluster, claims, Shares())["a"].reason == "it needs 8 slots in engines of 4, and takes 6 at most"

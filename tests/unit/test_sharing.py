@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.shares import Sharing, change_claim
+from controllers.cluster.shares import ShareWriter, change_claim
 from gcore.errors import StoreUnavailable
-from gcore.ledger.records.cluster import Claim, Drained, Quotas, Shares, SickSlots, slots_of
+from gcore.ledger.records.cluster import Claim, Drained, Quotas, Shares, SickSlots, slots_of_share
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, TxnResult
@@ -26,7 +26,7 @@ ONE, TWO = JobKeys("one"), JobKeys("two")
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    speak(NEWEST_VERSION)
+    set_written_version(NEWEST_VERSION)
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def memory() -> MemoryCluster:
     memory = MemoryCluster(FakeClock())
     for name in ("a", "b"):
         node = NodeRecord(name=name, incarnation=f"{name}.x", address="h:1", slots=("cpu:0", "cpu:1"), pid=1)
-        memory.transact((), (Put(keys.node(name), node.encode()), Put(keys.reads(name), b"2")))
+        memory.transact((), (Put(keys.node(name), node.encode()), Put(keys.readable_version(name), b"2")))
     return memory
 
 
 @asynccontextmanager
 async def daemon(memory: MemoryCluster, name: str, store: MemoryStore | None = None) -> AsyncIterator[ClusterMirror]:
-    store, changes, clock = store or MemoryStore(memory), Changes(), FakeClock()
+    store, changes, clock = store or MemoryStore(memory), ChangeSignal(), FakeClock()
     mirror = ClusterMirror(store, changes)
-    sharing = Sharing(name, store, mirror, changes, clock)
+    sharing = ShareWriter(name, store, mirror, changes, clock)
     work = (*(watch() for watch in mirror.watches.values()), sharing.run())
     tasks = [asyncio.create_task(one) for one in work]
     try:
@@ -63,7 +63,7 @@ def shares(memory: MemoryCluster) -> dict[str, int]:
     known = memory.get(keys.SHARES)
     if known is None:
         return {}
-    return {uid: len(slots_of(share.granted)) for uid, share in Shares.decode(known.value).jobs.items()}
+    return {uid: len(slots_of_share(share.granted)) for uid, share in Shares.decode(known.value).jobs.items()}
 
 
 async def test_without_jobs_nothing_is_written(memory: MemoryCluster) -> None:
@@ -89,13 +89,13 @@ async def test_what_people_and_nodes_say_of_slots_is_heard(memory: MemoryCluster
     claims = (Put(ONE.active, Claim(namespace="x").encode()), Put(TWO.active, b""))
     memory.transact((), claims)
     async with daemon(memory, "a") as mirror, daemon(memory, "b"):
-        memory.transact((), (Put(keys.drained("a"), Drained().encode()),))
-        memory.transact((), (Put(keys.sick("b"), SickSlots(slots={"cpu:1": "it is gone"}).encode()),))
+        memory.transact((), (Put(keys.drained_node("a"), Drained().encode()),))
+        memory.transact((), (Put(keys.sick_slots("b"), SickSlots(slots={"cpu:1": "it is gone"}).encode()),))
         await rested()
         assert mirror.drained == {"a"}
         assert mirror.sick["b"].slots == {"cpu:1": "it is gone"}
         assert sum(shares(memory).values()) <= 1
-        memory.transact((), (Delete(keys.drained("a")), Delete(keys.sick("b"))))
+        memory.transact((), (Delete(keys.drained_node("a")), Delete(keys.sick_slots("b"))))
         memory.transact((), (Put(keys.QUOTAS, Quotas(slots={"x": 1}).encode()),))
         await rested()
         assert (mirror.drained, mirror.sick, dict(mirror.quotas)) == (frozenset(), {}, {"x": 1})
@@ -108,7 +108,13 @@ async def test_what_cannot_be_read_is_as_if_it_said_nothing(
     memory: MemoryCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory.transact(
-        (), (Put(ONE.active, b"?"), Put(keys.QUOTAS, b"?"), Put(keys.sick("a"), b"?"), Put(keys.drained("b"), b"?"))
+        (),
+        (
+            Put(ONE.active, b"?"),
+            Put(keys.QUOTAS, b"?"),
+            Put(keys.sick_slots("a"), b"?"),
+            Put(keys.drained_node("b"), b"?"),
+        ),
     )
     async with daemon(memory, "a") as mirror, daemon(memory, "b"):
         await rested()
@@ -118,7 +124,7 @@ async def test_what_cannot_be_read_is_as_if_it_said_nothing(
 
 
 async def test_while_an_older_node_is_there_nobody_shares_anything_out(memory: MemoryCluster) -> None:
-    speak(NEWEST_VERSION - 1)
+    set_written_version(NEWEST_VERSION - 1)
     memory.transact((), (Put(ONE.active, Claim().encode()),))
     async with daemon(memory, "a"), daemon(memory, "b"):  # whoever's turn it is
         await rested()

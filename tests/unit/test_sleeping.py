@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from job_views import ME, PEER
 from placed_views import SERVED, name_of, place, placed
 
-from controllers.changes import Changes
-from controllers.inference.pool import EngineBook
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import EnginePool
 from controllers.rules.actions import Intent, Publish, Sleep, Wake
-from controllers.rules.memory import put_to_sleep, resting
-from controllers.rules.step import publishing
+from controllers.rules.memory import apply_sleep_plan, sleeping_engines
+from controllers.rules.step import publish_weights
 from controllers.rules.view import EngineView, JobView
-from controllers.rules.waits import waiting_for
-from controllers.rules.workers import Launches, StartEngine, staffing
+from controllers.rules.waits import current_waits
+from controllers.rules.workers import Launches, StartEngine, schedule_workers
 from gcore.errors import EngineError
 from gcore.rollout.client import SamplingParams
 from gcore.testing import FakeClock
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4)
 
 
 def deeds(view: JobView) -> list[Any]:
-    return [intent.action for intent in resting(view)]
+    return [intent.action for intent in apply_sleep_plan(view)]
 
 
 def test_an_engine_that_the_plan_puts_to_sleep_gives_its_memory_back_and_one_that_it_wakes_gets_it_again() -> None:
@@ -45,9 +45,9 @@ def test_an_engine_that_the_plan_puts_to_sleep_gives_its_memory_back_and_one_tha
 
 def test_an_engine_that_sleeps_is_brought_no_weights_and_one_that_woke_is_brought_them_before_it_is_asked() -> None:
     asleep = EngineView("policy_cpu1", "h:1", None, asleep=True)
-    assert list(publishing(placed(place("cpu:1", asleep=True)))) == []
-    assert list(publishing(placed(place("cpu:1"), policy_cpu1=asleep))) == []
-    (publish,) = publishing(placed(place("cpu:1")))
+    assert list(publish_weights(placed(place("cpu:1", asleep=True)))) == []
+    assert list(publish_weights(placed(place("cpu:1"), policy_cpu1=asleep))) == []
+    (publish,) = publish_weights(placed(place("cpu:1")))
     assert publish.action == Publish("policy_cpu1", SERVED)
 
 
@@ -68,7 +68,7 @@ def test_a_judge_of_another_node_is_left_to_its_own_controller() -> None:
 
 def test_a_trouble_is_not_tried_again_at_once() -> None:
     known = EngineView("policy_cpu1", "h:1", None, trouble="no")
-    (intent,) = resting(placed(place("cpu:1", asleep=True), policy_cpu1=known))
+    (intent,) = apply_sleep_plan(placed(place("cpu:1", asleep=True), policy_cpu1=known))
     assert intent.after > 0
 
 
@@ -87,10 +87,10 @@ def test_no_engine_wakes_on_a_slot_where_one_is_still_to_sleep(given_: list[tupl
     assert len({action.instance for action in actions}) == len(actions)
     known = {**view.engines, **view.judges}
     for action in actions:
-        assert isinstance(action, Sleep) == (action.instance in put_to_sleep(view))
+        assert isinstance(action, Sleep) == (action.instance in sleeping_engines(view))
         slot = view.workers[action.instance].slot
         if isinstance(action, Wake):
-            others = [n for n, w in view.workers.items() if w.slot == slot and n in put_to_sleep(view)]
+            others = [n for n, w in view.workers.items() if w.slot == slot and n in sleeping_engines(view)]
             assert all(known[name].asleep for name in others)
 
 
@@ -101,7 +101,7 @@ def test_on_a_gpu_the_engines_that_are_to_sleep_load_first_and_each_alone() -> N
     def started(**there: EngineView) -> list[str]:
         workers = {name: worker for name, worker in view.workers.items() if name in there or worker.role == "train"}
         seen = replace(view, workers=workers, engines={}, judges={n: v for n, v in there.items() if n[0] == "j"})
-        return [name_of(one.place) for one in staffing(seen, Launches(), 0.0) if isinstance(one, StartEngine)]
+        return [name_of(one.place) for one in schedule_workers(seen, Launches(), 0.0) if isinstance(one, StartEngine)]
 
     assert started() == ["j_cuda0"]
     assert started(j_cuda0=EngineView("j_cuda0", "h:1", None)) == []
@@ -176,7 +176,7 @@ class Books:
     def __init__(self) -> None:
         self.busy, self.free = Sleeper(), Sleeper(answers=True)
         clients = {"http://h:1": self.busy, "http://h:2": self.free}
-        self.book = EngineBook(Changes(), timeout_s=1.0, connect=lambda url, **_: clients[url], told_every=1)  # type: ignore[arg-type, return-value]
+        self.book = EnginePool(ChangeSignal(), timeout_s=1.0, connect=lambda url, **_: clients[url], told_every=1)  # type: ignore[arg-type, return-value]
 
     async def begin(self, folder: Path) -> asyncio.Task[tuple[Sample, ...]]:
         await self.book.aim(engines_at(busy="h:1"))
@@ -256,17 +256,20 @@ async def test_an_engine_that_another_put_to_sleep_since_it_was_woken_here_is_wo
 
 def test_every_intent_names_its_engine() -> None:
     view = placed(place("cpu:1", asleep=True), place("cpu:2", asleep=True))
-    assert [i.condition for i in resting(view) if isinstance(i, Intent)] == ["sleep policy_cpu1", "sleep policy_cpu2"]
+    assert [i.condition for i in apply_sleep_plan(view) if isinstance(i, Intent)] == [
+        "sleep policy_cpu1",
+        "sleep policy_cpu2",
+    ]
 
 
 def test_who_is_to_sleep_is_not_waited_for_and_who_does_not_get_to_is_told() -> None:
     head = SERVED
     asleep = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True))
-    assert not [wait for wait in waiting_for(asleep) if wait.cause in ("engines", "engine")]
+    assert not [wait for wait in current_waits(asleep) if wait.cause in ("engines", "engine")]
     stuck = placed(place("cpu:1", asleep=True), policy_cpu1=EngineView("policy_cpu1", "h:1", head, trouble="no room"))
-    assert "engine policy_cpu1 is to sleep: no room" in [wait.what for wait in waiting_for(stuck)]
+    assert "engine policy_cpu1 is to sleep: no room" in [wait.what for wait in current_waits(stuck)]
     late = placed(place("cpu:1"), policy_cpu1=EngineView("policy_cpu1", "h:1", None, asleep=True, trouble="no room"))
-    told = [wait.what for wait in waiting_for(late)]
+    told = [wait.what for wait in current_waits(late)]
     assert "engine policy_cpu1 is to wake: no room" in told
     assert any("are to load" in what for what in told)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.system.slots import bound_cores, cores_bound_by, is_cpu, is_cuda, slot_problem, slots_problem, threads_of
+from gcore.system.slots import bound_cores, count_threads, is_cpu, is_cuda, slot_problem, slots_problem, worker_cores
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_what_goes_together_is_no_problem(slots: tuple[str, ...]) -> None:
 
 
 def test_a_worker_runs_on_all_cores_of_its_slots_with_a_thread_for_each() -> None:
-    assert cores_bound_by(("cpu:4-5", "cpu:0-1")) == (0, 1, 4, 5)
-    assert threads_of(("cpu:4-5", "cpu:0-1")) == 4
-    assert threads_of(("cpu:0", "cpu:1")) == 2
-    assert threads_of(("cuda:0", "cuda:1")) == 1
-    assert cores_bound_by(("cpu:0", "cuda:0")) == ()
+    assert worker_cores(("cpu:4-5", "cpu:0-1")) == (0, 1, 4, 5)
+    assert count_threads(("cpu:4-5", "cpu:0-1")) == 4
+    assert count_threads(("cpu:0", "cpu:1")) == 2
+    assert count_threads(("cuda:0", "cuda:1")) == 1
+    assert worker_cores(("cpu:0", "cuda:0")) == ()
 
 
 @given(st.lists(st.integers(0, 4095), min_size=1, max_size=40, unique=True))
@@ -84,7 +84,7 @@ def test_every_set_of_cores_has_a_name_that_means_it(cores: list[int]) -> None:
     slot = f"cpu:{first}-{first}" + "".join(f",{core}" for core in rest)
     assert slots_problem((slot,)) == ""
     assert bound_cores(slot) == frozenset(cores)
-    assert threads_of((slot,)) == len(cores)
+    assert count_threads((slot,)) == len(cores)
 
 
 @given(st.text(max_size=60))

@@ -11,33 +11,33 @@ import pytest
 from job_views import SPEC, running_job, stored
 from placed_views import engine, place, placed
 
-from controllers.accounting.attribution import Places, left_by_ranks
-from controllers.accounting.step_account import SlotBooks
+from controllers.accounting.attribution import VacantPlaces, slots_left_by_ranks
+from controllers.accounting.step_account import StepAccountBuilder
 from controllers.api.submission.checks import check_engine, check_heads, check_spans
-from controllers.cli.view.placement import by_slot
+from controllers.cli.view.placement import slot_roles
 from controllers.rules.actions import Sleep, Wake
-from controllers.rules.memory import responsible_for, resting
+from controllers.rules.memory import apply_sleep_plan, owned_engines
 from controllers.rules.view import EngineView, JobView
-from controllers.rules.workers import Launches, StartEngine, StopWorker, staffing
-from controllers.rules.world import short_of_slots
-from controllers.workers.launch_documents import emulated_engine, emulated_host, engine_child
+from controllers.rules.workers import Launches, StartEngine, StopWorker, schedule_workers
+from controllers.rules.world import lacking_slots
+from controllers.workers.launch_documents import emulated_engine, emulated_host, engine_document
 from gcore.config import JobSpec, NodeConfig, parse_spec
-from gcore.engines.launch import launch_from_document
+from gcore.engines.launch import parse_sglang_launch
 from gcore.engines.sglang.command import server_command
 from gcore.errors import SpecError
 from gcore.ledger.records.chain import Member
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan
-from gcore.rollout.engine_time import EngineReading, Sums
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.rollout.engine_time import EngineReading, EngineTimeSums
+from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.store.reference import StoreRef
 from gcore.types import Version
-from placement.assign import assigned, split_of
-from placement.initial import begun
-from placement.lending import EngineLoad, Loads, Rows, lending, speeds_of, wanted
-from placement.measurements import EngineSpeed, Measured
-from placement.moves import Deciding
-from placement.slots import NodeSlots, Sizes, Slot, Snapshot, Split
+from placement.assign import assign_split, split_of
+from placement.initial import make_initial_plan
+from placement.lending import EngineLoad, EngineRows, JobLoads, decide_lending, make_lending_move, pool_speeds
+from placement.measurements import EngineSpeed, MeasuredStep
+from placement.moves import DecisionContext
+from placement.slots import NodeSlots, ReplicaSizes, Slot, Snapshot, Split
 
 WIDE = {"engine": "sglang", "slots_per_engine": 2}
 NODE = NodeConfig(
@@ -108,21 +108,21 @@ def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided_or_a_node_is_old
         check_spans(job, [even, odd])
     with pytest.raises(SpecError, match=r"judges\.0\.serving\.slots_per_engine"):
         check_spans(spec({}, judge(**WIDE)), [odd])
-    speak(NEWEST_VERSION - 1)
+    set_written_version(NEWEST_VERSION - 1)
     try:
         with pytest.raises(SpecError, match="some are older"):
             check_spans(job, [even])
     finally:
-        speak(NEWEST_VERSION)
+        set_written_version(NEWEST_VERSION)
     with pytest.raises(SpecError, match="no node has so many"):
-        begun(Snapshot((NodeSlots("b", ("cuda:0",)),)), job, None)
+        make_initial_plan(Snapshot((NodeSlots("b", ("cuda:0",)),)), job, None)
 
 
 def test_a_job_that_waits_for_whole_engines_slots_says_that_it_counts_those() -> None:
     """Of two slots on two nodes it said that there were none."""
     view = running_job()
     nodes = {name: node(name, "cuda:0") for name in ("a", "b")}
-    said = short_of_slots(replace(view, spec=spec(WIDE), nodes=nodes, mirror=replace(view.mirror, plan=None)))
+    said = lacking_slots(replace(view, spec=spec(WIDE), nodes=nodes, mirror=replace(view.mirror, plan=None)))
     assert "there are 0 in whole engines of 2 slots (of a, b)" in said
 
 
@@ -142,15 +142,15 @@ def test_emulated_slots_have_every_engine() -> None:
 
 
 def test_sglang_is_started_over_all_the_gpus_of_its_place_in_their_order() -> None:
-    child = engine_child(spec(WIDE), EnginePlace(node="n", slot="cuda:4", further=("cuda:5",)), NODE)
+    child = engine_document(spec(WIDE), EnginePlace(node="n", slot="cuda:4", further=("cuda:5",)), NODE)
     assert child.env["CUDA_VISIBLE_DEVICES"] == "4,5"
-    words = server_command(launch_from_document(child.document), 1)
+    words = server_command(parse_sglang_launch(child.document), 1)
     said = dict(pairwise(words))
     assert (said["--tp-size"], said["--base-gpu-id"], said["--device"]) == ("2", "0", "cuda")
-    alone = engine_child(spec({"engine": "sglang"}), EnginePlace(node="n", slot="cuda:5"), NODE)
+    alone = engine_document(spec({"engine": "sglang"}), EnginePlace(node="n", slot="cuda:5"), NODE)
     assert alone.env["CUDA_VISIBLE_DEVICES"] == "5"
-    assert "--tp-size 1" in " ".join(server_command(launch_from_document(alone.document), 1))
-    cores = engine_child(spec(WIDE), EnginePlace(node="n", slot="cpu:0", further=("cpu:1",)), NODE)
+    assert "--tp-size 1" in " ".join(server_command(parse_sglang_launch(alone.document), 1))
+    cores = engine_document(spec(WIDE), EnginePlace(node="n", slot="cpu:0", further=("cpu:1",)), NODE)
     assert (cores.document["threads"], cores.env["CUDA_VISIBLE_DEVICES"]) == (2, ""), "on cores it has as many threads"
 
 
@@ -183,20 +183,22 @@ def test_an_engine_wakes_once_all_of_its_slots_are_free() -> None:
     places = (place("cpu:1", asleep=True), place("cpu:2", asleep=True), pair(1, "j"))
     sleeps = EngineView("j_cpu1", "h:1", None, asleep=True)
     view = there(placed(*places, j_cpu1=sleeps), j_cpu1=("cpu:2",))
-    assert [intent.action for intent in resting(view)] == [Sleep("policy_cpu1", ""), Sleep("policy_cpu2", "")]
+    assert [intent.action for intent in apply_sleep_plan(view)] == [Sleep("policy_cpu1", ""), Sleep("policy_cpu2", "")]
     one = view.engines | {"policy_cpu1": EngineView("policy_cpu1", "h:1", None, asleep=True)}
-    assert [intent.action for intent in resting(replace(view, engines=one))] == [Sleep("policy_cpu2", "")]
+    assert [intent.action for intent in apply_sleep_plan(replace(view, engines=one))] == [Sleep("policy_cpu2", "")]
     both = one | {"policy_cpu2": EngineView("policy_cpu2", "h:1", None, asleep=True)}
-    assert [intent.action for intent in resting(replace(view, engines=both))] == [Wake("j_cpu1", "j")]
+    assert [intent.action for intent in apply_sleep_plan(replace(view, engines=both))] == [Wake("j_cpu1", "j")]
 
 
 def test_a_worker_on_some_of_a_places_slots_is_none_for_it() -> None:
     view = placed(pair(1))
-    deeds = list(staffing(view, Launches(), 0.0))
+    deeds = list(schedule_workers(view, Launches(), 0.0))
     assert StartEngine(pair(1)) in deeds
     assert any(isinstance(deed, StopWorker) and deed.instance == "policy_cpu1" for deed in deeds)
     assert not [
-        deed for deed in staffing(there(view, policy_cpu1=("cpu:2",)), Launches(), 0.0) if isinstance(deed, StartEngine)
+        deed
+        for deed in schedule_workers(there(view, policy_cpu1=("cpu:2",)), Launches(), 0.0)
+        if isinstance(deed, StartEngine)
     ]
 
 
@@ -204,9 +206,9 @@ def test_on_gpus_an_engine_is_started_only_when_those_on_any_of_its_slots_sleep(
     places = (place("cuda:1", asleep=True), place("cuda:2", asleep=True), pair(1, "j", kind="cuda"))
     view = placed(*places)
     view = replace(view, workers={i: w for i, w in view.workers.items() if i != "j_cuda1"}, judges={})
-    assert StartEngine(places[2]) not in list(staffing(view, Launches(), 0.0))
+    assert StartEngine(places[2]) not in list(schedule_workers(view, Launches(), 0.0))
     asleep = {name: replace(one, asleep=True) for name, one in view.engines.items()}
-    assert StartEngine(places[2]) in list(staffing(replace(view, engines=asleep), Launches(), 0.0))
+    assert StartEngine(places[2]) in list(schedule_workers(replace(view, engines=asleep), Launches(), 0.0))
 
 
 SLOTS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
@@ -220,11 +222,11 @@ def test_what_an_engine_did_is_booked_on_every_slot_of_it_and_the_books_sum() ->
     view = replace(
         view, mirror=replace(view.mirror, plan=stored(plan)), nodes=there_, workers={"e": worker}, engines={}, judges={}
     )
-    books = SlotBooks(SPEC, 0.0, 1000.0)
+    books = StepAccountBuilder(SPEC, 0.0, 1000.0)
     books.look(view, "no_work", 0.0)
-    books.read("e", EngineReading(10.0, Sums(10.0, 4.0, 6.0, 0.0, 0.0), 0, 0, 0, 0))
+    books.read("e", EngineReading(10.0, EngineTimeSums(10.0, 4.0, 6.0, 0.0, 0.0), 0, 0, 0, 0))
     books.head_moved(Version(0, 1), 10.0, 1010.0)
-    books.read("e", EngineReading(10.5, Sums(10.5, 4.5, 6.0, 0.0, 0.0), 0, 0, 0, 0))
+    books.read("e", EngineReading(10.5, EngineTimeSums(10.5, 4.5, 6.0, 0.0, 0.0), 0, 0, 0, 0))
     (closed,) = books.close(11.0)
     booked = closed.book.booked
     assert closed.book.slots == 4
@@ -246,22 +248,25 @@ def test_lending_takes_whole_engines_and_only_where_both_pools_have_the_same() -
         *(EngineSpeed("rollout", running, seconds) for running, seconds in ((2.0, 0.01), (9.0, 0.02), (16.0, 0.03))),
         EngineSpeed("reward", 8.0, 0.05),
     )
-    rows, at = Rows(16, 16), Deciding(step=3, seq=7, by="a", time=100.0)
-    for sizes, split in ((Sizes(2, 2), Split("coexisting", 10, 2, 2)), (Sizes(2, 1), Split("coexisting", 10, 2, 2))):
-        plan = assigned(split, None, snapshot, ("j",), world="w", generation=1, sizes=sizes)
+    rows, at = EngineRows(16, 16), DecisionContext(step=3, seq=7, by="a", time=100.0)
+    for sizes, split in (
+        (ReplicaSizes(2, 2), Split("coexisting", 10, 2, 2)),
+        (ReplicaSizes(2, 1), Split("coexisting", 10, 2, 2)),
+    ):
+        plan = assign_split(split, None, snapshot, ("j",), world="w", generation=1, sizes=sizes)
         assert plan is not None
-        step = Measured(3, split, (100.0,) * 8, (50.0,) * 8, 800.0, 5.0, 1.0, 0.1, speeds, {})
-        fast = speeds_of([step], rows, 0, 0)
+        step = MeasuredStep(3, split, (100.0,) * 8, (50.0,) * 8, 800.0, 5.0, 1.0, 0.1, speeds, {})
+        fast = pool_speeds([step], rows, 0, 0)
         assert fast is not None
         told = [
             EngineLoad(p.node, p.slot, p.judge, 8 if p.judge and not p.asleep else 0, 0, not p.asleep, p.asleep)
             for p in plan.engines
         ]
-        loads = Loads(tuple(told), {})
-        found = lending(plan, loads, fast, 0.1, frozenset({"a", "b"}), rows, at)
+        loads = JobLoads(tuple(told), {})
+        found = make_lending_move(plan, loads, fast, 0.1, frozenset({"a", "b"}), rows, at)
         if sizes.rollout != sizes.reward:
             assert found is None
-            assert wanted(plan, loads, fast, 0.1, rows) is None
+            assert decide_lending(plan, loads, fast, 0.1, rows) is None
             continue
         assert found is not None
         assert found.plan is not None
@@ -273,7 +278,7 @@ def test_lending_takes_whole_engines_and_only_where_both_pools_have_the_same() -
 
 def test_what_serves_a_slot_names_all_the_slots_of_its_engine() -> None:
     plan = Plan(generation=1, world="w", ranks=(), engines=(pair(0), pair(0, "j", asleep=True), place("cpu:2")))
-    assert by_slot(plan) == {
+    assert slot_roles(plan) == {
         Slot("node-0", "cpu:0"): ["rollout on 0+1", "judge j on 0+1 (asleep)"],
         Slot("node-0", "cpu:1"): ["rollout on 0+1", "judge j on 0+1 (asleep)"],
         Slot("node-0", "cpu:2"): ["rollout"],
@@ -288,12 +293,16 @@ def test_slots_whose_engine_sleeps_for_a_rank_on_another_of_them_wait_for_the_st
     assert view.mirror.plan is not None
     assert [rank.slot for rank in view.mirror.plan.record.ranks if rank.node == "node-0"] == ["cpu:0"]
     here = {name: worker for name, worker in view.workers.items() if worker.node == "node-0"}
-    assert left_by_ranks(view, here, ["policy_cpu0"]) == {("cpu:1", "rollout")}, "the rank's own slot is the rank's"
-    assert left_by_ranks(view, here, []) == frozenset()
+    assert slots_left_by_ranks(view, here, ["policy_cpu0"]) == {("cpu:1", "rollout")}, (
+        "the rank's own slot is the rank's"
+    )
+    assert slots_left_by_ranks(view, here, []) == frozenset()
     awake = replace(view, engines={"policy_cpu0": replace(sleeps, asleep=False)})
-    assert left_by_ranks(awake, here, ["policy_cpu0"]) == frozenset(), "it says itself what it does until it sleeps"
-    places = Places()
-    places.note(view, here, 0.0, left_by_ranks(view, here, ["policy_cpu0"]))
+    assert slots_left_by_ranks(awake, here, ["policy_cpu0"]) == frozenset(), (
+        "it says itself what it does until it sleeps"
+    )
+    places = VacantPlaces()
+    places.note(view, here, 0.0, slots_left_by_ranks(view, here, ["policy_cpu0"]))
     told = dict(places.told(dict.fromkeys(("cpu:0", "cpu:1"), 0.0), 3.0))
     assert told["cpu:1"].seconds == {"idle rollout barrier": 3.0}
 
@@ -306,8 +315,8 @@ def test_engines_that_have_slots_in_common_are_one_controllers_while_their_nodes
             one = engine(name, first, "gone", judge)
             workers[name] = one.model_copy(update={"further": (second,) if second else ()})
     members = {name: Member(node=name, address="h:1", incarnation=name) for name in ("a", "b", "c")}
-    of = {name: responsible_for("u", workers, members, name) for name in members}
-    judges = {name: responsible_for("u", workers, members, name, role="reward") for name in members}
+    of = {name: owned_engines("u", workers, members, name) for name in members}
+    judges = {name: owned_engines("u", workers, members, name, role="reward") for name in members}
     assert sum(map(len, of.values())) == sum(map(len, judges.values())) == 16
     assert all(len(found) < 16 for found in of.values()), "they are shared out"
     for name, found in of.items():

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.registration import speak_newer
+from controllers.cluster.registration import raise_version
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import NEWEST_VERSION, speak, spoken
+from gcore.schema import NEWEST_VERSION, set_written_version, written_version
 from gcore.store import keys
 from gcore.store.types import Compare, Delete, Put, TxnResult
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
@@ -25,12 +25,12 @@ NEWEST = str(NEWEST_VERSION).encode()
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    speak(NEWEST_VERSION)
+    set_written_version(NEWEST_VERSION)
 
 
 def registered(name: str, reads: int | None) -> tuple[Put, ...]:
     node = NodeRecord(name=name, incarnation=f"{name}.a", address="h:1", slots=("cpu:0",), pid=1)
-    said = () if reads is None else (Put(keys.reads(name), str(reads).encode()),)
+    said = () if reads is None else (Put(keys.readable_version(name), str(reads).encode()),)
     return (Put(keys.node(name), node.encode()), *said)
 
 
@@ -40,7 +40,7 @@ class Daemon:
     def __init__(self, memory: MemoryCluster, clock: FakeClock, store: MemoryStore | None = None) -> None:
         self.store = store if store is not None else MemoryStore(memory)
         self.clock = clock
-        self.changes = Changes()
+        self.changes = ChangeSignal()
         self.cluster = ClusterMirror(self.store, self.changes)
 
     @asynccontextmanager
@@ -53,7 +53,7 @@ class Daemon:
             yield
 
     async def speaks(self, after: int = 0) -> int:
-        return await speak_newer(after, "me", self.cluster, self.store, self.changes, self.clock)
+        return await raise_version(after, "me", self.cluster, self.store, self.changes, self.clock)
 
 
 @pytest.fixture
@@ -64,16 +64,16 @@ def memory() -> MemoryCluster:
 async def test_the_store_says_first_what_is_spoken_then(memory: MemoryCluster) -> None:
     daemon = Daemon(memory, FakeClock())
     memory.transact((), registered("other", NEWEST_VERSION))
-    speak(OLDER)
+    set_written_version(OLDER)
 
     class Looks(MemoryStore):
         async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
-            assert spoken() == OLDER
+            assert written_version() == OLDER
             return await super().transact(compares, writes)
 
     daemon.store = Looks(memory)
     async with daemon.listening():
-        assert await daemon.speaks() == spoken() == NEWEST_VERSION
+        assert await daemon.speaks() == written_version() == NEWEST_VERSION
     told = await daemon.store.get(keys.WRITTEN)
     assert told is not None
     assert (told.value, told.lease) == (NEWEST, 0)
@@ -116,12 +116,12 @@ async def test_a_store_that_does_not_answer_is_asked_again_and_nothing_newer_is_
 
         async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
             self.tries += 1
-            assert spoken() == OLDER
+            assert written_version() == OLDER
             if self.tries < 3:
                 raise StoreUnavailable("away")
             return await super().transact(compares, writes)
 
-    speak(OLDER)
+    set_written_version(OLDER)
     store = Away(memory)
     daemon = Daemon(memory, clock, store)
     async with daemon.listening():

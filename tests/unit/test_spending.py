@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.inference.judges import WRITE_S, ExternalJudges, JudgeCounts, Spending
+from controllers.inference.judges import WRITE_S, ExternalJudges, JudgeBudget, JudgeMetricsObserver
 from gcore.config import JobSpec, parse_spec
 from gcore.errors import DataError
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Member
 from gcore.ledger.records.job import Trouble
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.ledger.usage import SPARE_NODES, JudgeUse, NodeSpent
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
@@ -43,8 +43,8 @@ class House:
         self.nodes = {"a", "b"}
         self.tasks: list[asyncio.Task[None]] = []
 
-    def life(self, node: str, number: int = 1, store: MemoryStore | None = None, spec: JobSpec = SPEC) -> Spending:
-        spending = Spending(
+    def life(self, node: str, number: int = 1, store: MemoryStore | None = None, spec: JobSpec = SPEC) -> JudgeBudget:
+        spending = JudgeBudget(
             spec.judges,
             store or self.store,
             KEYS,
@@ -80,7 +80,7 @@ async def house() -> Any:
     await house.end()
 
 
-def pay(spending: Spending, answers: int = 1) -> None:
+def pay(spending: JudgeBudget, answers: int = 1) -> None:
     for _ in range(answers):
         spending.note("x", 0, THOUSAND)
 
@@ -266,7 +266,7 @@ class Office:
     def __init__(self, house: House, me: str = "a.1", spec: Any = SPEC, **environ: str) -> None:
         self.told: list[tuple[str, str]] = []
         self.metrics = Metrics()
-        self.counts = JudgeCounts(self.metrics, lambda topic, said: self.told.append((topic, said)))
+        self.counts = JudgeMetricsObserver(self.metrics, lambda topic, said: self.told.append((topic, said)))
         self.judges = ExternalJudges(
             spec,
             house.store,
@@ -284,7 +284,7 @@ class Office:
 
 
 def join(house: House, *members: str) -> None:
-    records = {m: Stored(Member(incarnation=m, node=m[0], address="h:1"), 1) for m in members}
+    records = {m: Versioned(Member(incarnation=m, node=m[0], address="h:1"), 1) for m in members}
     house.mirror = replace(house.mirror, members=records)
 
 
@@ -301,7 +301,7 @@ async def test_that_all_is_spent_is_told_once_by_one_of_the_members(house: House
     assert b.told == []
     after = Office(house)
     trouble = Trouble(topic="judge-cost-x", node="a", sentence=a.told[0][1])
-    house.mirror = replace(house.mirror, troubles={trouble.topic: Stored(trouble, 1)})
+    house.mirror = replace(house.mirror, troubles={trouble.topic: Versioned(trouble, 1)})
     await house.clock.advance(20)
     assert after.told == [], "nor by the next life of whoever told it"
     assert b.metrics.registry.get_sample_value("gcore_judge_cost_total", {"judge": "x"}) == 11

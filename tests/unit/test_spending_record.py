@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gcore.config.reward import MOST_JUDGES, ExternalJudge
 from gcore.ledger import retention as bounds
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.ledger.usage import (
     MOST_ADDED_UP,
     MOST_COUNTED,
@@ -16,11 +16,11 @@ from gcore.ledger.usage import (
     SPARE_NODES,
     JudgeUse,
     NodeSpent,
-    added,
-    cost_of,
+    add_uses,
+    records_to_merge,
     spend,
-    taken_off,
-    to_add_up,
+    subtract_uses,
+    use_cost,
 )
 from gcore.store.keys import JobKeys
 from gcore.store.types import Delete, Put
@@ -35,8 +35,8 @@ USES = st.dictionaries(st.sampled_from(["a", "b", "c"]), USE)
 def test_what_is_added_and_taken_off_again_is_what_there_was(
     one: dict[str, JudgeUse], other: dict[str, JudgeUse]
 ) -> None:
-    assert added((one, other)) == added((other, one))
-    rest = taken_off(added((one, other)), other)
+    assert add_uses((one, other)) == add_uses((other, one))
+    rest = subtract_uses(add_uses((one, other)), other)
     assert rest == {judge: use for judge, use in one.items() if use != NOTHING}
 
 
@@ -44,7 +44,7 @@ def test_what_is_added_and_taken_off_again_is_what_there_was(
 def test_a_record_is_read_as_it_was_written(before: dict[str, JudgeUse], life: dict[str, JudgeUse]) -> None:
     record = NodeSpent(node="n", by="n.1", before=before, life=life)
     assert NodeSpent.decode(record.encode()) == record
-    assert record.uses == added((before, life))
+    assert record.uses == add_uses((before, life))
 
 
 def test_what_a_record_takes_is_within_its_bound() -> None:
@@ -56,30 +56,30 @@ def test_what_a_record_takes_is_within_its_bound() -> None:
 
 def test_tokens_cost_what_a_million_of_them_does() -> None:
     judge = ExternalJudge(url="http://x/v1", model="m", price_in=2.0, price_out=10.0)
-    assert cost_of(JudgeUse(requests=1, tokens_in=500_000, tokens_out=100_000), judge) == pytest.approx(2.0)
-    assert cost_of(NOTHING, judge) == 0
+    assert use_cost(JudgeUse(requests=1, tokens_in=500_000, tokens_out=100_000), judge) == pytest.approx(2.0)
+    assert use_cost(NOTHING, judge) == 0
 
 
 def test_a_record_with_more_tokens_than_there_can_be_is_read_and_costs_a_number() -> None:
     judge = ExternalJudge(url="http://x/v1", model="m", price_in=2.0, price_out=1e308)
     absurd = f'{{"schema_version":2,"node":"n","by":"n.1","life":{{"a":{{"tokens_in":{10**400},"tokens_out":1}}}}}}'
     uses = NodeSpent.decode(absurd.encode()).uses
-    twice = added((uses, uses))["a"]
+    twice = add_uses((uses, uses))["a"]
     assert (twice.tokens_in, twice.tokens_out) == (MOST_COUNTED, 2)
-    assert cost_of(twice, judge) > 1e12
+    assert use_cost(twice, judge) > 1e12
 
 
-def stored(count: int) -> dict[str, Stored[NodeSpent]]:
+def stored(count: int) -> dict[str, Versioned[NodeSpent]]:
     life = {"a": JudgeUse(requests=1, tokens_in=2)}
-    return {f"n{i}": Stored(NodeSpent(node=f"n{i}", by=f"n{i}.1", life=life), 10 + i) for i in range(count)}
+    return {f"n{i}": Versioned(NodeSpent(node=f"n{i}", by=f"n{i}.1", life=life), 10 + i) for i in range(count)}
 
 
 def test_only_the_oldest_records_of_nodes_that_are_gone_are_added_up_and_only_if_there_are_many() -> None:
     spent = stored(SPARE_NODES + 4)
-    assert to_add_up(spent, "n0", nodes=["n0", "n1", "n2"]) == {"n3": spent["n3"]}
-    assert to_add_up(spent, "n0", nodes=[]).keys() == {"n1", "n2", "n3"}
-    assert to_add_up(stored(SPARE_NODES), "me", nodes=[]) == {}
-    assert len(to_add_up(stored(200), "me", nodes=[])) == MOST_ADDED_UP
+    assert records_to_merge(spent, "n0", nodes=["n0", "n1", "n2"]) == {"n3": spent["n3"]}
+    assert records_to_merge(spent, "n0", nodes=[]).keys() == {"n1", "n2", "n3"}
+    assert records_to_merge(stored(SPARE_NODES), "me", nodes=[]) == {}
+    assert len(records_to_merge(stored(200), "me", nodes=[])) == MOST_ADDED_UP
 
 
 def test_records_that_are_added_up_go_into_the_one_that_is_written_and_are_compared() -> None:

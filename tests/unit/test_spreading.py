@@ -25,12 +25,12 @@ from controllers.rules.actions import (
     SayFolder,
 )
 from controllers.rules.decide import decide
-from controllers.rules.retention import PRUNE_AT, checkpointing, pruning
-from controllers.rules.step import publishing, training
+from controllers.rules.retention import PRUNE_AT, prune_log, register_and_forget_checkpoints
+from controllers.rules.step import publish_weights, train_step
 from controllers.rules.view import EngineView, JobView, RankView, SavedCheckpoint
-from controllers.rules.waits import waiting_for
-from controllers.rules.workers import Launches, StartRank, staffing
-from controllers.rules.world import lost_world, recovering
+from controllers.rules.waits import current_waits
+from controllers.rules.workers import Launches, StartRank, schedule_workers
+from controllers.rules.world import recover_world, world_loss
 from gcore.ledger import chain
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, HeldCheckpoint, LogEntry, Member, NodeFolder
 from gcore.ledger.records.job import EnginePlace, NodeRecord, RankClaim
@@ -121,7 +121,7 @@ def test_only_the_node_whose_rank_wrote_a_checkpoint_looks_for_it() -> None:
 )
 def test_a_checkpoint_is_named_when_enough_nodes_have_it(said: Mapping[str, Any], named: bool) -> None:
     view = apart(stepped(running_job()), said)
-    assert any(isinstance(intent.action, Register) for intent in checkpointing(view)) == named
+    assert any(isinstance(intent.action, Register) for intent in register_and_forget_checkpoints(view)) == named
 
 
 def test_one_node_alone_names_what_it_has() -> None:
@@ -175,25 +175,25 @@ def test_a_step_is_committed_when_its_receipts_lie_on_enough_nodes() -> None:
     assert view.seal is not None
     token = str(view.seal.token)
     one = apart(view, {ME: {"receipts": token}, PEER: {"receipts": "0.0.1"}})
-    assert [type(intent.action) for intent in training(one)] == []
-    assert [type(intent.action) for intent in training(of(one, PEER))] == [Gather]
-    assert any("receipts of step 1 are to lie on 2 nodes" in wait.what for wait in waiting_for(one))
+    assert [type(intent.action) for intent in train_step(one)] == []
+    assert [type(intent.action) for intent in train_step(of(one, PEER))] == [Gather]
+    assert any("receipts of step 1 are to lie on 2 nodes" in wait.what for wait in current_waits(one))
     both = apart(view, {ME: {"receipts": token}, PEER: {"receipts": token}})
-    assert [type(intent.action) for intent in training(both)] == [Commit]
+    assert [type(intent.action) for intent in train_step(both)] == [Commit]
 
 
 def test_old_entries_leave_the_store_when_enough_nodes_have_written_them_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = tuple(range(1, PRUNE_AT + 5))
-    monkeypatch.setattr(chain, "prunable", lambda *args, **more: old)
+    monkeypatch.setattr(chain, "prunable_entries", lambda *args, **more: old)
     first = old[:PRUNE_AT]
     said: dict[str, Any] = {ME: {}, PEER: {"log": first}}
-    assert [intent.action for intent in pruning(apart(running_job(), said))] == [Archive(first, ())]
-    assert not list(pruning(of(apart(running_job(), said), PEER))), "it has"
+    assert [intent.action for intent in prune_log(apart(running_job(), said))] == [Archive(first, ())]
+    assert not list(prune_log(of(apart(running_job(), said), PEER))), "it has"
     said[ME] = {"log": first}
-    assert [intent.action for intent in pruning(apart(running_job(), said))] == [Prune(first)]
-    assert [intent.action for intent in pruning(running_job())] == [Prune(old)], "where a folder is shared, at once"
+    assert [intent.action for intent in prune_log(apart(running_job(), said))] == [Prune(first)]
+    assert [intent.action for intent in prune_log(running_job())] == [Prune(old)], "where a folder is shared, at once"
 
 
 def test_engines_get_weights_from_their_own_node_alone_and_these_are_fetched_from_where_they_were_staged() -> None:
@@ -212,9 +212,9 @@ def test_engines_get_weights_from_their_own_node_alone_and_these_are_fetched_fro
     assert not deeds(view, FetchWeights), "they are staged here"
     assert deeds(of(view, PEER), FetchWeights) == [FetchWeights(Version(0, 2), "node-0")]
     there = replace(view, staged=frozenset({Version(0, 0), Version(0, 2)}))
-    assert [intent.action for intent in publishing(there)] == [Publish("e0", Version(0, 2))]
+    assert [intent.action for intent in publish_weights(there)] == [Publish("e0", Version(0, 2))]
     shared = replace(there, spec=SPEC)
-    assert len(list(publishing(shared))) == 2
+    assert len(list(publish_weights(shared))) == 2
 
 
 def going_on(said: Mapping[str, Any], **more: Any) -> JobView:
@@ -249,26 +249,26 @@ def test_a_rank_starts_when_what_it_starts_from_lies_proved_on_its_node() -> Non
     view = going_on({ME: {"checkpoints": [HELD]}, PEER: {}})
     assert deeds(view, BringStart) == [BringStart(SAVED, "w2")]
     assert deeds(of(view, PEER), BringStart) == [BringStart(SAVED, "w2")]
-    assert not [one for one in staffing(view, Launches(), 0.0) if isinstance(one, StartRank)]
+    assert not [one for one in schedule_workers(view, Launches(), 0.0) if isinstance(one, StartRank)]
     ready = replace(view, brought=frozenset({"w2"}))
     assert not deeds(ready, BringStart)
-    early = [one for one in staffing(ready, Launches(), 0.0) if isinstance(one, StartRank)]
+    early = [one for one in schedule_workers(ready, Launches(), 0.0) if isinstance(one, StartRank)]
     assert not early, "it would wait for the other rank, whose node still fetches"
     both = going_on({ME: {"checkpoints": [HELD]}, PEER: {"checkpoints": [HELD]}}, brought=frozenset({"w2"}))
-    assert [one for one in staffing(both, Launches(), 0.0) if isinstance(one, StartRank)]
+    assert [one for one in schedule_workers(both, Launches(), 0.0) if isinstance(one, StartRank)]
     claimed = replace(view.mirror, claims={KEYS.world_rank("w2", 0): stored(RankClaim(instance="t"))})
     assert not deeds(replace(view, mirror=claimed), BringStart), "it has started"
 
 
 def test_a_world_whose_start_no_node_has_any_more_is_lost_and_a_node_that_has_it_is_waited_for() -> None:
-    assert lost_world(going_on({ME: {}, PEER: {"checkpoints": [HELD]}})) is None
+    assert world_loss(going_on({ME: {}, PEER: {"checkpoints": [HELD]}})) is None
     view = going_on({ME: {}, PEER: {}})
-    lost = lost_world(view)
+    lost = world_loss(view)
     assert lost is not None
     assert "no node that is there has checkpoints/0-2" in lost.why
-    (intent,) = (one for one in recovering(view) if isinstance(one.action, Rollback))
+    (intent,) = (one for one in recover_world(view) if isinstance(one.action, Rollback))
     assert intent.after >= spreading.HOLDERS_GRACE_S
-    assert any("one that has it is waited for" in wait.what for wait in waiting_for(view))
+    assert any("one that has it is waited for" in wait.what for wait in current_waits(view))
 
 
 def test_each_deletes_its_own_copies_of_what_no_record_names() -> None:

@@ -10,24 +10,32 @@ from typing import Any
 import pytest
 
 from controllers.rules.view import EngineView, JobView, world_start
-from controllers.rules.workers import Launch, Launches, StartEngine, StartRank, StopWorker, backoff, staffing
-from controllers.rules.world import lost_world
-from controllers.workers.launcher import MAX_LAUNCHES, Staff
+from controllers.rules.workers import (
+    Launch,
+    Launches,
+    StartEngine,
+    StartRank,
+    StopWorker,
+    launch_backoff_s,
+    schedule_workers,
+)
+from controllers.rules.world import world_loss
+from controllers.workers.launcher import MAX_LAUNCHES, WorkerLauncher
 from gcore.config import NodeConfig, parse_spec
 from gcore.data.order import Cursors, shard_lengths
 from gcore.engines.emulated.launch import HostLaunch
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Tally, WorldState
 from gcore.ledger.records.job import EnginePlace, JobRecord, NodeRecord, Plan, RankClaim, RankPlace
 from gcore.ledger.selection import StreamRules
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
-from gcore.system.process import ProcessId, identify
+from gcore.system.process import ProcessId, identify_process
 from gcore.testing import FakeClock
-from gcore.train.rank.launch import Start
+from gcore.train.rank.launch import WorldStart
 from gcore.worker.main import supervisor_log
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
@@ -51,7 +59,7 @@ def worker(instance: str, role: str, node: str = "node-0", **more: Any) -> Worke
 
 
 def view(workers: dict[str, WorkerRecord] | None = None, claims: dict[int, str] | None = None) -> JobView:
-    base = chain.base(2, "w", Writer("a", "n"))
+    base = chain.base_entry(2, "w", ChainWriter("a", "n"))
     plan = Plan(
         generation=1,
         world="w",
@@ -60,24 +68,24 @@ def view(workers: dict[str, WorkerRecord] | None = None, claims: dict[int, str] 
     )
     mirror = JobMirror(
         KEYS,
-        head=Stored(base.head, 1),
-        log={0: Stored(base.entry, 1)},
-        plan=Stored(plan, 1),
-        checkpoints=Stored(Checkpoints(entries=(BASE,)), 1),
-        claims={KEYS.world_rank("w", r): Stored(RankClaim(instance=i), 1) for r, i in (claims or {}).items()},
+        head=Versioned(base.head, 1),
+        log={0: Versioned(base.entry, 1)},
+        plan=Versioned(plan, 1),
+        checkpoints=Versioned(Checkpoints(entries=(BASE,)), 1),
+        claims={KEYS.world_rank("w", r): Versioned(RankClaim(instance=i), 1) for r, i in (claims or {}).items()},
     )
     return JobView(SPEC, StreamRules(shard_lengths(4, 2), 8, 2), mirror, "a", "node-0", {}, workers or {})
 
 
 def kinds(v: JobView, launches: Launches | None = None, now: float = 100.0) -> list[type]:
-    return [type(action) for action in staffing(v, launches or Launches(), now)]
+    return [type(action) for action in schedule_workers(v, launches or Launches(), now)]
 
 
 RUNNING = {"e": worker("e", "rollout"), "t": worker("t", "train", world="w", rank=0)}
 
 
 def test_a_bare_node_starts_its_engine_and_its_rank_and_no_others() -> None:
-    actions = list(staffing(view(), Launches(), 0.0))
+    actions = list(schedule_workers(view(), Launches(), 0.0))
     assert [(type(a), a.place.node) for a in actions if not isinstance(a, StopWorker)] == [
         (StartEngine, "node-0"),
         (StartRank, "node-0"),
@@ -102,17 +110,17 @@ def test_a_judges_engine_is_a_worker_of_its_own_beside_the_policys() -> None:
     assert seen.mirror.plan is not None
     plan = seen.mirror.plan.record
     judging = EnginePlace(node="node-0", slot="cpu:0", judge="sums")
-    judged = Stored(plan.model_copy(update={"engines": (*plan.engines, judging)}), 2)
+    judged = Versioned(plan.model_copy(update={"engines": (*plan.engines, judging)}), 2)
     lacking = replace(seen, mirror=replace(seen.mirror, plan=judged))
-    (start,) = staffing(lacking, Launches(), 0.0)
+    (start,) = schedule_workers(lacking, Launches(), 0.0)
     assert start == StartEngine(judging)
     pending = Launches({"judge sums cpu:0": Launch("x", ProcessId(1, 1), 99.0)})
     assert kinds(lacking, pending) == []
     there = {"j": worker("j", "reward", judge="sums"), "other": worker("other", "reward", judge="gone")}
-    (stop,) = staffing(replace(lacking, workers=RUNNING | there), Launches(), 0.0)
+    (stop,) = schedule_workers(replace(lacking, workers=RUNNING | there), Launches(), 0.0)
     assert stop == StopWorker("other", "the plan has no place for it")
     hung = {"j": EngineView("j", "h:1", None, silent=True, hung=True, why="answers nothing")}
-    (stop,) = staffing(replace(lacking, workers=RUNNING | {"j": there["j"]}, judges=hung), Launches(), 0.0)
+    (stop,) = schedule_workers(replace(lacking, workers=RUNNING | {"j": there["j"]}, judges=hung), Launches(), 0.0)
     assert stop == StopWorker("j", "it answers nothing", at_once=True)
 
 
@@ -121,14 +129,14 @@ def test_what_a_node_that_came_back_with_fewer_slots_has_no_more_is_not_started_
     fewer = NodeRecord(name="node-0", incarnation="a", address="h:1", slots=("cpu:1",), pid=1)
     seen = replace(view(), nodes={"node-0": fewer, "node-1": fewer.model_copy(update={"name": "node-1"})})
     assert kinds(seen) == []
-    lost = lost_world(seen)
+    lost = world_loss(seen)
     assert lost is not None
     assert lost.why == "node-0 has no slot cpu:0 any more, which was to run rank 0"
     assert kinds(replace(seen, workers={"e": RUNNING["e"]})) == [StopWorker]
     whole = fewer.model_copy(update={"slots": ("cpu:0", "cpu:1")})
     again = replace(seen, nodes={"node-0": whole, "node-1": whole.model_copy(update={"name": "node-1"})})
     assert kinds(again) == [StartEngine, StartRank]
-    assert lost_world(again) is None
+    assert world_loss(again) is None
 
 
 def test_a_dead_rank_is_not_started_again_in_the_same_world() -> None:
@@ -137,14 +145,14 @@ def test_a_dead_rank_is_not_started_again_in_the_same_world() -> None:
 
 def test_a_dead_engine_is_started_again_later_and_later() -> None:
     later = Launches(tries={"rollout cpu:0": 3}, last={"rollout cpu:0": 98.0})
-    assert backoff(later, "rollout cpu:0") == 4.0
+    assert launch_backoff_s(later, "rollout cpu:0") == 4.0
     assert kinds(view({"t": RUNNING["t"]}, {0: "t"}), later, now=100.0) == []
     assert kinds(view({"t": RUNNING["t"]}, {0: "t"}), later, now=102.0) == [StartEngine]
 
 
 def test_a_second_engine_of_a_slot_and_a_rank_of_another_world_are_stopped() -> None:
     more = RUNNING | {"e2": worker("e2", "rollout"), "old": worker("old", "train", world="w0", rank=0)}
-    stopped = {a.instance for a in staffing(view(more, {0: "t"}), Launches(), 0.0) if isinstance(a, StopWorker)}
+    stopped = {a.instance for a in schedule_workers(view(more, {0: "t"}), Launches(), 0.0) if isinstance(a, StopWorker)}
     assert stopped == {"e2", "old"}
 
 
@@ -155,19 +163,21 @@ def test_workers_of_other_nodes_and_jobs_are_left_alone() -> None:
 
 def test_a_new_world_starts_from_what_its_rollback_named() -> None:
     first = view()
-    assert world_start(first) == Start(step=0)
+    assert world_start(first) == WorldStart(step=0)
     head = first.mirror.head
     assert head is not None
     target = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
     later = head.record.model_copy(update={"seq": 4, "step": 4})
-    back = chain.rolled_back(later, target, Cursors.start(2), "w2", Writer("a", "m"), "a rank died", tally=Tally())
+    back = chain.rollback_entry(
+        later, target, Cursors.start(2), "w2", ChainWriter("a", "m"), "a rank died", tally=Tally()
+    )
     mirror = replace(
         first.mirror,
-        head=Stored(back.head, 9),
-        log={5: Stored(back.entry, 9)},
-        checkpoints=Stored(Checkpoints(entries=(BASE, target)), 9),
+        head=Versioned(back.head, 9),
+        log={5: Versioned(back.entry, 9)},
+        checkpoints=Versioned(Checkpoints(entries=(BASE, target)), 9),
     )
-    assert world_start(replace(first, mirror=mirror)) == Start(step=2, checkpoint="checkpoints/0-2")
+    assert world_start(replace(first, mirror=mirror)) == WorldStart(step=2, checkpoint="checkpoints/0-2")
 
 
 def test_a_new_world_that_goes_on_from_copies_is_told_whose() -> None:
@@ -176,9 +186,9 @@ def test_a_new_world_that_goes_on_from_copies_is_told_whose() -> None:
     assert head is not None
     later = head.record.model_copy(update={"seq": 4, "step": 4})
     state = WorldState(world="w", lineage=0, step=4, attempt=1, shards=2)
-    on = chain.re_formed(later, state, "w2", Writer("a", "m"), "a rank died")
-    mirror = replace(first.mirror, head=Stored(on.head, 9), log={5: Stored(on.entry, 9)})
-    assert world_start(replace(first, mirror=mirror)) == Start(step=4, state=state)
+    on = chain.reform_entry(later, state, "w2", ChainWriter("a", "m"), "a rank died")
+    mirror = replace(first.mirror, head=Versioned(on.head, 9), log={5: Versioned(on.entry, 9)})
+    assert world_start(replace(first, mirror=mirror)) == WorldStart(step=4, state=state)
 
 
 def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp_path: Path) -> None:
@@ -192,8 +202,8 @@ def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp
     job = JobRecord(
         uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path / "run"), created=0.0, prompts=4
     )
-    bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
-    staff = Staff(config, clock)
+    bare = replace(bare, mirror=replace(bare.mirror, job=Versioned(job, 1)))
+    staff = WorkerLauncher(config, clock)
     key = "train w 0"
     for _ in range(MAX_LAUNCHES):
         assert staff.hopeless({}) == ""
@@ -201,7 +211,7 @@ def test_what_cannot_be_spawned_is_tried_again_later_and_in_the_end_given_up(tmp
     launches = staff.launches({})
     assert launches.tries[key] == MAX_LAUNCHES
     assert StartRank not in kinds(bare, launches, now=launches.last[key] + 1.0)
-    assert StartRank in kinds(bare, launches, now=launches.last[key] + backoff(launches, key))
+    assert StartRank in kinds(bare, launches, now=launches.last[key] + launch_backoff_s(launches, key))
     assert f"{key} on node-0 was started {MAX_LAUNCHES} times" in staff.hopeless({})
     assert str(home) in staff.hopeless({})
 
@@ -221,9 +231,9 @@ def test_a_daemon_touches_nothing_of_a_runs_folder_to_start_a_worker(
     )
     run_dir = tmp_path / "run"
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(run_dir), created=0.0, prompts=4)
-    bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
+    bare = replace(view(), mirror=replace(view().mirror, job=Versioned(job, 1)))
     rank = RankPlace(rank=0, node="node-0", slot="cpu:0")
-    assert Staff(config, FakeClock()).start(StartRank(rank, "w"), bare) == ""
+    assert WorkerLauncher(config, FakeClock()).start(StartRank(rank, "w"), bare) == ""
     assert [one.log_file.startswith(str(run_dir / "logs")) for one in started] == [True]
     assert not run_dir.exists(), "its mount may hang; the supervisor makes it"
     assert [one.start_limit_s for one in started] == [SPEC.train.start_limit_s]
@@ -238,8 +248,8 @@ def test_a_rank_whose_supervisor_dies_unregistered_is_started_again_later_and_la
     )
     bare = view()
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
-    bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
-    staff = Staff(config, FakeClock())
+    bare = replace(bare, mirror=replace(bare.mirror, job=Versioned(job, 1)))
+    staff = WorkerLauncher(config, FakeClock())
     for _ in range(2):
         staff.start(StartRank(RankPlace(rank=0, node="node-0", slot="cpu:0"), "w"), bare)
     launches = staff.launches({})
@@ -262,8 +272,8 @@ def test_a_job_that_is_given_up_names_the_file_that_says_why_and_what_it_said_la
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir="/run", created=0.0, prompts=4)
-    bare = replace(view(), mirror=replace(view().mirror, job=Stored(job, 1)))
-    staff = Staff(config, FakeClock())
+    bare = replace(view(), mirror=replace(view().mirror, job=Versioned(job, 1)))
+    staff = WorkerLauncher(config, FakeClock())
     for _ in range(MAX_LAUNCHES):
         staff.start(StartRank(RankPlace(rank=0, node="node-0", slot="cpu:0"), "w"), bare)
     newest = launched[-1]
@@ -284,8 +294,8 @@ def test_a_node_without_sglang_gives_the_job_up_with_what_is_missing(tmp_path: P
     rollout = SPEC.rollout.model_copy(update={"engine": "sglang"})
     bare = replace(view(), spec=SPEC.model_copy(update={"rollout": rollout}))
     job = JobRecord(uid="u", name="j", spec=SPEC.model_dump(mode="json"), run_dir=str(tmp_path), created=0.0, prompts=4)
-    bare = replace(bare, mirror=replace(bare.mirror, job=Stored(job, 1)))
-    staff = Staff(config, FakeClock())
+    bare = replace(bare, mirror=replace(bare.mirror, job=Versioned(job, 1)))
+    staff = WorkerLauncher(config, FakeClock())
     for _ in range(MAX_LAUNCHES):
         staff.start(StartEngine(EnginePlace(node="node-0", slot="cpu:0")), bare)
     assert "node node-0 has no SGLang. Run 'make sglang-setup'" in staff.hopeless({})
@@ -297,9 +307,9 @@ def hung(workers: dict[str, WorkerRecord]) -> JobView:
 
 
 def test_an_engine_that_hangs_is_ended_at_once_and_its_slot_is_given_away_only_when_it_has_gone() -> None:
-    (stop,) = staffing(hung(RUNNING), Launches(), 100.0)
+    (stop,) = schedule_workers(hung(RUNNING), Launches(), 100.0)
     assert stop == StopWorker("e", "it has answered nothing for 120 s", at_once=True)
-    (again,) = staffing(hung(RUNNING | {"e": worker("e", "rollout", state="stopping")}), Launches(), 100.0)
+    (again,) = schedule_workers(hung(RUNNING | {"e": worker("e", "rollout", state="stopping")}), Launches(), 100.0)
     assert again == stop  # who asks twice does not want to wait
     gone = replace(view({"t": RUNNING["t"]}, {0: "t"}), engines={})
     assert kinds(gone) == [StartEngine]
@@ -307,7 +317,7 @@ def test_an_engine_that_hangs_is_ended_at_once_and_its_slot_is_given_away_only_w
 
 def test_an_engine_that_hangs_on_another_node_is_that_nodes_business() -> None:
     far = {"e": worker("e", "rollout", "node-1"), "e0": worker("e0", "rollout"), "t": RUNNING["t"]}
-    assert list(staffing(hung(far), Launches(), 100.0)) == []
+    assert list(schedule_workers(hung(far), Launches(), 100.0)) == []
 
 
 def test_the_engines_of_emulated_slots_are_started_as_one_process(
@@ -317,7 +327,7 @@ def test_the_engines_of_emulated_slots_are_started_as_one_process(
 
     def start(launch: HostLaunch, home: Path) -> ProcessId:
         started.append(launch)
-        me = identify(os.getpid())
+        me = identify_process(os.getpid())
         assert me is not None
         return me
 
@@ -325,7 +335,7 @@ def test_the_engines_of_emulated_slots_are_started_as_one_process(
     places = tuple(EnginePlace(node="node-0", slot=f"emulated:{i}") for i in range(3))
     bare = view()
     plan = Plan(generation=1, world="w", ranks=(), engines=places)
-    bare = replace(bare, mirror=replace(bare.mirror, plan=Stored(plan, 1)))
+    bare = replace(bare, mirror=replace(bare.mirror, plan=Versioned(plan, 1)))
     config = NodeConfig(
         node="node-0",
         home=str(tmp_path),
@@ -333,9 +343,11 @@ def test_the_engines_of_emulated_slots_are_started_as_one_process(
         slots=("emulated:0",),
         run_root=str(tmp_path),
     )
-    staff = Staff(config, FakeClock())
-    staff.start_emulated([a for a in staffing(bare, staff.launches({}), 0.0) if isinstance(a, StartEngine)], bare)
+    staff = WorkerLauncher(config, FakeClock())
+    staff.start_emulated(
+        [a for a in schedule_workers(bare, staff.launches({}), 0.0) if isinstance(a, StartEngine)], bare
+    )
     (launch,) = started
     assert [engine.slot for engine in launch.engines] == ["emulated:0", "emulated:1", "emulated:2"]
     assert len({engine.instance for engine in launch.engines}) == 3
-    assert list(staffing(bare, staff.launches({}), 1.0)) == []  # they are on their way
+    assert list(schedule_workers(bare, staff.launches({}), 1.0)) == []  # they are on their way

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from job_views import running_job
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.job import effects as tidying
-from controllers.storage.run_folder import StagedWeights, staged_versions
-from gcore.ledger.retention import Swept
+from controllers.storage.run_folder import StagedWeightsMonitor, staged_versions
+from gcore.ledger.retention import SweptKeys
 from gcore.ledger.transactions import TxnOutcome
 from gcore.models.layout import FIRST
 from gcore.system.clock import SystemClock
@@ -47,9 +47,9 @@ class Job:
     """What looks, what it wants, and what it says."""
 
     def __init__(self, folder: Folder) -> None:
-        self.folder, self.changes, self.wanted = folder, Changes(), FIRST
+        self.folder, self.changes, self.wanted = folder, ChangeSignal(), FIRST
         self.told: list[str] = []
-        self.staged = StagedWeights(
+        self.staged = StagedWeightsMonitor(
             Path("/mnt/runs/j"),
             "b",
             lambda: self.wanted,
@@ -127,7 +127,7 @@ def test_the_versions_are_those_of_whole_folders(tmp_path: Path) -> None:
     assert staged_versions(tmp_path) == {FIRST, Version(0, 3), Version(1, 4)}
 
 
-@pytest.mark.parametrize("deed", ["retain", "sweep"])
+@pytest.mark.parametrize("deed", ["retain_checkpoints", "sweep_keys"])
 async def test_a_folder_that_cannot_be_listed_is_told_and_nothing_is_forgotten(
     deed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ async def test_a_folder_that_cannot_be_listed_is_told_and_nothing_is_forgotten(
     monkeypatch.setattr(tidying, "versions_in", stale)
     told: dict[str, str] = {}
     hands: Any = SimpleNamespace(own=None, run_dir=Path("run"), tell=told.__setitem__)
-    action: Any = SimpleNamespace(kept=(), swept=Swept())
+    action: Any = SimpleNamespace(kept=(), swept=SweptKeys())
     done = await getattr(tidying, deed)(action, running_job(), hands)
     assert done.outcome is TxnOutcome.UNKNOWN
     assert "cannot be read (Stale file handle)" in told["checkpoints"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.quickstart.lessons import CONTEXT, Alphabet
-from gcore.quickstart.starter import CHARACTERS, TASKS, StarterTask, one_pass, split_task, write_data
+from gcore.quickstart.starter import CHARACTERS, TASKS, StarterTask, bubble_pass, split_task, write_data
 
 numbers = st.integers(min_value=0, max_value=2**64 - 1)
 tasks = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -31,7 +31,7 @@ def test_reversing_is_answered_backwards_and_carelessly_only_at_the_ends(number:
 
 @given(st.text("0123456789", max_size=8))
 def test_going_through_once_carries_the_largest_to_the_end(digits: str) -> None:
-    passed = one_pass(digits)
+    passed = bubble_pass(digits)
     assert sorted(passed) == sorted(digits)
     assert passed[-1:] == max(digits, default="")
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_views import running_job, stored
 
-from controllers.planning.history import MOST_STEPS, StepHistory, splits_of
+from controllers.planning.history import MOST_STEPS, StepHistory, committed_splits
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry, Seal, SealedGroup, SealState
 from gcore.ledger.records.job import Move, MoveKind, Moves, Plan
-from gcore.ledger.records.slot_accounting import EngineSums, NodeBooks, StepBook
+from gcore.ledger.records.slot_accounting import EngineSums, NodeAccounts, StepAccount
 from gcore.types import PromptRef, Version
-from placement.assign import assigned
-from placement.moves import part_of
+from placement.assign import assign_split
+from placement.moves import split_part
 from placement.slots import NodeSlots, Snapshot, Split
 
 FIRST, SECOND, THIRD = (Split("coexisting", n, 7 - n, 1) for n in (6, 3, 4))
@@ -26,7 +26,7 @@ LARGER = Split("coexisting", 4, 2, 2)
 
 def plan_of(split: Split, *, world: str = "w", slots: int = 8) -> Plan:
     snapshot = Snapshot((NodeSlots("node-0", tuple(f"cpu:{n}" for n in range(slots))),))
-    plan = assigned(split, None, snapshot, ("tutor",), world=world, generation=1)
+    plan = assign_split(split, None, snapshot, ("tutor",), world=world, generation=1)
     assert plan is not None
     return plan
 
@@ -48,7 +48,9 @@ def entry(step: int, *, seq: int | None = None, lineage: int = 0, world: str = "
 
 
 def moved(seq: int, before: Split, after: Split, kind: MoveKind = MoveKind.SPLIT, state: Any = "done") -> Move:
-    return Move(generation=1, step=seq, seq=seq, kind=kind, before=part_of(before), after=part_of(after), state=state)
+    return Move(
+        generation=1, step=seq, seq=seq, kind=kind, before=split_part(before), after=split_part(after), state=state
+    )
 
 
 def mirror_of(plan: Plan, entries: list[LogEntry], moves: Moves | None = None) -> JobMirror:
@@ -119,8 +121,8 @@ def test_of_each_step_it_is_known_when_it_was_committed_and_what_its_work_was() 
     again = entry(2, seq=5, lineage=1)
     mirror = mirror_of(plan_of(SECOND), [entry(1), entry(2), entry(3), again])
     sums = EngineSums(active_s=9.0, running_s=40.0, tokens=400, requests=16)
-    book = StepBook(version=Version(1, 2), began=0.0, seconds=3.0, slots=8, engines={"reward": sums})
-    told = replace(mirror, books={"node-0": stored(NodeBooks(node="node-0", steps=(book,)))})
+    book = StepAccount(version=Version(1, 2), began=0.0, seconds=3.0, slots=8, engines={"reward": sums})
+    told = replace(mirror, books={"node-0": stored(NodeAccounts(node="node-0", steps=(book,)))})
     found = [(one.step, one.seq, one.tokens, one.question_s) for one in StepHistory().committed(told)]
     assert found == [(1, 1, 9.0, None), (2, 2, 9.0, None), (3, 3, 9.0, None), (2, 5, 9.0, 2.5)]
 
@@ -153,15 +155,15 @@ def there(*nodes: str) -> Snapshot:
 
 def test_a_step_is_not_taken_for_one_of_a_split_whose_nodes_were_away() -> None:
     whole = Split("coexisting", 10, 4, 2)
-    plan = assigned(whole, None, there("node-0", "node-1"), ("tutor",), world="w", generation=1)
+    plan = assign_split(whole, None, there("node-0", "node-1"), ("tutor",), world="w", generation=1)
     assert plan is not None
     history, mirrors = StepHistory(), [mirror_of(plan, [entry(n) for n in range(step + 1)]) for step in range(4)]
     present = [("node-0", "node-1"), ("node-0",), ("node-0",)]
 
-    def book(node: str, step: int) -> NodeBooks:
+    def book(node: str, step: int) -> NodeAccounts:
         judges = {"reward": EngineSums(active_s=1.0, running_s=2.0, tokens=40, requests=2)}
-        one = StepBook(version=Version(0, step), began=0.0, seconds=3.0, slots=8, engines=judges)
-        return NodeBooks(node=node, steps=(one,))
+        one = StepAccount(version=Version(0, step), began=0.0, seconds=3.0, slots=8, engines=judges)
+        return NodeAccounts(node=node, steps=(one,))
 
     for step, nodes in enumerate(present, start=1):
         before = replace(mirrors[step - 1], seals={step: stored(seal_of(step))})
@@ -208,7 +210,7 @@ def test_whatever_was_moved_each_step_is_found_with_its_split(runs: list[tuple[i
         for _ in range(steps):
             entries.append(entry(len(entries) + 1))
             expected[entries[-1].seq] = split
-    assert splits_of(entries, plan_of(before), moves) == expected
+    assert committed_splits(entries, plan_of(before), moves) == expected
 
 
 def test_versions_name_steps_of_several_lineages() -> None:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from trace_collector import Collector
 
 from gcore.errors import UsageError
-from gcore.ledger.records.slot_accounting import BookLine, StepBook, Stretch
+from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, StepSpan
 from gcore.observability import tracing as otel
-from gcore.observability.tracing import StepTraces, span_of, trace_id
+from gcore.observability.tracing import StepTraces, step_span, trace_id
 from gcore.types import Version
 
 
-def line(node: str, step: int = 7, lineage: int = 0, began: float = 1000.0) -> BookLine:
-    book = StepBook(
+def line(node: str, step: int = 7, lineage: int = 0, began: float = 1000.0) -> AccountLine:
+    book = StepAccount(
         version=Version(lineage, step),
         began=began,
         seconds=4.0,
@@ -27,8 +27,8 @@ def line(node: str, step: int = 7, lineage: int = 0, began: float = 1000.0) -> B
         booked={"busy rollout": 5.0, "idle rollout tail": 2.5},
         unbooked=0.5,
     )
-    phases = (Stretch(0.0, 3.0, {"tail": 3.0}), Stretch(3.0, 3.0, {"barrier": 0.0}), Stretch(3.0, 4.0, {}))
-    return BookLine(node, book, phases)
+    phases = (StepSpan(0.0, 3.0, {"tail": 3.0}), StepSpan(3.0, 3.0, {"barrier": 0.0}), StepSpan(3.0, 4.0, {}))
+    return AccountLine(node, book, phases)
 
 
 @given(st.text(max_size=40), st.integers(0, 9), st.integers(0, 10**6))
@@ -40,7 +40,7 @@ def test_nodes_agree_on_the_trace_of_a_step_and_no_two_steps_share_one(uid: str,
 
 
 def test_a_step_is_a_span_with_its_slots_seconds_and_a_span_for_each_phase() -> None:
-    told = span_of("sums", "1a", line("node-1"))
+    told = step_span("sums", "1a", line("node-1"))
     assert (told.name, told.begin, told.end) == ("step 7", 1000 * 10**9, 1004 * 10**9)
     assert told.attributes["gcore.slot_seconds.busy.rollout"] == 5.0
     assert told.attributes["gcore.slot_seconds.unbooked"] == 0.5

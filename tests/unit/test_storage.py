@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from controllers.api.store_reader import StoredJobs
-from controllers.api.submission.submit import Submissions
+from controllers.api.store_reader import StoreReader
+from controllers.api.submission.submit import Submitter
 from controllers.identity import Identity
 from controllers.storage import run_folder as storage
-from controllers.storage.run_folder import FOLDER, StorageNotShared, StorageProof, run_folder, seen_here
+from controllers.storage.run_folder import FOLDER, StorageNotShared, StorageProof, localize_mirror, run_folder
 from gcore.errors import UsageError
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
-from gcore.ledger.transactions import Stored
+from gcore.ledger.transactions import Versioned
 from gcore.store.keys import JobKeys
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
@@ -138,10 +138,10 @@ def test_with_copies_a_run_lies_under_each_nodes_own_root_and_else_where_the_rec
         (shared, "/submitter/runs/j-u"),
         (job_record({}), "/submitter/runs/j-u"),
     ):
-        mirror = seen_here(JobMirror(JobKeys("u"), job=Stored(record, 3)), Path("/mine"))
+        mirror = localize_mirror(JobMirror(JobKeys("u"), job=Versioned(record, 3)), Path("/mine"))
         assert mirror.job is not None
         assert (mirror.job.record.run_dir, mirror.job.revision) == (seen, 3)
-        assert seen_here(mirror, Path("/mine")) == mirror
+        assert localize_mirror(mirror, Path("/mine")) == mirror
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -149,7 +149,7 @@ async def test_copies_on_the_one_folder_of_a_local_cluster_are_refused_before_an
     tmp_path: Path, local: bool
 ) -> None:
     store = MemoryStore(MemoryCluster(FakeClock()))
-    submissions = Submissions(store, StoredJobs(store), tmp_path, tmp_path, FakeClock(), local=local)
+    submissions = Submitter(store, StoreReader(store), tmp_path, tmp_path, FakeClock(), local=local)
     spec = {"name": "j", "model": {"path": "nowhere"}, "data": {"path": "nowhere"}, "flow": {"steps": 1}}
     spec |= {"rollout": {"max_new_tokens": 4}, "storage": {"copies": 2}}
     said = "storage.copies: the nodes of a local cluster share one folder" if local else "nowhere"

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from gcore.store import etcd as binary
-from gcore.store.etcd import EtcdBinary, EtcdFailed, ExternalEtcd, NoEtcd, find_etcd, reads_data_of, wheels_etcd
+from gcore.store.etcd import (
+    EtcdBinary,
+    EtcdFailed,
+    EtcdNotFound,
+    ExternalEtcd,
+    can_read_data_of,
+    find_etcd,
+    wheels_etcd,
+)
 
 
 def script(path: Path, text: str) -> Path:
@@ -70,12 +78,12 @@ def test_another_environments_wheel_is_taken_where_there_is_nothing_else(
     ],
 )
 def test_an_etcd_reads_what_its_own_and_older_versions_have_written(version: str, written_by: str, reads: bool) -> None:
-    assert reads_data_of(version, written_by) is reads
+    assert can_read_data_of(version, written_by) is reads
 
 
 def test_where_there_is_none_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NoEtcd, match="no etcd is to be found") as caught:
+    with pytest.raises(EtcdNotFound, match="no etcd is to be found") as caught:
         find_etcd(search_path=str(tmp_path))
     assert "--etcd-endpoints" in str(caught.value)
 

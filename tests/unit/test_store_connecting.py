@@ -25,7 +25,7 @@ def said(file: Path) -> str:
     """Why nobody connects with it. Raises if somebody would."""
     user = UserRef(name="gcore", password_file=str(file))
     with pytest.raises(UsageError) as caught:
-        asyncio.run(connecting.connect(StoreRef(endpoints=("127.0.0.1:1",), user=user), FakeClock()))
+        asyncio.run(connecting.connect_store(StoreRef(endpoints=("127.0.0.1:1",), user=user), FakeClock()))
     return str(caught.value)
 
 

@@ -10,13 +10,13 @@ import pytest
 from gcore.errors import StoreUnavailable, UsageError
 from gcore.store.connection import (
     TELL_AGAIN_S,
-    Caller,
     ConnectionPool,
-    Endpoint,
-    Meaning,
+    ErrorClass,
+    EtcdCaller,
+    EtcdEndpoint,
     StoreTls,
     StoreUser,
-    meaning_of,
+    classify_error,
 )
 from gcore.testing import FakeClock
 
@@ -33,7 +33,7 @@ from gcore.testing import FakeClock
     ],
 )
 def test_an_endpoint_is_read(text: str, target: str, secure: bool) -> None:
-    endpoint = Endpoint.parse(text)
+    endpoint = EtcdEndpoint.parse(text)
     assert (endpoint.target, endpoint.secure) == (target, secure)
 
 
@@ -42,7 +42,7 @@ def test_an_endpoint_is_read(text: str, target: str, secure: bool) -> None:
 )
 def test_what_is_no_endpoint_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="is not an etcd endpoint") as caught:
-        Endpoint.parse(text)
+        EtcdEndpoint.parse(text)
     assert "host:port" in str(caught.value)
 
 
@@ -68,43 +68,43 @@ def test_a_password_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("code", "details", "meaning"),
     [
-        pytest.param("NOT_FOUND", "etcdserver: requested lease not found", Meaning.LEASE_GONE, id="lease"),
+        pytest.param("NOT_FOUND", "etcdserver: requested lease not found", ErrorClass.LEASE_GONE, id="lease"),
         pytest.param(
             "OUT_OF_RANGE",
             "etcdserver: mvcc: required revision has been compacted",
-            Meaning.COMPACTED,
+            ErrorClass.COMPACTED,
             id="compacted",
         ),
-        pytest.param("UNAUTHENTICATED", "etcdserver: invalid auth token", Meaning.TOKEN_STALE, id="token"),
+        pytest.param("UNAUTHENTICATED", "etcdserver: invalid auth token", ErrorClass.TOKEN_STALE, id="token"),
         pytest.param(
-            "INVALID_ARGUMENT", "etcdserver: revision of auth store is old", Meaning.TOKEN_STALE, id="auth revision"
+            "INVALID_ARGUMENT", "etcdserver: revision of auth store is old", ErrorClass.TOKEN_STALE, id="auth revision"
         ),
-        pytest.param("UNAVAILABLE", "etcdserver: no leader", Meaning.NOT_BEGUN, id="no leader"),
-        pytest.param("RESOURCE_EXHAUSTED", "etcdserver: too many requests", Meaning.NOT_BEGUN, id="too many"),
-        pytest.param("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded", Meaning.FULL, id="full"),
-        pytest.param("PERMISSION_DENIED", "etcdserver: permission denied", Meaning.REFUSED, id="permission"),
-        pytest.param("UNAVAILABLE", "etcdserver: leader changed", Meaning.UNKNOWN, id="leader changed"),
-        pytest.param("UNAVAILABLE", "etcdserver: request timed out", Meaning.UNKNOWN, id="timed out"),
-        pytest.param("UNAVAILABLE", "Socket closed", Meaning.UNKNOWN, id="socket"),
-        pytest.param("DEADLINE_EXCEEDED", "Deadline Exceeded", Meaning.UNKNOWN, id="deadline"),
-        pytest.param("CANCELLED", "", Meaning.UNKNOWN, id="cancelled"),
+        pytest.param("UNAVAILABLE", "etcdserver: no leader", ErrorClass.NOT_BEGUN, id="no leader"),
+        pytest.param("RESOURCE_EXHAUSTED", "etcdserver: too many requests", ErrorClass.NOT_BEGUN, id="too many"),
+        pytest.param("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded", ErrorClass.FULL, id="full"),
+        pytest.param("PERMISSION_DENIED", "etcdserver: permission denied", ErrorClass.REFUSED, id="permission"),
+        pytest.param("UNAVAILABLE", "etcdserver: leader changed", ErrorClass.UNKNOWN, id="leader changed"),
+        pytest.param("UNAVAILABLE", "etcdserver: request timed out", ErrorClass.UNKNOWN, id="timed out"),
+        pytest.param("UNAVAILABLE", "Socket closed", ErrorClass.UNKNOWN, id="socket"),
+        pytest.param("DEADLINE_EXCEEDED", "Deadline Exceeded", ErrorClass.UNKNOWN, id="deadline"),
+        pytest.param("CANCELLED", "", ErrorClass.UNKNOWN, id="cancelled"),
     ],
 )
-def test_an_error_of_etcd_says_what_became_of_the_call(code: str, details: str, meaning: Meaning) -> None:
-    assert meaning_of(grpc.StatusCode[code], details) is meaning
+def test_an_error_of_etcd_says_what_became_of_the_call(code: str, details: str, meaning: ErrorClass) -> None:
+    assert classify_error(grpc.StatusCode[code], details) is meaning
 
 
 async def test_a_store_that_is_full_is_told_in_the_log_now_and_then_and_not_at_every_try(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = FakeClock()
-    connection = SimpleNamespace(endpoint=Endpoint.parse("127.0.0.1:1"))
+    connection = SimpleNamespace(endpoint=EtcdEndpoint.parse("127.0.0.1:1"))
 
     async def ready(within_s: float) -> Any:
         return connection
 
     pool: Any = SimpleNamespace(ready=ready)
-    caller = Caller(pool, clock, user=None, timeout_s=1.0)
+    caller = EtcdCaller(pool, clock, user=None, timeout_s=1.0)
 
     async def full(connection: Any, metadata: Any, within: float) -> None:
         nothing = grpc.aio.Metadata()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.store.client import Heard
+from gcore.store.client import RestoreCheck
 
 
 def header(cluster: int, revision: int) -> Any:
@@ -19,10 +19,10 @@ def header(cluster: int, revision: int) -> Any:
 
 @given(st.lists(st.integers(1, 50), min_size=1))
 def test_answers_of_one_store_in_whatever_order_never_contradict_the_newest(revisions: Sequence[int]) -> None:
-    heard = Heard()
+    heard = RestoreCheck()
     for revision in revisions:
         heard = heard.and_now(header(7, revision))
-    assert heard == Heard(7, max(revisions))
+    assert heard == RestoreCheck(7, max(revisions))
     assert not heard.contradicts(header(7, max(revisions)))
 
 
@@ -31,9 +31,9 @@ def test_answers_of_one_store_in_whatever_order_never_contradict_the_newest(revi
     [(7, 9, True), (7, 10, False), (7, 11, False), (8, 10, True), (8, 99, True)],
 )
 def test_an_older_revision_or_another_cluster_contradicts(cluster: int, revision: int, contradicts: bool) -> None:
-    assert Heard(7, 10).contradicts(header(cluster, revision)) == contradicts
-    assert not Heard().contradicts(header(cluster, revision)), "whoever has heard nothing knows nothing"
+    assert RestoreCheck(7, 10).contradicts(header(cluster, revision)) == contradicts
+    assert not RestoreCheck().contradicts(header(cluster, revision)), "whoever has heard nothing knows nothing"
 
 
 def test_what_another_cluster_says_is_not_mixed_with_what_was_heard() -> None:
-    assert Heard(7, 10).and_now(header(8, 99)) == Heard(7, 10)
+    assert RestoreCheck(7, 10).and_now(header(8, 99)) == RestoreCheck(7, 10)

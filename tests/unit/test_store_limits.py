@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.store.client import range_begin, range_end, transaction
+from gcore.store.client import build_transaction, range_begin, range_end
 from gcore.store.types import Compare, Delete, Put, request_bytes
 
 TEXTS = st.text(min_size=1, max_size=20)
@@ -18,7 +18,7 @@ WRITES = st.one_of(
     writes=st.lists(WRITES, max_size=128),
 )
 def test_a_request_is_never_larger_than_was_estimated(compares: list[Compare], writes: list[Put | Delete]) -> None:
-    assert transaction(compares, writes).ByteSize() <= request_bytes(compares, writes)
+    assert build_transaction(compares, writes).ByteSize() <= request_bytes(compares, writes)
 
 
 @given(prefix=st.text(max_size=5), key=st.text(min_size=1, max_size=8))

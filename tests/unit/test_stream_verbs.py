@@ -23,7 +23,7 @@ def logs(monkeypatch: pytest.MonkeyPatch, lines: list[pb.LogLine], *args: str) -
     def call(what: Any, address: str | None, home: Any) -> Any:
         return asyncio.run(what(SimpleNamespace(stream_logs=stream_logs)))
 
-    monkeypatch.setattr(stream_verbs, "call", call)
+    monkeypatch.setattr(stream_verbs, "call_cluster", call)
     done = CliRunner().invoke(app, ["logs", "sums", *args])
     return done.exit_code, done.stdout, done.stderr
 

@@ -9,16 +9,16 @@ import pytest
 from plug_in_package import installer
 from stored_job import StoredJob
 
-from controllers.api.store_reader import StoredJobs
+from controllers.api.store_reader import StoreReader
 from controllers.api.submission.checks import (
     MIN_FREE_BYTES,
     MOST_FOR_EVER,
-    check_kept,
+    check_kept_checkpoints,
     check_ranks,
-    check_streamed,
+    check_streamed_steps,
     check_submission,
 )
-from controllers.api.submission.submit import Submissions
+from controllers.api.submission.submit import Submitter
 from controllers.daemon.daemon import most_slots
 from controllers.job.preparation import check_unchanged
 from gcore.config import JobSpec, NodeConfig, new_spec, parse_spec
@@ -226,10 +226,10 @@ def test_what_is_to_be_kept_for_ever_is_something_and_not_too_much(
     tree = {"name": "j", "model": {"path": "m"}, "data": {"path": "d"}, "flow": flow, "rollout": {"max_new_tokens": 4}}
     spec = parse_spec(tree | {"checkpoint": {"every": 50, "keep_every": keep_every}})
     if not wrong:
-        check_kept(spec, prompts=200)
+        check_kept_checkpoints(spec, prompts=200)
         return
     with pytest.raises(SpecError, match=wrong) as raised:
-        check_kept(spec, prompts=200)
+        check_kept_checkpoints(spec, prompts=200)
     assert raised.value.where == "checkpoint.keep_every"
     assert raised.value.fix
 
@@ -248,7 +248,7 @@ async def test_a_job_of_which_a_record_is_damaged_can_be_ended(tmp_path: Path) -
     job = StoredJob(store, "u", "n0.me")
     await job.create()
     await store.transact((), (Put(job.keys.plan, b"{"),))
-    submissions = Submissions(store, StoredJobs(store), tmp_path, tmp_path, clock)
+    submissions = Submitter(store, StoreReader(store), tmp_path, tmp_path, clock)
     await submissions.cancel("u", "cancelled on request")
     await submissions.cancel("u", "again")  # stays as it is
     found = await store.get(job.keys.state)
@@ -268,8 +268,8 @@ def test_steps_that_come_in_parts_need_nodes_that_can_read_them(monkeypatch: pyt
         "train": {"stream": True},
     }
     streamed = parse_spec(tree)
-    check_streamed(streamed)
-    monkeypatch.setattr("controllers.api.submission.checks.spoken", lambda: 1)
+    check_streamed_steps(streamed)
+    monkeypatch.setattr("controllers.api.submission.checks.written_version", lambda: 1)
     with pytest.raises(SpecError, match="some are older"):
-        check_streamed(streamed)
-    check_streamed(parse_spec(tree | {"train": {}}))
+        check_streamed_steps(streamed)
+    check_streamed_steps(parse_spec(tree | {"train": {}}))

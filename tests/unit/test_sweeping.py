@@ -11,26 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_job import KEYS, SPEC, RecordedJob, a_job_under_way, hands_of
 
-from controllers.job.executor import apply
+from controllers.job.executor import apply_action
 from controllers.rules.actions import ForgetEvaluations, Intent, Sweep
-from controllers.rules.retention import FORGET_AT, forgetting, sweeping
+from controllers.rules.retention import FORGET_AT, archive_evaluations, sweep_old_worlds
 from controllers.rules.view import JobView
 from controllers.rules.waits import LOCAL
-from controllers.telemetry.notices import MOST_OF_JOB, FaultBook
+from controllers.telemetry.notices import MOST_OF_JOB, PluginErrorLog
 from gcore.config import stored_spec
 from gcore.ledger import archive
-from gcore.ledger.evaluation import best_of
+from gcore.ledger.evaluation import best_evaluation
 from gcore.ledger.records.chain import Checkpoint, Head
 from gcore.ledger.records.job import MOST_SAID, EvalPart, Evaluation, NodeRecord, RankClaim, Trouble
 from gcore.ledger.retention import (
     NEWEST_EVALUATIONS,
     NEWEST_TROUBLES,
     NODE_TOPICS,
-    Swept,
+    SweptKeys,
     superfluous_evaluations,
     sweep,
 )
-from gcore.ledger.transactions import Stored, TxnOutcome
+from gcore.ledger.transactions import TxnOutcome, Versioned
 from gcore.store.types import Put
 from gcore.types import Version
 
@@ -48,7 +48,7 @@ def view_of(job: RecordedJob) -> JobView:
 
 def carried_out(job: RecordedJob, intent: Intent) -> TxnOutcome:
     hands = hands_of(job.store, job.run_dir)
-    return asyncio.run(apply(intent.action, view_of(job), hands)).outcome
+    return asyncio.run(apply_action(intent.action, view_of(job), hands)).outcome
 
 
 def world_keys(job: RecordedJob) -> set[str]:
@@ -75,14 +75,14 @@ def test_what_nodes_that_are_gone_have_told_leaves_the_store_but_for_the_newest(
     view = view_of(job)
     record = NodeRecord(name="node-0", incarnation="node-0.a", address="h:1", slots=("cpu:0",), pid=1)
     view = replace(view, nodes={"node-0": record})
-    (intent,) = sweeping(view)
+    (intent,) = sweep_old_worlds(view)
     assert isinstance(intent.action, Sweep)
     assert set(intent.action.swept.troubles) == set(topics[:3])
     assert carried_out(job, intent) is TxnOutcome.WON
     left = {kv.key.removeprefix(KEYS.trouble_prefix) for kv in job.listing.kvs if "/trouble/" in kv.key}
     assert left >= {*topics[3:], "StartEngine-node-0-cpu:0", "wait-train"}
     assert not left & set(topics[:3])
-    assert not [*sweeping(replace(view, mirror=job.mirror))]
+    assert not [*sweep_old_worlds(replace(view, mirror=job.mirror))]
 
 
 def test_the_bound_counts_what_a_node_may_tell() -> None:
@@ -100,28 +100,28 @@ def test_keys_of_past_worlds_and_parts_of_cut_off_evaluations_are_swept_and_no_o
     claim(job, world)
     part(job, Version(0, 3), 0)
     part(job, version, 1)
-    (intent,) = sweeping(view_of(job))
-    assert intent.action == Sweep(Swept(("world-0",), ("0.3/000000",)))
+    (intent,) = sweep_old_worlds(view_of(job))
+    assert intent.action == Sweep(SweptKeys(("world-0",), ("0.3/000000",)))
     assert carried_out(job, intent) is TxnOutcome.WON
     assert world_keys(job) == {f"{world}/rank/000000", f"{world}/rank/000001", f"{world}/rendezvous"}
     assert set(job.mirror.eval_parts) == {f"{version}/000001"}
-    assert list(sweeping(view_of(job))) == []
+    assert list(sweep_old_worlds(view_of(job))) == []
 
 
 def test_where_only_a_rendezvous_is_left_of_a_world_it_is_swept_too(job: RecordedJob) -> None:
     job.corrupt({KEYS.rendezvous("world-0"): b"127.0.0.1:5"})
-    (intent,) = sweeping(view_of(job))
+    (intent,) = sweep_old_worlds(view_of(job))
     assert carried_out(job, intent) is TxnOutcome.WON
     assert world_keys(job) == set()
 
 
 def test_a_sweep_that_comes_after_a_rollback_is_lost(job: RecordedJob) -> None:
     claim(job, "world-0")
-    (intent,) = sweeping(view_of(job))
+    (intent,) = sweep_old_worlds(view_of(job))
     old = view_of(job)
     job.roll_back()
     hands = hands_of(job.store, job.run_dir)
-    assert asyncio.run(apply(intent.action, old, hands)).outcome is TxnOutcome.STALE
+    assert asyncio.run(apply_action(intent.action, old, hands)).outcome is TxnOutcome.STALE
     assert world_keys(job) == {"world-0/rank/000000", "world-0/rank/000001", "world-0/rendezvous"}
 
 
@@ -130,7 +130,7 @@ def test_heads_own_world_is_never_swept(job: RecordedJob) -> None:
     assert mirror.head is not None
     assert mirror.checkpoints is not None
     with pytest.raises(ValueError, match="is head's"):
-        sweep(KEYS, mirror.head, mirror.checkpoints, Swept((job.head.world,)))
+        sweep(KEYS, mirror.head, mirror.checkpoints, SweptKeys((job.head.world,)))
 
 
 def test_checkpoints_that_a_rollback_cut_off_are_deleted_with_their_world(job: RecordedJob) -> None:
@@ -138,7 +138,7 @@ def test_checkpoints_that_a_rollback_cut_off_are_deleted_with_their_world(job: R
     for name in (*named, "checkpoints/0-3", "checkpoints/1-7", "checkpoints/1-1"):
         (job.run_dir / name).mkdir(parents=True)
     claim(job, "world-0")
-    (intent,) = sweeping(view_of(job))
+    (intent,) = sweep_old_worlds(view_of(job))
     assert carried_out(job, intent) is TxnOutcome.WON
     left = {f"checkpoints/{path.name}" for path in (job.run_dir / "checkpoints").iterdir()}
     assert left == named | {"checkpoints/1-7"}, "what may still be registered stays"
@@ -154,7 +154,7 @@ def test_old_evaluations_stand_in_the_folder_before_they_leave_the_store(job: Re
     for version in (*cut_off, *versions):
         accuracy = 0.9 if version == Version(0, 1) else 0.5
         job.corrupt({KEYS.evaluation(str(version)): evaluation(version, accuracy).encode()})
-    (intent,) = forgetting(view_of(job))
+    (intent,) = archive_evaluations(view_of(job))
     assert isinstance(intent.action, ForgetEvaluations)
     assert carried_out(job, intent) is TxnOutcome.WON
     left = job.mirror.evaluations
@@ -163,14 +163,14 @@ def test_old_evaluations_stand_in_the_folder_before_they_leave_the_store(job: Re
     archived = archive.read_evaluations(job.run_dir)
     assert set(archived) == set(intent.action.versions)
     assert set(archived) | set(left) == {str(version) for version in (*cut_off, *versions)}
-    assert list(forgetting(view_of(job))) == []
+    assert list(archive_evaluations(view_of(job))) == []
 
 
 @dataclass(frozen=True)
 class History:
     head: Head
     checkpoints: tuple[Checkpoint, ...]
-    evaluations: dict[str, Stored[Evaluation]]
+    evaluations: dict[str, Versioned[Evaluation]]
 
 
 @st.composite
@@ -183,7 +183,7 @@ def histories(draw: st.DrawFn) -> History:
         {"seq": 60, "parent": 59, "lineage": 0, "step": 60, "cursors": ["0"], "lineages": [{"number": 0, "base_step": 0}],
          "world": "w", "nonce": "n"}
     )  # fmt: skip
-    found = {str(Version(0, s)): Stored(evaluation(Version(0, s), values[s]), s + 1) for s in steps}
+    found = {str(Version(0, s)): Versioned(evaluation(Version(0, s), values[s]), s + 1) for s in steps}
     base = Checkpoint(lineage=0, step=0, seq=0, file="")
     known = (base, *(Checkpoint(lineage=0, step=step, seq=step, file=f"c{step}") for step in saved if step))
     return History(job, known, found)
@@ -197,23 +197,23 @@ def test_the_best_stays_known_for_head_and_for_whatever_is_gone_back_to(history:
     assert len(left) <= NEWEST_EVALUATIONS + len(history.checkpoints) + 2
     for step in {head.step, *(one.step for one in history.checkpoints)}:
         back = head.model_copy(update={"step": step})
-        before = best_of(back, (one.record for one in all_.values()), "accuracy")
-        assert best_of(back, (one.record for one in left.values()), "accuracy") == before
+        before = best_evaluation(back, (one.record for one in all_.values()), "accuracy")
+        assert best_evaluation(back, (one.record for one in left.values()), "accuracy") == before
 
 
 def test_a_put_of_a_past_world_that_comes_late_is_swept_once_more(job: RecordedJob) -> None:
     claim(job, "world-0")
-    (intent,) = sweeping(view_of(job))
+    (intent,) = sweep_old_worlds(view_of(job))
     carried_out(job, intent)
     job.cluster.transact((), (Put(KEYS.world_rank("world-0", 0), RankClaim(instance="late").encode()),))
-    (again,) = sweeping(view_of(job))
+    (again,) = sweep_old_worlds(view_of(job))
     assert carried_out(job, again) is TxnOutcome.WON
     assert world_keys(job) == set()
 
 
 def test_faults_of_one_job_are_bounded_whatever_controllers_it_had_and_cut_to_size(job: RecordedJob) -> None:
     for life in range(8):
-        book = FaultBook(job.store, KEYS, f"node-{life}")
+        book = PluginErrorLog(job.store, KEYS, f"node-{life}")
         for number in range(20):
             book.note(f"fault {life}-{number}", "x" * 50_000)
             book.note(f"fault {life}-{number}", f"{number}" + "y" * 50_000)
@@ -222,7 +222,7 @@ def test_faults_of_one_job_are_bounded_whatever_controllers_it_had_and_cut_to_si
     assert 2 <= len(faults) <= MOST_OF_JOB
     assert max(len(kv.value) for kv in faults) < 2 * MOST_SAID + 500
     for life in range(8, 16):
-        book = FaultBook(job.store, KEYS, f"node-{life}")
+        book = PluginErrorLog(job.store, KEYS, f"node-{life}")
         for number in range(20):
             book.note(f"another {life}-{number}")
         asyncio.run(book.finish())

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.daemon.daemon import Notifying
-from gcore.system.daemon import ServiceManager, forget
+from controllers.daemon.daemon import ServiceNotifier
+from gcore.system.daemon import ServiceManager, clear_environment
 from gcore.testing import FakeClock
 
 
@@ -84,17 +84,17 @@ def test_a_manager_that_is_gone_or_does_not_read_is_not_waited_for(tmp_path: Pat
 
 def test_workers_do_not_inherit_the_line() -> None:
     environment = {"NOTIFY_SOCKET": "/n", "WATCHDOG_USEC": "1", "WATCHDOG_PID": "1", "PATH": "/bin"}
-    forget(environment)
+    clear_environment(environment)
     assert environment == {"PATH": "/bin"}
 
 
 class Told:
-    """A daemon's `Notifying`, and what its health service would answer."""
+    """A daemon's `ServiceNotifier`, and what its health service would answer."""
 
     def __init__(self, folder: Path, watchdog_s: float | None = None) -> None:
         self.health: list[bool] = []
         self.clock = FakeClock()
-        self.notifying = Notifying(ServiceManager(str(folder / "notify"), watchdog_s), self._set, self.clock)
+        self.notifying = ServiceNotifier(ServiceManager(str(folder / "notify"), watchdog_s), self._set, self.clock)
 
     async def _set(self, ready: bool) -> None:
         self.health.append(ready)

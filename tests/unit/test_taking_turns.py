@@ -14,14 +14,22 @@ from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 
 from controllers.api.submission.checks import check_moving
 from controllers.rules.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake
-from controllers.rules.memory import AWAY_S, PATIENCE_S, in_the_way, put_to_sleep, resting, takes_turns, turning
-from controllers.rules.step import training
-from controllers.rules.view import EngineView, JobView, Remembered
-from controllers.rules.waits import waiting_for
+from controllers.rules.memory import (
+    AWAY_S,
+    PATIENCE_S,
+    apply_sleep_plan,
+    blocking_nodes,
+    sleeping_engines,
+    take_turns,
+    takes_turns,
+)
+from controllers.rules.step import train_step
+from controllers.rules.view import EngineView, JobView, Memo
+from controllers.rules.waits import current_waits
 from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.records.job import EnginePlace, RankClaim
-from gcore.schema import NEWEST_VERSION, speak
+from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.train.rank.launch import PARTS
 from gcore.worker.records import WorkerRecord
 
@@ -90,13 +98,13 @@ class Cluster:
             engines={name: known for name, known in lines.items() if name[0] == "e"},
             judges=judges,
             ranks=ranks,
-            remembered=Remembered(),
+            remembered=Memo(),
         )
 
     def intents(self, me: str = ME) -> list[Intent]:
         view = self.view(me)
-        found = [*turning(view), *resting(view)]
-        found += [one for one in training(view) if isinstance(one.action, Apply)]
+        found = [*take_turns(view), *apply_sleep_plan(view)]
+        found += [one for one in train_step(view) if isinstance(one.action, Apply)]
         return found
 
     def awake_beside(self, rank: int) -> set[str]:
@@ -129,13 +137,13 @@ def deeds(intents: Iterator[Intent] | list[Intent]) -> list[Any]:
 
 def test_before_a_batch_is_ready_the_memory_is_the_engines() -> None:
     assert Cluster().intents() == []
-    assert put_to_sleep(Cluster().view()) == frozenset()
+    assert sleeping_engines(Cluster().view()) == frozenset()
 
 
 def test_for_a_ready_batch_the_engines_of_the_ranks_slots_sleep_first_and_then_the_ranks_take_their_memory() -> None:
     cluster = Cluster(ready=True)
     assert deeds(cluster.intents()) == [Sleep("e-node-0-cpu:0", ""), Sleep("j-node-0-cpu:0", "j")]
-    assert put_to_sleep(cluster.view()) == {"e-node-0-cpu:0", "e-node-1-cpu:0", "j-node-0-cpu:0"}
+    assert sleeping_engines(cluster.view()) == {"e-node-0-cpu:0", "e-node-1-cpu:0", "j-node-0-cpu:0"}
     cluster.asleep = {"e-node-0-cpu:0"}
     assert deeds(cluster.intents()) == [Sleep("j-node-0-cpu:0", "j")], "a judge has memory too"
     cluster.asleep = {"e-node-0-cpu:0", "j-node-0-cpu:0"}
@@ -175,8 +183,8 @@ def test_a_rank_that_cannot_give_its_memory_back_keeps_it_and_the_engines_wake_b
     cluster = Cluster(asleep={"e-node-0-cpu:0", "j-node-0-cpu:0"}, released={0: frozenset(), 1: PARTS})
     view = cluster.view()
     full = replace(view, ranks={**view.ranks, 0: replace(view.ranks[0], unrested="No space left on device")})
-    assert list(turning(full)) == []
-    assert deeds(resting(full)) == [Wake("e-node-0-cpu:0", ""), Wake("j-node-0-cpu:0", "j")]
+    assert list(take_turns(full)) == []
+    assert deeds(apply_sleep_plan(full)) == [Wake("e-node-0-cpu:0", ""), Wake("j-node-0-cpu:0", "j")]
 
 
 def test_while_a_rank_loads_its_slot_is_its_own() -> None:
@@ -185,7 +193,7 @@ def test_while_a_rank_loads_its_slot_is_its_own() -> None:
     assert deeds(cluster.intents(PEER)) == []
     unclaimed = cluster.view()
     nobody = {KEYS.world_rank("w", 1): stored(RankClaim(instance="t1"))}
-    assert put_to_sleep(replace(unclaimed, mirror=replace(unclaimed.mirror, claims=nobody))) == {
+    assert sleeping_engines(replace(unclaimed, mirror=replace(unclaimed.mirror, claims=nobody))) == {
         "e-node-0-cpu:0",
         "j-node-0-cpu:0",
     }
@@ -195,36 +203,36 @@ def test_while_a_rank_loads_its_slot_is_its_own() -> None:
 def test_of_a_rank_that_nobody_has_heard_yet_all_stays_as_it_is(*, asleep: bool) -> None:
     view = Cluster(asleep={"e-node-0-cpu:0", "j-node-0-cpu:0"} if asleep else set()).view()
     deaf = replace(view, ranks={1: view.ranks[1]})
-    assert deeds(resting(deaf)) == []
-    assert ("e-node-0-cpu:0" in put_to_sleep(deaf)) == asleep
+    assert deeds(apply_sleep_plan(deaf)) == []
+    assert ("e-node-0-cpu:0" in sleeping_engines(deaf)) == asleep
 
 
 def test_a_job_that_keeps_its_memory_knows_no_turns() -> None:
     for ready in (False, True):
         view = replace(Cluster(ready=ready, released={0: frozenset(), 1: frozenset()}).view(), spec=SPEC)
-        assert [*turning(view), *resting(view)] == []
-        assert {i.after for i in training(view)} <= {0.0}
+        assert [*take_turns(view), *apply_sleep_plan(view)] == []
+        assert {i.after for i in train_step(view)} <= {0.0}
 
 
 def test_while_a_node_is_older_nobody_takes_turns_and_no_such_job_begins() -> None:
     """It would ask an engine that sleeps."""
-    speak(1)
+    set_written_version(1)
     try:
         view = Cluster(ready=True).view()
-        assert [*turning(view), *resting(view)] == []
+        assert [*take_turns(view), *apply_sleep_plan(view)] == []
         with pytest.raises(SpecError, match="some are older"):
             check_moving(IN_TURNS)
     finally:
-        speak(NEWEST_VERSION)
+        set_written_version(NEWEST_VERSION)
     check_moving(IN_TURNS)
 
 
 def test_what_is_waited_for_is_said() -> None:
     cluster = Cluster(ready=True)
-    (wait,) = (one for one in waiting_for(cluster.view()) if one.cause == "train")
+    (wait,) = (one for one in current_waits(cluster.view()) if one.cause == "train")
     assert "on node-0, node-1 engines give memory back, and ranks take it" in wait.what
     cluster.released = {0: frozenset(), 1: PARTS}
-    assert in_the_way(cluster.view()) == ("node-1",)
+    assert blocking_nodes(cluster.view()) == ("node-1",)
 
 
 @settings(max_examples=30, deadline=None)

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.records.chain import EndedRef, Head, LogEntry, SealedGroup, SinceStep, SourceTally, Tally
-from gcore.ledger.statistics import NOTHING, added, barren_epoch, since, why_barren
+from gcore.ledger.statistics import NOTHING, add_to_tally, barren_epoch, explain_barren_epoch, tally_difference
 from gcore.types import PromptRef, Version
 
-WRITER = Writer("a", "n")
+WRITER = ChainWriter("a", "n")
 SHAPE = shard_lengths(7, 3)
 
 
@@ -35,7 +35,7 @@ def filtered(ref: PromptRef, reason: str = "too long", source: str = "sums") -> 
 
 
 def accounted(head: Head, *refs: PromptRef) -> Head:
-    return chain.accounted(head, tuple(filtered(ref) for ref in refs), SHAPE, WRITER).head
+    return chain.account_entry(head, tuple(filtered(ref) for ref in refs), SHAPE, WRITER).head
 
 
 def epoch_refs(epoch: int) -> list[PromptRef]:
@@ -47,8 +47,8 @@ def test_what_is_kept_filtered_and_failed_is_counted_by_source() -> None:
         filtered(PromptRef(0, 0, 1)),
         EndedRef(ref=PromptRef(0, 1, 0), kind="failed", reason="no engine", source="words"),
     )
-    tally = added(NOTHING, [group(PromptRef(0, 0, 0), reward=0.25, truncated=1)], ended)
-    tally = added(tally, [group(PromptRef(2, 0, 0), reward=0.5), group(PromptRef(1, 0, 0), "words")], ())
+    tally = add_to_tally(NOTHING, [group(PromptRef(0, 0, 0), reward=0.25, truncated=1)], ended)
+    tally = add_to_tally(tally, [group(PromptRef(2, 0, 0), reward=0.5), group(PromptRef(1, 0, 0), "words")], ())
     assert tally == Tally(
         sources={
             "sums": SourceTally(kept=2, filtered=1, samples=4, truncated=1, tokens=14, reward=0.75),
@@ -86,20 +86,20 @@ def test_a_difference_added_to_what_was_gives_what_is(
         )
         for name in then.keys() | more.keys()
     }
-    assert since(now, then) == {name: more.get(name, SourceTally()) for name in now}
+    assert tally_difference(now, then) == {name: more.get(name, SourceTally()) for name in now}
 
 
 def test_a_difference_is_never_below_nothing() -> None:
-    assert since({"a": SourceTally(filtered=2)}, {"a": SourceTally(filtered=3)}) == {"a": SourceTally()}
+    assert tally_difference({"a": SourceTally(filtered=2)}, {"a": SourceTally(filtered=3)}) == {"a": SourceTally()}
 
 
 def test_a_tally_goes_through_the_store_as_it_is() -> None:
-    head = accounted(chain.base(3, "w", WRITER).head, PromptRef(0, 0, 0))
+    head = accounted(chain.base_entry(3, "w", WRITER).head, PromptRef(0, 0, 0))
     assert Head.decode(head.encode()) == head
 
 
 def test_an_epoch_that_has_ended_without_a_trained_prompt_is_barren() -> None:
-    head = chain.base(3, "w", WRITER).head
+    head = chain.base_entry(3, "w", WRITER).head
     assert barren_epoch(SHAPE, head) is None
     *most, last = epoch_refs(0)
     head = accounted(head, *most)
@@ -109,15 +109,15 @@ def test_an_epoch_that_has_ended_without_a_trained_prompt_is_barren() -> None:
 
 
 def test_a_job_that_kept_no_tally_when_it_began_is_not_called_barren_for_what_nobody_counted() -> None:
-    older = chain.base(3, "w", WRITER).head
+    older = chain.base_entry(3, "w", WRITER).head
     older = older.model_copy(update={"cursors": older.cursors.union(SHAPE, epoch_refs(0))})
     assert barren_epoch(SHAPE, older) is None
     assert barren_epoch(SHAPE, accounted(older, *epoch_refs(1))) is None
 
 
 def test_one_trained_prompt_gives_an_epoch_and_those_before_it_a_sense() -> None:
-    head = accounted(chain.base(3, "w", WRITER).head, *epoch_refs(0))
-    trained = head.model_copy(update={"tally": added(head.tally, [group(PromptRef(1, 0, 0))], ())})
+    head = accounted(chain.base_entry(3, "w", WRITER).head, *epoch_refs(0))
+    trained = head.model_copy(update={"tally": add_to_tally(head.tally, [group(PromptRef(1, 0, 0))], ())})
     assert barren_epoch(SHAPE, trained) is None
     trained = accounted(trained, *epoch_refs(1))
     assert barren_epoch(SHAPE, trained) is None
@@ -129,14 +129,17 @@ def test_an_epoch_is_barren_exactly_if_all_of_it_ended_and_nothing_since_was_tra
     order: list[PromptRef], trained_at: int
 ) -> None:
     """Whatever the order in which prompts end, and whichever one of them is trained."""
-    head = chain.base(3, "w", WRITER).head
+    head = chain.base_entry(3, "w", WRITER).head
     trained: PromptRef | None = None
     done: set[PromptRef] = set()
     for number, ref in enumerate(order):
         if number == trained_at:
             trained = ref
             head = head.model_copy(
-                update={"cursors": head.cursors.union(SHAPE, [ref]), "tally": added(head.tally, [group(ref)], ())}
+                update={
+                    "cursors": head.cursors.union(SHAPE, [ref]),
+                    "tally": add_to_tally(head.tally, [group(ref)], ()),
+                }
             )
         else:
             head = accounted(head, ref)
@@ -162,15 +165,15 @@ def test_the_sentence_has_the_counts_and_the_commonest_reason() -> None:
             filtered(PromptRef(2, 1, 0), "too short"),
         ),
     ]
-    assert str(why_barren(3, log)) == (
+    assert str(explain_barren_epoch(3, log)) == (
         "no prompt of data epoch 3 could be trained (3 were filtered, 1 failed); "
         "the commonest reason, 2 times: too long"
     )
-    assert "none is known any more" in str(why_barren(3, []))
+    assert "none is known any more" in str(explain_barren_epoch(3, []))
 
 
 def test_reasons_that_differ_in_their_numbers_only_are_one_reason() -> None:
     refs = epoch_refs(0)
     named = [filtered(ref, f"entry {number}: it has {number} tokens") for number, ref in enumerate(refs[:3])]
-    found = why_barren(0, [entry(filtered(refs[3], "another"), filtered(refs[4], "another"), *named)])
+    found = explain_barren_epoch(0, [entry(filtered(refs[3], "another"), filtered(refs[4], "another"), *named)])
     assert (found.reason, found.times) == ("entry 0: it has 0 tokens", 3)

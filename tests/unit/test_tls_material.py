@@ -11,8 +11,8 @@ from pathlib import Path
 import issued
 import pytest
 
-from gcore.api.authority import renew_in
-from gcore.api.tls import PLAIN, Connector, TlsMaterial, Watched, key_of_engine, serving_context
+from gcore.api.authority import renew_certificate
+from gcore.api.tls import PLAIN, Connector, ReloadingFiles, TlsMaterial, key_of_engine, serving_context
 from gcore.errors import UsageError
 
 
@@ -22,17 +22,17 @@ def ca(tmp_path: Path) -> Path:
 
 
 def test_what_was_renewed_counts_from_the_next_look_on(ca: Path) -> None:
-    watched = Watched(issued.node(ca, "n1"))
+    watched = ReloadingFiles(issued.node(ca, "n1"))
     before = watched.pem
     assert watched.pem is before
     assert watched.generation == 0
-    renew_in(ca / "n1", ca, within_days=None, days=2, now=datetime.now(UTC))
+    renew_certificate(ca / "n1", ca, within_days=None, days=2, now=datetime.now(UTC))
     assert watched.pem.cert != before.cert
     assert watched.generation == 1
 
 
 def test_a_certificate_whose_key_is_not_there_yet_does_not_count(ca: Path) -> None:
-    watched = Watched(issued.node(ca, "n1"))
+    watched = ReloadingFiles(issued.node(ca, "n1"))
     before = watched.pem
     (ca / "n1" / "cert.pem").write_bytes((ca / "ca.pem").read_bytes())
     assert watched.pem == before
@@ -46,7 +46,7 @@ def test_a_key_that_others_can_read_is_refused(ca: Path) -> None:
     assert material.key is not None
     material.key.chmod(0o640)
     with pytest.raises(UsageError, match="others may read the key"):
-        Watched(material)
+        ReloadingFiles(material)
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,20 @@ def test_garbled_files_are_told_by_name(ca: Path, name: str, content: bytes, sai
     file: Path = getattr(material, name)
     file.write_bytes(content)
     with pytest.raises(UsageError, match=said) as caught:
-        Watched(material)
+        ReloadingFiles(material)
     assert str(file) in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_told_by_name(tmp_path: Path, ca: Path) -> None:
     material = replace(issued.node(ca, "n1"), ca=tmp_path / "none.pem")
     with pytest.raises(UsageError, match=r"none.pem: cannot be read"):
-        Watched(material)
+        ReloadingFiles(material)
     with pytest.raises(UsageError, match="only one is given"):
         TlsMaterial(ca / "ca.pem", ca / "n1" / "cert.pem").read()
 
 
 def test_a_server_shows_a_renewed_certificate_to_the_next_connection(ca: Path) -> None:
-    watched = Watched(issued.node(ca, "n1"))
+    watched = ReloadingFiles(issued.node(ca, "n1"))
     context = serving_context(watched)
 
     def shown() -> bytes:
@@ -95,7 +95,7 @@ def test_a_server_shows_a_renewed_certificate_to_the_next_connection(ca: Path) -
 
     first = shown()
     assert shown() == first
-    renew_in(ca / "n1", ca, within_days=None, days=2, now=datetime.now(UTC))
+    renew_certificate(ca / "n1", ca, within_days=None, days=2, now=datetime.now(UTC))
     assert shown() != first
 
 

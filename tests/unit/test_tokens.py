@@ -13,14 +13,14 @@ from controllers.api.edge.access import (
     FIRST_ADMIN,
     NOBODY_IS_TOLD_APART,
     AccessService,
+    Authenticator,
     Caller,
     Role,
-    TokenBook,
-    acting_for,
+    acting_as,
     read_token,
 )
 from controllers.api.edge.errors import Unauthenticated
-from gcore.api.tokens import DEFAULT_S, KEPT_S, Token, TokenRecord, new_token, token_in
+from gcore.api.tokens import DEFAULT_S, KEPT_S, TokenRecord, UserToken, new_token, parse_token
 from gcore.api.v1 import access_pb2 as pb
 from gcore.errors import StoreUnavailable, UsageError
 from gcore.store import keys
@@ -49,21 +49,21 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-async def heard(book: TokenBook, store: MemoryStore) -> None:
+async def heard(book: Authenticator, store: MemoryStore) -> None:
     listing = await store.list(keys.TOKENS)
     book.note(WatchBatch(tuple(WatchEvent("put", kv) for kv in listing.kvs), listing.revision, reset=True))
 
 
 async def made(store: MemoryStore, clock: FakeClock, **fields: Any) -> pb.CreateTokenReply:
     request = pb.CreateTokenRequest(**({"name": "ada", "role": "viewer", "namespaces": ["vision"]} | fields))
-    with acting_for(ADMIN):
+    with acting_as(ADMIN):
         reply: pb.CreateTokenReply = await AccessService(store, clock).CreateToken(request, Refusing())
     return reply
 
 
 def test_a_token_is_read_as_it_was_written_and_shows_nothing_of_itself() -> None:
     token = new_token()
-    assert token_in(token.text) == token
+    assert parse_token(token.text) == token
     assert token.secret not in repr(token)
     assert token.is_of(token.sha256)
     assert not token.is_of(new_token().sha256)
@@ -71,12 +71,12 @@ def test_a_token_is_read_as_it_was_written_and_shows_nothing_of_itself() -> None
 
 @given(st.text(max_size=80))
 def test_any_other_text_is_no_token(text: str) -> None:
-    found = token_in(text)
+    found = parse_token(text)
     assert found is None or found.text == text
 
 
 async def test_whose_a_token_is_stands_in_the_store_without_its_secret(clock: FakeClock) -> None:
-    store, book = MemoryStore(MemoryCluster(clock)), TokenBook(clock, required=True)
+    store, book = MemoryStore(MemoryCluster(clock)), Authenticator(clock, required=True)
     reply = await made(store, clock)
     (kv,) = (await store.list(keys.TOKENS)).kvs
     assert reply.secret.rpartition("_")[2].encode() not in kv.value
@@ -93,7 +93,7 @@ async def test_whose_a_token_is_stands_in_the_store_without_its_secret(clock: Fa
 async def test_an_admin_has_every_namespace_and_others_those_that_were_named(
     clock: FakeClock, role: str, namespaces: list[str], seen: Any
 ) -> None:
-    store, book = MemoryStore(MemoryCluster(clock)), TokenBook(clock, required=True)
+    store, book = MemoryStore(MemoryCluster(clock)), Authenticator(clock, required=True)
     reply = await made(store, clock, role=role, namespaces=namespaces)
     await heard(book, store)
     assert book.by_token(reply.secret).namespaces == seen
@@ -125,7 +125,7 @@ async def test_what_cannot_be_a_token_is_refused_by_field(clock: FakeClock, fiel
 
 
 async def test_an_expired_a_revoked_a_foreign_and_a_garbled_token_are_each_refused(clock: FakeClock) -> None:
-    store, book = MemoryStore(MemoryCluster(clock)), TokenBook(clock, required=True)
+    store, book = MemoryStore(MemoryCluster(clock)), Authenticator(clock, required=True)
     short, revoked = await made(store, clock, lifetime_s=60.0), await made(store, clock)
     await heard(book, store)
     assert book.by_token(revoked.secret).name == "ada"
@@ -136,7 +136,7 @@ async def test_an_expired_a_revoked_a_foreign_and_a_garbled_token_are_each_refus
     assert context.refused[0] == "NOT_FOUND"
     await heard(book, store)
     await clock.advance(61)
-    other = Token(short.token.id, new_token().secret).text
+    other = UserToken(short.token.id, new_token().secret).text
     for shown, reason in [
         (short.secret, "TOKEN_EXPIRED"),
         (revoked.secret, "BAD_TOKEN"),
@@ -152,7 +152,7 @@ async def test_an_expired_a_revoked_a_foreign_and_a_garbled_token_are_each_refus
 
 
 async def test_who_shows_nothing_or_another_scheme_is_nobody(clock: FakeClock) -> None:
-    book = TokenBook(clock, required=True)
+    book = Authenticator(clock, required=True)
     for header, uris, reason in [
         (None, None, "NO_CREDENTIALS"),
         ("Basic YTpi", None, "BAD_TOKEN"),
@@ -165,7 +165,7 @@ async def test_who_shows_nothing_or_another_scheme_is_nobody(clock: FakeClock) -
 
 
 async def test_a_certificate_says_who_it_is_and_a_token_counts_before_it(clock: FakeClock) -> None:
-    store, book = MemoryStore(MemoryCluster(clock)), TokenBook(clock, required=True)
+    store, book = MemoryStore(MemoryCluster(clock)), Authenticator(clock, required=True)
     reply = await made(store, clock)
     await heard(book, store)
     assert book.caller(None, ["gcore://node/n1"]) == Caller("n1", Role.NODE)
@@ -178,18 +178,18 @@ async def test_until_the_tokens_were_heard_of_a_call_is_told_to_come_again(clock
     file = tmp_path / "token"
     file.write_text(first.text + "\n")
     file.chmod(0o600)
-    book = TokenBook(clock, required=True, admin_file=file)
+    book = Authenticator(clock, required=True, admin_file=file)
     with pytest.raises(StoreUnavailable):
         book.by_token(new_token().text)
     assert book.by_token(first.text) == Caller(FIRST_ADMIN, Role.ADMIN)  # even without a store
 
 
 async def test_where_nobody_is_told_apart_nothing_is_asked_for(clock: FakeClock) -> None:
-    assert TokenBook(clock).caller("Bearer junk", None) is NOBODY_IS_TOLD_APART
+    assert Authenticator(clock).caller("Bearer junk", None) is NOBODY_IS_TOLD_APART
 
 
 async def test_records_that_cannot_be_read_count_for_nothing_and_hide_no_others(clock: FakeClock) -> None:
-    store, book = MemoryStore(MemoryCluster(clock)), TokenBook(clock, required=True)
+    store, book = MemoryStore(MemoryCluster(clock)), Authenticator(clock, required=True)
     reply, token = await made(store, clock), new_token()
     await store.transact([], [Put(keys.token("broken"), b"junk")])
     odd = TokenRecord(id=token.id, name="x", role="node", sha256=token.sha256, created=0, expires=1e12)
@@ -198,7 +198,7 @@ async def test_records_that_cannot_be_read_count_for_nothing_and_hide_no_others(
     assert book.by_token(reply.secret).name == "ada"
     with pytest.raises(Unauthenticated):
         book.by_token(token.text)
-    with acting_for(ADMIN):
+    with acting_as(ADMIN):
         listed = await AccessService(store, clock).ListTokens(pb.ListTokensRequest(), Refusing())
     assert [one.name for one in listed.tokens] == ["?", "ada", "x"]
 
@@ -233,7 +233,7 @@ def test_the_first_admins_file_is_checked_at_the_start(
 
 async def test_whom_a_call_is_taken_for_is_told(clock: FakeClock) -> None:
     service = AccessService(MemoryStore(MemoryCluster(clock)), clock)
-    with acting_for(Caller("ada", Role.VIEWER, frozenset({"b", "a"}))):
+    with acting_as(Caller("ada", Role.VIEWER, frozenset({"b", "a"}))):
         told = await service.WhoAmI(pb.WhoAmIRequest(), Refusing())
     assert (told.name, told.role, list(told.namespaces), told.namespace) == ("ada", "viewer", ["a", "b"], "a")
     told = await service.WhoAmI(pb.WhoAmIRequest(), Refusing())
@@ -242,7 +242,7 @@ async def test_whom_a_call_is_taken_for_is_told(clock: FakeClock) -> None:
 
 @given(st.none() | st.text(max_size=300), st.none() | st.lists(st.text(max_size=60), max_size=3))
 def test_whatever_a_call_shows_it_is_a_caller_or_is_refused_in_a_sentence(header: str | None, uris: Any) -> None:
-    book = TokenBook(FakeClock(), required=True)
+    book = Authenticator(FakeClock(), required=True)
     book.note(WatchBatch((), 1, reset=True))
     try:
         found = book.caller(header, uris)

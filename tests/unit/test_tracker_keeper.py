@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from controllers.changes import Changes
-from controllers.cli.local import kind_of
-from controllers.rules.view import turn
+from controllers.changes import ChangeSignal
+from controllers.cli.local import classify_process
+from controllers.rules.view import turn_of
 from controllers.telemetry.events import EventLog
-from controllers.telemetry.run_recorder import Recorder
-from controllers.telemetry.trackers import Patience, TrackerKeeper
+from controllers.telemetry.run_recorder import MetricsFileWriter
+from controllers.telemetry.trackers import TrackerProcess, TrackerTimeouts
 from gcore.config.spec import TrackerSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Member
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Trouble
-from gcore.ledger.transactions import Stored
-from gcore.observability.metrics_file import FILE, encode
+from gcore.ledger.transactions import Versioned
+from gcore.observability.metrics_file import FILE, encode_lines
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.system.clock import SystemClock
@@ -94,15 +94,15 @@ class Job:
         self.run_dir = run_dir
         self.members = [ME]
         self.phase = JobPhase.RUNNING
-        self.told = Changes()
+        self.told = ChangeSignal()
         self.warned: list[str] = []
         self.steps = 0
 
     def mirror(self) -> JobMirror:
         job = JobRecord(uid="u", name="job", spec={}, run_dir=str(self.run_dir), created=0.0, prompts=9)
-        members = {name: Stored(Member(incarnation=name, node=name, address=""), 1) for name in self.members}
+        members = {name: Versioned(Member(incarnation=name, node=name, address=""), 1) for name in self.members}
         status = JobStatus(phase=self.phase, reason="done")
-        return JobMirror(JobKeys("u"), job=Stored(job, 1), status=Stored(status, 1), members=members)
+        return JobMirror(JobKeys("u"), job=Versioned(job, 1), status=Versioned(status, 1), members=members)
 
     def step(self) -> None:
         self.steps += 1
@@ -116,16 +116,16 @@ class Job:
 
     def _line(self, line: dict[str, Any]) -> None:
         with (self.run_dir / FILE).open("ab") as file:
-            file.write(encode([line]))
+            file.write(encode_lines([line]))
         self.told.notify()
 
     async def warn(self, topic: str, sentence: str) -> None:
         self.warned.append(f"{topic}: {sentence}")
 
-    def keeper(self, stall_s: float = 60.0) -> TrackerKeeper:
-        patience = Patience(stall_s=stall_s, end_s=30.0)
+    def keeper(self, stall_s: float = 60.0) -> TrackerProcess:
+        patience = TrackerTimeouts(stall_s=stall_s, end_s=30.0)
         spec = TrackerSpec(name="own")
-        return TrackerKeeper(ME, self.run_dir, spec, self.mirror, self.told, self.warn, SystemClock(), patience)
+        return TrackerProcess(ME, self.run_dir, spec, self.mirror, self.told, self.warn, SystemClock(), patience)
 
     def reached(self) -> list[list[int]]:
         file = self.run_dir / "told"
@@ -198,14 +198,14 @@ async def test_a_machine_that_cannot_start_one_more_process_is_told_of_and_tried
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(run_dir)
-    start, tries = TrackerKeeper._started, iter([True, True])
+    start, tries = TrackerProcess._started, iter([True, True])
 
     async def started(*arguments: Any) -> asyncio.subprocess.Process:
         if next(tries, False):
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return await start(*arguments)
 
-    monkeypatch.setattr(TrackerKeeper, "_started", started)
+    monkeypatch.setattr(TrackerProcess, "_started", started)
     keeping = asyncio.create_task(job.keeper().run())
     job.step()
     job.end()
@@ -302,10 +302,10 @@ async def test_a_folder_that_takes_no_lines_is_told_once_and_tried_again(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controllers.telemetry.run_recorder.RETRY_S", 0.05)
-    job, changes = Job(run_dir), Changes()
+    job, changes = Job(run_dir), ChangeSignal()
     (run_dir / FILE).mkdir()
     job.phase = JobPhase.SUCCEEDED
-    recorder = Recorder(ME, job.mirror, changes, job.warn, SystemClock())
+    recorder = MetricsFileWriter(ME, job.mirror, changes, job.warn, SystemClock())
     recording = asyncio.create_task(recorder.run())
     await until(lambda: job.warned)
     (run_dir / FILE).rmdir()
@@ -320,8 +320,8 @@ async def test_a_peer_writes_the_lines_when_who_is_first_does_not(run_dir: Path)
     job = Job(run_dir)
     job.phase = JobPhase.FAILED
     job.members = [ME, "node-1.x", "node-2.x"]
-    last = max(job.members, key=lambda name: turn(job.members, name, "metrics"))
-    recorders = [Recorder(last, job.mirror, Changes(), job.warn, SystemClock()) for _ in range(2)]
+    last = max(job.members, key=lambda name: turn_of(job.members, name, "metrics"))
+    recorders = [MetricsFileWriter(last, job.mirror, ChangeSignal(), job.warn, SystemClock()) for _ in range(2)]
     recording = [asyncio.create_task(one.run()) for one in recorders]
     file = run_dir / FILE
     await until(lambda: file.exists() and file.read_text())
@@ -333,5 +333,5 @@ async def test_a_peer_writes_the_lines_when_who_is_first_does_not(run_dir: Path)
 
 def test_gcore_down_knows_a_trackers_process_of_its_home(tmp_path: Path) -> None:
     command = ["python", "-m", "gcore.tracking", "--home", str(tmp_path), "--run-dir", "r", "--tracker", "own"]
-    assert kind_of(command, tmp_path) == "child"
-    assert kind_of(command, tmp_path / "other") is None
+    assert classify_process(command, tmp_path) == "child"
+    assert classify_process(command, tmp_path / "other") is None

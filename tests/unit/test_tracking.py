@@ -18,13 +18,13 @@ from gcore.config.load import parse_spec
 from gcore.config.spec import TrackerSpec
 from gcore.errors import SpecError
 from gcore.observability import tracking as registry
-from gcore.observability.metrics_file import FILE, encode
+from gcore.observability.metrics_file import FILE, encode_lines
 from gcore.observability.tracking import (
     Cursor,
-    Document,
     Feeder,
     Point,
     TrackedRun,
+    TrackerDocument,
     TrackerKind,
     flattened,
     load_cursor,
@@ -88,7 +88,7 @@ EVERYTHING[0] = ("log", 0, 0, 0, ("eval/accuracy", 0.25))
 
 def write(run_dir: Path, lines: list[dict[str, Any]] = STEPS) -> Path:
     file = run_dir / FILE
-    file.write_bytes(encode(lines))
+    file.write_bytes(encode_lines(lines))
     return file
 
 
@@ -118,7 +118,7 @@ def test_who_goes_on_tells_only_what_is_new(tmp_path: Path) -> None:
 
 def test_a_line_that_stands_twice_or_is_no_line_is_told_once(tmp_path: Path) -> None:
     file = write(tmp_path, [*STEPS[:4], STEPS[2], STEPS[3]])
-    file.write_bytes(file.read_bytes() + b"{half a li\n" + encode(STEPS[4:]) + b'{"kind": "step", "torn')
+    file.write_bytes(file.read_bytes() + b"{half a li\n" + encode_lines(STEPS[4:]) + b'{"kind": "step", "torn')
     tracker = Remembering()
     feeder(tmp_path, tracker).feed()
     assert tracker.told == EVERYTHING
@@ -237,7 +237,7 @@ def test_tensorboard_shows_a_step_once_that_two_processes_wrote(tmp_path: Path) 
     first.feed()
     write(tmp_path, STEPS[:4])
     with pytest.MonkeyPatch.context() as patch:  # it dies after it wrote, before it noted that it had
-        patch.setattr("gcore.observability.tracking.whole_file", lambda path, data: None)
+        patch.setattr("gcore.observability.tracking.replace_file", lambda path, data: None)
         first.feed()
     write(tmp_path)
     cursor = load_cursor(tmp_path / "cursor.json")
@@ -270,7 +270,7 @@ class Process:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdin is not None
-        self.process.stdin.write(Document("u1", "job", {"seed": 0}, options or {}).encode())
+        self.process.stdin.write(TrackerDocument("u1", "job", {"seed": 0}, options or {}).encode())
         self.process.stdin.flush()
 
     def words(self) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from gcore.models.layout import (
     sweep_unfinished,
     verify_checkpoint,
 )
-from gcore.system.files import DiskFull, sweep, whole_folder
+from gcore.system.files import DiskFull, replace_folder, sweep_drafts
 from gcore.types import Version
 
 SHAPE = {"a": TensorShape("F32", (3, 2)), "empty": TensorShape("F32", (0,)), "b": TensorShape("F32", ())}
@@ -43,7 +43,7 @@ def write_tensors(path: Path) -> None:
 
 def make_checkpoint(run_dir: Path, step: int) -> Path:
     target = checkpoint_folder(run_dir, Version(0, step))
-    with whole_folder(target, owner="w", durable=True) as folder:
+    with replace_folder(target, owner="w", durable=True) as folder:
         for name in ("model", "exp_avg", "exp_avg_sq"):
             write_tensors(folder / f"{name}.safetensors")
         (folder / "config.json").write_text("{}")
@@ -122,7 +122,7 @@ def test_a_writer_that_dies_leaves_the_one_before_and_nothing_else(tmp_path: Pat
     target = checkpoint_folder(tmp_path, Version(0, 6))
 
     def write() -> None:
-        with whole_folder(target, owner="w", durable=True) as folder:
+        with replace_folder(target, owner="w", durable=True) as folder:
             write_tensors(folder / "model.safetensors")
             raise KeyboardInterrupt
 
@@ -139,7 +139,7 @@ def test_what_a_killed_writer_left_is_hidden_and_swept(tmp_path: Path) -> None:
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     assert not checkpoint_folder(tmp_path, Version(0, 6)).exists()
-    sweep(tmp_path / "checkpoints")
+    sweep_drafts(tmp_path / "checkpoints")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0-5"]
 
 
@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_says_so(tmp_path: Path) -> 
     target = checkpoint_folder(tmp_path, Version(0, 6))
 
     def write() -> None:
-        with whole_folder(target, owner="w", durable=True) as folder:
+        with replace_folder(target, owner="w", durable=True) as folder:
             (folder / "model.safetensors").symlink_to("/dev/full")
             write_tensors(folder / "model.safetensors")
 
@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_says_so(tmp_path: Path) -> 
 
 def test_a_folder_that_is_written_again_is_replaced(tmp_path: Path) -> None:
     for text in ("old", "new"):
-        with whole_folder(tmp_path / "x", owner="w", durable=False) as folder:
+        with replace_folder(tmp_path / "x", owner="w", durable=False) as folder:
             (folder / text).write_text(text)
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.train.advantages import advantages
-from gcore.train.batching import Feeding, Place, Step, cut_step
+from gcore.train.batching import BatchIndex, Feeding, StepTensors, cut_step
 from gcore.train.loss import Losses
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
-from gcore.train.step import Count, Trained, trained
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
+from gcore.train.step import Count, TrainedMask, trained_mask
 from gcore.types import PromptRef, Version
 
 LENGTHS = ((4, 0, 3), (1, 6), (2, 2))
@@ -36,16 +36,16 @@ class Alone:
         return list(values)
 
 
-def step_of(rank: int = 0, ranks: int = 1, *, baseline: float | None = None, **train: Any) -> Step:
+def step_of(rank: int = 0, ranks: int = 1, *, baseline: float | None = None, **train: Any) -> StepTensors:
     """Two mini-batches; every response of one prompt token, the engine's log-probabilities all -1, rewards 0, 1, 2 ..."""
     held, sealed = {}, []
     for number, lengths in enumerate(LENGTHS):
         ref, digest = PromptRef(0, number, 0), f"{number:032x}"
         samples = {
-            i: HeldSample(np.full(n, 5, np.int32), np.full(n, -1.0, np.float32), float(i))
+            i: TrainSample(np.full(n, 5, np.int32), np.full(n, -1.0, np.float32), float(i))
             for i, n in enumerate(lengths)
         }
-        held[digest] = HeldGroup(ref, digest, np.array([3], np.int32), samples, 1.0, baseline)
+        held[digest] = TrainGroup(ref, digest, np.array([3], np.int32), samples, 1.0, baseline)
         sealed.append(
             SealedGroup(
                 ref=ref,
@@ -57,21 +57,21 @@ def step_of(rank: int = 0, ranks: int = 1, *, baseline: float | None = None, **t
             )
         )
     seal = ready_seal(sealed, ranks=ranks, mini_batches=2)
-    work = Work(seal, balance(seal), rank, held)
+    work = StepInput(seal, balance_samples(seal), rank, held)
     return cut_step(work, TrainSpec(micro_batch_tokens=6, mini_batches=2, **train), FEEDING)
 
 
-def mis(step: Step, old: dict[Place, Tensor]) -> Trained:
-    return trained(step, Losses(TrainSpec(**BAND), "mis", 8.0), old, Alone())
+def mis(step: StepTensors, old: dict[BatchIndex, Tensor]) -> TrainedMask:
+    return trained_mask(step, Losses(TrainSpec(**BAND), "mis", 8.0), old, Alone())
 
 
-def same(step: Step, logp: float) -> dict[Place, Tensor]:
+def same(step: StepTensors, logp: float) -> dict[BatchIndex, Tensor]:
     return {place: torch.full(step.at(place).mask.shape, logp) for place in step.places()}
 
 
 def test_without_a_correction_that_drops_all_tokens_of_the_responses_are_trained() -> None:
     step = step_of()
-    found = trained(step, Losses(TrainSpec(), "icepop", 8.0), {}, Alone())
+    found = trained_mask(step, Losses(TrainSpec(), "icepop", 8.0), {}, Alone())
     assert [(count.tokens, count.sequences) for count in found.counts] == [(p.tokens, p.sequences) for p in step.plans]
     assert sum(count.tokens for count in found.counts) == 18
     assert all(torch.equal(found.masks[place], step.at(place).mask) for place in step.places())
@@ -79,7 +79,9 @@ def test_without_a_correction_that_drops_all_tokens_of_the_responses_are_trained
 
 def test_what_is_within_the_band_is_all_kept_and_what_is_outside_all_dropped() -> None:
     step = step_of()
-    assert mis(step, same(step, -1.2)).counts == trained(step, Losses(TrainSpec(), "none", 8.0), {}, Alone()).counts
+    assert (
+        mis(step, same(step, -1.2)).counts == trained_mask(step, Losses(TrainSpec(), "none", 8.0), {}, Alone()).counts
+    )
     gone = mis(step, same(step, -4.0))
     assert gone.counts == (Count(0, 0), Count(0, 0))
     assert not any(mask.any() for mask in gone.masks.values())
@@ -106,8 +108,8 @@ def test_the_counts_of_all_ranks_are_those_of_the_masks_of_all_ranks(seed: int, 
 
     losses = Losses(TrainSpec(**BAND), "mis", 8.0)
     for step, own in zip(steps, old, strict=True):
-        trained(step, losses, own, Collecting())
-    found = [trained(step, losses, own, Summed()) for step, own in zip(steps, old, strict=True)]
+        trained_mask(step, losses, own, Collecting())
+    found = [trained_mask(step, losses, own, Summed()) for step, own in zip(steps, old, strict=True)]
     assert all(one.counts == found[0].counts for one in found)
     for number, count in enumerate(found[0].counts):
         masks = [mask for one in found for place, mask in one.masks.items() if place.mini_batch == number]

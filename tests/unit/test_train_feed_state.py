@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.train.rank import feed as feed_state
-from gcore.train.rank.feed import Already, Begin, Fed, FeedState, HeldGroup, HeldSample, Refused, WorldName
+from gcore.train.rank.feed import (
+    AlreadyApplied,
+    Begin,
+    FeedState,
+    FeedTaken,
+    RankRefusal,
+    TrainGroup,
+    TrainSample,
+    WorldName,
+)
 from gcore.types import PromptRef, Token, Version
 
 ME = WorldName("job", "world", 3)
@@ -27,10 +36,10 @@ def digest(number: int, attempt: int = 1) -> str:
     return f"{attempt:016x}{number:016x}"
 
 
-def held(number: int, samples: tuple[int, ...], attempt: int = 1) -> dict[str, HeldGroup]:
+def held(number: int, samples: tuple[int, ...], attempt: int = 1) -> dict[str, TrainGroup]:
     name = digest(number, attempt)
-    made = {i: HeldSample(np.zeros(4 + i, np.int32), np.zeros(4 + i, np.float32), 1.0) for i in samples}
-    return {name: HeldGroup(PromptRef(0, 0, number), name, np.zeros(5, np.int32), made)}
+    made = {i: TrainSample(np.zeros(4 + i, np.int32), np.zeros(4 + i, np.float32), 1.0) for i in samples}
+    return {name: TrainGroup(PromptRef(0, 0, number), name, np.zeros(5, np.int32), made)}
 
 
 def make_seal(attempt: int = 1, step: int = 5) -> Seal:
@@ -59,12 +68,12 @@ def make_seal(attempt: int = 1, step: int = 5) -> Seal:
 
 def fed(state: FeedState, seal: Seal) -> FeedState:
     """With this rank's share of the seal."""
-    layout = balance(seal)
+    layout = balance_samples(seal)
     for number in layout.groups_of_rank(state.rank):
-        answer = feed_state.feed(
+        answer = feed_state.feed_samples(
             state, ME, seal.token, held(number, layout.samples_of(state.rank, number), seal.attempt)
         )
-        assert isinstance(answer, Fed)
+        assert isinstance(answer, FeedTaken)
         state = answer.state
     return state
 
@@ -85,15 +94,15 @@ def test_only_the_next_step_of_the_own_world_is_ever_held_and_attempts_never_go_
 ) -> None:
     state = fresh()
     for name, token, groups in history:
-        content: dict[str, HeldGroup] = {}
+        content: dict[str, TrainGroup] = {}
         for number, samples in groups:
             content |= held(number, tuple(sorted(samples)), token.attempt)
         before = state
-        answer = feed_state.feed(state, name, token, content)
+        answer = feed_state.feed_samples(state, name, token, content)
         if name != ME or token.lineage != ME.lineage or token.step > 5:
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, RankRefusal)
             continue
-        assert isinstance(answer, Fed)
+        assert isinstance(answer, FeedTaken)
         state = answer.state
         if token.step < 5:
             assert state == before
@@ -112,8 +121,8 @@ def test_feeds_of_one_token_add_up_in_any_order(pieces: list[tuple[int, set[int]
     state = fresh()
     expected: dict[str, frozenset[int]] = {}
     for number, samples in pieces:
-        answer = feed_state.feed(state, ME, Token(3, 5, 1), held(number, tuple(sorted(samples))))
-        assert isinstance(answer, Fed)
+        answer = feed_state.feed_samples(state, ME, Token(3, 5, 1), held(number, tuple(sorted(samples))))
+        assert isinstance(answer, FeedTaken)
         state = answer.state
         name = digest(number)
         expected[name] = expected.get(name, frozenset()) | samples
@@ -125,11 +134,11 @@ def test_apply_begins_exactly_when_the_whole_share_is_held(rank: int, slots: set
     seal = make_seal()
     state = fresh(rank=rank)
     for number, sample in sorted(slots):
-        answer = feed_state.feed(state, ME, seal.token, held(number, (sample,)))
-        assert isinstance(answer, Fed)
+        answer = feed_state.feed_samples(state, ME, seal.token, held(number, (sample,)))
+        assert isinstance(answer, FeedTaken)
         state = answer.state
-    share = {(slot.group, slot.sample) for slot in balance(seal).of_rank(rank)}
-    begun = feed_state.apply(state, ME, seal.token, seal)
+    share = {(slot.group, slot.sample) for slot in balance_samples(seal).of_rank(rank)}
+    begun = feed_state.apply_step(state, ME, seal.token, seal)
     assert isinstance(begun, Begin) == (share <= slots)
     if isinstance(begun, Begin):
         assert begun.work.seal == seal
@@ -139,38 +148,38 @@ def test_apply_begins_exactly_when_the_whole_share_is_held(rank: int, slots: set
 
 def test_a_token_is_applied_once_however_often_it_is_asked_for() -> None:
     seal = make_seal()
-    begun = feed_state.apply(fed(fresh(), seal), ME, seal.token, seal)
+    begun = feed_state.apply_step(fed(fresh(), seal), ME, seal.token, seal)
     assert isinstance(begun, Begin)
-    assert isinstance(feed_state.apply(begun.state, ME, seal.token, seal), Already)
-    after = feed_state.applied(begun.state)
+    assert isinstance(feed_state.apply_step(begun.state, ME, seal.token, seal), AlreadyApplied)
+    after = feed_state.finish_step(begun.state)
     assert after.applied == seal.token
     assert after.done == 5
-    assert isinstance(feed_state.apply(after, ME, seal.token, seal), Already)
+    assert isinstance(feed_state.apply_step(after, ME, seal.token, seal), AlreadyApplied)
 
 
 def test_what_is_being_applied_is_not_touched_by_feeds() -> None:
     seal = make_seal()
-    begun = feed_state.apply(fed(fresh(), seal), ME, seal.token, seal)
+    begun = feed_state.apply_step(fed(fresh(), seal), ME, seal.token, seal)
     assert isinstance(begun, Begin)
-    again = feed_state.feed(begun.state, ME, Token(3, 5, 2), held(0, (0,), 2))
-    assert isinstance(again, Fed)
+    again = feed_state.feed_samples(begun.state, ME, Token(3, 5, 2), held(0, (0,), 2))
+    assert isinstance(again, FeedTaken)
     assert again.state == begun.state
 
 
 def test_after_a_step_only_the_next_one_is_taken() -> None:
     seal = make_seal()
-    begun = feed_state.apply(fed(fresh(), seal), ME, seal.token, seal)
+    begun = feed_state.apply_step(fed(fresh(), seal), ME, seal.token, seal)
     assert isinstance(begun, Begin)
-    state = feed_state.applied(begun.state)
+    state = feed_state.finish_step(begun.state)
     following = make_seal(step=6)
-    assert isinstance(feed_state.apply(fed(state, following), ME, following.token, following), Begin)
-    assert isinstance(feed_state.feed(state, ME, Token(3, 7, 1), {}), Refused)
+    assert isinstance(feed_state.apply_step(fed(state, following), ME, following.token, following), Begin)
+    assert isinstance(feed_state.feed_samples(state, ME, Token(3, 7, 1), {}), RankRefusal)
 
 
 def test_a_higher_attempt_replaces_everything_of_a_lower_one() -> None:
     state = fed(fresh(), make_seal(attempt=1))
-    answer = feed_state.feed(state, ME, Token(3, 5, 2), held(0, (1,), 2))
-    assert isinstance(answer, Fed)
+    answer = feed_state.feed_samples(state, ME, Token(3, 5, 2), held(0, (1,), 2))
+    assert isinstance(answer, FeedTaken)
     assert answer.state.held == {digest(0, 2): frozenset({1})}
 
 
@@ -195,8 +204,8 @@ WRONG = {
 @pytest.mark.parametrize("wrong", [pytest.param(seal, id=name) for name, seal in WRONG.items()])
 def test_a_seal_that_does_not_fit_is_refused(wrong: Seal) -> None:
     state = fed(fresh(), SEAL)
-    assert isinstance(feed_state.apply(state, ME, SEAL.token, wrong), Refused)
-    assert isinstance(feed_state.apply(state, ME, SEAL.token, SEAL), Begin)
+    assert isinstance(feed_state.apply_step(state, ME, SEAL.token, wrong), RankRefusal)
+    assert isinstance(feed_state.apply_step(state, ME, SEAL.token, SEAL), Begin)
 
 
 @pytest.mark.parametrize(
@@ -209,16 +218,16 @@ def test_a_seal_that_does_not_fit_is_refused(wrong: Seal) -> None:
 )
 def test_another_world_can_neither_feed_nor_apply(name: WorldName) -> None:
     state = fed(fresh(), SEAL)
-    assert isinstance(feed_state.feed(state, name, SEAL.token, {}), Refused)
-    assert isinstance(feed_state.apply(state, name, SEAL.token, SEAL), Refused)
+    assert isinstance(feed_state.feed_samples(state, name, SEAL.token, {}), RankRefusal)
+    assert isinstance(feed_state.apply_step(state, name, SEAL.token, SEAL), RankRefusal)
 
 
 def test_a_rank_without_a_share_applies_without_having_been_fed() -> None:
     few = SEAL.model_copy(
         update={"groups": tuple(g.model_copy(update={"response_tokens": (4,)}) for g in SEAL.groups[:1])}
     )
-    idle = next(rank for rank in range(RANKS) if not balance(few).of_rank(rank))
-    assert isinstance(feed_state.apply(fresh(rank=idle), ME, few.token, few), Begin)
+    idle = next(rank for rank in range(RANKS) if not balance_samples(few).of_rank(rank))
+    assert isinstance(feed_state.apply_step(fresh(rank=idle), ME, few.token, few), Begin)
 
 
 @pytest.mark.parametrize("sealed", [(), (0, 1)], ids=["the seal says unmasked", "the seal says masked"])
@@ -230,6 +239,6 @@ def test_what_the_seal_masks_must_have_come_masked_and_nothing_else(sealed: tupl
         mask = next(iter(state.groups))
         samples = {i: replace(one, masked=True) for i, one in state.groups[mask].samples.items()}
         state = replace(state, groups={**state.groups, mask: replace(state.groups[mask], samples=samples)})
-    answer = feed_state.apply(state, ME, seal.token, seal)
-    assert isinstance(answer, Refused)
+    answer = feed_state.apply_step(state, ME, seal.token, seal)
+    assert isinstance(answer, RankRefusal)
     assert "which the seal denies" in answer.reason

@@ -18,25 +18,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
-from gcore.ledger.balance import balance
+from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.testing.models import rank_launch
 from gcore.train import models
 from gcore.train.backends.packed_attention import PACKED, PackedAttention
-from gcore.train.batching import Feeding, make_batch, make_dummy, score, token_logprobs
+from gcore.train.batching import Feeding, make_batch, make_dummy, score_batch, token_logprobs
 from gcore.train.hf_models import (
     OutOfMemory,
     checkpoint_activations,
-    evaluate,
-    explained,
+    explain_memory_error,
     logits_of,
     parameter_groups,
+    set_evaluation_mode,
     vocabulary_of,
 )
-from gcore.train.metrics import Tally
-from gcore.train.models import Fit, Reference, fit, why_not
-from gcore.train.packing import Cutting, MicroPlan, Rectangle, plan_step
-from gcore.train.rank.feed import HeldGroup, HeldSample, Work
+from gcore.train.metrics import TrainStepMetrics
+from gcore.train.models import FeedingChoice, Reference, choose_feeding, packing_obstacle
+from gcore.train.packing import CutSettings, MicroPlan, Rectangle, plan_step
+from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.types import PromptRef, Version
 
 VOCABULARY = 96
@@ -80,18 +80,18 @@ def make_model(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def make_work(lengths: Sequence[tuple[int, Sequence[int]]], masked: tuple[int, ...] = ()) -> Work:
+def make_work(lengths: Sequence[tuple[int, Sequence[int]]], masked: tuple[int, ...] = ()) -> StepInput:
     """Samples of these prompt and response lengths; group g at temperature 0.5 + g/2."""
     rng = np.random.default_rng(3)
     sealed, held = [], {}
     for number, (prompt, responses) in enumerate(lengths):
         ref, digest = PromptRef(0, 0, number), f"{number:032x}"
         samples = {
-            i: HeldSample(rng.integers(0, VOCABULARY, n).astype(np.int32), np.zeros(n, np.float32), 0.0, i in masked)
+            i: TrainSample(rng.integers(0, VOCABULARY, n).astype(np.int32), np.zeros(n, np.float32), 0.0, i in masked)
             for i, n in enumerate(responses)
         }
         prompt_ids = rng.integers(0, VOCABULARY, prompt).astype(np.int32)
-        held[digest] = HeldGroup(ref, digest, prompt_ids, samples, 0.5 + number / 2)
+        held[digest] = TrainGroup(ref, digest, prompt_ids, samples, 0.5 + number / 2)
         sealed.append(
             SealedGroup(
                 ref=ref,
@@ -104,13 +104,13 @@ def make_work(lengths: Sequence[tuple[int, Sequence[int]]], masked: tuple[int, .
             )
         )
     seal = ready_seal(sealed)
-    return Work(seal, balance(seal), 0, held)
+    return StepInput(seal, balance_samples(seal), 0, held)
 
 
 WORK = make_work([(3, (9, 1, 30)), (7, (12, 0, 12)), (1, (31, 5))])
 
 
-def one_by_one(model: Any, work: Work) -> dict[tuple[int, int], Tensor]:
+def one_by_one(model: Any, work: StepInput) -> dict[tuple[int, int], Tensor]:
     """What the definition says, without batches of any kind."""
     found = {}
     for number, group in enumerate(work.groups.values()):
@@ -131,14 +131,14 @@ def taken(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def in_batches(model: Any, work: Work, packing: Any) -> tuple[dict[tuple[int, int], Tensor], dict[str, Tensor]]:
+def in_batches(model: Any, work: StepInput, packing: Any) -> tuple[dict[tuple[int, int], Tensor], dict[str, Tensor]]:
     """Log-probabilities, and gradients as `gradients` takes them: each micro-batch backward right after its forward."""
     model.zero_grad()
-    (plan,) = plan_step(work.seal, work.layout, 0, Cutting(70, packing))
+    (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(70, packing))
     found = {}
     for one in plan.micro_batches:
         batch = make_batch(work, one, Feeding(packing, vocabulary_of(model), CPU))
-        logp = score(logits_of(model), batch).logp
+        logp = score_batch(logits_of(model), batch).logp
         if bool(batch.scored.any()):
             assert not bool(logp[~batch.scored].any()), "nothing is said of padding"
         part = {(s.group, s.sample): logp[row][batch.scored[row]] for row, s in enumerate(batch.slots)}
@@ -153,10 +153,10 @@ def test_log_probabilities_and_gradients_are_those_of_each_sequence_alone(name: 
     expected = one_by_one(model, WORK)
     weighed_sum(expected).backward()
     wanted = taken(model)
-    assert fit(model, TrainSpec(), None, alone).packing == MODELS[name][2]
+    assert choose_feeding(model, TrainSpec(), None, alone).packing == MODELS[name][2]
     for packing in {MODELS[name][2], "bucketed"}:
         if packing == "bucketed":
-            fit(model := make_model(name), TrainSpec(packing="bucketed"), None, alone)
+            choose_feeding(model := make_model(name), TrainSpec(packing="bucketed"), None, alone)
         found, got = in_batches(model, WORK, packing)
         assert found.keys() == expected.keys()
         for key, logp in found.items():
@@ -171,18 +171,18 @@ def test_a_model_that_cannot_be_packed_is_bucketed_or_refused_when_packed_was_as
     model = make_model("mistral, short window")
     before = model.config._attn_implementation
     with caplog.at_level(logging.INFO, "gcore.train"):
-        found = fit(model, TrainSpec(), None, alone)
-    assert found == Fit("bucketed", "a sliding window of 5 tokens")
+        found = choose_feeding(model, TrainSpec(), None, alone)
+    assert found == FeedingChoice("bucketed", "a sliding window of 5 tokens")
     assert "sequences are bucketed: a sliding window of 5 tokens" in caplog.text
     assert model.config._attn_implementation == before, "it attends as it did"
     with pytest.raises(DataError, match=r"train.packing: a mistral cannot be packed: a sliding window"):
-        fit(model, TrainSpec(packing="packed"), None, alone)
+        choose_feeding(model, TrainSpec(packing="packed"), None, alone)
 
 
 def test_a_window_beyond_the_jobs_longest_sequence_is_none() -> None:
-    assert why_not(make_model("mistral, short window"), 5) != "", "the proof's own sequences are longer"
-    assert why_not(make_model("mistral, window as long as the context"), 64) == ""
-    assert "window" in why_not(make_model("gemma2, soft caps"), 128) or "cap" in why_not(
+    assert packing_obstacle(make_model("mistral, short window"), 5) != "", "the proof's own sequences are longer"
+    assert packing_obstacle(make_model("mistral, window as long as the context"), 64) == ""
+    assert "window" in packing_obstacle(make_model("gemma2, soft caps"), 128) or "cap" in packing_obstacle(
         make_model("gemma2, soft caps"), 128
     )
 
@@ -195,20 +195,22 @@ def test_attention_that_looks_beyond_a_sequence_is_found_out(monkeypatch: pytest
         return out.transpose(1, 2)
 
     monkeypatch.setattr(PackedAttention, "_by_rectangle", leaky)
-    reason = why_not(make_model("llama"), None)
+    reason = packing_obstacle(make_model("llama"), None)
     assert "log-probabilities come out" in reason
     monkeypatch.undo()
-    assert why_not(make_model("llama"), None) == ""
+    assert packing_obstacle(make_model("llama"), None) == ""
 
 
 def test_what_one_rank_cannot_pack_no_rank_packs() -> None:
     model = make_model("llama")
-    assert fit(model, TrainSpec(), None, lambda values: [1.0]) == Fit("bucketed", "another rank cannot pack it")
+    assert choose_feeding(model, TrainSpec(), None, lambda values: [1.0]) == FeedingChoice(
+        "bucketed", "another rank cannot pack it"
+    )
 
 
 def test_rectangles_must_cover_the_row() -> None:
     model = make_model("llama")
-    assert why_not(model, None) == ""
+    assert packing_obstacle(model, None) == ""
     PACKED.lay((Rectangle(1, 4),), CPU)
     with pytest.raises(Exception, match="queries"):
         model(input_ids=torch.zeros(1, 5, dtype=torch.long))
@@ -218,7 +220,7 @@ def test_masked_samples_are_not_computed_unless_asked_for_and_then_not_trained()
     work = make_work([(3, (9, 1, 30)), (7, (12, 0, 12))], masked=(0, 2))
     feeding = Feeding("packed", VOCABULARY, CPU)
     for wanted, rows in ((False, 2), (True, 6)):
-        (plan,) = plan_step(work.seal, work.layout, 0, Cutting(1000, "packed", wanted))
+        (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(1000, "packed", wanted))
         batches = [make_batch(work, one, feeding) for one in plan.micro_batches]
         assert sum(len(batch.slots) for batch in batches) == rows
         assert sum(int(batch.mask.sum()) for batch in batches) == plan.tokens == 1
@@ -228,10 +230,10 @@ def test_masked_samples_are_not_computed_unless_asked_for_and_then_not_trained()
 @pytest.mark.parametrize("packing", ["packed", "bucketed"])
 def test_a_dummy_reaches_every_parameter_and_trains_nothing(packing: Any) -> None:
     model = make_model("llama")
-    assert fit(model, TrainSpec(packing=packing), None, alone).packing == packing
+    assert choose_feeding(model, TrainSpec(packing=packing), None, alone).packing == packing
     batch = make_dummy(Feeding(packing, VOCABULARY, CPU))
     assert (batch.real, batch.computed, int(batch.mask.sum())) == (0, 2, 0)
-    logp = score(logits_of(model), batch).logp
+    logp = score_batch(logits_of(model), batch).logp
     torch.where(batch.mask, logp, torch.zeros_like(logp)).sum().backward()
     assert all(p.grad is not None and not bool(p.grad.any()) for p in model.parameters())
 
@@ -241,7 +243,9 @@ def test_only_empty_responses_make_a_batch_that_trains_nothing() -> None:
     batch = make_batch(work, MicroPlan(work.layout.of_rank(0), (Rectangle(1, 1),)), Feeding("packed", VOCABULARY, CPU))
     assert not bool(batch.mask.any())
     assert bool(
-        score(logits_of(make_model("gpt2")), make_dummy(Feeding("bucketed", VOCABULARY, CPU))).logp.isfinite().all()
+        score_batch(logits_of(make_model("gpt2")), make_dummy(Feeding("bucketed", VOCABULARY, CPU)))
+        .logp.isfinite()
+        .all()
     )
 
 
@@ -251,7 +255,7 @@ def test_a_token_that_the_model_does_not_know_is_one_clear_error(token: int, whe
     work = make_work([(3, (4, 4))])
     (group,) = work.groups.values()
     (group.prompt_ids if where == "prompt" else group.samples[1].token_ids)[1] = token
-    (plan,) = plan_step(work.seal, work.layout, 0, Cutting(100, "packed"))
+    (plan,) = plan_step(work.seal, work.layout, 0, CutSettings(100, "packed"))
     with pytest.raises(
         DataError, match=rf"token {token} in the {where} of sample \d is none of the model's {VOCABULARY}"
     ):
@@ -302,11 +306,11 @@ def test_checkpointed_activations_give_the_same_gradients_though_the_model_has_d
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.5
-    packing = fit(plain, TrainSpec(), None, alone).packing
-    assert fit(frugal, TrainSpec(), None, alone).packing == packing
+    packing = choose_feeding(plain, TrainSpec(), None, alone).packing
+    assert choose_feeding(frugal, TrainSpec(), None, alone).packing == packing
     checkpoint_activations(frugal, tmp_path)
     frugal.train()
-    evaluate(frugal)
+    set_evaluation_mode(frugal)
     calls = []
     for layer in frugal.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -376,7 +380,7 @@ def test_out_of_memory_names_the_fields_to_lower_in_the_order_to_try(error: Base
     fields = ("micro_batch_tokens", "activation_checkpointing", "zero_stage")
     with (
         pytest.raises(OutOfMemory, match="out of memory while update: a micro-batch of 3") as caught,
-        explained("update: a micro-batch of 3", TrainSpec(micro_batch_tokens=77), fields),
+        explain_memory_error("update: a micro-batch of 3", TrainSpec(micro_batch_tokens=77), fields),
     ):
         raise error
     text = str(caught.value)
@@ -384,13 +388,13 @@ def test_out_of_memory_names_the_fields_to_lower_in_the_order_to_try(error: Base
     assert places == sorted(places)
     assert "now 77" in text
     done = TrainSpec(activation_checkpointing=True, zero_stage=3)
-    with pytest.raises(OutOfMemory) as caught, explained("x", done, fields):
+    with pytest.raises(OutOfMemory) as caught, explain_memory_error("x", done, fields):
         raise error
     assert caught.value.fix == "Lower train.micro_batch_tokens (now 8192)"
 
 
 def test_other_errors_are_left_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), explained("x", TrainSpec(), ()):
+    with pytest.raises(RuntimeError, match="shapes"), explain_memory_error("x", TrainSpec(), ()):
         raise RuntimeError("shapes do not fit")
 
 
@@ -402,7 +406,7 @@ def test_a_mismatch_that_is_no_number_is_missing_and_not_zero() -> None:
         max = sum
 
     def told(trainer: float) -> dict[str, float]:
-        tally = Tally()
+        tally = TrainStepMetrics()
         batch: Any = SimpleNamespace(rollout_logp=torch.full((1, 2), -1.0), mask=torch.ones(1, 2, dtype=torch.bool))
         tally.mismatch(torch.tensor([[-1.0, trainer]]), batch)
         return {name: value for name, value in tally.metrics(Alone()).items() if name.startswith("mismatch")}

@@ -10,11 +10,11 @@ import pytest
 from job_views import stored
 from listed_jobs import create
 
-from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import NamespaceNotFound
 from controllers.api.jobs import JobsService
-from controllers.api.store_reader import StoredJobs, check_namespace
-from controllers.changes import Changes
+from controllers.api.store_reader import StoreReader, check_namespace
+from controllers.changes import ChangeSignal
 from gcore.api.tokens import TokenRecord
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.mirror import JobMirror
@@ -52,7 +52,7 @@ def service(store: MemoryStore, runner: Any = None) -> JobsService:
     async def submissions() -> Any:
         raise AssertionError("nothing is submitted")
 
-    return JobsService(StoredJobs(store), submissions, lambda uid: runner, FakeClock())
+    return JobsService(StoreReader(store), submissions, lambda uid: runner, FakeClock())
 
 
 async def new_store() -> MemoryStore:
@@ -102,7 +102,7 @@ async def test_a_namespace_that_nobody_uses_is_not_there_and_the_nearest_is_told
     request = getattr(pb, f"{verb}Request")
     (code, said), _ = await asked(ask, request(namespace="limitd"))
     assert (code, "there is no namespace 'limitd', did you mean 'limited'?" in said) == ("NOT_FOUND", True)
-    with acting_for(EVE):
+    with acting_as(EVE):
         assert (await asked(ask, request(namespace="research")))[0] == ("OK", "")  # hers, though nothing is in it
         # Another's is as absent as none, and what there is, is not hinted at.
         told = [await asked(ask, request(namespace=name)) for name in ("limited", "limitd")]
@@ -140,7 +140,7 @@ async def test_numbers_of_a_name_that_no_step_has_told_are_refused_once_there_is
 async def test_a_stream_that_began_before_the_first_step_is_told_with_it() -> None:
     store = await new_store()
     await create(store, "n", "new")
-    job_keys, changes = JobKeys("n"), Changes()
+    job_keys, changes = JobKeys("n"), ChangeSignal()
     mirror = JobMirror(job_keys, status=stored(JobStatus(phase=JobPhase.FAILED)), log={1: stored(step(1, reward=0.5))})
     runner = SimpleNamespace(changes=changes, closed=False, mirror=mirror)
     metrics = service(store, runner).StreamMetrics

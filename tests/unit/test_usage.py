@@ -9,17 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.accounting.usage import AT_ONCE, EVERY_S, UsageBook, forget_old, used_on
-from controllers.api.edge.access import Caller, Role, acting_for
+from controllers.accounting.usage import AT_ONCE, EVERY_S, UsageWriter, forget_old_usage, read_usage
+from controllers.api.edge.access import Caller, Role, acting_as
 from controllers.api.edge.errors import BadFields
-from controllers.api.fleet import Nodes, asked_usage, usage_reply
-from controllers.api.store_reader import StoredJobs
+from controllers.api.fleet import FleetMethods, parse_usage_query, usage_reply
+from controllers.api.store_reader import StoreReader
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.ledger.records.job import JobRecord
-from gcore.ledger.records.slot_accounting import StepBook
-from gcore.ledger.usage import DAY_S, KEPT_DAYS, NEWEST_STEPS, NodeUsage, PoolSeconds, UsageSums, day_of, pools_of
+from gcore.ledger.records.slot_accounting import StepAccount
+from gcore.ledger.usage import (
+    DAY_S,
+    KEPT_DAYS,
+    NEWEST_STEPS,
+    NodeUsage,
+    PoolSeconds,
+    UsageSums,
+    end_day,
+    pool_seconds,
+)
 from gcore.store import keys
-from gcore.store.types import Listing, Put
+from gcore.store.types import KeyListing, Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.testing.store import Call, Fate, PerfectNetwork
 from gcore.types import Version
@@ -36,12 +45,14 @@ BOOKED = {
 }
 
 
-def book(step: int, *, began: float = 100.0, booked: dict[str, float] | None = None) -> StepBook:
-    return StepBook(version=Version(0, step), began=began, seconds=4.0, slots=4, booked=booked or BOOKED, unbooked=0.5)
+def book(step: int, *, began: float = 100.0, booked: dict[str, float] | None = None) -> StepAccount:
+    return StepAccount(
+        version=Version(0, step), began=began, seconds=4.0, slots=4, booked=booked or BOOKED, unbooked=0.5
+    )
 
 
 def test_every_second_of_a_slot_that_was_the_jobs_is_some_pools() -> None:
-    pools = pools_of(book(1))
+    pools = pool_seconds(book(1))
     assert pools == {
         "rollout": PoolSeconds(slot_s=5.5, busy_s=4.0),
         "train": PoolSeconds(slot_s=2.0, busy_s=2.0),
@@ -104,7 +115,7 @@ class Away(PerfectNetwork):
 
 
 async def every(store: MemoryStore, first_day: int = 0, last_day: int = keys.LAST_DAY) -> list[NodeUsage]:
-    return [usage async for page in used_on(store, first_day, last_day) for usage in page]
+    return [usage async for page in read_usage(store, first_day, last_day) for usage in page]
 
 
 async def stored(store: MemoryStore) -> dict[int, float]:
@@ -118,7 +129,7 @@ async def stored(store: MemoryStore) -> dict[int, float]:
 async def test_steps_are_written_a_few_at_a_time_and_all_of_them_in_the_end() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
-    writer = UsageBook(store, JOB, "n0", clock)
+    writer = UsageWriter(store, JOB, "n0", clock)
     for step in range(1, 8):
         await writer.add(book(step))
         await clock.advance(EVERY_S / 4)
@@ -132,9 +143,9 @@ async def test_another_life_of_the_daemon_goes_on_adding() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     for life in range(3):
-        writer = UsageBook(store, JOB, "n0", clock)
+        writer = UsageWriter(store, JOB, "n0", clock)
         await writer.add(book(life))
-    other = UsageBook(store, JOB, "n1", clock)
+    other = UsageWriter(store, JOB, "n1", clock)
     await other.add(book(0))
     assert await stored(store) == {0: 4 * 8.5}
 
@@ -144,7 +155,7 @@ async def test_a_write_whose_answer_never_came_is_counted_once(fate: Fate) -> No
     clock = FakeClock()
     network = Away(clock)
     store = MemoryStore(MemoryCluster(clock), network=network)
-    writer = UsageBook(store, JOB, "n0", clock)
+    writer = UsageWriter(store, JOB, "n0", clock)
     network.fates = [fate]
     await writer.add(book(1))
     await clock.advance(EVERY_S)
@@ -157,7 +168,7 @@ async def test_more_steps_than_a_record_remembers_are_counted_once_too(fate: Fat
     clock = FakeClock()
     network = Away(clock)
     store = MemoryStore(MemoryCluster(clock), network=network)
-    writer = UsageBook(store, JOB, "n0", clock)
+    writer = UsageWriter(store, JOB, "n0", clock)
     steps = 3 * NEWEST_STEPS + 1
     for step in range(steps):
         await writer.add(book(step))
@@ -170,11 +181,11 @@ async def test_more_steps_than_a_record_remembers_are_counted_once_too(fate: Fat
 async def test_a_steps_time_belongs_to_the_day_on_which_it_ended() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
-    writer = UsageBook(store, JOB, "n0", clock)
+    writer = UsageWriter(store, JOB, "n0", clock)
     for step, began in ((1, DAY_S - 5.0), (2, DAY_S - 4.0), (3, DAY_S + 5.0)):
         await writer.add(book(step, began=began))
     await writer.write()
-    assert day_of(book(1, began=DAY_S - 5.0)) == 0
+    assert end_day(book(1, began=DAY_S - 5.0)) == 0
     assert await stored(store) == {0: 8.5, 1: 17.0}
 
 
@@ -185,7 +196,7 @@ async def test_what_is_very_old_goes() -> None:
     assert today > KEPT_DAYS
     for day in (today - KEPT_DAYS - 1, today - KEPT_DAYS, today):
         await store.transact((), (Put(keys.usage("n0", day, "u"), used(day=day).encode()),))
-    await forget_old(store, today)
+    await forget_old_usage(store, today)
     assert [one.day for one in await every(store)] == [today - KEPT_DAYS, today]
 
 
@@ -203,12 +214,12 @@ async def test_what_is_very_old_of_nodes_that_have_left_goes_too_once_a_day_and_
     for node in ("gone", "gone-too", "n0"):
         await put(store, node, today - KEPT_DAYS - 1)
         await put(store, node, today)
-    await forget_old(store, today)
+    await forget_old_usage(store, today)
     assert [one.day for one in await every(store)] == [today] * 3
     await put(store, "gone", 1)
-    await forget_old(store, today)
+    await forget_old_usage(store, today)
     assert len(await every(store)) == 4, "it was done today"
-    await forget_old(store, today + 1)
+    await forget_old_usage(store, today + 1)
     assert len(await every(store)) == 3
 
 
@@ -216,9 +227,9 @@ async def test_a_clock_that_has_run_away_does_not_take_everything() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     today = int(clock.wall() // DAY_S)
-    await forget_old(store, today)
+    await forget_old_usage(store, today)
     await put(store, "n0", today)
-    await forget_old(store, today + 2 * KEPT_DAYS)
+    await forget_old_usage(store, today + 2 * KEPT_DAYS)
     assert len(await every(store)) == 1
 
 
@@ -229,7 +240,7 @@ class Counting(MemoryStore):
         super().__init__(cluster)
         self.read: list[int] = []
 
-    async def between(self, first: str, behind: str, limit: int) -> Listing:
+    async def between(self, first: str, behind: str, limit: int) -> KeyListing:
         listing = await super().between(first, behind, limit)
         self.read.append(len(listing.kvs))
         return listing
@@ -254,7 +265,7 @@ async def test_usage_that_many_ask_for_is_summed_for_one_after_the_other() -> No
     store = Counting(MemoryCluster(FakeClock()))
     for number in range(3):
         await put(store, "a", number)
-    desk = Nodes(StoredJobs(store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
+    desk = FleetMethods(StoreReader(store), None, lambda uid: None, FakeClock())  # type: ignore[arg-type]
     request = pb.GetUsageRequest(until=10.0 * DAY_S)
     replies = await asyncio.gather(*(desk.GetUsage(request, None) for _ in range(5)))
     assert [reply.usages[0].slot_seconds for reply in replies] == [3.0] * 5
@@ -265,7 +276,7 @@ async def test_a_record_that_cannot_be_read_stops_nobody() -> None:
     clock = FakeClock()
     store = MemoryStore(MemoryCluster(clock))
     await store.transact((), (Put(keys.usage("n0", 0, "u"), b"{}x"),))
-    writer = UsageBook(store, JOB, "n0", clock)
+    writer = UsageWriter(store, JOB, "n0", clock)
     await writer.add(book(1))
     assert await stored(store) == {}
 
@@ -276,7 +287,7 @@ def asked(now: float = 10 * DAY_S, **request: Any) -> list[tuple[dict[str, str],
         used(day=3, namespace="research", owner="bob", pools={"rollout": PoolSeconds(slot_s=20, busy_s=5)}),
         used(day=5, pools={"rollout": PoolSeconds(slot_s=40)}),
     ]
-    wanted = asked_usage(pb.GetUsageRequest(**request), now)
+    wanted = parse_usage_query(pb.GetUsageRequest(**request), now)
     sums = UsageSums(wanted.by)
     for one in filter(wanted.has, usages):
         sums.add(one)
@@ -293,7 +304,7 @@ def test_usage_is_asked_for_by_day_and_namespace() -> None:
 
 
 def test_what_another_namespace_used_is_nobody_elses_business() -> None:
-    with acting_for(Caller("eve", Role.VIEWER, frozenset({"research"}))):
+    with acting_as(Caller("eve", Role.VIEWER, frozenset({"research"}))):
         assert asked() == [({"namespace": "research"}, 30.0)]
         assert asked(namespace="default") == []
 

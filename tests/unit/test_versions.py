@@ -13,14 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_views import RULES, SPEC, running_job
 
-from controllers.changes import Changes
+from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.rules import version_for, version_told
+from controllers.cluster.rules import choose_version, parse_version
 from controllers.identity import Identity
-from controllers.job.runner import JobStanding
-from controllers.rules.view import Waits
-from controllers.rules.waits import PATIENCE_S, overdue, sentence, waiting_for
-from gcore.api.rpc import RPC_SCHEMA_KEY, UNSERVED, VersionedStub, VersionGate, carried, refusal, told
+from controllers.job.runner import JobRunner
+from controllers.rules.view import Timers
+from controllers.rules.waits import PATIENCE_S, current_waits, overdue_waits, wait_sentence
+from gcore.api.rpc import (
+    UNSERVED,
+    VERSION_KEY,
+    VersionedStub,
+    VersionGate,
+    parse_refusal,
+    version_metadata,
+    version_refusal,
+)
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
 from gcore.client import JobsClient
@@ -48,26 +56,26 @@ FAR = (NEWEST_VERSION + 1, NEWEST_VERSION + 2)
 def test_what_is_written_is_the_newest_that_every_node_reads(
     nodes: list[str], reads: dict[str, int], version: int
 ) -> None:
-    assert version_for(nodes, reads) == version
+    assert choose_version(nodes, reads) == version
 
 
 def test_what_was_written_before_is_not_gone_back_behind() -> None:
-    assert version_for(["a", "b"], {"a": NEWEST_VERSION}, written=NEWEST_VERSION) == NEWEST_VERSION
-    assert version_for(["a"], {"a": NEWEST_VERSION}, written=OLDER) == NEWEST_VERSION
-    assert version_for(["a"], {}, written=NEWEST_VERSION + 1) == NEWEST_VERSION, "more than it has it cannot write"
+    assert choose_version(["a", "b"], {"a": NEWEST_VERSION}, written=NEWEST_VERSION) == NEWEST_VERSION
+    assert choose_version(["a"], {"a": NEWEST_VERSION}, written=OLDER) == NEWEST_VERSION
+    assert choose_version(["a"], {}, written=NEWEST_VERSION + 1) == NEWEST_VERSION, "more than it has it cannot write"
 
 
 @pytest.mark.parametrize(
     ("said", "version"), [(b"2", 2), (b"", None), (b"two", None), (b"-1", None), (b"9" * 5000, None), (b"\xff", None)]
 )
 def test_a_version_is_a_few_digits(said: bytes, version: int | None) -> None:
-    assert version_told(said) == version
+    assert parse_version(said) == version
 
 
 def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written() -> None:
     """It has left the job to the others; a train rank that it was to run would be waited for for ever."""
     nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
-    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, Changes()), Changes())  # type: ignore[arg-type]
+    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, ChangeSignal()), ChangeSignal())  # type: ignore[arg-type]
     standing._cluster.nodes = nodes
     standing._cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
     assert standing.look().nodes is nodes
@@ -80,15 +88,19 @@ def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written() -> Non
 
 def test_of_a_node_that_does_not_read_what_is_written_people_are_told() -> None:
     """Nothing else about the job says why the slots that were added are not used."""
-    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, Changes()), Changes())  # type: ignore[arg-type]
+    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, ChangeSignal()), ChangeSignal())  # type: ignore[arg-type]
     standing._cluster.nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
     standing._cluster.reads = {"a": NEWEST_VERSION, "b": OLDER}
     assert standing.look().unable == {"b": OLDER}
     view = replace(running_job(), unable={"b": OLDER})
-    (wait,) = [one for one in waiting_for(view) if one.cause == "node"]
+    (wait,) = [one for one in current_waits(view) if one.cause == "node"]
     assert wait.what.startswith(f"b is of an older version: it reads records of schema version {OLDER} at most")
-    held, late = Waits({}).note([wait.stall], 0.0), PATIENCE_S["node"]
-    told = [sentence(one) for me in view.mirror.members for one in overdue(replace(view, me=me), [wait], held, late)]
+    held, late = Timers({}).note([wait.stall], 0.0), PATIENCE_S["node"]
+    told = [
+        wait_sentence(one)
+        for me in view.mirror.members
+        for one in overdue_waits(replace(view, me=me), [wait], held, late)
+    ]
     assert told == [wait.what], "by one peer for all"
     standing._cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
     standing.look_anew()
@@ -97,13 +109,13 @@ def test_of_a_node_that_does_not_read_what_is_written_people_are_told() -> None:
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))
 def test_what_is_written_is_always_what_this_process_reads(reads: dict[str, int], nodes: set[str]) -> None:
-    assert version_for(nodes, reads) in READABLE
+    assert choose_version(nodes, reads) in READABLE
 
 
 NODE = NodeRecord(name="n", incarnation="n.1", address="h:1", slots=("cpu:0",), pid=1)
 
 
-class Standing(JobStanding):
+class Standing(JobRunner):
     """Of a job of which nothing was heard yet."""
 
     def __init__(self, *of: Any) -> None:
@@ -124,7 +136,7 @@ class Answering(jobs_pb2_grpc.JobsServicer):
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.Job:
         """Unary."""
-        said = [value for key, value in context.invocation_metadata() if key == RPC_SCHEMA_KEY]
+        said = [value for key, value in context.invocation_metadata() if key == VERSION_KEY]
         return pb.Job(uid="u", reason=",".join(said))
 
     async def WatchJob(self, request: pb.WatchJobRequest, context: Any) -> AsyncIterator[pb.JobEvent]:
@@ -163,7 +175,7 @@ async def test_a_call_that_says_no_version_is_one_of_version_1(address: str) -> 
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = jobs_pb2_grpc.JobsStub(channel)
         assert (await stub.GetJob(pb.GetJobRequest())).uid == "u"
-    assert (refusal(None) is None) == (1 in READABLE)
+    assert (version_refusal(None) is None) == (1 in READABLE)
 
 
 async def test_a_newer_call_is_refused_in_one_sentence_whatever_its_kind(address: str) -> None:
@@ -184,7 +196,10 @@ async def test_a_program_is_told_by_a_constant_that_its_version_is_not_served(ad
         stub = VersionedStub(jobs_pb2_grpc.JobsStub(client._channel(address)), FAR)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.GetJob(pb.GetJobRequest())
-    assert (told(refused.value).reason, told(refused.value).sentence) == (UNSERVED, refused.value.details())
+    assert (parse_refusal(refused.value).reason, parse_refusal(refused.value).sentence) == (
+        UNSERVED,
+        refused.value.details(),
+    )
 
 
 async def test_the_command_line_of_a_newer_gcore_says_what_to_do(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +222,7 @@ async def test_the_command_line_of_a_newer_gcore_says_what_to_do(address: str, m
     ids=["too old", "too new", "nonsense", "a long number", "empty"],
 )
 def test_a_refusal_names_both_versions_and_who_is_to_change(said: str, words: str) -> None:
-    why = refusal(said)
+    why = version_refusal(said)
     assert why is not None
     assert words in why
     assert f"serves {OLDER} and {NEWEST_VERSION}" in why
@@ -215,4 +230,4 @@ def test_a_refusal_names_both_versions_and_who_is_to_change(said: str, words: st
 
 
 def test_what_a_call_carries_can_be_read_in_a_log() -> None:
-    assert carried() == ((RPC_SCHEMA_KEY, f"{OLDER},{NEWEST_VERSION}"),)
+    assert version_metadata() == ((VERSION_KEY, f"{OLDER},{NEWEST_VERSION}"),)

@@ -9,10 +9,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from controllers.cli import picture
-from controllers.cli.output import chart, columns, held, moved_cells, parts, seconds, strip, told_apart, visible
+from controllers.cli.output import (
+    bin_points,
+    distinguish_texts,
+    divide_cells,
+    draw_chart,
+    fill_gaps,
+    format_seconds,
+    moved_cells,
+    printable_text,
+    shard_strip,
+)
 from controllers.cli.view import screens as view_plain
-from controllers.cli.view.live import render
-from controllers.cli.view.state import BestPoint, JobSnapshot, ViewState, Wait
+from controllers.cli.view.live import render_view
+from controllers.cli.view.state import BestPoint, JobSnapshot, ViewState, WaitPoint
 from gcore.errors import UsageError
 from gcore.observability.events import JobEvent
 
@@ -62,12 +72,12 @@ def final():
 
 def drawn(state, now=112.0, width=110):
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(render(state, now, width))
+    console.print(render_view(state, now, width))
     return console.export_text()
 
 
 def test_the_plain_view_is_one_line_for_each_event_and_answers_before_and_after():
-    printed = [line for before, one in states() for line in view_plain.lines(before, one)]
+    printed = [line for before, one in states() for line in view_plain.event_lines(before, one)]
     assert printed == [
         "state: RUNNING: started",
         "shards: shards dealt out: node-0 4, node-1 4",
@@ -95,21 +105,21 @@ def test_what_a_judge_says_of_held_out_answers_is_shown_beside_the_accuracy_also
     metrics = {"pass@1": 0.95, "mean@1": 0.95, "part:judged": judged}
     score = {"accuracy": 0.95, "count": 5, "samples": 1, "metrics": metrics}
     one = event(2, "eval", step=1, accuracy=0.95, count=5, by_source={"sums": score})
-    (line,) = view_plain.lines(ViewState(), one)
+    (line,) = view_plain.event_lines(ViewState(), one)
     assert line == f"eval: accuracy 95.0%, judged {shown} on 5 held-out prompts after step 1"
     other = event(2, "eval", step=1, accuracy=0.95, count=10, by_source={"sums": score, "words": score})
-    assert f"sums 95.0%, judged {shown}; words 95.0%, judged {shown}" in view_plain.lines(ViewState(), other)[1]
+    assert f"sums 95.0%, judged {shown}; words 95.0%, judged {shown}" in view_plain.event_lines(ViewState(), other)[1]
 
 
 def test_a_step_that_came_in_parts_says_in_how_many():
     came = ViewState().apply(event(1, "state", state="RUNNING", reason="started"))
-    (whole,) = view_plain.lines(came, event(2, "step", step=1, steps=3, stats=STATS))
-    (parted,) = view_plain.lines(came, event(2, "step", step=1, steps=3, stats=STATS | {"parts": 4.0}))
+    (whole,) = view_plain.event_lines(came, event(2, "step", step=1, steps=3, stats=STATS))
+    (parted,) = view_plain.event_lines(came, event(2, "step", step=1, steps=3, stats=STATS | {"parts": 4.0}))
     assert parted == f"{whole} parts 4"
 
 
 def test_the_plain_view_prints_nothing_for_an_event_that_came_before():
-    assert view_plain.lines(final(), SCRIPT[3]) == ()
+    assert view_plain.event_lines(final(), SCRIPT[3]) == ()
 
 
 def test_the_live_view_shows_the_run():
@@ -142,7 +152,7 @@ def test_on_eighty_columns_nothing_wraps_and_no_number_is_torn_from_its_name():
 
 
 def test_the_live_view_says_what_is_waited_for_and_since_when():
-    waiting = (Wait("node-0", "step 2 needs 3 more prompts", 100.0),)
+    waiting = (WaitPoint("node-0", "step 2 needs 3 more prompts", 100.0),)
     text = drawn(ViewState().observe(JobSnapshot("sums", "u1", "RUNNING", waiting=waiting)), now=112.0)
     assert "node-0: step 2 needs 3 more prompts" in text
     assert "12s" in text
@@ -152,69 +162,75 @@ def test_a_picture_is_drawn_from_recorded_events(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_text("".join(one.to_line() + "\n" for one in SCRIPT))
     (tmp_path / "summary.json").write_text('{"job": "sums", "uid": "u1"}')
-    state = picture.state_of(file)
+    state = picture.replay_events(file)
     assert (state.job, state.state) == ("sums", "SUCCEEDED")
-    assert picture.state_of(file, until=6).state == "RUNNING"
-    image = picture.svg(state)
+    assert picture.replay_events(file, until=6).state == "RUNNING"
+    image = picture.render_svg(state)
     assert image.startswith("<svg")
     assert "SUCCEEDED" in image
-    assert image == picture.svg(state)
+    assert image == picture.render_svg(state)
 
 
 def test_a_picture_of_something_else_is_refused(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_text("no event\n")
     with pytest.raises(UsageError, match="no event"):
-        picture.state_of(file)
+        picture.replay_events(file)
     with pytest.raises(UsageError, match="cannot read"):
-        picture.state_of(tmp_path / "none")
+        picture.replay_events(tmp_path / "none")
 
 
 @given(st.text(max_size=80), st.integers(2, 100))
 def test_shown_text_has_no_control_characters_and_keeps_to_its_limit(text, limit):
-    shown = visible(text, limit)
+    shown = printable_text(text, limit)
     assert shown.isprintable()
     assert len(shown) <= limit
 
 
 def test_prompts_that_begin_alike_are_told_apart_by_what_follows():
     system = "system: Answer with a number alone, and with nothing else.\n"
-    assert told_apart([system + "user: What is 6 times 7?", system + "user: What is 6 times 8?"], 40) == ["…7?", "…8?"]
-    assert told_apart([system + "Ada has 2 packs", system + "Ben has 3"], 40) == ["…Ada has 2 packs", "…Ben has 3"]
-    assert told_apart(["sort 08652:", "sort 01272:"], 40) == ["sort 08652:", "sort 01272:"]
-    assert told_apart([system], 20) == [visible(system, 20)]
+    assert distinguish_texts([system + "user: What is 6 times 7?", system + "user: What is 6 times 8?"], 40) == [
+        "…7?",
+        "…8?",
+    ]
+    assert distinguish_texts([system + "Ada has 2 packs", system + "Ben has 3"], 40) == [
+        "…Ada has 2 packs",
+        "…Ben has 3",
+    ]
+    assert distinguish_texts(["sort 08652:", "sort 01272:"], 40) == ["sort 08652:", "sort 01272:"]
+    assert distinguish_texts([system], 20) == [printable_text(system, 20)]
 
 
 @given(st.lists(st.text(max_size=80), max_size=4), st.integers(2, 100))
 def test_texts_told_apart_have_no_control_characters_and_keep_to_their_limit(texts, limit):
-    shown = told_apart(texts, limit)
+    shown = distinguish_texts(texts, limit)
     assert len(shown) == len(texts)
     assert all(text.isprintable() and len(text) <= limit for text in shown)
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1e6), max_size=6), st.integers(1, 80))
 def test_the_parts_of_a_bar_sum_to_its_width(amounts, width):
-    cells = parts(amounts, width)
+    cells = divide_cells(amounts, width)
     assert sum(cells.values()) == (width if sum(amounts.values()) > 0 else 0)
     assert all(count >= 0 for count in cells.values())
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(-5, 5)), max_size=50), st.integers(1, 40), st.integers(1, 8))
 def test_a_chart_has_its_size_and_a_mark_where_there_is_a_value(points, width, height):
-    values = columns(points, width)
-    lines = chart(values, height=height, low=-5.0, high=5.0)
+    values = bin_points(points, width)
+    lines = draw_chart(values, height=height, low=-5.0, high=5.0)
     assert [len(line) for line in lines] == [width] * height
     assert [line != " " for line in lines[-1]] == [value is not None for value in values]
 
 
 def test_a_held_curve_goes_on_to_the_present_and_not_further():
-    assert held((None, 0.5, None, None, None), 3) == (None, 0.5, 0.5, 0.5, None)
+    assert fill_gaps((None, 0.5, None, None, None), 3) == (None, 0.5, 0.5, 0.5, None)
 
 
 @given(st.sets(st.integers(0, 199)), st.integers(1, 200), st.integers(1, 100))
 def test_a_shard_map_fits_and_marks_exactly_the_cells_with_shards(owned, count, width):
     owned = {shard for shard in owned if shard < count}
-    line = strip(owned, count, width)
+    line = shard_strip(owned, count, width)
     assert len(line) <= width
     assert {n for n, cell in enumerate(line) if cell != "·"} == moved_cells(owned, count, width)
 
@@ -223,7 +239,7 @@ def test_a_shard_map_fits_and_marks_exactly_the_cells_with_shards(owned, count, 
     ("value", "shown"), [(0.4249, "0.42s"), (59.4, "59s"), (59.6, "1m00s"), (7620, "2h07m")], ids=str
 )
 def test_durations_read_as_people_write_them(value, shown):
-    assert seconds(value) == shown
+    assert format_seconds(value) == shown
 
 
 def of_sources(*names):
@@ -260,9 +276,9 @@ def test_of_many_sources_the_live_view_shows_some_and_counts_the_others():
 def test_the_plain_view_shows_an_accuracy_for_each_source():
     state = of_sources("sums")
     one = event(22, "eval", step=5, accuracy=0.5, count=4, by_source={"b": {"accuracy": 0.25}, "a": {"accuracy": 0.75}})
-    assert view_plain.lines(state, one)[1] == "  a 75.0%, b 25.0%"
+    assert view_plain.event_lines(state, one)[1] == "  a 75.0%, b 25.0%"
     alone = event(22, "eval", step=5, accuracy=0.5, count=4, by_source={"data": {"accuracy": 0.5}})
-    assert "data" not in " ".join(view_plain.lines(state, alone))
+    assert "data" not in " ".join(view_plain.event_lines(state, alone))
 
 
 PASSED = {"accuracy": 0.25, "count": 4, "samples": 4, "metrics": {"mean@4": 0.25, "pass@1": 0.25, "pass@4": 0.75}}
@@ -270,13 +286,13 @@ PASSED = {"accuracy": 0.25, "count": 4, "samples": 4, "metrics": {"mean@4": 0.25
 
 def test_the_plain_view_shows_what_is_measured_beside_the_accuracy_and_what_could_not_be_scored():
     one = event(22, "eval", step=5, accuracy=0.25, count=4, unscored=3, by_source={"data": PASSED})
-    assert view_plain.lines(of_sources("sums"), one)[1:3] == (
+    assert view_plain.event_lines(of_sources("sums"), one)[1:3] == (
         "  data 25.0%, pass@4 75.0%",
         "  3 responses could not be scored, and count as not correct",
     )
     parts = {**PASSED, "metrics": {"mean@4": -0.5, "pass@1": 0.25}}
     one = event(22, "eval", step=5, accuracy=0.25, count=4, by_source={"b": parts, "a": {"accuracy": 1.0}})
-    assert view_plain.lines(of_sources("sums"), one)[1] == "  a 100.0%; b 25.0%, mean@4 -0.500"
+    assert view_plain.event_lines(of_sources("sums"), one)[1] == "  a 100.0%; b 25.0%, mean@4 -0.500"
 
 
 def test_an_answer_is_right_if_the_evaluation_says_so_and_one_that_was_not_scored_says_why():
@@ -286,7 +302,7 @@ def test_an_answer_is_right_if_the_evaluation_says_so_and_one_that_was_not_score
         {"prompt": "1+3=", "response": "4", "answer": "x", "reward": 0.0, "correct": False, "unscored": "no number"},
     ]
     one = event(1, "eval", step=0, accuracy=0.25, count=4, samples=samples)
-    wrong, right, unscored = view_plain.lines(ViewState(), one)[1:]
+    wrong, right, unscored = view_plain.event_lines(ViewState(), one)[1:]
     assert "wrong, 2 is expected" in wrong
     assert right.endswith("right")
     assert unscored.endswith("not scored: no number")
@@ -304,7 +320,7 @@ def test_the_live_view_has_pass_at_k_and_where_it_was_best():
 def test_what_a_plug_in_raised_is_shown_with_its_own_traceback_line_by_line():
     trace = 'Traceback (most recent call last):\n  File "mine.py", line 2, in score\nKeyError: \x1b[2Jx'
     told = event(9, "fault", "reward 'mine' raised KeyError", what="...", trace=trace, node="node-0")
-    head, *rest = view_plain.lines(ViewState(), told)
+    head, *rest = view_plain.event_lines(ViewState(), told)
     assert head == "fault: reward 'mine' raised KeyError"
     assert rest[1] == '    File "mine.py", line 2, in score'
     assert len(rest) == 3

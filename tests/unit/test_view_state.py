@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.cli.view.state import JobSnapshot, NodeView, ViewState, Wait
+from controllers.cli.view.state import JobSnapshot, NodeView, ViewState, WaitPoint
 from gcore.observability.events import JobEvent
 
 NODES = st.sampled_from(["node-0", "node-1", "node-2"])
@@ -189,7 +189,7 @@ def test_the_time_left_is_the_steps_left_at_the_recent_pace(step_seconds, left):
 def test_what_the_api_says_of_a_job_fills_in_what_events_did_not():
     job = JobSnapshot(
         "sums", "u1", "RUNNING", steps=9, step=5, spec={"data": {"shards": 4}},
-        shares=(NodeView("node-0", True, (0, 1, 2, 3)),), waiting=(Wait("node-0", "engines", 1.0),),
+        shares=(NodeView("node-0", True, (0, 1, 2, 3)),), waiting=(WaitPoint("node-0", "engines", 1.0),),
     )  # fmt: skip
     state = ViewState().observe(job)
     assert (state.job, state.uid, state.state, state.step, state.shard_count) == ("sums", "u1", "RUNNING", 5, 4)

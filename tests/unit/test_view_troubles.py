@@ -19,8 +19,8 @@ from three_nodes import free_ports
 from controllers.api.jobs import JobsService
 from controllers.cli.commands.run import FILE_NAME, EventFile
 from controllers.cli.view.screens import PlainScreen, trouble_lines
-from controllers.cli.view.state import ViewState, Wait
-from controllers.daemon.keeper import Keeper
+from controllers.cli.view.state import ViewState, WaitPoint
+from controllers.daemon.keeper import ProcessKeeper
 from gcore.config import NodeConfig
 from gcore.config.local_cluster import EtcdProcess, LocalCluster
 from gcore.errors import StoreUnavailable
@@ -33,22 +33,22 @@ AWAY = "the store cannot be reached, tried for 5.0 s"
 
 def test_a_line_says_that_it_begins_and_one_that_it_is_over() -> None:
     assert trouble_lines(None, "the cluster", AWAY, 100.0) == (f"waiting: the cluster: {AWAY}",)
-    before = Wait("the cluster", AWAY, 100.0)
+    before = WaitPoint("the cluster", AWAY, 100.0)
     assert trouble_lines(before, "the cluster", "", 134.0) == ("waiting: the cluster goes on, after 34s",)
     assert trouble_lines(None, "the cluster", "", 134.0) == ()
 
 
 def test_the_same_reason_with_other_figures_is_no_news_and_another_reason_is() -> None:
-    before = Wait("the cluster", AWAY, 100.0)
+    before = WaitPoint("the cluster", AWAY, 100.0)
     assert trouble_lines(before, "the cluster", AWAY.replace("5.0", "4.9"), 110.0) == ()
     assert trouble_lines(before, "the cluster", "etcd has ended", 110.0) == ("waiting: the cluster: etcd has ended",)
 
 
 def test_the_drawn_view_shows_it_beside_what_the_job_waits_for_with_its_own_beginning() -> None:
-    state = ViewState(waiting=(Wait("node-0", "something", 90.0),)).with_trouble("the cluster", AWAY, 100.0)
+    state = ViewState(waiting=(WaitPoint("node-0", "something", 90.0),)).with_trouble("the cluster", AWAY, 100.0)
     later = state.with_trouble("the cluster", "etcd has ended", 110.0)
-    assert later.waiting == (Wait("node-0", "something", 90.0), Wait("the cluster", "etcd has ended", 100.0))
-    assert later.with_trouble("the cluster", "", 120.0).waiting == (Wait("node-0", "something", 90.0),)
+    assert later.waiting == (WaitPoint("node-0", "something", 90.0), WaitPoint("the cluster", "etcd has ended", 100.0))
+    assert later.with_trouble("the cluster", "", 120.0).waiting == (WaitPoint("node-0", "something", 90.0),)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ async def test_the_keeper_says_why_etcd_cannot_be_started_again_until_it_can(tmp
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
     clock = FakeClock()
-    keeper = Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+    keeper = ProcessKeeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
     (tmp_path / "data").write_text("a file where its folder should be")
     await keeper.look()
     assert keeper.trouble.startswith("etcd has ended and cannot be started again: etcd: its data folder")
@@ -147,7 +147,7 @@ async def test_the_keeper_says_why_when_etcd_is_started_again_and_again(tmp_path
         node="node-0", home=str(tmp_path), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",), run_root="r"
     )
     clock = FakeClock()
-    keeper = Keeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
+    keeper = ProcessKeeper(config, MemoryStore(MemoryCluster(clock), "node-0"), clock)
     keeper._bring_back_etcd = AsyncMock()  # type: ignore[method-assign]
     for number in range(4):  # the first is the one that was there
         assert keeper.trouble == ""

@@ -16,18 +16,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.api.edge.server import CountedCalls
-from controllers.daemon.daemon import own_ends, watch_certificates
-from controllers.daemon.life import jobs_shown
-from controllers.telemetry.gauges import ASK_EVERY_S, JobSize, expected_s, figures_of, newest_by_kind, watch_members
-from gcore.api.authority import issue, new_authority
-from gcore.api.tls import Pem
+from controllers.api.edge.server import CallCounter
+from controllers.daemon.daemon import own_certificate_expiries, watch_certificates
+from controllers.daemon.life import job_counts
+from controllers.telemetry.gauges import (
+    ASK_EVERY_S,
+    JobStoreSize,
+    expected_step_s,
+    move_figures,
+    newest_moves,
+    watch_members,
+)
+from gcore.api.authority import issue_certificate, new_authority
+from gcore.api.tls import PemFiles
 from gcore.ledger.records.cluster import Claim, Share, Shares
-from gcore.ledger.records.job import Move, MoveKind, MoveOutcome, Moves, SplitPart, Stay
-from gcore.ledger.transactions import Stored
+from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, MoveOutcome, Moves, SplitPart
+from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics import Metrics, MoveFigures
 from gcore.store.reference import StoreRef, TlsFiles
-from gcore.store.types import KeyValue, StoreStanding, WatchBatch, WatchEvent
+from gcore.store.types import KeyValue, StoreMemberStatus, WatchBatch, WatchEvent
 from gcore.system.clock import SystemClock
 
 SPLIT = SplitPart(mode="coexisting", rollout=3, reward=1, train=1)
@@ -55,21 +62,21 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     ids=["nothing is known", "a gain", "steps before and after", "it became slower"],
 )
 def test_a_move_is_shown_with_what_was_expected_and_what_came(made: Move, figures: MoveFigures) -> None:
-    assert figures_of(made) == figures
+    assert move_figures(made) == figures
 
 
 def test_the_newest_move_of_each_kind_counts_and_not_one_that_never_was() -> None:
     first, second = move(gain_s=1.0), move(gain_s=2.0)
     lapsed = move(state="lapsed", gain_s=3.0)
     lent = move(MoveKind.LEND)
-    assert newest_by_kind(Moves(moves=(first, lent, second, lapsed))) == {"split": second, "lend": lent}
+    assert newest_moves(Moves(moves=(first, lent, second, lapsed))) == {"split": second, "lend": lent}
 
 
 def test_what_is_expected_of_a_step_is_the_newest_decisions() -> None:
-    moved, stay = move(time=5.0, expected_s=3.0), Stay(since=1, step=2, time=9.0, expected_s=4.0)
-    assert expected_s(Moves(moves=(moved,), stays=(stay,))) == 4.0
-    assert expected_s(Moves(moves=(moved.model_copy(update={"time": 10.0}),), stays=(stay,))) == 3.0
-    assert expected_s(Moves(moves=(move(),))) is None
+    moved, stay = move(time=5.0, expected_s=3.0), HoldPeriod(since=1, step=2, time=9.0, expected_s=4.0)
+    assert expected_step_s(Moves(moves=(moved,), stays=(stay,))) == 4.0
+    assert expected_step_s(Moves(moves=(moved.model_copy(update={"time": 10.0}),), stays=(stay,))) == 3.0
+    assert expected_step_s(Moves(moves=(move(),))) is None
 
 
 def test_what_is_not_known_any_more_is_not_shown() -> None:
@@ -89,7 +96,7 @@ def event(key: str, size: int | None) -> WatchEvent:
 
 @given(st.lists(st.tuples(st.sampled_from("abcä"), st.none() | st.integers(0, 99)), max_size=40), st.integers(0, 40))
 def test_the_size_of_a_job_is_that_of_what_is_there(changes: list[tuple[str, int | None]], reset_at: int) -> None:
-    size, there = JobSize(), dict[str, int]()
+    size, there = JobStoreSize(), dict[str, int]()
     for number, (key, length) in enumerate(changes):
         if number == reset_at:
             there = {}
@@ -103,8 +110,8 @@ def test_the_size_of_a_job_is_that_of_what_is_there(changes: list[tuple[str, int
 async def test_members_that_do_not_answer_are_shown_no_more() -> None:
     metrics = Metrics()
     told = [
-        {"a:1": StoreStanding(100, 60, frozenset({"NOSPACE"})), "b:1": StoreStanding(90, 60)},
-        {"b:1": StoreStanding(95, 60)},
+        {"a:1": StoreMemberStatus(100, 60, frozenset({"NOSPACE"})), "b:1": StoreMemberStatus(90, 60)},
+        {"b:1": StoreMemberStatus(95, 60)},
     ]
     seen: list[tuple[float | None, float | None]] = []
 
@@ -115,7 +122,7 @@ async def test_members_that_do_not_answer_are_shown_no_more() -> None:
             if not told:
                 raise asyncio.CancelledError
 
-    async def standing() -> dict[str, StoreStanding]:
+    async def standing() -> dict[str, StoreMemberStatus]:
         return told.pop(0)
 
     with pytest.raises(asyncio.CancelledError):
@@ -152,7 +159,7 @@ class Service(health_pb2_grpc.HealthServicer):
 @pytest.fixture
 async def counted() -> AsyncIterator[tuple[Metrics, health_pb2_grpc.HealthStub, grpc.aio.Channel]]:
     metrics = Metrics()
-    server = grpc.aio.server(interceptors=[CountedCalls(metrics, SystemClock())])
+    server = grpc.aio.server(interceptors=[CallCounter(metrics, SystemClock())])
     health_pb2_grpc.add_HealthServicer_to_server(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -222,7 +229,7 @@ class Much(grpc.GenericRpcHandler):
 
 async def test_a_stream_that_is_cancelled_while_it_waits_for_its_client_was_cancelled() -> None:
     metrics, service = Metrics(), Much()
-    server = grpc.aio.server(interceptors=[CountedCalls(metrics, SystemClock())])
+    server = grpc.aio.server(interceptors=[CallCounter(metrics, SystemClock())])
     server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -261,10 +268,10 @@ def test_jobs_are_told_by_state_and_those_with_slots_by_how_many() -> None:
             "b": Share(granted={}, held={"n": ("cpu:2",)}),
         }
     )
-    states, slots = jobs_shown(claims, {"a", "b"}, Stored(shares, 7))
+    states, slots = job_counts(claims, {"a", "b"}, Versioned(shares, 7))
     assert states == {"running": 2, "paused": 1, "queued": 1}
     assert slots == {"one": 2, "research/two": 0}
-    assert jobs_shown(claims, set(claims), None) == ({"running": 4}, {})
+    assert job_counts(claims, set(claims), None) == ({"running": 4}, {})
 
 
 def test_a_job_without_slots_is_shown_with_none_no_more() -> None:
@@ -280,13 +287,15 @@ def test_a_job_without_slots_is_shown_with_none_no_more() -> None:
 async def test_when_the_certificate_ends_is_shown_and_looked_at_again() -> None:
     metrics, now = Metrics(), datetime(2026, 1, 1, tzinfo=UTC)
     authority = new_authority("ca", days=400, now=now)
-    certificates = [issue(authority, "node-1", None, ["127.0.0.1"], days=days, now=now).cert for days in (10, 90)]
+    certificates = [
+        issue_certificate(authority, "node-1", None, ["127.0.0.1"], days=days, now=now).cert for days in (10, 90)
+    ]
     shown: list[float | None] = []
 
     class Files:
         @property
-        def pem(self) -> Pem:
-            return Pem(authority.cert, certificates[len(shown)], None)
+        def pem(self) -> PemFiles:
+            return PemFiles(authority.cert, certificates[len(shown)], None)
 
     class Clock(SystemClock):
         async def sleep(self, seconds: float) -> None:
@@ -303,12 +312,14 @@ async def test_when_the_certificate_ends_is_shown_and_looked_at_again() -> None:
 def test_of_a_daemons_certificates_the_first_that_ends_counts_also_the_one_for_the_store(tmp_path: Path) -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     authority = new_authority("ca", days=400, now=now)
-    own, other = (issue(authority, "node-1", None, ["127.0.0.1"], days=days, now=now).cert for days in (90, 10))
+    own, other = (
+        issue_certificate(authority, "node-1", None, ["127.0.0.1"], days=days, now=now).cert for days in (90, 10)
+    )
     (tmp_path / "cert.pem").write_bytes(other)
-    watched: Any = SimpleNamespace(pem=Pem(authority.cert, own, None))
+    watched: Any = SimpleNamespace(pem=PemFiles(authority.cert, own, None))
 
     def days(store: StoreRef) -> list[int]:
-        return [round(end - now.timestamp()) // 86400 for end in own_ends(watched, store)]
+        return [round(end - now.timestamp()) // 86400 for end in own_certificate_expiries(watched, store)]
 
     def shown(file: str) -> StoreRef:
         return StoreRef(endpoints=("a:1",), tls=TlsFiles(cert=str(tmp_path / file), key="key.pem"))

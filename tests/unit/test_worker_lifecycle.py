@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from gcore.store.reference import StoreRef
 from gcore.worker import lifecycle as e
-from gcore.worker.lifecycle import FAILED, LIFECYCLE_STOPPED, LINE_GRACE_S, SHOW_LIMIT_S, Child, Life, decide, wake_at
+from gcore.worker.lifecycle import (
+    FAILED,
+    LINE_GRACE_S,
+    SHOW_LIMIT_S,
+    STOPPED,
+    ChildState,
+    SupervisorState,
+    decide,
+    wake_at,
+)
 from gcore.worker.records import LaunchSpec
 
 ENGINE = LaunchSpec(
@@ -41,9 +50,9 @@ class Story:
     done: list[e.Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.life = Life.begin(self.spec, self.now)
+        self.life = SupervisorState.begin(self.spec, self.now)
 
-    def meets(self, *happening: e.Event) -> list[e.Instruction]:
+    def meets(self, *happening: e.WorkerEvent) -> list[e.Instruction]:
         """The instructions that followed from these events."""
         new: list[e.Instruction] = []
         for event in happening:
@@ -59,16 +68,16 @@ class Story:
         end = self.now + seconds
         while (due := wake_at(self.life)) is not None and due <= end and not self.life.left:
             self.now = due
-            new += self.meets(e.Looked())
+            new += self.meets(e.Tick())
         self.now = end
-        return new + self.meets(e.Looked())
+        return new + self.meets(e.Tick())
 
 
 def serving(spec: LaunchSpec = ENGINE) -> Story:
     story = Story(spec)
     assert story.meets(e.NodeWatched(True)) == []
     assert story.meets(e.Registered()) == [e.StartChild()]
-    assert story.meets(e.ChildStarted(42), e.ChildServes("127.0.0.1:8000"), e.Shown("serving")) == []
+    assert story.meets(e.ChildStarted(42), e.ChildServes("127.0.0.1:8000"), e.StatePublished("serving")) == []
     assert (story.life.state, story.life.address, story.life.child_pid) == ("serving", "127.0.0.1:8000", 42)
     return story
 
@@ -87,35 +96,35 @@ def test_an_idle_engine_is_left_alone_for_ever() -> None:
 
 def test_who_comes_second_for_a_rank_never_starts_a_child_and_leaves_with_the_reason_shown() -> None:
     story = Story(RANK)
-    assert story.meets(e.Refused("rank 1 of world w is taken by worker w0")) == []
+    assert story.meets(e.RegistrationRefused("rank 1 of world w is taken by worker w0")) == []
     assert (story.life.state, story.life.reason) == ("failed", "rank 1 of world w is taken by worker w0")
-    story.meets(e.Shown("failed"))
-    assert story.passes(RANK.linger_s) == [e.Leave(FAILED)]
+    story.meets(e.StatePublished("failed"))
+    assert story.passes(RANK.linger_s) == [e.EndSupervisor(FAILED)]
 
 
 def test_a_child_that_ends_by_itself_has_failed_and_the_failure_lingers() -> None:
     story = serving()
-    assert story.meets(e.LineClosed(), e.ChildEnded("killed by SIGKILL"), e.Shown("failed")) == []
+    assert story.meets(e.LineClosed(), e.ChildEnded("killed by SIGKILL"), e.StatePublished("failed")) == []
     assert (story.life.state, story.life.reason) == ("failed", "killed by SIGKILL")
     assert story.passes(2.9) == []
-    assert story.passes(0.1) == [e.Leave(FAILED)]
+    assert story.passes(0.1) == [e.EndSupervisor(FAILED)]
 
 
 def test_a_failure_that_the_store_does_not_take_lingers_longer_but_not_for_ever() -> None:
     story = serving()
     story.meets(e.StoreSeen(False), e.ChildEnded("killed by SIGKILL"))
     assert story.passes(SHOW_LIMIT_S - 0.1) == []
-    assert story.passes(0.1) == [e.Leave(FAILED)]
+    assert story.passes(0.1) == [e.EndSupervisor(FAILED)]
 
 
 def test_a_failure_shown_before_the_child_has_died_lingers_from_its_death_on() -> None:
     story = serving()
-    story.meets(e.ChildFailed("no such model"), e.Shown("failed"))
+    story.meets(e.ChildFailed("no such model"), e.StatePublished("failed"))
     story.passes(1)
     story.meets(e.ChildEnded("ended by itself with exit code 2"))
     assert story.life.reason == "no such model", "the child's own words, not what followed"
     assert story.passes(2.9) == []
-    assert story.passes(0.1) == [e.Leave(FAILED)]
+    assert story.passes(0.1) == [e.EndSupervisor(FAILED)]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,7 @@ def test_a_failure_shown_before_the_child_has_died_lingers_from_its_death_on() -
     ],
     ids=["said that it failed", "closed its line"],
 )
-def test_a_child_that_said_farewell_and_stays_is_killed(farewell: e.Event, reason: str) -> None:
+def test_a_child_that_said_farewell_and_stays_is_killed(farewell: e.WorkerEvent, reason: str) -> None:
     story = serving()
     assert story.meets(farewell) == []
     assert story.passes(LINE_GRACE_S) == [e.KillChild()]
@@ -157,53 +166,53 @@ def test_a_worker_that_cannot_register_gives_up() -> None:
     story.meets(e.StoreSeen(False))
     story.passes(300)
     assert story.life.reason == "could not register in the store within 300 s of its start"
-    assert story.passes(SHOW_LIMIT_S) == [e.Leave(FAILED)]
+    assert story.passes(SHOW_LIMIT_S) == [e.EndSupervisor(FAILED)]
 
 
 def test_a_supervisor_that_was_paused_itself_does_not_blame_the_child() -> None:
     story = serving()
     story.meets(e.ChildProgressed("update", 7))
     story.now += 3600
-    assert story.meets(e.Looked()) == []
+    assert story.meets(e.Tick()) == []
     assert story.passes(19.9) == []
     assert story.passes(0.1) == [e.KillChild()], "from then on it counts again"
 
 
 def test_a_stop_lets_the_child_drain() -> None:
     story = serving()
-    assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.TellStop()]
+    assert story.meets(e.StopRequested("asked to by SIGTERM")) == [e.SendStop()]
     assert (story.life.state, story.life.reason) == ("stopping", "asked to by SIGTERM")
     assert story.passes(9) == []
-    assert story.meets(e.LineClosed(), e.ChildEnded("ended by itself with exit code 0")) == [e.Leave(LIFECYCLE_STOPPED)]
+    assert story.meets(e.LineClosed(), e.ChildEnded("ended by itself with exit code 0")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_a_child_that_does_not_stop_is_killed_after_the_grace() -> None:
     story = serving()
-    story.meets(e.StopAsked("asked to by SIGTERM"))
+    story.meets(e.StopRequested("asked to by SIGTERM"))
     assert story.passes(10) == [e.KillChild()]
-    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(LIFECYCLE_STOPPED)]
+    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_who_does_not_serve_yet_has_nothing_to_drain_and_is_killed_at_once() -> None:
     story = Story()
     story.meets(e.Registered(), e.ChildStarted(7))
-    assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.TellStop(), e.KillChild()]
-    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.Leave(LIFECYCLE_STOPPED)]
+    assert story.meets(e.StopRequested("asked to by SIGTERM")) == [e.SendStop(), e.KillChild()]
+    assert story.meets(e.ChildEnded("killed by SIGKILL")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_who_asks_twice_does_not_want_to_wait() -> None:
     story = serving()
-    story.meets(e.StopAsked("asked to by SIGTERM"))
-    assert story.meets(e.StopAsked("asked to by SIGTERM")) == [e.KillChild()]
+    story.meets(e.StopRequested("asked to by SIGTERM"))
+    assert story.meets(e.StopRequested("asked to by SIGTERM")) == [e.KillChild()]
 
 
 def test_a_stop_before_the_child_was_started_leaves_at_once() -> None:
-    assert Story().meets(e.StopAsked("asked to by SIGTERM")) == [e.Leave(LIFECYCLE_STOPPED)]
+    assert Story().meets(e.StopRequested("asked to by SIGTERM")) == [e.EndSupervisor(STOPPED)]
 
 
 def test_a_hang_while_stopping_changes_nothing() -> None:
     story = serving(ENGINE.model_copy(update={"stop_grace_s": 1000.0}))
-    story.meets(e.ChildProgressed("update", 7), e.StopAsked("asked to by SIGTERM"))
+    story.meets(e.ChildProgressed("update", 7), e.StopRequested("asked to by SIGTERM"))
     assert story.passes(999) == []
     assert story.life.state == "stopping"
 
@@ -213,7 +222,7 @@ def test_an_orphan_is_called_one_only_after_the_store_was_read_once_more() -> No
     story.meets(e.NodeWatched(False))
     assert story.passes(60) == [e.ReadNode()]
     assert story.passes(600) == [], "the store does not answer: nobody is called an orphan"
-    assert story.meets(e.NodeRead(False)) == [e.TellStop()]
+    assert story.meets(e.NodeRead(False)) == [e.SendStop()]
     assert story.life.reason == "orphaned: node node-1 has had no controller for 660 s"
 
 
@@ -243,7 +252,7 @@ def test_a_store_that_is_away_for_very_long_ends_the_worker() -> None:
     story.meets(e.StoreSeen(False))
     story.passes(500)
     story.meets(e.StoreSeen(False))
-    assert story.passes(500) == [e.TellStop()]
+    assert story.passes(500) == [e.SendStop()]
     assert story.life.reason == "the store has been away for 1000 s"
 
 
@@ -257,26 +266,26 @@ def test_a_store_that_comes_back_is_forgiven() -> None:
 
 def test_a_rank_that_lost_its_place_is_killed() -> None:
     story = serving(RANK)
-    assert story.meets(e.Refused("world w is gone from the store")) == [e.KillChild()]
+    assert story.meets(e.RegistrationRefused("world w is gone from the store")) == [e.KillChild()]
     assert story.life.reason == "world w is gone from the store"
 
 
 def test_the_rendezvous_goes_both_ways() -> None:
     story = serving(RANK)
     assert story.meets(e.ChildListens("h:1")) == [e.PublishRendezvous("h:1")]
-    assert story.meets(e.RendezvousKnown("h:1")) == [e.TellRendezvous("h:1")]
+    assert story.meets(e.RendezvousKnown("h:1")) == [e.SendRendezvous("h:1")]
 
 
 def test_a_child_that_could_not_be_started_is_a_failure() -> None:
     story = Story()
-    story.meets(e.Registered(), e.ChildFailed("cannot start 'nonsense'"), e.Shown("failed"))
-    assert story.passes(3) == [e.Leave(FAILED)]
+    story.meets(e.Registered(), e.ChildFailed("cannot start 'nonsense'"), e.StatePublished("failed"))
+    assert story.passes(3) == [e.EndSupervisor(FAILED)]
 
 
 WORDS = st.sampled_from(["a", "b"])
 HAPPENINGS = st.one_of(
-    st.builds(e.Refused, WORDS),
-    st.builds(e.Shown, st.sampled_from(["starting", "serving", "failed", "stopping"])),
+    st.builds(e.RegistrationRefused, WORDS),
+    st.builds(e.StatePublished, st.sampled_from(["starting", "serving", "failed", "stopping"])),
     st.builds(e.StoreSeen, st.booleans()),
     st.builds(e.NodeWatched, st.booleans()),
     st.builds(e.NodeRead, st.booleans()),
@@ -285,8 +294,8 @@ HAPPENINGS = st.one_of(
     st.builds(e.ChildListens, WORDS),
     st.builds(e.ChildProgressed, st.sampled_from(["waiting", "loading", "update"]), st.integers(0, 3)),
     st.builds(e.ChildFailed, WORDS),
-    st.builds(e.StopAsked, WORDS),
-    st.builds(e.Looked, st.booleans()),
+    st.builds(e.StopRequested, WORDS),
+    st.builds(e.Tick, st.booleans()),
     st.just(e.LineClosed()),
     st.just(e.Registered()),
 )
@@ -295,7 +304,7 @@ HAPPENINGS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(HAPPENINGS, st.sampled_from([0.0, 0.1, 1.0, 5.0, 25.0, 400.0]), st.booleans()), max_size=40))
 def test_in_any_story_the_supervisor_leaves_no_child_behind_and_always_ends(
-    story_of: list[tuple[e.Event, float, bool]],
+    story_of: list[tuple[e.WorkerEvent, float, bool]],
 ) -> None:
     story = Story(RANK)
     for event, later, dies in story_of:
@@ -305,27 +314,27 @@ def test_in_any_story_the_supervisor_leaves_no_child_behind_and_always_ends(
         if e.StartChild() in new:
             assert not started, "one child in a life"
             new += story.meets(e.ChildStarted(42))
-        running = story.life.child is Child.RUNNING
+        running = story.life.child is ChildState.RUNNING
         if dies and running:
             new += story.meets(e.ChildEnded("died"))
         new += story.passes(later)
         for instruction in new:
-            if isinstance(instruction, e.Leave):
-                assert story.life.child is not Child.RUNNING
-                assert instruction.code == (LIFECYCLE_STOPPED if story.life.state == "stopping" else FAILED)
-            if isinstance(instruction, e.KillChild | e.TellStop | e.TellRendezvous):
+            if isinstance(instruction, e.EndSupervisor):
+                assert story.life.child is not ChildState.RUNNING
+                assert instruction.code == (STOPPED if story.life.state == "stopping" else FAILED)
+            if isinstance(instruction, e.KillChild | e.SendStop | e.SendRendezvous):
                 assert running
         if state in ("failed", "stopping"):
             assert story.life.state == state, "there is no way back"
         due = wake_at(story.life)
         assert story.life.left or due is None or due > story.now, "what is due has been done"
     # Whatever came before: asked to go, with a child that dies when it is killed, it goes.
-    story.meets(e.StopAsked("end"))
+    story.meets(e.StopRequested("end"))
     story.passes(ENGINE.stop_grace_s + LINE_GRACE_S)
-    if story.life.child is Child.RUNNING:
+    if story.life.child is ChildState.RUNNING:
         assert story.life.killed
         story.meets(e.ChildEnded("killed by SIGKILL"))
     story.passes(SHOW_LIMIT_S)
     assert story.life.left
-    assert sum(isinstance(instruction, e.Leave) for instruction in story.done) == 1
+    assert sum(isinstance(instruction, e.EndSupervisor) for instruction in story.done) == 1
     assert decide(replace(story.life), e.Registered(), story.now).instructions == ()

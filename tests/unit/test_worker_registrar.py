@@ -14,7 +14,7 @@ from gcore.store import keys
 from gcore.store.reference import StoreRef
 from gcore.store.types import Put
 from gcore.testing import Call, FakeClock, Fate, MemoryCluster, MemoryStore
-from gcore.worker.lifecycle import Event, Refused, Registered, Shown, StoreSeen
+from gcore.worker.lifecycle import Registered, RegistrationRefused, StatePublished, StoreSeen, WorkerEvent
 from gcore.worker.records import LaunchSpec, WorkerRecord
 from gcore.worker.supervisor import Registrar
 
@@ -51,13 +51,13 @@ class Scene:
     clock: FakeClock
     store: MemoryStore
     registrar: Registrar
-    heard: list[Event]
+    heard: list[WorkerEvent]
 
     def registered(self, instance: str = "w1") -> WorkerRecord | None:
         kv = self.cluster.get(keys.worker(instance))
         return None if kv is None else WorkerRecord.decode(kv.value)
 
-    def news(self) -> list[Event]:
+    def news(self) -> list[WorkerEvent]:
         """What was said since the last look, but for the store's well-being."""
         news = [event for event in self.heard if not isinstance(event, StoreSeen)]
         self.heard.clear()
@@ -74,7 +74,7 @@ async def working(cluster: MemoryCluster, launch: LaunchSpec) -> AsyncIterator[S
     clock = cluster.clock
     assert isinstance(clock, FakeClock)
     store = MemoryStore(cluster, launch.instance)
-    heard: list[Event] = []
+    heard: list[WorkerEvent] = []
     registrar = Registrar(launch, store, clock, heard.append)
     task = asyncio.create_task(registrar.run())
     yield Scene(cluster, clock, store, registrar, heard)
@@ -87,7 +87,7 @@ async def test_an_engine_registers_under_a_lease_that_lives_as_long_as_it_works(
     async with working(cluster, spec("w1")) as scene:
         scene.registrar.show(record(spec("w1")))
         await scene.clock.advance(0)
-        assert scene.news() == [Registered(), Shown("starting")]
+        assert scene.news() == [Registered(), StatePublished("starting")]
         await scene.clock.advance(100 * TTL)
         assert scene.registered() == record(spec("w1"))
     await scene.clock.advance(TTL + 1)
@@ -105,7 +105,7 @@ async def test_only_what_changed_is_written(cluster: MemoryCluster) -> None:
         scene.registrar.show(record(spec("w1"), state="serving", address="h:1"))
         await scene.clock.advance(1)
         assert cluster.revision == before + 1
-        assert scene.news() == [Registered(), Shown("starting"), Registered(), Shown("serving")]
+        assert scene.news() == [Registered(), StatePublished("starting"), Registered(), StatePublished("serving")]
 
 
 async def test_a_rank_is_taken_once_and_who_comes_second_only_shows_why(cluster: MemoryCluster) -> None:
@@ -115,11 +115,11 @@ async def test_a_rank_is_taken_once_and_who_comes_second_only_shows_why(cluster:
         await one.clock.advance(1)
         other.registrar.show(record(second, pid=8))
         await one.clock.advance(1)
-        refusal = Refused("rank 1 of world w is taken by worker w1")
+        refusal = RegistrationRefused("rank 1 of world w is taken by worker w1")
         assert other.news()[0] == refusal
         other.registrar.show(record(second, pid=8, state="failed", reason=refusal.reason))
         await one.clock.advance(1)
-        assert other.news() == [Shown("failed")]
+        assert other.news() == [StatePublished("failed")]
         shown = other.registered("w2")
         assert shown is not None
         assert (shown.state, shown.reason) == ("failed", refusal.reason)
@@ -137,7 +137,7 @@ async def test_a_registration_whose_answer_never_came_is_finished(cluster: Memor
         await scene.clock.advance(0.5)
         assert StoreSeen(answers=False) in scene.heard
         await scene.clock.advance(3)
-        assert scene.news() == [Registered(), Shown("starting")]
+        assert scene.news() == [Registered(), StatePublished("starting")]
         assert scene.registered() == record(launch)
 
 
@@ -180,7 +180,7 @@ async def test_a_rank_does_not_register_again_in_a_world_that_is_gone(cluster: M
         await scene.store.transact((), (Put(RANK_KEY, RankClaim(instance="w9").encode()),))
         cluster.end_lease(held.lease)
         await scene.clock.advance(TTL)
-        assert scene.news()[0] == Refused("rank 1 of world w is taken by worker w9")
+        assert scene.news()[0] == RegistrationRefused("rank 1 of world w is taken by worker w9")
 
 
 async def test_what_another_process_registered_under_the_same_name_is_never_touched(cluster: MemoryCluster) -> None:
@@ -189,10 +189,10 @@ async def test_what_another_process_registered_under_the_same_name_is_never_touc
         await one.clock.advance(1)
         twin.registrar.show(record(spec("w1"), pid=8))
         await one.clock.advance(1)
-        assert twin.news()[0] == Refused("another process is registered as worker w1")
+        assert twin.news()[0] == RegistrationRefused("another process is registered as worker w1")
         twin.registrar.show(record(spec("w1"), pid=8, state="failed"))
         await one.clock.advance(1)
-        assert twin.news() == [Shown("failed")], "it is not kept waiting"
+        assert twin.news() == [StatePublished("failed")], "it is not kept waiting"
         assert one.registered() == record(spec("w1"))
 
 

@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from gcore.errors import UsageError
 from gcore.store.reference import StoreRef
 from gcore.system import process as death
-from gcore.system.daemon import told_of
-from gcore.system.process import SIZED, CannotStart, ProcessId, terminate, thread_environment
-from gcore.worker.control import CONTROL_FD, child_environment, understand
-from gcore.worker.lifecycle import ChildFailed, ChildListens, ChildProgressed, ChildServes, Event
+from gcore.system.daemon import log_environment
+from gcore.system.process import SIZED, CannotStart, ProcessId, terminate_process, thread_environment
+from gcore.worker.control import CONTROL_FD, child_environment, parse_event
+from gcore.worker.lifecycle import ChildFailed, ChildListens, ChildProgressed, ChildServes, WorkerEvent
 from gcore.worker.main import READ_WITHIN_S, read_launch, start_worker, sweep_launches, worker_command
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
@@ -48,8 +48,8 @@ ENGINE: dict[str, Any] = {
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )
-def test_a_line_of_the_child_is_understood(said: dict[str, Any], event: Event | None) -> None:
-    assert understand(json.dumps(said).encode() + b"\n") == event
+def test_a_line_of_the_child_is_understood(said: dict[str, Any], event: WorkerEvent | None) -> None:
+    assert parse_event(json.dumps(said).encode() + b"\n") == event
 
 
 @pytest.mark.parametrize(
@@ -58,21 +58,21 @@ def test_a_line_of_the_child_is_understood(said: dict[str, Any], event: Event | 
     ids=["no JSON", "no object", "no address", "no phase", "no event", "no text"],
 )
 def test_a_line_that_cannot_be_understood_is_a_failure_that_quotes_it(line: bytes) -> None:
-    event = understand(line)
+    event = parse_event(line)
     assert isinstance(event, ChildFailed)
     assert event.reason.startswith("said what its supervisor does not understand: ")
 
 
 @given(st.binary(max_size=300))
 def test_nothing_a_child_says_raises(line: bytes) -> None:
-    understand(line)
+    parse_event(line)
 
 
 def test_the_launch_names_the_threads_and_its_own_environment_wins() -> None:
     base = {"PATH": "/bin", "OMP_WAIT_POLICY": "ACTIVE"}
     spec = LaunchSpec(**ENGINE, threads=2)
     plain = child_environment(spec, base, control_fd=5)
-    assert plain == {"PATH": "/bin", CONTROL_FD: "5"} | thread_environment(2) | told_of(spec.about)
+    assert plain == {"PATH": "/bin", CONTROL_FD: "5"} | thread_environment(2) | log_environment(spec.about)
     assert plain["OMP_WAIT_POLICY"] == "PASSIVE"
     assert {plain[name] for name in SIZED} == {"2"}
     own = child_environment(LaunchSpec(**ENGINE, env={"OMP_NUM_THREADS": "4"}), base, control_fd=5)
@@ -92,24 +92,24 @@ def test_the_launch_names_the_threads_and_its_own_environment_wins() -> None:
     ids=["exit", "exit with words", "out of memory", "killed", "crash beside an out-of-memory kill", "nameless signal"],
 )
 def test_a_death_is_one_sentence(code: int, words: str, oom: bool, expected: str) -> None:
-    assert death.sentence(code, words, out_of_memory=oom) == expected
+    assert death.exit_sentence(code, words, out_of_memory=oom) == expected
 
 
 def test_last_words_are_the_last_lines_of_this_child_only(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"an earlier child\n")
     since = log.stat().st_size
-    assert death.last_words(log, since) == ""
+    assert death.last_log_lines(log, since) == ""
     with log.open("ab") as file:
         file.write(b"one\n\ntwo\n  three\xff  \nfour\n")
-    assert death.last_words(log, since) == "two | three\N{REPLACEMENT CHARACTER} | four"
-    assert death.last_words(tmp_path / "missing", 0) == ""
+    assert death.last_log_lines(log, since) == "two | three\N{REPLACEMENT CHARACTER} | four"
+    assert death.last_log_lines(tmp_path / "missing", 0) == ""
 
 
 def test_last_words_are_bounded(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x" * 100_000 + b"end\n")
-    words = death.last_words(log, 0)
+    words = death.last_log_lines(log, 0)
     assert len(words) == death.LAST_WORDS
     assert words.endswith("xend")
 
@@ -174,7 +174,7 @@ def test_a_launch_document_is_for_its_owner_only(tmp_path: Path) -> None:
             str(file),
         )
     finally:
-        terminate(supervisor, grace_s=60)
+        terminate_process(supervisor, grace_s=60)
 
 
 def test_launch_documents_of_long_ago_go_and_those_that_may_not_be_read_yet_stay(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain, transactions
-from gcore.ledger.chain import Writer
+from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import (
     EndedRef,
@@ -23,13 +23,13 @@ from gcore.ledger.records.chain import (
     SealState,
     StateName,
     WorldState,
-    names_of_head,
+    head_state_names,
     whole_state,
 )
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, Plan, RankPlace
-from gcore.ledger.selection import SealNow
+from gcore.ledger.selection import SealStep
 from gcore.ledger.statistics import NOTHING
-from gcore.ledger.transactions import Stored, Transaction
+from gcore.ledger.transactions import Transaction, Versioned
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Put, WatchBatch, WatchEvent
 from gcore.testing import FakeClock, MemoryCluster
@@ -53,7 +53,7 @@ def entry(seq: int, kind: str, **more: object) -> LogEntry:
     return LogEntry.model_validate(fields | {"kind": kind} | more)
 
 
-HEAD = chain.base(2, "w0", Writer("a", "n")).head
+HEAD = chain.base_entry(2, "w0", ChainWriter("a", "n")).head
 
 
 class TestWhatHeadsStateIsCalled:
@@ -61,25 +61,25 @@ class TestWhatHeadsStateIsCalled:
 
     def test_a_step_is_called_by_its_world_and_token(self) -> None:
         log = {1: entry(1, "train", step=1, token=Token(0, 1, 3))}
-        assert names_of_head(HEAD.model_copy(update={"seq": 1, "step": 1}), log) == (StateName("w0", 0, 1, 3),)
+        assert head_state_names(HEAD.model_copy(update={"seq": 1, "step": 1}), log) == (StateName("w0", 0, 1, 3),)
 
     def test_accounts_after_it_change_nothing(self) -> None:
         log = {1: entry(1, "train", step=1, token=Token(0, 1, 1))} | {n: entry(n, "account", step=1) for n in (2, 3)}
-        assert names_of_head(HEAD.model_copy(update={"seq": 3, "step": 1}), log) == (StateName("w0", 0, 1, 1),)
+        assert head_state_names(HEAD.model_copy(update={"seq": 3, "step": 1}), log) == (StateName("w0", 0, 1, 1),)
 
     def test_after_a_rollback_it_is_what_the_new_world_began_with_or_began_from(self) -> None:
         state = WorldState(world="w0", lineage=0, step=4, attempt=2, shards=2)
         head = HEAD.model_copy(update={"seq": 9, "step": 4, "lineage": 1})
         back = {9: entry(9, "rollback", step=4, lineage=1, world="w1")}
-        assert names_of_head(head, back) == (StateName("w1", 1, 4, 0),)
+        assert head_state_names(head, back) == (StateName("w1", 1, 4, 0),)
         on = {9: entry(9, "rollback", step=4, lineage=1, world="w1", state=state)}
-        assert names_of_head(head, on) == (StateName("w1", 1, 4, 0), StateName("w0", 0, 4, 2))
+        assert head_state_names(head, on) == (StateName("w1", 1, 4, 0), StateName("w0", 0, 4, 2))
 
     def test_the_base_has_no_name_and_neither_has_what_the_log_no_longer_says(self) -> None:
-        assert names_of_head(HEAD, {0: entry(0, "base")}) == ()
+        assert head_state_names(HEAD, {0: entry(0, "base")}) == ()
         head = HEAD.model_copy(update={"seq": 7, "step": 3})
-        assert names_of_head(head, {}) == ()
-        assert names_of_head(head, {7: entry(7, "account", step=3)}) == ()
+        assert head_state_names(head, {}) == ()
+        assert head_state_names(head, {7: entry(7, "account", step=3)}) == ()
 
 
 def stock(node: str, *held: tuple[WorldState, tuple[int, ...]]) -> NodeCopies:
@@ -130,17 +130,17 @@ class Story:
         self.newest = 0
         self.news = 0
         self.on = 0
-        pending = Stored(JobStatus(phase=JobPhase.PENDING), 0)
+        pending = Versioned(JobStatus(phase=JobPhase.PENDING), 0)
         running = JobStatus(phase=JobPhase.RUNNING)
         self.cluster.transact((), (Put(KEYS.state, pending.record.encode()),))
-        base = chain.base(2, "w0", self.writer())
-        start = transactions.start(KEYS, Stored(pending.record, self.cluster.revision), base, plan("w0", 1), running)
+        base = chain.base_entry(2, "w0", self.writer())
+        start = transactions.start(KEYS, Versioned(pending.record, self.cluster.revision), base, plan("w0", 1), running)
         assert self.run(start)
         self.views = [self.fresh() for _ in range(3)]
 
-    def writer(self) -> Writer:
+    def writer(self) -> ChainWriter:
         self.news += 1
-        return Writer("a", str(self.news))
+        return ChainWriter("a", str(self.news))
 
     def run(self, txn: Transaction) -> bool:
         return self.cluster.transact(txn.compares, txn.writes).won
@@ -185,7 +185,7 @@ class Story:
             )
             for ref in due
         )
-        self.run(transactions.seal(KEYS, slots, SealNow(groups, ()), view.plan.record, 1, "a"))
+        self.run(transactions.seal(KEYS, slots, SealStep(groups, ()), view.plan.record, 1, "a"))
 
     def ready_(self, view: JobMirror) -> None:
         slots = view.open_slots
@@ -233,7 +233,7 @@ class Story:
         refs = [PromptRef(0, 1, seq) for seq in range(40)]
         due = [ref for ref in refs if not head.cursors.is_terminal(SHAPE, ref)][-1:]
         outcomes = tuple(EndedRef(ref=ref, kind="failed", reason="r") for ref in due)
-        self.run(transactions.account(KEYS, slots, chain.accounted(head, outcomes, SHAPE, self.writer())))
+        self.run(transactions.account(KEYS, slots, chain.account_entry(head, outcomes, SHAPE, self.writer())))
 
     def go_on(self, view: JobMirror) -> None:
         """The world is lost, or is believed to be; copies of head's state are at hand, as far as this view knows."""
@@ -242,13 +242,13 @@ class Story:
         assert view.plan is not None
         assert view.checkpoints is not None
         head = slots.head.record
-        names = names_of_head(head, {seq: stored.record for seq, stored in view.log.items()})
+        names = head_state_names(head, {seq: stored.record for seq, stored in view.log.items()})
         name = next((one for one in names if one in self.states), None)
         if name is None:
             return
         state = WorldState(**name._asdict(), shards=1)
         world = f"w{len(self.worlds)}"
-        advance = chain.re_formed(head, state, world, self.writer(), "a rank died")
+        advance = chain.reform_entry(head, state, world, self.writer(), "a rank died")
         new = plan(world, view.plan.record.generation + 1)
         gently = self.chance.random() < 0.5
         won = self.run(
@@ -271,7 +271,7 @@ class Story:
         assert base.cursors is not None
         world = f"w{len(self.worlds)}"
         target = view.checkpoints.record.entries[0]
-        advance = chain.rolled_back(head, target, base.cursors, world, self.writer(), "all died", tally=NOTHING)
+        advance = chain.rollback_entry(head, target, base.cursors, world, self.writer(), "all died", tally=NOTHING)
         new = plan(world, view.plan.record.generation + 1)
         self.run(transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, new))
         self.worlds[world] = (frozenset(), 0)
@@ -289,7 +289,7 @@ class Story:
             base = log[head.seq].kind == "rollback" and log[head.seq].parent == 0 and log[head.seq].state is None
             assert base or log[head.seq].parent == self.newest, "what was committed is left out"
             self.newest = head.seq
-        for name in names_of_head(head, log):
+        for name in head_state_names(head, log):
             if name in self.states:
                 assert self.states[name] == trained
         held, done = self.worlds[head.world]
@@ -374,7 +374,7 @@ def test_a_world_that_is_well_is_not_given_up_for_a_larger_one_once_a_step_is_re
     assert view.checkpoints is not None
     assert view.plan is not None
     state = WorldState(world="w0", lineage=0, step=1, attempt=1, shards=1)
-    advance = chain.re_formed(slots.head.record, state, "w9", Writer("a", "x"), "two ranks instead of one")
+    advance = chain.reform_entry(slots.head.record, state, "w9", ChainWriter("a", "x"), "two ranks instead of one")
     made = [
         transactions.rollback(KEYS, slots, view.checkpoints, advance, view.plan, plan("w9", 2), slots_as_seen=between)
         for between in (True, False)

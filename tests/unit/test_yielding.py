@@ -10,15 +10,15 @@ from job_views import ME, running_job, sealed_job, stored
 
 from controllers.rules.actions import GiveBack, Intent, MakeSeal, Replan, Rollback, SetPhase, StartJob
 from controllers.rules.decide import decide
-from controllers.rules.placement import is_suspended, wants_checkpoint, without
-from controllers.rules.view import CheckpointWriting, JobView, RankView, SavedCheckpoint, Waits
-from controllers.rules.waits import overdue, waiting_for
-from controllers.rules.workers import Launches, StartEngine, StopWorker, staffing
-from controllers.rules.world import GAVE_BACK, HAS_AGAIN, LEFT, fruitless_rollbacks, snapshot
+from controllers.rules.placement import is_suspended, remove_slots, wants_checkpoint
+from controllers.rules.view import CheckpointProgress, JobView, RankView, SavedCheckpoint, Timers
+from controllers.rules.waits import current_waits, overdue_waits
+from controllers.rules.workers import Launches, StartEngine, StopWorker, schedule_workers
+from controllers.rules.world import GAVE_BACK, HAS_AGAIN, LEFT, fruitless_rollbacks, placement_snapshot
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, LogEntry
-from gcore.ledger.records.cluster import Claim, KnownShare, Queued, Share, Shares, by_node
+from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition, Share, Shares, group_by_node
 from gcore.ledger.records.job import EnginePlace, JobPhase, JobStatus, NodeRecord
-from gcore.ledger.selection import SealNow
+from gcore.ledger.selection import SealStep
 from gcore.types import Token, Version
 from gcore.worker.records import WorkerRecord
 
@@ -28,7 +28,7 @@ NONE: frozenset[tuple[str, str]] = frozenset()
 
 
 def share(granted: frozenset[tuple[str, str]], held: frozenset[tuple[str, str]] = BOTH) -> KnownShare:
-    one = Share(granted=by_node(granted), held=by_node(held))
+    one = Share(granted=group_by_node(granted), held=group_by_node(held))
     return KnownShare("u", Shares(jobs={"u": one}), 7)
 
 
@@ -85,13 +85,13 @@ def test_a_job_that_has_all_that_it_uses_leaves_nothing() -> None:
 
 def test_without_shares_a_job_uses_what_is_there() -> None:
     view = replace(job(BOTH), share=None)
-    assert snapshot(view).slots == 2
+    assert placement_snapshot(view).slots == 2
     assert not intents(view, GiveBack)
 
 
 def test_only_granted_slots_are_planned_with() -> None:
-    assert [node.node for node in snapshot(job(FIRST)).nodes] == ["node-0"]
-    assert snapshot(job(NONE)).slots == 0
+    assert [node.node for node in placement_snapshot(job(FIRST)).nodes] == ["node-0"]
+    assert placement_snapshot(job(NONE)).slots == 0
 
 
 def test_a_smaller_world_is_formed_between_two_steps_from_heads_own_state() -> None:
@@ -122,7 +122,7 @@ def test_the_next_step_has_a_checkpoint_if_slots_are_given_back_after_it(
     granted: frozenset[tuple[str, str]], asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = job(granted, step=2, saved=1)
-    monkeypatch.setattr(JobView, "chosen", SealNow((), ()))
+    monkeypatch.setattr(JobView, "chosen", SealStep((), ()))
     monkeypatch.setattr(
         "controllers.rules.step.refuse_seal", lambda *_: None
     )  # whether a batch may be sealed is tested elsewhere
@@ -132,11 +132,11 @@ def test_the_next_step_has_a_checkpoint_if_slots_are_given_back_after_it(
 
 def test_nothing_is_sealed_while_heads_checkpoint_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     view = job(NONE, step=2, saved=1)
-    monkeypatch.setattr(JobView, "chosen", SealNow((), ()))
+    monkeypatch.setattr(JobView, "chosen", SealStep((), ()))
     monkeypatch.setattr(
         "controllers.rules.step.refuse_seal", lambda *_: None
     )  # whether a batch may be sealed is tested elsewhere
-    writing = CheckpointWriting(Version(0, 2), 10, 5, "", over=False)
+    writing = CheckpointProgress(Version(0, 2), 10, 5, "", over=False)
     for more, sealed in ((writing, 0), (replace(writing, over=True), 1), (replace(writing, version=Version(0, 1)), 1)):
         busy = replace(view, ranks={0: RankView(0, writing=more), 1: RankView(1)})
         assert len(intents(busy, MakeSeal)) == sealed
@@ -182,7 +182,7 @@ def test_engines_leave_at_once_where_the_world_stays() -> None:
     assert [place.node for place in action.plan.engines] == ["node-0"]
     assert action.plan.generation == plan.generation + 1
     judged = plan.model_copy(update={"engines": (*plan.engines, EnginePlace(node="node-1", slot="cpu:0", judge="j"))})
-    assert without(judged, BOTH - FIRST) is None, "the judge would have no engine"
+    assert remove_slots(judged, BOTH - FIRST) is None, "the judge would have no engine"
 
 
 def test_a_job_that_waits_for_its_first_slots_says_so_and_is_not_started() -> None:
@@ -190,11 +190,11 @@ def test_a_job_that_waits_for_its_first_slots_says_so_and_is_not_started() -> No
     pending = replace(
         view,
         share=share(NONE, NONE),
-        queued=Queued(1, "it needs 1 slot, and of 2 slots others have 2"),
+        queued=QueuePosition(1, "it needs 1 slot, and of 2 slots others have 2"),
         mirror=replace(view.mirror, status=stored(JobStatus(phase=JobPhase.PENDING)), head=None, plan=None),
     )
     assert decide(pending) == ()
-    assert [wait.what for wait in waiting_for(pending)] == [
+    assert [wait.what for wait in current_waits(pending)] == [
         "the job waits for slots: it needs 1 slot, and of 2 slots others have 2"
     ]
     assert intents(replace(pending, share=share(BOTH)), StartJob) == [StartJob()]
@@ -202,7 +202,7 @@ def test_a_job_that_waits_for_its_first_slots_says_so_and_is_not_started() -> No
 
 def test_a_paused_job_says_how_it_goes_on() -> None:
     view = replace(suspended(job(NONE, step=1, saved=1)), claim=Claim(paused=True))
-    assert [wait.what for wait in waiting_for(view)] == [
+    assert [wait.what for wait in current_waits(view)] == [
         "the job stands still: it is paused; `gcore resume` lets it go on"
     ]
     (action,) = intents(replace(job(NONE, step=1, saved=1), claim=Claim(paused=True)), Rollback)
@@ -221,11 +221,11 @@ def test_a_job_that_somebody_has_paused_stalls_for_nobody() -> None:
             (Claim(paused=True), "paused", 0),
             (Claim(paused=True, ends="cancelled"), "slots", 1),
         ):
-            waiting = [*waiting_for(replace(view, claim=claim))]
+            waiting = [*current_waits(replace(view, claim=claim))]
             assert [wait.cause for wait in waiting] == [cause]
-            held = Waits({}).note([wait.stall for wait in waiting], 0.0)
+            held = Timers({}).note([wait.stall for wait in waiting], 0.0)
             peers = [replace(view, claim=claim, me=me) for me in view.mirror.members]
-            assert len([wait for peer in peers for wait in overdue(peer, waiting, held, 1e6)]) == told
+            assert len([wait for peer in peers for wait in overdue_waits(peer, waiting, held, 1e6)]) == told
 
 
 def test_a_job_that_is_to_end_does_so_when_it_stands_still_and_not_before() -> None:
@@ -255,7 +255,7 @@ def test_rollbacks_that_nothing_was_wrong_with_are_no_sign_of_a_world_that_canno
 
 def test_what_another_job_still_runs_on_a_slot_is_waited_for() -> None:
     view = job(FIRST, step=1, saved=1)
-    (start,) = (one for one in staffing(view, Launches(), 0.0) if isinstance(one, StartEngine))
+    (start,) = (one for one in schedule_workers(view, Launches(), 0.0) if isinstance(one, StartEngine))
     assert start.place.node == "node-0"
     other = WorkerRecord(
         instance="e9",
@@ -268,7 +268,7 @@ def test_what_another_job_still_runs_on_a_slot_is_waited_for() -> None:
         state="stopping",
     )
     taken = replace(view, workers={**view.workers, "e9": other})
-    assert not [one for one in staffing(taken, Launches(), 0.0) if isinstance(one, StartEngine | StopWorker)]
+    assert not [one for one in schedule_workers(taken, Launches(), 0.0) if isinstance(one, StartEngine | StopWorker)]
     assert view.me == ME
 
 

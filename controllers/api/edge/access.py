@@ -25,9 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from controllers.api.edge.errors import Context, NotFound, Unauthenticated, bad_field, edge
-from gcore.api.tls import EVERY, CertName, check_user, name_in
-from gcore.api.tokens import DEFAULT_S, KEPT_S, LONGEST_S, MOST_TOKENS, Token, TokenRecord, new_token, token_in
+from controllers.api.edge.errors import CallContext, NotFound, Unauthenticated, bad_field, handle_errors
+from gcore.api.tls import EVERY, CertName, check_user, parse_cert_name
+from gcore.api.tokens import DEFAULT_S, KEPT_S, LONGEST_S, MOST_TOKENS, TokenRecord, UserToken, new_token, parse_token
 from gcore.api.v1 import access_pb2 as pb
 from gcore.api.v1 import access_pb2_grpc
 from gcore.errors import GcoreError, StoreUnavailable, UsageError
@@ -84,23 +84,23 @@ NOBODY_IS_TOLD_APART = Caller("", Role.ADMIN)
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY_IS_TOLD_APART)
 
 
-def caller() -> Caller:
+def current_caller() -> Caller:
     """Whose call is being served in this task."""
     return _caller.get()
 
 
 def may_see(namespace: str) -> bool:
     """Whether what is in `namespace` is there for whoever calls."""
-    return caller().may_see(namespace)
+    return current_caller().may_see(namespace)
 
 
-def serve_for(one: Caller) -> None:
+def set_caller(one: Caller) -> None:
     """What this task does from now on, it does for this caller."""
     _caller.set(one)
 
 
 @contextlib.contextmanager
-def acting_for(one: Caller) -> Iterator[None]:
+def acting_as(one: Caller) -> Iterator[None]:
     """The same within a block."""
     token = _caller.set(one)
     try:
@@ -110,7 +110,7 @@ def acting_for(one: Caller) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AccessRule:
     """What the table says of an RPC."""
 
     least: Role
@@ -118,15 +118,15 @@ class Row:
     """Whether it changes anything: then it is written to the audit log each time."""
 
 
-def _reads(least: Role = Role.VIEWER) -> Row:
-    return Row(least)
+def _reads(least: Role = Role.VIEWER) -> AccessRule:
+    return AccessRule(least)
 
 
-def _changes(least: Role = Role.SUBMITTER) -> Row:
-    return Row(least, changes=True)
+def _changes(least: Role = Role.SUBMITTER) -> AccessRule:
+    return AccessRule(least, changes=True)
 
 
-TABLE: Mapping[str, Row] = MappingProxyType(
+TABLE: Mapping[str, AccessRule] = MappingProxyType(
     {
         "/gcore.api.v1.Jobs/CreateJob": _changes(),
         "/gcore.api.v1.Jobs/GetJob": _reads(),
@@ -169,7 +169,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
 )
 
 
-TOOLS: Mapping[str, Row] = MappingProxyType(
+TOOLS: Mapping[str, AccessRule] = MappingProxyType(
     {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _reads()}
 )
 """What is no service of gcore's, and is there only where the node's configuration lets it be."""
@@ -179,7 +179,7 @@ OPEN = "/grpc.health.v1.Health/"
 """Answers everybody."""
 
 
-def refusal(one: Caller, method: str) -> str | None:
+def access_refusal(one: Caller, method: str) -> str | None:
     """Why `one` may not call an RPC, or None."""
     row = TABLE.get(method) or TOOLS.get(method)
     if row is None:
@@ -231,7 +231,7 @@ class BadCertificate(Unauthenticated):
     reason = "BAD_CERTIFICATE"
 
 
-class TokenBook:
+class Authenticator:
     """`required` False: nobody is told apart, whatever a call shows. Any thread may ask."""
 
     def __init__(self, clock: Clock, *, required: bool = False, admin_file: Path | None = None) -> None:
@@ -273,12 +273,12 @@ class TokenBook:
                 raise BadToken("the header `authorization` is no Bearer token", fix=HOW)
             return self.by_token(text.strip())
         if uris is not None:
-            return by_certificate(uris)
+            return caller_by_certificate(uris)
         raise NoCredentials("the call does not say whose it is", fix=HOW)
 
     def by_token(self, text: str) -> Caller:
         """Whose the token is. Raises Unauthenticated, StoreUnavailable."""
-        token = token_in(text)
+        token = parse_token(text)
         if token is None:
             raise BadToken("what was shown is no token", fix="A token begins with gcore_; copy all of it")
         if self._first is not None and token.id == self._first.id and token.is_of(self._first.sha256):
@@ -298,9 +298,9 @@ class TokenBook:
             raise BadToken(f"the token's record says nothing that holds ({error})", fix=HOW) from error
 
 
-def by_certificate(uris: Iterable[str]) -> Caller:
+def caller_by_certificate(uris: Iterable[str]) -> Caller:
     """Whose a certificate is that the cluster's authority signed. Raises Unauthenticated."""
-    whose = name_in(uris)
+    whose = parse_cert_name(uris)
     if whose is None:
         raise BadCertificate(
             "the certificate does not say for whom of gcore it is", fix="`gcore certs issue NAME --for user` makes one"
@@ -314,13 +314,13 @@ def _user(whose: CertName) -> Caller:
     return Caller(whose.name, role, None if every else whose.namespaces)
 
 
-def read_token(file: Path) -> Token:
+def read_token(file: Path) -> UserToken:
     """The token in a file of its own. Raises UsageError."""
     fix = f"`gcore token first-admin --to {file}` makes one"
     try:
         if file.stat().st_mode & 0o077:
             raise UsageError("others may read the token", where=str(file), fix=f"chmod 600 {file}")
-        token = token_in(file.read_text(encoding="utf-8").strip())
+        token = parse_token(file.read_text(encoding="utf-8").strip())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"the token cannot be read ({why})", where=str(file), fix=fix) from error
@@ -348,14 +348,14 @@ class AccessService(access_pb2_grpc.AccessServicer):
         self._clock = clock
         self.trouble = trouble
 
-    @edge
-    async def WhoAmI(self, request: pb.WhoAmIRequest, context: Context) -> pb.WhoAmIReply:
+    @handle_errors
+    async def WhoAmI(self, request: pb.WhoAmIRequest, context: CallContext) -> pb.WhoAmIReply:
         """Whom this call is taken for."""
-        me = caller()
+        me = current_caller()
         return pb.WhoAmIReply(name=me.name, role=me.role.word, namespaces=_spaces(me), namespace=me.home)
 
-    @edge
-    async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.CreateTokenReply:
+    @handle_errors
+    async def CreateToken(self, request: pb.CreateTokenRequest, context: CallContext) -> pb.CreateTokenReply:
         """Make a token."""
         lifetime_s = request.lifetime_s or DEFAULT_S
         if not 0 < lifetime_s <= LONGEST_S:
@@ -374,7 +374,7 @@ class AccessService(access_pb2_grpc.AccessServicer):
             sha256=token.sha256,
             created=now,
             expires=now + lifetime_s,
-            created_by=caller().name,
+            created_by=current_caller().name,
         )
         key = keys.token(token.id)
         won = await self._store.transact([Compare(key, 0)], [Put(key, record.encode())])
@@ -382,14 +382,14 @@ class AccessService(access_pb2_grpc.AccessServicer):
             raise GcoreError("another token has this id, by a chance that never comes", fix="Ask again")
         return pb.CreateTokenReply(token=_told(record), secret=token.text)
 
-    @edge
-    async def ListTokens(self, request: pb.ListTokensRequest, context: Context) -> pb.ListTokensReply:
+    @handle_errors
+    async def ListTokens(self, request: pb.ListTokensRequest, context: CallContext) -> pb.ListTokensReply:
         """All there are."""
         records = sorted(await self._records(), key=lambda one: (one.name, one.id))
         return pb.ListTokensReply(tokens=[_told(record) for record in records])
 
-    @edge
-    async def RevokeToken(self, request: pb.RevokeTokenRequest, context: Context) -> pb.RevokeTokenReply:
+    @handle_errors
+    async def RevokeToken(self, request: pb.RevokeTokenRequest, context: CallContext) -> pb.RevokeTokenReply:
         """Take a token back."""
         key = keys.token(request.id)
         known = await self._store.get(key) if request.id and len(request.id) < 64 else None

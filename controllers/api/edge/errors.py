@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import grpc
 
-from gcore.api.rpc import LateRequest, Refusal, Violation, sendable, trailing
+from gcore.api.rpc import LateRequest, Refusal, Violation, clip_details, refusal_metadata
 from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
 from gcore.schema import UnreadableRecord
 
@@ -118,7 +118,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
+CallContext = grpc.aio.ServicerContext[Any, Any]
 
 
 Code = grpc.StatusCode
@@ -149,7 +149,7 @@ def status_of(error: GcoreError) -> grpc.StatusCode:
     return next(code for kind, code, _ in CODES if isinstance(error, kind))
 
 
-def refusal_of(error: GcoreError, sentence: str = "") -> Refusal:
+def make_refusal(error: GcoreError, sentence: str = "") -> Refusal:
     """What a call is told; `sentence`: in place of the error's own."""
     reason = next(reason for kind, _, reason in CODES if isinstance(error, kind))
     violations: tuple[Violation, ...] = ()
@@ -157,7 +157,7 @@ def refusal_of(error: GcoreError, sentence: str = "") -> Refusal:
         violations = error.violations
     elif isinstance(error, SpecError):
         violations = tuple(spec_violations(error))
-    said = sendable(sentence or str(error))
+    said = clip_details(sentence or str(error))
     return Refusal(status_of(error), said, getattr(error, "reason", reason), violations)
 
 
@@ -171,13 +171,13 @@ def spec_violations(error: SpecError) -> list[Violation]:
     return found
 
 
-async def refuse(context: Context, refusal: Refusal) -> NoReturn:
+async def abort_call(context: CallContext, refusal: Refusal) -> NoReturn:
     """End the call."""
-    await context.abort(refusal.code, refusal.sentence, trailing(refusal))
+    await context.abort(refusal.code, refusal.sentence, refusal_metadata(refusal))
     raise AssertionError("abort raises")
 
 
-def ended_with(context: Any, *, done: bool, left: bool = False) -> str:
+def final_status(context: Any, *, done: bool, left: bool = False) -> str:
     """The status that a call ends with, for those who count calls or write them down. `done`: whether all of its answer was given.
     Whoever went away before that has cancelled it. `left`: a stream was closed from outside, for nobody takes more of it: gRPC ends one
     so that waits for its client when that goes, and it is not this task that is cancelled then."""
@@ -193,30 +193,30 @@ def ended_with(context: Any, *, done: bool, left: bool = False) -> str:
     return str(code.name)
 
 
-def edge(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+def handle_errors(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
     """Around a method that answers once."""
 
     @functools.wraps(method)
-    async def guarded(self: Any, request: Any, context: Context) -> T:
+    async def guarded(self: Any, request: Any, context: CallContext) -> T:
         try:
             return await method(self, request, context)
         except Exception as error:  # noqa: BLE001 - the edge of the call
-            await refuse(context, _refused(self, method.__name__, error))
+            await abort_call(context, _refused(self, method.__name__, error))
 
     return guarded
 
 
-def stream_edge(method: Callable[..., AsyncGenerator[T, None]]) -> Callable[..., AsyncGenerator[T, None]]:
+def handle_stream_errors(method: Callable[..., AsyncGenerator[T, None]]) -> Callable[..., AsyncGenerator[T, None]]:
     """Around a method that answers with a stream."""
 
     @functools.wraps(method)
-    async def guarded(self: Any, request: Any, context: Context) -> AsyncGenerator[T, None]:
+    async def guarded(self: Any, request: Any, context: CallContext) -> AsyncGenerator[T, None]:
         try:
             async with aclosing(method(self, request, context)) as answers:
                 async for one in answers:
                     yield one
         except Exception as error:  # noqa: BLE001 - the edge of the call
-            await refuse(context, _refused(self, method.__name__, error))
+            await abort_call(context, _refused(self, method.__name__, error))
 
     return guarded
 
@@ -227,6 +227,6 @@ def _refused(service: Any, name: str, error: Exception) -> Refusal:
         raise error
     if not isinstance(error, GcoreError):
         log.error("%s failed", name, exc_info=error)
-        return Refusal(Code.INTERNAL, sendable(f"{name} failed: {error!r}"), "DEFECT")
+        return Refusal(Code.INTERNAL, clip_details(f"{name} failed: {error!r}"), "DEFECT")
     # Whoever asks in vain because the store is away is told why it does not come back.
-    return refusal_of(error, service.trouble() if isinstance(error, StoreUnavailable) else "")
+    return make_refusal(error, service.trouble() if isinstance(error, StoreUnavailable) else "")

@@ -24,10 +24,10 @@ from typing import Any
 import grpc
 
 from controllers.api.edge import access
-from controllers.api.edge.access import NOBODY_IS_TOLD_APART, TABLE, Caller, TokenBook, serve_for
-from controllers.api.edge.errors import Context, Forbidden, Unauthenticated, ended_with, refusal_of, refuse
-from controllers.api.edge.server import CallRoom
-from gcore.api.rpc import REQUEST_WITHIN_S, Handler, answer_of, early, request_of
+from controllers.api.edge.access import NOBODY_IS_TOLD_APART, TABLE, Authenticator, Caller, set_caller
+from controllers.api.edge.errors import CallContext, Forbidden, Unauthenticated, abort_call, final_status, make_refusal
+from controllers.api.edge.server import CallLimiter
+from gcore.api.rpc import REQUEST_WITHIN_S, Handler, early_handler, handler_call, read_request
 from gcore.api.tls import AUTHORIZATION, SCHEME
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
@@ -54,7 +54,7 @@ END_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CallEntry:
     """What is told of a call."""
 
     caller: str
@@ -81,12 +81,12 @@ class CallJournal:
             self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
             self._thread.start()
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: CallEntry) -> None:
         """A call has ended. Never waits; any thread."""
         if self._file is None:
             return
         tree = {"time": round(self._clock.wall(), 3)} | {
-            name: getattr(entry, name)[:MOST_OF_A_FIELD] for name in Entry.__slots__ if getattr(entry, name)
+            name: getattr(entry, name)[:MOST_OF_A_FIELD] for name in CallEntry.__slots__ if getattr(entry, name)
         }
         line = json.dumps(tree).encode() + b"\n"
         file = self._file
@@ -170,7 +170,7 @@ class AccessGate(grpc.aio.ServerInterceptor):
     """Comes before what looks at requests, and behind what counts calls. `within_s`: a request that comes later is refused."""
 
     def __init__(
-        self, book: TokenBook, journal: CallJournal, room: CallRoom, *, within_s: float = REQUEST_WITHIN_S
+        self, book: Authenticator, journal: CallJournal, room: CallLimiter, *, within_s: float = REQUEST_WITHIN_S
     ) -> None:
         self._book = book
         self._journal = journal
@@ -195,21 +195,21 @@ class AccessGate(grpc.aio.ServerInterceptor):
             shown = [str(value) for key, value in metadata if key == AUTHORIZATION]
             one = shown[0] if len(shown) == 1 else "twice" if shown else None
             call = _Call(handler, self._room, self._within_s, self._book, self._journal, method, one)
-        return early(handler, call.streamed if handler.response_streaming else call.answered)
+        return early_handler(handler, call.streamed if handler.response_streaming else call.answered)
 
 
 class _Begun:
     """A call that has begun."""
 
-    def __init__(self, handler: Handler, room: CallRoom, within_s: float) -> None:
+    def __init__(self, handler: Handler, room: CallLimiter, within_s: float) -> None:
         self._handler = handler
-        self._inner = answer_of(handler)
+        self._inner = handler_call(handler)
         self._room = room
         self._within_s = within_s
         self._request: Any = None
         """Once it has come."""
 
-    async def answered(self, requests: AsyncIterator[Any], context: Context) -> Any:
+    async def answered(self, requests: AsyncIterator[Any], context: CallContext) -> Any:
         """For a call with one answer."""
         done, answer = False, None
         try:
@@ -220,7 +220,7 @@ class _Begun:
         finally:
             self._over(context, answer, done=done)
 
-    async def streamed(self, requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
+    async def streamed(self, requests: AsyncIterator[Any], context: CallContext) -> AsyncGenerator[Any, None]:
         """For a call with many."""
         done = left = False
         try:
@@ -237,35 +237,35 @@ class _Begun:
         finally:
             self._over(context, None, done=done, left=left)
 
-    async def _admit(self, requests: AsyncIterator[Any], context: Context) -> None:
+    async def _admit(self, requests: AsyncIterator[Any], context: CallContext) -> None:
         """Until its request has come, or it was refused."""
         try:
             await self._enter(requests, context)
         except GcoreError as error:
-            await refuse(context, refusal_of(error))
+            await abort_call(context, make_refusal(error))
 
-    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+    async def _enter(self, requests: AsyncIterator[Any], context: CallContext) -> None:
         """The same. Raises GcoreError."""
         raise NotImplementedError
 
     async def _read(self, requests: AsyncIterator[Any]) -> None:
-        self._request = await request_of(self._handler, requests, self._within_s)
+        self._request = await read_request(self._handler, requests, self._within_s)
 
-    async def _still(self, context: Context) -> None:
+    async def _still(self, context: CallContext) -> None:
         """Whether it may go on."""
 
-    def _over(self, context: Context, answer: Any, *, done: bool, left: bool = False) -> None:
+    def _over(self, context: CallContext, answer: Any, *, done: bool, left: bool = False) -> None:
         """It has ended."""
 
 
 class _Strangers(_Begun):
     """What everybody may."""
 
-    def __init__(self, handler: Handler, room: CallRoom, within_s: float, *, watches: bool) -> None:
+    def __init__(self, handler: Handler, room: CallLimiter, within_s: float, *, watches: bool) -> None:
         super().__init__(handler, room, within_s)
         self._watches = watches
 
-    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
+    async def _enter(self, requests: AsyncIterator[Any], context: CallContext) -> None:
         self._room.enter_stranger(context, watches=self._watches)
         await self._read(requests)
 
@@ -276,9 +276,9 @@ class _Call(_Begun):
     def __init__(
         self,
         handler: Handler,
-        room: CallRoom,
+        room: CallLimiter,
         within_s: float,
-        book: TokenBook,
+        book: Authenticator,
         journal: CallJournal,
         method: str,
         shown: str | None,
@@ -290,32 +290,32 @@ class _Call(_Begun):
         self._shown = shown
         self._caller: Caller | None = None
 
-    async def _enter(self, requests: AsyncIterator[Any], context: Context) -> None:
-        one = self._caller = self._book.caller(self._shown, names_shown(context))
+    async def _enter(self, requests: AsyncIterator[Any], context: CallContext) -> None:
+        one = self._caller = self._book.caller(self._shown, certificate_uris(context))
         self._room.enter(one, context)
         # Before it is looked whether they may: what a known caller wanted in vain is noted.
         await self._read(requests)
-        why = access.refusal(one, self._method)
+        why = access.access_refusal(one, self._method)
         if why is not None:
             raise Forbidden(why, fix="Ask an admin for a token with that role")
-        serve_for(one)
+        set_caller(one)
 
-    async def _still(self, context: Context) -> None:
+    async def _still(self, context: CallContext) -> None:
         try:
-            self._book.caller(self._shown, names_shown(context))
+            self._book.caller(self._shown, certificate_uris(context))
         except Unauthenticated as error:
-            await refuse(context, refusal_of(error))
+            await abort_call(context, make_refusal(error))
 
-    def _over(self, context: Context, answer: Any, *, done: bool, left: bool = False) -> None:
+    def _over(self, context: CallContext, answer: Any, *, done: bool, left: bool = False) -> None:
         row = TABLE.get(self._method)
-        outcome = ended_with(context, done=done, left=left)
+        outcome = final_status(context, done=done, left=left)
         refused = outcome in ("UNAUTHENTICATED", "PERMISSION_DENIED")
         if not refused and (row is None or not row.changes):
             return
         one = self._caller or Caller("", NOBODY_IS_TOLD_APART.role)
         known = self._caller is not None
         self._journal.note(
-            Entry(
+            CallEntry(
                 caller=one.name if known else "",
                 role=one.role.word if known else "",
                 peer=context.peer() or "",
@@ -334,7 +334,7 @@ def _about(request: Any, answer: Any) -> str:
     return next((one for one in (*told, *made) if isinstance(one, str) and one), "")
 
 
-def names_shown(context: Any) -> list[str] | None:
+def certificate_uris(context: Any) -> list[str] | None:
     """The URIs of gcore in the certificate of whoever calls; None: no certificate was shown."""
     shown = context.auth_context()
     if "x509_pem_cert" not in shown:

@@ -24,9 +24,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from controllers.api.edge.access import Caller, Role, caller
-from controllers.api.edge.errors import Context, Exhausted, TooManyCalls, ended_with, refuse
-from gcore.api.rpc import Handler, Refusal, answer_of, like
+from controllers.api.edge.access import Caller, Role, current_caller
+from controllers.api.edge.errors import CallContext, Exhausted, TooManyCalls, abort_call, final_status
+from gcore.api.rpc import Handler, Refusal, handler_call, wrap_handler
 from gcore.api.v1 import jobs_pb2
 from gcore.config.node import ApiConfig
 from gcore.observability.metrics import Metrics
@@ -40,7 +40,7 @@ WATCHERS = 16
 """Strangers that watch health, each a stream without an end."""
 
 
-class Places:
+class Permits:
     """`most` places for `what`, of which nobody with a name has more than half."""
 
     def __init__(self, most: int, what: str, kind: type[Exhausted], fix: str) -> None:
@@ -72,12 +72,12 @@ class Places:
             del self._by_name[name]
 
 
-class StreamRoom:
+class StreamLimiter:
     """Places for `most` streams."""
 
     def __init__(self, most: int) -> None:
         fix = "Ask another controller, or raise api.streams in the node's configuration"
-        self._places = Places(most, "streams", Exhausted, fix)
+        self._places = Permits(most, "streams", Exhausted, fix)
 
     @property
     def taken(self) -> int:
@@ -87,7 +87,7 @@ class StreamRoom:
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
         """For one stream. Raises Exhausted."""
-        name = _named(caller())
+        name = _named(current_caller())
         self._places.take(name)
         try:
             yield
@@ -95,15 +95,15 @@ class StreamRoom:
             self._places.give(name)
 
 
-class CallRoom:
+class CallLimiter:
     """Places for `most` calls of people, and for as many of daemons. `context`: of the call, which tells when it is over."""
 
     def __init__(self, most: int) -> None:
         fix = "Ask another controller, or raise api.calls in the node's configuration"
-        self._people = Places(most, "calls", TooManyCalls, fix)
-        self._nodes = Places(most, "calls of nodes", TooManyCalls, fix)
-        self._strangers = Places(STRANGERS, "calls without a token", TooManyCalls, "Ask another controller")
-        self._watchers = Places(WATCHERS, "watchers of health", TooManyCalls, "Ask for it with Check")
+        self._people = Permits(most, "calls", TooManyCalls, fix)
+        self._nodes = Permits(most, "calls of nodes", TooManyCalls, fix)
+        self._strangers = Permits(STRANGERS, "calls without a token", TooManyCalls, "Ask another controller")
+        self._watchers = Permits(WATCHERS, "watchers of health", TooManyCalls, "Ask for it with Check")
 
     @property
     def taken(self) -> int:
@@ -121,7 +121,7 @@ class CallRoom:
 
 
 def most_at_once(most: int) -> int:
-    """Calls that a server takes whose `CallRoom` has `most` places: those, and some that are being refused."""
+    """Calls that a server takes whose `CallLimiter` has `most` places: those, and some that are being refused."""
     return 2 * most + 2 * (STRANGERS + WATCHERS)
 
 
@@ -129,7 +129,7 @@ def _named(one: Caller) -> str:
     return "" if one.role is Role.NODE else one.name
 
 
-def _enter(places: Places, name: str, context: Any) -> None:
+def _enter(places: Permits, name: str, context: Any) -> None:
     places.take(name)
     context.add_done_callback(lambda _: places.give(name))
 
@@ -142,7 +142,7 @@ def _enter(places: Places, name: str, context: Any) -> None:
 UNKNOWN = "unknown"
 
 
-class CountedCalls(grpc.aio.ServerInterceptor):
+class CallCounter(grpc.aio.ServerInterceptor):
     """Stands first, so that what others refuse is counted too."""
 
     def __init__(self, metrics: Metrics, clock: Clock) -> None:
@@ -161,11 +161,11 @@ class CountedCalls(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method.rpartition("/")[2]
         if handler.response_streaming:
-            return like(handler, self._stream(method, handler))
-        return like(handler, self._unary(method, handler))
+            return wrap_handler(handler, self._stream(method, handler))
+        return wrap_handler(handler, self._unary(method, handler))
 
     def _unary(self, method: str, handler: Handler) -> Callable[[Any, Any], Awaitable[Any]]:
-        behind = answer_of(handler)
+        behind = handler_call(handler)
 
         async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             begun, done = self._clock.monotonic(), False
@@ -174,13 +174,13 @@ class CountedCalls(grpc.aio.ServerInterceptor):
                 done = True
                 return answer
             finally:
-                self._metrics.calls.labels(method, ended_with(context, done=done)).inc()
+                self._metrics.calls.labels(method, final_status(context, done=done)).inc()
                 self._metrics.call_seconds.labels(method).observe(max(self._clock.monotonic() - begun, 0.0))
 
         return counted
 
     def _stream(self, method: str, handler: Handler) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
-        behind = answer_of(handler)
+        behind = handler_call(handler)
 
         async def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncGenerator[Any, None]:
             done = left = False
@@ -195,7 +195,7 @@ class CountedCalls(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 self._metrics.open_streams.labels(method).dec()
-                self._metrics.calls.labels(method, ended_with(context, done=done, left=left)).inc()
+                self._metrics.calls.labels(method, final_status(context, done=done, left=left)).inc()
 
         return counted
 
@@ -207,11 +207,11 @@ class CountedCalls(grpc.aio.ServerInterceptor):
 SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
 
 
-class Garbled:
+class UndecodableMessage:
     """In place of a message that could not be read."""
 
 
-class Decoding(grpc.aio.ServerInterceptor):
+class DecodingInterceptor(grpc.aio.ServerInterceptor):
     """Stands last, next to the services. Requests that are streams are left to gRPC: none of people's has any."""
 
     async def intercept_service(
@@ -225,7 +225,7 @@ class Decoding(grpc.aio.ServerInterceptor):
             return handler
         decode = _decoder(handler.request_deserializer)
         checked = _stream if handler.response_streaming else _unary
-        return like(handler, checked(answer_of(handler)), decode)
+        return wrap_handler(handler, checked(handler_call(handler)), decode)
 
 
 def _decoder(inner: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -233,13 +233,13 @@ def _decoder(inner: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         try:
             return inner(data)
         except (DecodeError, ValueError, RecursionError):
-            return Garbled()
+            return UndecodableMessage()
 
     return decode
 
 
 def _unary(inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def checked(request: Any, context: Context) -> Any:
+    async def checked(request: Any, context: CallContext) -> Any:
         await _check(request, context)
         return await inner(request, context)
 
@@ -247,7 +247,7 @@ def _unary(inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], 
 
 
 def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Callable[[Any, Any], AsyncGenerator[Any, None]]:
-    async def checked(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+    async def checked(request: Any, context: CallContext) -> AsyncGenerator[Any, None]:
         await _check(request, context)
         async with aclosing(inner(request, context)) as answers:
             async for one in answers:
@@ -256,9 +256,9 @@ def _stream(inner: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Callable[
     return checked
 
 
-async def _check(request: Any, context: Context) -> None:
-    if isinstance(request, Garbled):
-        await refuse(context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, SENTENCE, "BAD_REQUEST"))
+async def _check(request: Any, context: CallContext) -> None:
+    if isinstance(request, UndecodableMessage):
+        await abort_call(context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, SENTENCE, "BAD_REQUEST"))
 
 
 # -------------------- health
@@ -342,10 +342,12 @@ OPTIONS = (
 def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], api: ApiConfig) -> grpc.aio.Server:
     """Without services yet."""
     most = most_at_once(api.calls)
-    return grpc.aio.server(interceptors=[*interceptors, Decoding()], options=OPTIONS, maximum_concurrent_rpcs=most)
+    return grpc.aio.server(
+        interceptors=[*interceptors, DecodingInterceptor()], options=OPTIONS, maximum_concurrent_rpcs=most
+    )
 
 
-def reflect(server: grpc.aio.Server, api: ApiConfig) -> None:
+def add_reflection(server: grpc.aio.Server, api: ApiConfig) -> None:
     """Tell tools what is served, where that is wanted. What they are told is no secret: it stands in docs/api.md."""
     if not api.reflection:
         return

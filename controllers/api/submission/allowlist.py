@@ -3,7 +3,7 @@ anything that the spec names is looked up, opened or read.
 
 A spec carries no code, but names it: plug-ins that are installed, models that may bring code, arguments of a server. And it
 names files and secrets that the daemon's user can read, which whoever submits perhaps cannot: where paths may lead is
-`controllers.service.grounds`'. Every path of a spec stands in one list here (`paths_of`), those in the options of gcore's own plug-ins too. What
+`controllers.service.grounds`'. Every path of a spec stands in one list here (`spec_paths`), those in the options of gcore's own plug-ins too. What
 another plug-in does with its options is the plug-in's business: a cluster that is shared allows those that take no paths from strangers.
 """
 
@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from controllers.flow.job_data import rewards_of
 from controllers.storage.run_folder import FOLDER as RUN_MARK
-from gcore.config.data import Origin
+from gcore.config.data import SourcesSection
 from gcore.config.load import HUB_SCHEMES
 from gcore.config.node import AllowSection, NodeConfig
 from gcore.config.reward import Fallback
@@ -55,7 +55,7 @@ _RUN = re.compile(r".+-[0-9a-f]{12}")
 EXPORT = "`gcore export` copies a model out of a run, to a folder below allow.roots of the nodes' configuration"
 
 
-class Use(Enum):
+class PathUse(Enum):
     """What becomes of a path."""
 
     MODEL = "read, or fetched from a hub"
@@ -69,10 +69,10 @@ class NamedPath:
 
     where: str
     path: str
-    use: Use = Use.READ
+    use: PathUse = PathUse.READ
 
 
-class Grounds:
+class PathPolicy:
     """Judges paths. Blocks: it asks the file system."""
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
@@ -81,14 +81,14 @@ class Grounds:
         said = section.roots if section.roots is not None or own is None else ()
         self._roots = None if said is None else tuple(Path(root).resolve() for root in said)
         self._strangers = own is not None
-        self._runs = () if own is None else tuple(Path(path).resolve() for path in runs_of(own))
-        self._closed = () if own is None else tuple(Path(path).resolve() for path in files_of(own))
+        self._runs = () if own is None else tuple(Path(path).resolve() for path in job_paths(own))
+        self._closed = () if own is None else tuple(Path(path).resolve() for path in daemon_paths(own))
         files = [one.removeprefix(FILE) for one in section.secrets or () if one.startswith(FILE)]
         self._secrets = tuple(str(Path(one).parent.resolve() / Path(one).name) for one in files) if own else ()
 
     def check(self, named: NamedPath) -> None:
         """Raises SpecError."""
-        if named.use is Use.MODEL and named.path.startswith(HUB_SCHEMES):
+        if named.use is PathUse.MODEL and named.path.startswith(HUB_SCHEMES):
             if not self._hubs:
                 raise SpecError(
                     f"{named.path[:80]!r} is on a hub, and models of hubs are not allowed on this cluster",
@@ -103,7 +103,7 @@ class Grounds:
         if not self._strangers:
             return
         self._check_own(named, leads)
-        if named.use is not Use.WRITE:
+        if named.use is not PathUse.WRITE:
             for link in _links_in(named, leads):
                 self._check_link(named, link)
 
@@ -122,7 +122,7 @@ class Grounds:
             )
 
     def _check_own(self, named: NamedPath, leads: Path, through: str = "") -> None:
-        reads = named.use is not Use.WRITE
+        reads = named.use is not PathUse.WRITE
         if any(_touches(leads, run, around=reads) for run in self._runs) or _in_a_run(leads):
             # Whoever names storage.root wants a folder for the runs, and the nodes have one.
             fix = EXPORT if reads else "Leave it out: runs lie in run_root anyway; or name another folder"
@@ -154,12 +154,12 @@ class Grounds:
         self._check_own(named, leads, through)
 
 
-def runs_of(config: NodeConfig) -> tuple[str, ...]:
+def job_paths(config: NodeConfig) -> tuple[str, ...]:
     """Where a daemon has what belongs to jobs: their runs, and copies of their states."""
     return config.run_root, str(home_folder(Path(config.memory_dir), config.home).parent)
 
 
-def files_of(config: NodeConfig) -> tuple[str, ...]:
+def daemon_paths(config: NodeConfig) -> tuple[str, ...]:
     """What is a daemon's own besides: its home, and the files that its configuration names for it alone."""
     sections = (config.tls, config.auth, config.etcd.tls, config.etcd.user)
     named = [value for section in sections if section is not None for _, value in section]
@@ -209,17 +209,17 @@ def _links_in(named: NamedPath, folder: Path) -> Iterator[Path]:
                 yield one
 
 
-class Allowed:
+class Allowlist:
     """`own`: the configuration of a daemon that tells its callers apart, so that not everybody who submits is as good as its owner; None:
     everybody is."""
 
     def __init__(self, section: AllowSection, own: NodeConfig | None = None) -> None:
         self._section = section
         self._strangers = own is not None
-        self._grounds = Grounds(section, own)
+        self._grounds = PathPolicy(section, own)
 
     @classmethod
-    def of(cls, config: NodeConfig) -> Allowed:
+    def of(cls, config: NodeConfig) -> Allowlist:
         """What specs may name on a node."""
         return cls(config.allow, config if config.tells_apart else None)
 
@@ -235,7 +235,7 @@ class Allowed:
         for where, kind, name in _names(spec):
             self._check_name(where, kind, name)
         self._check_code(spec)
-        for path in paths_of(spec):
+        for path in spec_paths(spec):
             self._grounds.check(path)
         for where, reference in _secrets(spec):
             self._check_secret(where, reference)
@@ -284,7 +284,7 @@ class Allowed:
             )
 
 
-EVERYTHING = Allowed(AllowSection())
+EVERYTHING = Allowlist(AllowSection())
 """Where nobody is told apart, and nothing is said."""
 
 
@@ -325,16 +325,16 @@ def _names(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
         yield "train.loss", "losses", spec.train.loss
 
 
-def paths_of(spec: JobSpec) -> Iterator[NamedPath]:
+def spec_paths(spec: JobSpec) -> Iterator[NamedPath]:
     """Every file or folder that the spec names."""
-    yield NamedPath("model.path", spec.model.path, Use.MODEL)
+    yield NamedPath("model.path", spec.model.path, PathUse.MODEL)
     if spec.storage.root is not None:
-        yield NamedPath("storage.root", spec.storage.root, Use.WRITE)
+        yield NamedPath("storage.root", spec.storage.root, PathUse.WRITE)
     if spec.train.critic is not None and spec.train.critic.path is not None:
         yield NamedPath("train.critic.path", spec.train.critic.path)
     for number, judge in enumerate(spec.judges):
         if judge.model is not None:
-            yield NamedPath(f"judges.{number}.model.path", judge.model.path, Use.MODEL)
+            yield NamedPath(f"judges.{number}.model.path", judge.model.path, PathUse.MODEL)
         if judge.template_file is not None:
             yield NamedPath(f"judges.{number}.template_file", judge.template_file)
     for section, origin in (("data", spec.data), ("eval", spec.eval)):
@@ -342,10 +342,10 @@ def paths_of(spec: JobSpec) -> Iterator[NamedPath]:
     for number, tracker in enumerate(spec.tracking):
         for option, value in tracker.options.items():
             if (path := _path_of_tracker(tracker.name, option, str(value))) is not None:
-                yield NamedPath(f"tracking.{number}.options.{option}", path, Use.WRITE)
+                yield NamedPath(f"tracking.{number}.options.{option}", path, PathUse.WRITE)
 
 
-def _of(section: str, origin: Origin) -> Iterator[NamedPath]:
+def _of(section: str, origin: SourcesSection) -> Iterator[NamedPath]:
     places = [(section, origin), *((f"{section}.sources.{n}", one) for n, one in enumerate(origin.sources))]
     for where, one in places:
         for name in ("path", "template", "tools"):

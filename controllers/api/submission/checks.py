@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from controllers.flow.job_data import check_curriculum, rewards_of
-from controllers.inference.judges import named, renderer_of
+from controllers.inference.judges import blame_judge, judge_renderer
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
 from gcore.config.spec import JobSpec
 from gcore.config.validation import SAYS_NOTHING
 from gcore.data.renderer import PromptRenderer
-from gcore.data.stream import JobPrompts, LengthReport, OpenSource, check_lengths, open_prompts
+from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_lengths, open_prompts
 from gcore.engines.emulated.launch import is_emulated
 from gcore.engines.sglang.command import HOW, check_engine_args, find_python
 from gcore.errors import DataError, GcoreError, SpecError
@@ -36,22 +36,22 @@ from gcore.models.checks import check_classifier, check_critic, check_whole, rea
 from gcore.models.hubs import hub_model
 from gcore.models.resolve import ResolvedModel, resolve_model
 from gcore.observability.tracking import check_trackers
-from gcore.plugins import PluginFault, check_named
+from gcore.plugins import PluginFault, check_plugin
 from gcore.reward.api import REWARDS, Response, RewardError
-from gcore.reward.judges.external import key_of, new_client
+from gcore.reward.judges.external import judge_key, new_client
 from gcore.reward.judges.parsers import find_parser
 from gcore.reward.judges.template import Question
 from gcore.reward.judges.types import JudgeError
 from gcore.reward.pool import RewardTrial
-from gcore.reward.scorer import functions_of
+from gcore.reward.scorer import reward_functions
 from gcore.rollout.agents.server import try_agent
 from gcore.rollout.environments.pool import try_environment
-from gcore.rollout.environments.tools import Tags, form_of
-from gcore.schema import spoken
+from gcore.rollout.environments.tools import TagCallFormat, call_format
+from gcore.schema import written_version
 from gcore.types import Prompt
-from placement.mapping.workload import sizes_in
+from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
-from placement.slots import counted
+from placement.slots import count_noun
 
 # -------------------- capability
 # Whether the cluster can run a job at all, before anything of it is written.
@@ -76,9 +76,9 @@ def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
     return (*wanted, *(f"judges.{number}.serving.engine" for number, one in judges if one.serving.engine == "sglang"))
 
 
-def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
+def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows judges, and has slots that can serve them. Raises SpecError."""
-    if spec.judges and spoken() < JUDGES_CAME:
+    if spec.judges and written_version() < JUDGES_CAME:
         raise SpecError(
             f"judge {spec.judges[0].name!r} needs nodes of this version, and some are older",
             where="judges",
@@ -96,7 +96,7 @@ def check_served(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 def check_environment(spec: JobSpec) -> None:
     """Whether every node knows responses of several turns. Raises SpecError."""
-    if (spec.environment or spec.agent) is not None and spoken() < OBSERVED_CAME:
+    if (spec.environment or spec.agent) is not None and written_version() < OBSERVED_CAME:
         what, where = ("an environment", "environment") if spec.agent is None else ("an agent", "agent")
         raise SpecError(
             f"{what} needs nodes of this version, and some are older",
@@ -105,9 +105,9 @@ def check_environment(spec: JobSpec) -> None:
         )
 
 
-def check_streamed(spec: JobSpec) -> None:
+def check_streamed_steps(spec: JobSpec) -> None:
     """Whether every node knows steps that come in parts. Raises SpecError."""
-    if spec.train.stream and spoken() < PARTS_CAME:
+    if spec.train.stream and written_version() < PARTS_CAME:
         raise SpecError(
             "steps that come in parts need nodes of this version, and some are older",
             where="train.stream",
@@ -117,13 +117,13 @@ def check_streamed(spec: JobSpec) -> None:
 
 def check_moving(spec: JobSpec) -> None:
     """Whether every node knows engines that sleep. Raises SpecError."""
-    if spec.placement.is_live and spoken() < SLEEP_CAME:
+    if spec.placement.is_live and written_version() < SLEEP_CAME:
         raise SpecError(
             f"policy: {spec.placement.policy} puts engines to sleep, which needs nodes of this version, and some are older",
             where="placement.policy",
             fix="Submit it when all nodes are upgraded, or with policy: colocated",
         )
-    if spec.placement.memory == "in_turns" and spoken() < SLEEP_CAME:
+    if spec.placement.memory == "in_turns" and written_version() < SLEEP_CAME:
         raise SpecError(
             "engines that sleep while ranks train need nodes of this version, and some are older",
             where="placement.memory",
@@ -139,14 +139,14 @@ def check_ranks(spec: JobSpec, most: int | None) -> None:
     ranks = spec.train.ranks
     if most is not None and ranks is not None and ranks > most:
         raise SpecError(
-            f"{counted(ranks, 'train rank')} do not fit on {counted(most, 'slot')}",
+            f"{count_noun(ranks, 'train rank')} do not fit on {count_noun(most, 'slot')}",
             where="train.ranks",
             fix="Lower train.ranks, or start the cluster anew with more --slots",
         )
     least = spec.scheduling.slots_min
     if most is not None and least > most:
         raise SpecError(
-            f"{counted(least, 'slot')} are the fewest to run on, and there are {counted(most, 'slot')}",
+            f"{count_noun(least, 'slot')} are the fewest to run on, and there are {count_noun(most, 'slot')}",
             where="scheduling.slots_min",
             fix="Lower it, or start the cluster anew with more --slots",
         )
@@ -162,7 +162,7 @@ def check_copies(spec: JobSpec, *, local: bool) -> None:
         )
 
 
-def missing_here(spec: JobSpec) -> str | None:
+def local_warning(spec: JobSpec) -> str | None:
     """What a job wants that this machine does not have, as a warning: it may be there on the machines that run it."""
     if (wanted := wants_sglang(spec)) and find_python() is None:
         return f"warning: {wanted[0]} is sglang, and SGLang was not found on this machine. {HOW}"
@@ -231,40 +231,40 @@ def check_fallbacks(spec: JobSpec) -> None:
     for number, judge in enumerate(spec.judges):
         if isinstance(judge.on_error, Fallback):
             kind = replace(REWARDS, where=f"judges.{number}.on_error.fallback")
-            check_named(kind, judge.on_error.fallback)
+            check_plugin(kind, judge.on_error.fallback)
 
 
 def check_judges(spec: JobSpec) -> Mapping[str, CheckedJudge]:
     """Every judge of the spec, by name. Blocks. Raises SpecError, ModelError, DataError."""
-    return {judge.name: _checked(number, judge) for number, judge in enumerate(spec.judges)}
+    return {judge.name: _check_judge(number, judge) for number, judge in enumerate(spec.judges)}
 
 
-def _checked(number: int, judge: JudgeSpec) -> CheckedJudge:
+def _check_judge(number: int, judge: JudgeSpec) -> CheckedJudge:
     where = f"judges.{number}"
     question = Question.compile(judge, where)
     find_parser(judge.verdict.parser, f"{where}.verdict.parser")
     check_engine_args(judge.serving.engine_args)
     if judge.model is None:
-        new_client(judge, key_of(judge, os.environ, where))
+        new_client(judge, judge_key(judge, os.environ, where))
         return CheckedJudge(number, judge, question)
-    with named(number, judge):
+    with blame_judge(number, judge):
         model = resolve_model(judge.model.path, trust_remote_code=judge.model.trust_remote_code, weights=False)
         if hub_model(judge.model.path) is None and model.folder.is_dir():
             check_whole(model.folder)
         if judge.kind == "classifier":
             check_classifier(read_config(model.folder), where=str(model.folder))
     here = judge.model_copy(update={"model": judge.model.model_copy(update={"path": str(model.folder)})})
-    return replace(CheckedJudge(number, judge, question), model=model, renderer=renderer_of(number, here))
+    return replace(CheckedJudge(number, judge, question), model=model, renderer=judge_renderer(number, here))
 
 
-def revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
+def judge_revisions(judges: Mapping[str, CheckedJudge]) -> dict[str, str]:
     """The commits of those models that are a hub's, by judge."""
     return {
         name: judge.model.revision for name, judge in judges.items() if judge.model is not None and judge.model.revision
     }
 
 
-def remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
+def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
     """Python files that come with the judges' models and will run."""
     return tuple(
         f"{judge.spec.name}: {Path(file).name}"
@@ -286,7 +286,7 @@ def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows such engines, and has slots that can be divided by so many: a replica crosses no node's boundary. What
     comes later with other slots is used as far as it goes (`placement.plan.divided`). Raises SpecError."""
     for _, where, size in _wide(spec):
-        if spoken() < SPANS_CAME:
+        if written_version() < SPANS_CAME:
             raise SpecError(
                 "engines that span several slots need nodes of this version, and some are older",
                 where=where,
@@ -295,7 +295,7 @@ def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
         odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
         if odd is not None:
             raise SpecError(
-                f"an engine of {size} slots lies on one node, and node {odd.name} has {counted(len(odd.slots), 'slot')}",
+                f"an engine of {size} slots lies on one node, and node {odd.name} has {count_noun(len(odd.slots), 'slot')}",
                 where=where,
                 fix="Use a size by which each node's slots can be divided, or start the controllers with other --slots",
             )
@@ -347,7 +347,7 @@ CheckProgress = Callable[[str, int, int], None]
 class CheckedSource:
     """A source, and how long its prompts are. `held_out`: whether it is for evaluation."""
 
-    opened: OpenSource
+    opened: PromptSource
     lengths: LengthReport
     held_out: bool
 
@@ -390,13 +390,13 @@ def check_submission(
     check_trackers(spec.tracking)
     check_fallbacks(spec)
     with RewardTrial(rewards_of(spec), spec.scoring) as rewards:
-        checked = _checking_checked(spec, run_root, cache_dir, rewards, sample, progress)
+        checked = _check_source(spec, run_root, cache_dir, rewards, sample, progress)
     first = checked.prompts.stream.sources[0].dataset
     try_filters(filters, spec.flow.samples_per_prompt, first.entry(0) if len(first) else {})
     return checked
 
 
-def _checking_checked(
+def _check_source(
     spec: JobSpec,
     run_root: Path,
     cache_dir: Path,
@@ -406,7 +406,7 @@ def _checking_checked(
 ) -> CheckedJob:
     _check_step_size(spec)
     if spec.flow.steps is not None:
-        check_kept(spec, 0)
+        check_kept_checkpoints(spec, 0)
     _check_disk(run_root)
     model = resolve_model(spec.model.path, trust_remote_code=spec.model.trust_remote_code, weights=False)
     if hub_model(spec.model.path) is None and model.folder.is_dir():
@@ -419,7 +419,7 @@ def _checking_checked(
     judges = check_judges(spec)
     prompts = open_prompts(spec, cache_dir, model.folder, reading)
     _check_quota(spec, prompts.prompts)
-    check_kept(spec, prompts.prompts)
+    check_kept_checkpoints(spec, prompts.prompts)
     checked = [_counted(o, len(o), sample, progress, held_out=False) for o in prompts.stream.sources]
     for held_out in prompts.evaluation:
         shown = min(len(held_out), spec.eval.drawn[held_out.source.name].limit)
@@ -449,9 +449,9 @@ def model_configs(spec: JobSpec, policy: Path, judges: Mapping[str, CheckedJudge
     critic = spec.train.critic.path if spec.train.critic is not None else None
     served = {name: judge.model.folder for name, judge in judges.items() if judge.model is not None}
     return ModelConfigs(
-        policy=sizes_in(read_config(policy)),
-        critic=None if critic is None else sizes_in(read_config(Path(critic))),
-        judges={name: sizes_in(read_config(folder)) for name, folder in served.items()},
+        policy=relevant_sizes(read_config(policy)),
+        critic=None if critic is None else relevant_sizes(read_config(Path(critic))),
+        judges={name: relevant_sizes(read_config(folder)) for name, folder in served.items()},
     )
 
 
@@ -459,8 +459,8 @@ def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:
     """Whether the model can write, and be shown, what stands around a call between tags. Raises SpecError."""
     if environment.name != SAYS_NOTHING:
         return
-    form = form_of(environment.options, environment.tools.names, chat=renderer.chat)
-    if not isinstance(form, Tags):
+    form = call_format(environment.options, environment.tools.names, chat=renderer.chat)
+    if not isinstance(form, TagCallFormat):
         return
     for name in ("open", "close", "before", "after", "failed"):
         text = getattr(form, name) or ""
@@ -473,7 +473,7 @@ def check_tags(environment: EnvironmentSpec, renderer: PromptRenderer) -> None:
 
 
 def _counted(
-    opened: OpenSource, among: int, sample: int | None, progress: CheckProgress | None, *, held_out: bool
+    opened: PromptSource, among: int, sample: int | None, progress: CheckProgress | None, *, held_out: bool
 ) -> CheckedSource:
     def tell(done: int, total: int) -> None:
         if progress is not None:
@@ -488,7 +488,7 @@ def _try_reward(rewards: RewardTrial, checked: CheckedSource, spec: JobSpec) -> 
     Raises SpecError if none can be scored; a single one that cannot fails alone, when its turn comes. Judges are not asked.
     """
     source, dataset = checked.opened.source, checked.opened.dataset
-    for reward in functions_of(source.reward, {judge.name: judge for judge in spec.judges}):
+    for reward in reward_functions(source.reward, {judge.name: judge for judge in spec.judges}):
         failed: RewardError | None = None
         for index in range(min(len(dataset), REWARDS_TRIED)):
             result = rewards.score(reward, dataset.entry(index), Response("", 0, environment=0.0))
@@ -544,7 +544,7 @@ def _check_quota(spec: JobSpec, prompts: int) -> None:
         )
 
 
-def check_kept(spec: JobSpec, prompts: int) -> None:
+def check_kept_checkpoints(spec: JobSpec, prompts: int) -> None:
     """What `checkpoint.keep_every` keeps for ever: something, and no more than the store has room for. Raises SpecError."""
     every, flow = spec.checkpoint.keep_every, spec.flow
     if every is None:

@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controllers.api.edge.access import caller, may_see
+from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import Conflict, Forbidden
-from controllers.api.store_reader import StoredJobs
-from controllers.api.submission.allowlist import EVERYTHING, Allowed, Use, paths_of
+from controllers.api.store_reader import StoreReader
+from controllers.api.submission.allowlist import EVERYTHING, Allowlist, PathUse, spec_paths
 from controllers.api.submission.checks import (
     check_copies,
     check_engine,
     check_environment,
     check_moving,
     check_ranks,
-    check_served,
+    check_served_judges,
     check_spans,
-    check_streamed,
+    check_streamed_steps,
     check_submission,
-    remote_code,
-    revisions,
+    judge_remote_code,
+    judge_revisions,
 )
 from controllers.job.preparation import _differences, check_unchanged
 from gcore.config.load import new_spec, stored_spec
@@ -40,13 +40,13 @@ from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
-from gcore.ledger.transactions import Ledger, Stored, TxnOutcome
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.models.hubs import hub_model
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
-from placement.shares import claim_of
+from placement.shares import new_claim
 
 # -------------------- checked_lately
 # What a controller has found out about a spec's files a moment ago, so that a sweep of hundreds of jobs over the same data and model is
@@ -72,7 +72,7 @@ OF_NO_FILE = ("name", "namespace", "scheduling")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckFindings:
     """What of a check goes into a job's record."""
 
     prompts: int
@@ -85,16 +85,16 @@ class Found:
     models: ModelConfigs | None
 
 
-class CheckedLately:
+class CheckCache:
     """Of one controller. One event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._known: dict[str, tuple[float, asyncio.Future[Found]]] = {}
+        self._known: dict[str, tuple[float, asyncio.Future[CheckFindings]]] = {}
 
-    async def found(self, spec: JobSpec, check: Callable[[], Awaitable[Found]]) -> Found:
+    async def found(self, spec: JobSpec, check: Callable[[], Awaitable[CheckFindings]]) -> CheckFindings:
         """What `check` finds, or found lately. Raises what it raises."""
-        key = await asyncio.to_thread(key_of, spec)
+        key = await asyncio.to_thread(spec_key, spec)
         if key is None:
             return await check()
         now = self._clock.monotonic()
@@ -115,11 +115,11 @@ class CheckedLately:
             raise
 
 
-def key_of(spec: JobSpec) -> str | None:
+def spec_key(spec: JobSpec) -> str | None:
     """Names the spec and its files as they are now; None where they cannot be named. Blocks on the disk."""
     tree = {name: value for name, value in spec.model_dump(mode="json").items() if name not in OF_NO_FILE}
     # What is written to changes with each job, and nothing in it is checked.
-    paths = sorted({named.path for named in paths_of(spec) if named.use is not Use.WRITE})
+    paths = sorted({named.path for named in spec_paths(spec) if named.use is not PathUse.WRITE})
     if any(hub_model(path) is not None for path in paths):
         return None
     try:
@@ -140,21 +140,21 @@ def _file(path: Path) -> list[Any]:
     return found
 
 
-class Submissions:
+class Submitter:
     """Writes jobs; each write is one guarded transaction."""
 
     def __init__(
         self,
         store: Store,
-        jobs: StoredJobs,
+        jobs: StoreReader,
         run_root: Path,
         cache_dir: Path,
         clock: Clock,
         most_slots: Callable[[], int | None] = lambda: None,
         *,
         local: bool = False,
-        allowed: Allowed = EVERYTHING,
-        lately: CheckedLately | None = None,
+        allowed: Allowlist = EVERYTHING,
+        lately: CheckCache | None = None,
     ) -> None:
         """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`."""
         self._store = store
@@ -175,11 +175,11 @@ class Submissions:
             raise SpecError("the spec in the request is not JSON", fix="Submit it with `gcore submit`") from error
         if not isinstance(tree, dict):
             raise SpecError("the spec in the request is not an object", fix="Submit it with `gcore submit`")
-        tree.setdefault("namespace", caller().home)
+        tree.setdefault("namespace", current_caller().home)
         self._allowed.check_flow(tree)
         spec = await asyncio.to_thread(new_spec, tree)
         if not may_see(spec.namespace):
-            mine = ", ".join(sorted(caller().namespaces or ())) or "none"
+            mine = ", ".join(sorted(current_caller().namespaces or ())) or "none"
             raise Forbidden(
                 f"namespace {spec.namespace!r} is not yours",
                 where="namespace",
@@ -196,8 +196,8 @@ class Submissions:
                     return existing
             check_engine(spec, (await self._jobs.cluster()).nodes)
             check_ranks(spec, self._most_slots())
-            check_served(spec, (await self._jobs.cluster()).nodes)
-            check_streamed(spec)
+            check_served_judges(spec, (await self._jobs.cluster()).nodes)
+            check_streamed_steps(spec)
             check_moving(spec)
             check_spans(spec, (await self._jobs.cluster()).nodes)
             check_copies(spec, local=self._local)
@@ -225,11 +225,11 @@ class Submissions:
                 namespace=spec.namespace,
                 owner=owner,
             )
-            claim = claim_of(spec, created=job.created, owner=owner)
+            claim = new_claim(spec, created=job.created, owner=owner)
             created = JobStatus(phase=JobPhase.PENDING, reason="created", changed=job.created)
             job_keys = JobKeys(uid)
             txn = transactions.create(job_keys, job, created, named.mod_revision if named else 0, claim)
-            report = await Ledger(self._store, job_keys).run(txn)
+            report = await TransactionExecutor(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.WON:
                 return uid
             if report.outcome is TxnOutcome.UNKNOWN and await self._store.get(job_keys.job) is not None:
@@ -252,18 +252,18 @@ class Submissions:
             )
         return uid
 
-    async def _found(self, spec: JobSpec, run_root: Path) -> Found:
+    async def _found(self, spec: JobSpec, run_root: Path) -> CheckFindings:
         """What its files are. Raises GcoreError."""
 
-        async def check() -> Found:
+        async def check() -> CheckFindings:
             checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
-            return Found(
+            return CheckFindings(
                 prompts=checked.prompts.prompts,
                 data_digest=checked.prompts.digest,
                 held_out_digest=checked.prompts.identity.held_out,
                 model_revision=checked.model.revision,
-                remote_code=(*checked.model.remote_code, *remote_code(checked.judges)),
-                judge_revisions=revisions(checked.judges),
+                remote_code=(*checked.model.remote_code, *judge_remote_code(checked.judges)),
+                judge_revisions=judge_revisions(checked.judges),
                 attention_equals_at=checked.attention_equals_at,
                 models=checked.models,
             )
@@ -295,12 +295,12 @@ class Submissions:
             known = await self._store.get(job_keys.state)
             if known is None:
                 return None
-            old = Stored(JobStatus.decode(known.value, known.key), known.mod_revision)
+            old = Versioned(JobStatus.decode(known.value, known.key), known.mod_revision)
             if old.record.phase.ended:
                 return old.record
             status = JobStatus(phase=JobPhase.CANCELLED, reason=reason, changed=self._clock.wall())
             txn = transactions.set_status(job_keys, old, status, None)
-            report = await Ledger(self._store, job_keys).run(txn)
+            report = await TransactionExecutor(self._store, job_keys).run(txn)
             if report.outcome is TxnOutcome.UNKNOWN:
                 raise StoreUnavailable(f"whether the job was cancelled is not known ({report.why})", fix="Ask again")
 

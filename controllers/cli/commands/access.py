@@ -16,11 +16,11 @@ from gcore.errors import UsageError
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from gcore.api.authority import Seen
+    from gcore.api.authority import CertificateInfo
     from gcore.api.v1 import access_pb2 as pb
     from gcore.client.jobs import AccessClient
 
-EXAMPLES = """
+CERTS_EXAMPLES = """
 [bold]Examples[/bold]
 
 gcore certs init --authority certs
@@ -33,11 +33,11 @@ gcore certs show certs/node-1
 """
 
 
-app = typer.Typer(
+certs_app = typer.Typer(
     help="A private authority, and the certificates of nodes, users and etcd.",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    epilog=EXAMPLES,
+    epilog=CERTS_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -97,8 +97,8 @@ gcore certs trust certs/node-1 certs/node-2 --authority new-certs
 """
 
 
-@app.command("init", epilog=INIT_EXAMPLES)
-def init(
+@certs_app.command("init", epilog=INIT_EXAMPLES)
+def create_authority(
     authority: Authority = DEFAULT_AUTHORITY,
     name: Annotated[str, typer.Option(help="What the authority is called.")] = "gcore",
     days: Annotated[int, typer.Option(help="How long it lasts.")] = 3650,
@@ -112,8 +112,8 @@ def init(
     typer.echo(f"{authority / ENGINES}  the engines' keys follow from it; nodes get it with their certificates")
 
 
-@app.command("issue", epilog=ISSUE_EXAMPLES)
-def issue(
+@certs_app.command("issue", epilog=ISSUE_EXAMPLES)
+def issue_node_certificate(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The node's name as in its configuration, or the user's.")
     ],
@@ -128,28 +128,28 @@ def issue(
     to: Annotated[Path | None, typer.Option(help="Folder to make; default: NAME in the authority's.")] = None,
 ) -> None:
     """Issue a certificate, into a folder of its own with its key and the authority's certificate."""
-    from gcore.api.authority import Wanted, hosts_of, issue_into
+    from gcore.api.authority import CertificateRequest, issue_certificate_into, parse_hosts
     from gcore.errors import UsageError
 
     if purpose not in ("node", "user", "etcd"):
         raise UsageError(f"there is nothing called {purpose!r}", where="--for", fix="Use node, user or etcd")
     kind = "node" if purpose == "node" else "user" if purpose == "user" else "etcd"
-    wanted = Wanted(kind, name, hosts_of(host or []), role, tuple(namespace or ()), days)  # type: ignore[arg-type]
+    wanted = CertificateRequest(kind, name, parse_hosts(host or []), role, tuple(namespace or ()), days)  # type: ignore[arg-type]
     folder = to or authority / name
-    made = issue_into(folder, authority, wanted, _now())
+    made = issue_certificate_into(folder, authority, wanted, _now())
     typer.echo(f"{folder}  until {made.ends:%Y-%m-%d}")
 
 
-@app.command("show", epilog=SHOW_EXAMPLES)
-def show(
+@certs_app.command("show", epilog=SHOW_EXAMPLES)
+def show_certificate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate, or a folder with one.")],
     output: Format = Output.TABLE,
 ) -> None:
     """Say whose a certificate is, what it is good for, and until when."""
-    from gcore.api.authority import look
+    from gcore.api.authority import inspect_certificate
 
-    found, now = look(file), _now()
-    tree = _tree(found, now)
+    found, now = inspect_certificate(file), _now()
+    tree = _certificate_tree(found, now)
     if output.is_for_programs:
         typer.echo(output.text(tree))
         return
@@ -157,8 +157,8 @@ def show(
         typer.echo(f"{key:<12}{' '.join(value) if isinstance(value, list) else value}")
 
 
-@app.command("renew", epilog=RENEW_EXAMPLES)
-def renew(
+@certs_app.command("renew", epilog=RENEW_EXAMPLES)
+def renew_certificates(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
     authority: Authority = DEFAULT_AUTHORITY,
     within_days: Annotated[int | None, typer.Option(help="Only what ends within so many days.")] = None,
@@ -166,13 +166,13 @@ def renew(
 ) -> None:
     """Renew certificates, with new keys, for the names they have. Daemons read them by themselves. One that cannot be renewed keeps
     none of the others from it."""
-    from gcore.api.authority import renew_in
+    from gcore.api.authority import renew_certificate
     from gcore.errors import UsageError
 
     problems = []
     for folder in folders:
         try:
-            made = renew_in(folder, authority, within_days=within_days, days=days, now=_now())
+            made = renew_certificate(folder, authority, within_days=within_days, days=days, now=_now())
         except UsageError as error:
             problems.append(error)
             continue
@@ -183,17 +183,17 @@ def renew(
         raise problems[0]
 
 
-@app.command("trust", epilog=TRUST_EXAMPLES)
-def trust(
+@certs_app.command("trust", epilog=TRUST_EXAMPLES)
+def trust_authority(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders that `issue` made.")],
     authority: Authority = DEFAULT_AUTHORITY,
     only: Annotated[bool, typer.Option("--only", help="It alone, and no other any more.")] = False,
 ) -> None:
     """Have folders trust an authority besides the one that they trust: the first step to replace one."""
-    from gcore.api.authority import trust_in
+    from gcore.api.authority import add_trust
 
     for folder in folders:
-        count = trust_in(folder, authority, only=only)
+        count = add_trust(folder, authority, only=only)
         typer.echo(f"{folder}  trusts {count} authorit{'y' if count == 1 else 'ies'}")
 
 
@@ -205,7 +205,7 @@ def _now() -> datetime:
     return datetime.fromtimestamp(SystemClock().wall(), UTC)
 
 
-def _tree(found: Seen, now: datetime) -> dict[str, str | list[str]]:
+def _certificate_tree(found: CertificateInfo, now: datetime) -> dict[str, str | list[str]]:
     whose = found.whose
     standing = "good" if found.begins <= now < found.ends else "expired" if now >= found.ends else "not yet good"
     return {
@@ -233,7 +233,7 @@ T = TypeVar("T")
 DAY_S = 86400.0
 
 
-TOKEN_VERBS_EXAMPLES = """
+TOKEN_EXAMPLES = """
 [bold]Examples[/bold]
 
 gcore token create bob --role submitter --namespace vision --days 30 --to bob.token
@@ -253,7 +253,7 @@ gcore token create bob --role submitter --namespace vision --to bob.token
 """
 
 
-LIST_EXAMPLES = """
+TOKEN_LIST_EXAMPLES = """
 [bold]Examples[/bold]
 
 gcore token list -o json
@@ -283,11 +283,11 @@ gcore whoami -o json
 """
 
 
-token_verbs_app = typer.Typer(
+token_app = typer.Typer(
     help="Tokens of users: with what they may do, where, and until when.",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    epilog=TOKEN_VERBS_EXAMPLES,
+    epilog=TOKEN_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -297,8 +297,8 @@ To = Annotated[
 ]
 
 
-@token_verbs_app.command("create", epilog=CREATE_EXAMPLES)
-def create(
+@token_app.command("create", epilog=CREATE_EXAMPLES)
+def create_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose it is; told in the journal of calls.")],
     role: Annotated[str, typer.Option(help="viewer, submitter or admin.")] = "submitter",
     namespace: Annotated[list[str] | None, typer.Option(help="Repeatable; '*' is all. An admin has all.")] = None,
@@ -316,22 +316,20 @@ def create(
     if to is not None:
         write_secret(to, made.secret)
     if output.is_for_programs:
-        typer.echo(
-            output.text(_token_verbs_tree(made.token) | ({"token": made.secret} if to is None else {"file": str(to)}))
-        )
+        typer.echo(output.text(_token_tree(made.token) | ({"token": made.secret} if to is None else {"file": str(to)})))
         return
     typer.echo(f"{made.token.id}  {name}  {role}  {' '.join(made.token.namespaces)}  until {_day(made.token.expires)}")
     typer.echo(made.secret if to is None else str(to))
 
 
-@token_verbs_app.command("list", epilog=LIST_EXAMPLES)
-def list_(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
+@token_app.command("list", epilog=TOKEN_LIST_EXAMPLES)
+def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
     """The tokens there are, without their secrets."""
     from gcore.system.clock import SystemClock
 
     found = _call(lambda client: client.list_tokens(), address, home).tokens
     if output.is_for_programs:
-        typer.echo(output.text([_token_verbs_tree(one) for one in found]))
+        typer.echo(output.text([_token_tree(one) for one in found]))
         return
     now = SystemClock().wall()
     for one in found:
@@ -341,8 +339,8 @@ def list_(address: Address = None, home: Home = DEFAULT_HOME, output: Format = O
         )
 
 
-@token_verbs_app.command("revoke", epilog=REVOKE_EXAMPLES)
-def revoke(
+@token_app.command("revoke", epilog=REVOKE_EXAMPLES)
+def revoke_token(
     token_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it.")],
     address: Address = None,
     home: Home = DEFAULT_HOME,
@@ -352,8 +350,8 @@ def revoke(
     typer.echo(f"{gone.id}  {gone.name}  revoked")
 
 
-@token_verbs_app.command("first-admin", epilog=FIRST_EXAMPLES)
-def first_admin(to: Annotated[Path, typer.Option(help="File to write, for its owner alone.")]) -> None:
+@token_app.command("first-admin", epilog=FIRST_EXAMPLES)
+def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for its owner alone.")]) -> None:
     """Make the token of auth.admin_token_file: an admin's, for as long as daemons are started with it. Asks no cluster."""
     from gcore.api.tokens import new_token
 
@@ -375,11 +373,11 @@ def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = 
 
 def write_secret(file: Path, secret: str) -> None:
     """For its owner alone. Raises UsageError."""
-    from gcore.system.files import whole_file
+    from gcore.system.files import replace_file
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole_file(file, secret.encode() + b"\n", mode=0o600)
+        replace_file(file, secret.encode() + b"\n", mode=0o600)
     except OSError as error:
         raise UsageError(
             f"cannot be written ({error.strerror or error})", where=str(file), fix="Name another --to"
@@ -407,7 +405,7 @@ def _day(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
-def _token_verbs_tree(one: pb.TokenInfo) -> dict[str, object]:
+def _token_tree(one: pb.TokenInfo) -> dict[str, object]:
     return {
         "id": one.id,
         "name": one.name,
@@ -422,7 +420,7 @@ def _token_verbs_tree(one: pb.TokenInfo) -> dict[str, object]:
 # -------------------- context_verbs
 # `gcore context set|use|list|remove`: the clusters that a person talks to, in their own file. Asks none of them.
 
-CONTEXT_VERBS_EXAMPLES = """
+CONTEXT_EXAMPLES = """
 [bold]Examples[/bold]
 
 gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token
@@ -449,7 +447,7 @@ gcore context use lab
 """
 
 
-CONTEXT_VERBS_LIST_EXAMPLES = """
+CONTEXT_LIST_EXAMPLES = """
 [bold]Examples[/bold]
 
 gcore context list
@@ -463,11 +461,11 @@ gcore context remove lab
 """
 
 
-context_verbs_app = typer.Typer(
+context_app = typer.Typer(
     help="The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    epilog=CONTEXT_VERBS_EXAMPLES,
+    epilog=CONTEXT_EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -475,8 +473,8 @@ context_verbs_app = typer.Typer(
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the context.")]
 
 
-@context_verbs_app.command("set", epilog=SET_EXAMPLES)
-def set_(
+@context_app.command("set", epilog=SET_EXAMPLES)
+def set_context(
     name: Name,
     address: Annotated[str, typer.Option(help="host:port of a controller, or several with commas.")],
     ca: Annotated[Path | None, typer.Option(help="The cluster's authority, a PEM file.")] = None,
@@ -485,7 +483,7 @@ def set_(
     key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
 ) -> None:
     """Name a cluster, or say anew where it is. The first one is the current one."""
-    from controllers.cli.options import addresses_in
+    from controllers.cli.options import parse_addresses
     from gcore.client import contexts
 
     if not contexts.NAME.fullmatch(name):
@@ -495,33 +493,35 @@ def set_(
         for key_name, path in {"ca": ca, "token_file": token_file, "cert": cert, "key": key}.items()
         if path is not None
     }
-    file = contexts.file_of(os.environ)
-    known = contexts.load(file)
-    made = contexts.Context(addresses=addresses_in(address), **whole)
+    file = contexts.contexts_file(os.environ)
+    known = contexts.load_contexts(file)
+    made = contexts.Context(addresses=parse_addresses(address), **whole)
     changed = known.model_copy(update={"contexts": {**known.contexts, name: made}, "current": known.current or name})
-    contexts.reach({contexts.CONFIG: str(file), contexts.CONTEXT: name}, known=changed)  # what is wrong is told now
-    contexts.save(file, changed)
+    contexts.choose_cluster(
+        {contexts.CONFIG: str(file), contexts.CONTEXT: name}, known=changed
+    )  # what is wrong is told now
+    contexts.save_contexts(file, changed)
     typer.echo(f"{name}  {' '.join(made.addresses)}{'  current' if changed.current == name else ''}")
 
 
-@context_verbs_app.command("use", epilog=USE_EXAMPLES)
-def use(name: Name) -> None:
+@context_app.command("use", epilog=USE_EXAMPLES)
+def use_context(name: Name) -> None:
     """Have commands talk to this cluster, where no other is named and none is up on this machine."""
     from gcore.client import contexts
 
-    file = contexts.file_of(os.environ)
-    known = contexts.load(file)
-    contexts.named(known, name, file)
-    contexts.save(file, known.model_copy(update={"current": name}))
+    file = contexts.contexts_file(os.environ)
+    known = contexts.load_contexts(file)
+    contexts.find_context(known, name, file)
+    contexts.save_contexts(file, known.model_copy(update={"current": name}))
     typer.echo(f"{name}  current")
 
 
-@context_verbs_app.command("list", epilog=CONTEXT_VERBS_LIST_EXAMPLES)
-def context_verbs_list_(output: Format = Output.TABLE) -> None:
+@context_app.command("list", epilog=CONTEXT_LIST_EXAMPLES)
+def list_contexts(output: Format = Output.TABLE) -> None:
     """The clusters that are known."""
     from gcore.client import contexts
 
-    known = contexts.load(contexts.file_of(os.environ))
+    known = contexts.load_contexts(contexts.contexts_file(os.environ))
     if output.is_for_programs:
         typer.echo(
             output.text(
@@ -536,15 +536,15 @@ def context_verbs_list_(output: Format = Output.TABLE) -> None:
         typer.echo(f"{'*' if name == known.current else ' '} {name}  {' '.join(one.addresses)}")
 
 
-@context_verbs_app.command("remove", epilog=REMOVE_EXAMPLES)
-def remove(name: Name) -> None:
+@context_app.command("remove", epilog=REMOVE_EXAMPLES)
+def remove_context(name: Name) -> None:
     """Forget a cluster. Its files stay."""
     from gcore.client import contexts
 
-    file = contexts.file_of(os.environ)
-    known = contexts.load(file)
-    contexts.named(known, name, file)
+    file = contexts.contexts_file(os.environ)
+    known = contexts.load_contexts(file)
+    contexts.find_context(known, name, file)
     left = {other: one for other, one in known.contexts.items() if other != name}
     current = None if known.current == name else known.current
-    contexts.save(file, known.model_copy(update={"contexts": left, "current": current}))
+    contexts.save_contexts(file, known.model_copy(update={"contexts": left, "current": current}))
     typer.echo(f"{name}  removed")

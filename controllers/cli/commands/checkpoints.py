@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call
-from controllers.cli.output import Output, console, seconds, visible
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster
+from controllers.cli.output import Output, format_seconds, printable_text, stdout_console
 from gcore.errors import Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def export(
     folder = found.checkpoint
     from gcore.models.layout import CheckpointDamaged, copy_model
 
-    digest = digest_of(folder, found.uid, home, address) if found.digest is None else found.digest
+    digest = checkpoint_digest(folder, found.uid, home, address) if found.digest is None else found.digest
     try:
-        with on_this_machine(folder, found.uid, home, address, to) as here:
+        with local_checkpoint(folder, found.uid, home, address, to) as here:
             copy_model(here, to, digest)
     except CheckpointDamaged as error:
         others = (
@@ -90,19 +90,19 @@ class _Exportable:
 
 
 def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
-    from controllers.cli.options import call
-    from controllers.cli.output import best_line, snapshot
-    from controllers.cli.view.summary import finished_run
+    from controllers.cli.options import call_cluster
+    from controllers.cli.output import best_line, job_snapshot
+    from controllers.cli.view.summary import describe_finished_run
 
     try:
-        found = snapshot(call(lambda client: client.get_job(job), address, home))
+        found = job_snapshot(call_cluster(lambda client: client.get_job(job), address, home))
         name, uid, checkpoint, by = found.name, found.uid, found.checkpoint, ""
         best_words = best_line(found.best) if found.best is not None else ""
         best_checkpoint = found.best.checkpoint if found.best is not None else ""
     except Unreachable as error:
         if address is not None:
             raise
-        summary = finished_run(home, job, error)
+        summary = describe_finished_run(home, job, error)
         name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
         best_words, best_checkpoint = summary.get("best", ""), summary.get("best_checkpoint", "")
         by = f", found in {home / 'runs'} because no cluster is up,"
@@ -128,7 +128,7 @@ def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Ex
 def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportable:
 
     found = find_checkpoints(job, home, address)
-    checkpoint = checkpoint_at(found, step)
+    checkpoint = select_checkpoint(found, step)
     reply, what = found.reply, f"its checkpoint of step {step}"
     return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
 
@@ -161,33 +161,33 @@ def checkpoints(
     elif not found.checkpoints:
         typer.echo(f"Job {found.name} ({found.uid}) has no checkpoint yet.")
     else:
-        console().print(_table(found, SystemClock().wall()))
+        stdout_console().print(_table(found, SystemClock().wall()))
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCheckpoints:
+class CheckpointListing:
     """A job's. `by`: how the job was found, if not by asking the cluster."""
 
     reply: pb.ListCheckpointsReply
     by: str = ""
 
 
-def find_checkpoints(job: str, home: Path, address: str | None) -> FoundCheckpoints:
+def find_checkpoints(job: str, home: Path, address: str | None) -> CheckpointListing:
     """The registered ones; where no cluster is up, those in the run's folder. Raises GcoreError."""
     try:
-        return FoundCheckpoints(call(lambda client: client.list_checkpoints(job), address, home))
+        return CheckpointListing(call_cluster(lambda client: client.list_checkpoints(job), address, home))
     except Unreachable as error:
         if address is not None:
             raise
         from controllers.api.run_reader import checkpoints_of_folder
-        from controllers.cli.view.summary import finished_run
+        from controllers.cli.view.summary import describe_finished_run
 
-        run = finished_run(home, job, error)
+        run = describe_finished_run(home, job, error)
         reply = checkpoints_of_folder(Path(run["folder"]), run["job"], run["uid"])
-        return FoundCheckpoints(reply, f", found in {home / 'runs'} because no cluster is up,")
+        return CheckpointListing(reply, f", found in {home / 'runs'} because no cluster is up,")
 
 
-def checkpoint_at(found: FoundCheckpoints, step: int) -> pb.CheckpointInfo:
+def select_checkpoint(found: CheckpointListing, step: int) -> pb.CheckpointInfo:
     """The one of a step; of several, which rollbacks leave, one that is kept, else the newest lineage's. Raises UsageError."""
     job = found.reply
     there = [one for one in job.checkpoints if one.step == step]
@@ -201,7 +201,7 @@ def checkpoint_at(found: FoundCheckpoints, step: int) -> pb.CheckpointInfo:
     )
 
 
-def digest_of(folder: Path, uid: str, home: Path, address: str | None) -> str:
+def checkpoint_digest(folder: Path, uid: str, home: Path, address: str | None) -> str:
     """Of the manifest of the job's checkpoint `folder`, as it was registered; empty if the records do not say. Raises GcoreError."""
     listed = find_checkpoints(uid, home, address).reply.checkpoints
     return next((one.digest for one in listed if Path(one.folder).name == folder.name), "")
@@ -230,22 +230,22 @@ def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
     table.add_column("KEPT")
     table.add_column("FOLDER", overflow="fold")
     for one in found.checkpoints:
-        age = seconds(max(now - one.written, 0.0)) if one.written else "-"
+        age = format_seconds(max(now - one.written, 0.0)) if one.written else "-"
         kept = ", ".join(one.kept) or "-"
         words = f"{kept}; damaged: {one.problem}" if one.problem else kept
         words = f"{words}; on {', '.join(one.nodes)}" if one.nodes else words
         table.add_row(
             str(one.step),
             str(one.lineage),
-            size_of(one.bytes),
+            format_size(one.bytes),
             age,
-            Text(visible(words, WIDEST)),
-            Text(visible(one.folder, WIDEST)),
+            Text(printable_text(words, WIDEST)),
+            Text(printable_text(one.folder, WIDEST)),
         )
     return table
 
 
-def size_of(count: int) -> str:
+def format_size(count: int) -> str:
     """`12.3 MB`; `-` for nothing that can be seen."""
     if not count:
         return "-"
@@ -259,7 +259,7 @@ def size_of(count: int) -> str:
 
 
 @contextlib.contextmanager
-def on_this_machine(folder: Path, job: str, home: Path, address: str | None, near: Path) -> Iterator[Path]:
+def local_checkpoint(folder: Path, job: str, home: Path, address: str | None, near: Path) -> Iterator[Path]:
     """The checkpoint `folder` where it lies, or fetched beside `near` for as long as the block lasts.
 
     Raises GcoreError, and OSError if there is no room beside `near`.
@@ -278,8 +278,8 @@ def on_this_machine(folder: Path, job: str, home: Path, address: str | None, nea
 
 def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callable[[Path], Path]:
     """What brings the checkpoint into a folder, once it is known who has it."""
-    from controllers.cli.options import call, find_cluster
-    from controllers.storage.peer_files import PeerFiles, from_first
+    from controllers.cli.options import call_cluster, find_cluster
+    from controllers.storage.peer_files import PeerFiles, fetch_from_first
     from gcore.models.layout import verify_checkpoint
 
     found = find_checkpoints(job, home, address).reply
@@ -291,7 +291,9 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
             fix="Run this where storage is mounted",
         )
     connector = find_cluster(address, home).connector
-    addresses = {node.name: node.address for node in call(lambda client: client.list_nodes(), address, home).nodes}
+    addresses = {
+        node.name: node.address for node in call_cluster(lambda client: client.list_nodes(), address, home).nodes
+    }
 
     def fetch(scratch: Path) -> Path:
         files = PeerFiles(found.uid, scratch, owner="export", connector=connector)
@@ -299,7 +301,7 @@ def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callabl
         async def from_peer(peer: str) -> None:
             await files.folder(peer, f"checkpoints/{folder.name}", verify_checkpoint, durable=False)
 
-        fetched = asyncio.run(from_first(addresses, nodes, from_peer))
+        fetched = asyncio.run(fetch_from_first(addresses, nodes, from_peer))
         if not fetched.source:
             raise UsageError(
                 f"the checkpoint is on {', '.join(nodes)}, and none of them gives it ({fetched.why or 'they are not there'})",

@@ -21,15 +21,15 @@ from controllers.cli.options import (
     NodeName,
     SglangPython,
     Slots,
-    call,
-    examples,
+    call_cluster,
+    verb_examples,
 )
-from controllers.cli.output import Output, console, visible
+from controllers.cli.output import Output, printable_text, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
-    from controllers.storage.garbage import Cleared
-    from controllers.storage.rules import Verdict
+    from controllers.storage.garbage import DeletionReport
+    from controllers.storage.rules import GarbageDecision
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.config.local_cluster import LocalCluster
     from gcore.config.node import NodeConfig
@@ -52,7 +52,7 @@ gcore drain gpu-07
 """
 
 
-SHARDS_EXAMPLES = examples("shards")
+SHARDS_EXAMPLES = verb_examples("shards")
 
 
 USAGE_EXAMPLES = """
@@ -76,7 +76,7 @@ def nodes(
     output: Format = Output.TABLE,
 ) -> None:
     """The nodes that are there, what each of their slots is used for, and what is wrong with them."""
-    reply = call(lambda client: client.list_nodes(), address, home)
+    reply = call_cluster(lambda client: client.list_nodes(), address, home)
     if output.is_for_programs:
         tree: dict[str, Any] = {"nodes": [node_tree(node) for node in reply.nodes]}
         if workers:
@@ -84,17 +84,30 @@ def nodes(
         typer.echo(output.text(tree))
         return
     rows = [
-        (visible(node.name), standing_of(node), str(len(node.slots)), used_by(node), visible(node.address))
+        (
+            printable_text(node.name),
+            node_status(node),
+            str(len(node.slots)),
+            slot_usage(node),
+            printable_text(node.address),
+        )
         for node in reply.nodes
     ]
-    table(("NODE", "STATE", "SLOTS", "USED BY", "ADDRESS"), rows)
+    print_table(("NODE", "STATE", "SLOTS", "USED BY", "ADDRESS"), rows)
     if workers:
         typer.echo()
         found = [
-            (visible(w.instance), w.role, visible(w.node), visible(w.slot), visible(w.job_uid), visible(w.state))
+            (
+                printable_text(w.instance),
+                w.role,
+                printable_text(w.node),
+                printable_text(w.slot),
+                printable_text(w.job_uid),
+                printable_text(w.state),
+            )
             for w in reply.workers
         ]
-        table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
+        print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
 def drain(
@@ -105,34 +118,34 @@ def drain(
     output: Format = Output.TABLE,
 ) -> None:
     """Have every job leave a node at its next commit, and place nothing there until that is undone. It outlives the daemon's end."""
-    found = call(lambda client: client.drain_node(node, undo=undo), address, home)
+    found = call_cluster(lambda client: client.drain_node(node, undo=undo), address, home)
     if output.is_for_programs:
         typer.echo(output.text(node_tree(found)))
     elif undo:
-        typer.echo(f"Node {visible(found.name)} is used again.")
+        typer.echo(f"Node {printable_text(found.name)} is used again.")
     else:
-        used = used_by(found)
+        used = slot_usage(found)
         still = f"; still used by {used}" if used != "-" else "; nothing is on it"
-        typer.echo(f"Node {visible(found.name)} is being left{still}.")
+        typer.echo(f"Node {printable_text(found.name)} is being left{still}.")
 
 
 def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Who has which shards of a job's prompt stream, and the first prompt of each without an outcome."""
-    found = call(lambda client: client.list_shards(job), address, home)
+    found = call_cluster(lambda client: client.list_shards(job), address, home)
     if output.is_for_programs:
         typer.echo(output.text([shard_tree(one) for one in found]))
         return
     rows = [
         (
             str(one.shard),
-            visible(one.node) or "nobody",
+            printable_text(one.node) or "nobody",
             str(one.data_epoch),
             f"{one.seq}/{one.length}",
             str(one.ahead),
         )
         for one in found
     ]
-    table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
+    print_table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
 
 
 def usage(
@@ -147,22 +160,24 @@ def usage(
     output: Format = Output.TABLE,
 ) -> None:
     """Hours of slots (accelerators) that jobs had, and of these, hours at work; from the books, also of jobs that were deleted."""
-    from controllers.cli.commands.streams import time_given
+    from controllers.cli.commands.streams import parse_time
     from gcore.system.clock import SystemClock
 
     now = SystemClock().wall()
-    begin = time_given(since, now) if since else 0.0
-    end = time_given(until, now) if until else 0.0
+    begin = parse_time(since, now) if since else 0.0
+    end = parse_time(until, now) if until else 0.0
     if end and end < begin:
         raise UsageError(f"--until {until} is before --since {since}", fix="Turn them round")
     names = by or ["namespace"]
-    found = call(lambda client: client.get_usage(by=names, since=begin, until=end, namespace=namespace), address, home)
+    found = call_cluster(
+        lambda client: client.get_usage(by=names, since=begin, until=end, namespace=namespace), address, home
+    )
     if output.is_for_programs:
         typer.echo(output.text([usage_tree(one) for one in found]))
         return
     rows = [
         (
-            *(visible(one.by.get(name, "")) or "-" for name in names),
+            *(printable_text(one.by.get(name, "")) or "-" for name in names),
             f"{one.slot_seconds / HOUR_S:,.2f}",
             f"{one.busy_seconds / HOUR_S:,.2f}",
             f"{one.busy_seconds / one.slot_seconds:.0%}" if one.slot_seconds else "-",
@@ -174,21 +189,21 @@ def usage(
         blank = [""] * (len(names) - 1)
         share = f"{busy / total:.0%}" if total else "-"
         rows.append(("all", *blank, f"{total / HOUR_S:,.2f}", f"{busy / HOUR_S:,.2f}", share))
-    table((*(name.upper() for name in names), "SLOT-HOURS", "AT WORK", "SHARE"), rows, numbers=3)
+    print_table((*(name.upper() for name in names), "SLOT-HOURS", "AT WORK", "SHARE"), rows, numbers=3)
 
 
-def standing_of(node: pb.Node) -> str:
+def node_status(node: pb.Node) -> str:
     """`ready`, `being left`, and how many of its slots are sick."""
     state = "being left" if node.draining else "ready"
-    return f"{state}, {len(node.sick)} sick: {visible('; '.join(node.sick), 200)}" if node.sick else state
+    return f"{state}, {len(node.sick)} sick: {printable_text('; '.join(node.sick), 200)}" if node.sick else state
 
 
-def used_by(node: pb.Node) -> str:
+def slot_usage(node: pb.Node) -> str:
     """`08d8f27366e5 3, 4 free`: how many slots each job has."""
     counts: dict[str, int] = {}
     for use in node.uses:
         counts[use.job_uid] = counts.get(use.job_uid, 0) + 1
-    return ", ".join(f"{visible(uid) or 'another'} {count}" for uid, count in sorted(counts.items())) or "-"
+    return ", ".join(f"{printable_text(uid) or 'another'} {count}" for uid, count in sorted(counts.items())) or "-"
 
 
 def node_tree(node: pb.Node) -> dict[str, Any]:
@@ -221,7 +236,7 @@ def usage_tree(one: pb.Usage) -> dict[str, Any]:
     return {**dict(sorted(one.by.items())), "slot_seconds": one.slot_seconds, "busy_seconds": one.busy_seconds}
 
 
-def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
+def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
     """Print it. The last `numbers` columns are numbers."""
     from rich.table import Table
     from rich.text import Text
@@ -231,7 +246,7 @@ def table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers
         table.add_column(heading, justify="right" if place >= len(headings) - numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console().print(table)
+    stdout_console().print(table)
 
 
 # -------------------- gc_verb
@@ -293,23 +308,23 @@ def _configuration(config: Path | None, home: Path) -> NodeConfig:
     return NodeConfig.load(Path(cluster.controllers[0].config_file))
 
 
-async def _cleared(config: NodeConfig, *, dry_run: bool) -> Cleared:
-    from controllers.storage.garbage import Cleared, clear, look
-    from controllers.storage.rules import judged
-    from gcore.store.reference import connect
+async def _cleared(config: NodeConfig, *, dry_run: bool) -> DeletionReport:
+    from controllers.storage.garbage import DeletionReport, delete_garbage, find_garbage
+    from controllers.storage.rules import decide_garbage
+    from gcore.store.reference import connect_store
     from gcore.system.clock import SystemClock
 
     clock = SystemClock()
-    store = await connect(config.etcd, clock)
+    store = await connect_store(config.etcd, clock)
     try:
         now = clock.wall()
-        verdicts = judged(await look(config, store, now), config.gc, now)
-        return Cleared(verdicts) if dry_run else await clear(store, verdicts, clock)
+        verdicts = decide_garbage(await find_garbage(config, store, now), config.gc, now)
+        return DeletionReport(verdicts) if dry_run else await delete_garbage(store, verdicts, clock)
     finally:
         await store.close()
 
 
-def _tree(verdict: Verdict) -> dict[str, object]:
+def _tree(verdict: GarbageDecision) -> dict[str, object]:
     found = verdict.found
     return {
         "kind": found.kind,
@@ -321,7 +336,7 @@ def _tree(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def _print(verdicts: tuple[Verdict, ...], *, dry_run: bool) -> None:
+def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     from rich.table import Table
 
     going = [one for one in verdicts if one.goes]
@@ -332,8 +347,8 @@ def _print(verdicts: tuple[Verdict, ...], *, dry_run: bool) -> None:
         for one in verdicts:
             size = f"{one.found.bytes / GIB:.3f}" if one.found.bytes or one.goes else ""
             verb = ("goes" if dry_run else "gone") if one.goes else "stays"
-            table.add_row(verb, one.found.kind, size, visible(str(one.found.path)), visible(one.why))
-        console().print(table)
+            table.add_row(verb, one.found.kind, size, printable_text(str(one.found.path)), printable_text(one.why))
+        stdout_console().print(table)
     what = "would be deleted" if dry_run else "deleted"
     typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
@@ -383,7 +398,7 @@ def up(
 
     request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
     result = asyncio.run(
-        local.up(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output.is_for_programs))
+        local.start_cluster(request, clock=SystemClock(), say=lambda what: typer.echo(what, err=output.is_for_programs))
     )
     cluster = result.cluster
     if output.is_for_programs:
@@ -396,10 +411,12 @@ def up(
         typer.echo(f"  etcd    {cluster.etcd.endpoint}  {cluster.etcd.binary}")
     if not result.started:
         given = {name for name in context.params if _was_given(context, name)}
-        check_as_asked(cluster, given, controllers, local.deal_slots(slots, 1)[0])
+        check_cluster_matches(cluster, given, controllers, local.deal_slots(slots, 1)[0])
 
 
-def check_as_asked(cluster: LocalCluster, given: Collection[str], controllers: int, slots: tuple[str, ...]) -> None:
+def check_cluster_matches(
+    cluster: LocalCluster, given: Collection[str], controllers: int, slots: tuple[str, ...]
+) -> None:
     """Whether a cluster that is up already has what was asked for in so many words (`given`). Raises UsageError."""
     has = []
     if "controllers" in given and len(cluster.controllers) != controllers:
@@ -425,7 +442,7 @@ def down(home: Home = DEFAULT_HOME) -> None:
     from controllers.cli import local
     from gcore.system.clock import SystemClock
 
-    ended = local.down(home, clock=SystemClock())
+    ended = local.stop_cluster(home, clock=SystemClock())
     killed = f", {ended.killed} of them killed" if ended.killed else ""
     typer.echo(
         f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {home.resolve()}."
@@ -458,21 +475,21 @@ def quota(
 ) -> None:
     """What namespaces may have of the slots, and have; or set it. What is too much is given back at the jobs' next commits."""
     if not namespace:
-        found = call(lambda client: client.get_quotas(), address, home)
+        found = call_cluster(lambda client: client.get_quotas(), address, home)
     else:
-        most = slots_given(namespace, slots)
-        found = call(lambda client: client.set_quota(namespace, most), address, home)
+        most = parse_slots(namespace, slots)
+        found = call_cluster(lambda client: client.set_quota(namespace, most), address, home)
     if output.is_for_programs:
         typer.echo(output.text([quota_tree(one) for one in found]))
         return
     rows = [
-        (visible(one.namespace), str(one.slots) if one.HasField("slots") else "-", str(one.used), str(one.jobs))
+        (printable_text(one.namespace), str(one.slots) if one.HasField("slots") else "-", str(one.used), str(one.jobs))
         for one in found
     ]
-    table(("NAMESPACE", "QUOTA", "USED", "JOBS"), rows, numbers=3)
+    print_table(("NAMESPACE", "QUOTA", "USED", "JOBS"), rows, numbers=3)
 
 
-def slots_given(namespace: str, text: str) -> int | None:
+def parse_slots(namespace: str, text: str) -> int | None:
     """What a person wrote for the slots; None for no limit. Raises UsageError."""
     if text == NO_LIMIT:
         return None

@@ -22,24 +22,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, SglangPython, Slots
-from controllers.cli.options import Home as options_Home
-from controllers.cli.output import Output, console
+from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
+from controllers.cli.output import Output, stdout_console
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 from gcore.system.process import thread_environment
 
 if TYPE_CHECKING:
     from controllers.cli.view.doctor_checks import (
-        Answer,
         Check,
-        Cluster,
         EtcdTry,
-        Home,
-        Machine,
-        Package,
+        HomeFacts,
+        MachineFacts,
+        PackageFacts,
         Probe,
-        Wanted,
+        RequestedSlots,
+        RunningCluster,
+        ServerProbe,
     )
     from gcore.config.local_cluster import LocalCluster
     from gcore.store.etcd import EtcdBinary
@@ -53,12 +52,12 @@ SYNCS = 5
 _HERE = Path(__file__).resolve().parents[3]
 
 
-def packages() -> tuple[Package, ...]:
+def read_packages() -> tuple[PackageFacts, ...]:
     """What gcore asks for, and what is installed. Pins only where gcore runs from a checkout."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    from controllers.cli.view.doctor_checks import Package
+    from controllers.cli.view.doctor_checks import PackageFacts
 
     pins = _pins(_HERE / "constraints")
     found = {}
@@ -76,7 +75,7 @@ def packages() -> tuple[Package, ...]:
             installed = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             installed = None
-        found[name] = Package(
+        found[name] = PackageFacts(
             name=name,
             installed=installed,
             wanted=str(requirement.specifier),
@@ -88,7 +87,7 @@ def packages() -> tuple[Package, ...]:
     return tuple(found.values())
 
 
-async def probe_torch(*, devices: bool) -> Probe:
+async def run_probe(*, devices: bool) -> Probe:
     """torch and DeepSpeed. `devices` False: GPUs are not looked for."""
     environment = {**os.environ, **thread_environment(1), "DS_ACCELERATOR": "cpu"}
     if not devices:
@@ -106,10 +105,10 @@ async def probe_torch(*, devices: bool) -> Probe:
         process.kill()
         out, err = await process.communicate()
         err += f"\nno end after {PROBE_LIMIT_S:.0f} s".encode()
-    return read_probe(out.decode(errors="replace"), err.decode(errors="replace"), process.returncode or 0)
+    return parse_probe(out.decode(errors="replace"), err.decode(errors="replace"), process.returncode or 0)
 
 
-def read_probe(out: str, err: str, code: int) -> Probe:
+def parse_probe(out: str, err: str, code: int) -> Probe:
     """What the probe's process told. Lines that are no JSON are its libraries' chatter."""
     from controllers.cli.view.doctor_checks import Probe
 
@@ -165,9 +164,9 @@ async def _start_etcd(binary: EtcdBinary, version: str, folder: Path, clock: Clo
     return EtcdTry(str(binary.path), version, answered_s=answered)
 
 
-def inspect_machine(clock: Clock) -> Machine:
+def read_machine(clock: Clock) -> MachineFacts:
     """This machine, as this process may use it."""
-    from controllers.cli.view.doctor_checks import Machine
+    from controllers.cli.view.doctor_checks import MachineFacts
     from gcore.system.memory import group_limits, host_memory
 
     memory, quota = host_memory(), group_limits().cores
@@ -178,7 +177,7 @@ def inspect_machine(clock: Clock) -> Machine:
         shared_bytes = shared.f_frsize * shared.f_blocks
     except OSError:
         shared_bytes = None
-    return Machine(
+    return MachineFacts(
         cpus=min(usable, quota) if quota is not None else usable,
         cores=cores,
         memory=memory.total,
@@ -190,9 +189,9 @@ def inspect_machine(clock: Clock) -> Machine:
     )
 
 
-def inspect_home(folder: Path, clock: Clock) -> Home:
+def read_home(folder: Path, clock: Clock) -> HomeFacts:
     """A cluster's folder, or the nearest folder above it that is there."""
-    from controllers.cli.view.doctor_checks import Home
+    from controllers.cli.view.doctor_checks import HomeFacts
 
     path = folder
     try:
@@ -201,8 +200,8 @@ def inspect_home(folder: Path, clock: Clock) -> Home:
         status = os.statvfs(there)
         times, apart = _write_in(there, clock)
     except OSError as error:
-        return Home(path, error=error.strerror or str(error))
-    return Home(path, status.f_frsize * status.f_bavail, sync_ms=statistics.median(times), clock_apart_s=apart)
+        return HomeFacts(path, error=error.strerror or str(error))
+    return HomeFacts(path, status.f_frsize * status.f_bavail, sync_ms=statistics.median(times), clock_apart_s=apart)
 
 
 def _write_in(folder: Path, clock: Clock) -> tuple[list[float], float]:
@@ -274,7 +273,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(
-    home: options_Home = DEFAULT_HOME,
+    home: Home = DEFAULT_HOME,
     slots: Slots = DEFAULT_SLOTS,
     online: Annotated[bool, typer.Option("--online", help="Ask the hubs of models, too.")] = False,
     sglang_python: SglangPython = None,
@@ -290,15 +289,15 @@ def doctor(
     from rich.text import Text
 
     from controllers.cli.local import deal_slots
-    from controllers.cli.view.doctor_checks import State, Wanted
+    from controllers.cli.view.doctor_checks import CheckState, RequestedSlots
 
-    wanted = Wanted(slots.partition(":")[0], len(deal_slots(slots, 1)[0]))
+    wanted = RequestedSlots(slots.partition(":")[0], len(deal_slots(slots, 1)[0]))
     if output is Output.TABLE:
         typer.echo("Looking; torch and etcd are started for a moment, which takes some seconds ...", err=True)
     checks = asyncio.run(_look(home, wanted, online=online, sglang_python=sglang_python))
     if output.is_for_programs:
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
-        typer.echo(output.text({"checks": rows, "failed": sum(c.state is State.FAIL for c in checks)}))
+        typer.echo(output.text({"checks": rows, "failed": sum(c.state is CheckState.FAIL for c in checks)}))
     else:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in ("CHECK", "STATE", "SEEN", "WHAT TO DO"):
@@ -306,12 +305,12 @@ def doctor(
         for check in checks:
             state = Text(check.state.value, style=_COLOURS[check.state.value])
             table.add_row(Text(check.name), state, Text(check.seen), Text(check.fix))
-        console().print(table)
-    if any(check.state is State.FAIL for check in checks):
+        stdout_console().print(table)
+    if any(check.state is CheckState.FAIL for check in checks):
         raise typer.Exit(1)
 
 
-async def _look(home: Path, wanted: Wanted, *, online: bool, sglang_python: Path | None) -> list[Check]:
+async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_python: Path | None) -> list[Check]:
     """Everything at once, for most of it is waiting; in the order in which a person wants to read it."""
     import asyncio
     import os
@@ -321,29 +320,29 @@ async def _look(home: Path, wanted: Wanted, *, online: bool, sglang_python: Path
 
     clock = SystemClock()
     probe, etcd, place, sglang, hubs, cluster = await asyncio.gather(
-        probe_torch(devices=wanted.kind == "cuda"),
+        run_probe(devices=wanted.kind == "cuda"),
         try_etcd(clock),
-        asyncio.to_thread(inspect_home, home, clock),
-        reach_sglang(sglang_python),
-        reach_hubs() if online else _nothing(),
-        reach_cluster(home, clock),
+        asyncio.to_thread(read_home, home, clock),
+        inspect_sglang(sglang_python),
+        ask_hubs() if online else _nothing(),
+        find_running_cluster(home, clock),
     )
-    machine = inspect_machine(clock)
+    machine = read_machine(clock)
     return [
-        judge.python_version(sys.version_info[:3]),
-        *judge.packages(packages()),
-        *judge.torch_build(probe, wanted),
-        judge.deepspeed_starts(probe),
-        *judge.etcd(etcd),
-        *judge.home(place),
-        judge.clock(machine, place),
-        judge.processors(machine, wanted),
-        judge.memory(machine, wanted),
-        *judge.limits(machine, wanted),
-        judge.threads(os.environ, machine.cpus),
+        judge.check_python(sys.version_info[:3]),
+        *judge.check_packages(read_packages()),
+        *judge.check_torch(probe, wanted),
+        judge.check_deepspeed(probe),
+        *judge.check_etcd(etcd),
+        *judge.check_home(place),
+        judge.check_clock(machine, place),
+        judge.check_cores(machine, wanted),
+        judge.check_memory(machine, wanted),
+        *judge.check_limits(machine, wanted),
+        judge.check_threads(os.environ, machine.cpus),
         sglang,
-        *judge.hubs(hubs),
-        *judge.cluster(cluster),
+        *judge.check_hubs(hubs),
+        *judge.check_cluster(cluster),
     ]
 
 
@@ -360,7 +359,7 @@ ANSWER_S = 5.0
 VERSION_S = 20.0
 
 
-async def reach_hubs() -> tuple[Answer, ...]:
+async def ask_hubs() -> tuple[ServerProbe, ...]:
     """Whether the hubs of models answer at all."""
     hugging = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     scope = os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn"
@@ -370,23 +369,23 @@ async def reach_hubs() -> tuple[Answer, ...]:
     )
 
 
-async def _hub(name: str, endpoint: str, fix: str) -> Answer:
+async def _hub(name: str, endpoint: str, fix: str) -> ServerProbe:
     import httpx
 
-    from controllers.cli.view.doctor_checks import Answer
+    from controllers.cli.view.doctor_checks import ServerProbe
 
     try:
         async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=True) as http:
             answer = await http.get(endpoint)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Answer(name, endpoint, f"{endpoint} does not answer ({error or type(error).__name__})", fix)
+        return ServerProbe(name, endpoint, f"{endpoint} does not answer ({error or type(error).__name__})", fix)
     problem = f"{endpoint} answers with {answer.status_code}" if answer.status_code >= 500 else ""
-    return Answer(name, endpoint, problem, fix if problem else "")
+    return ServerProbe(name, endpoint, problem, fix if problem else "")
 
 
-async def reach_sglang(named: Path | None) -> Check:
+async def inspect_sglang(named: Path | None) -> Check:
     """The environment of SGLang, if there is one."""
-    from controllers.cli.view.doctor_checks import sglang as judged_sglang
+    from controllers.cli.view.doctor_checks import check_sglang as judged_sglang
     from gcore.engines.sglang.command import find_python
 
     try:
@@ -408,20 +407,20 @@ async def reach_sglang(named: Path | None) -> Check:
     return judged_sglang(str(python), out.decode(errors="replace").strip() or None)
 
 
-async def reach_cluster(home: Path, clock: Clock) -> Cluster | None:
+async def find_running_cluster(home: Path, clock: Clock) -> RunningCluster | None:
     """What is up in `home`; None if nothing is."""
-    from controllers.cli.view.doctor_checks import Answer, Cluster
-    from gcore.client.calls import Patience
+    from controllers.cli.view.doctor_checks import RunningCluster, ServerProbe
+    from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
     from gcore.config.local_cluster import LocalCluster
 
     try:
         known = LocalCluster.load(home)
     except GcoreError as error:
-        return Cluster((Answer("cluster", str(home), f"{error.where}: {error.what}", error.fix or ""),))
+        return RunningCluster((ServerProbe("cluster", str(home), f"{error.where}: {error.what}", error.fix or ""),))
     if known is None:
         return None
-    patience = Patience(probe_s=ANSWER_S, call_s=ANSWER_S)
+    patience = WaitPolicy(probe_s=ANSWER_S, call_s=ANSWER_S)
     async with JobsClient(known.addresses, clock=clock, patience=patience) as client:
         serving = await asyncio.gather(*(client.is_serving(c.address) for c in known.controllers))
         workers = {}
@@ -432,19 +431,25 @@ async def reach_cluster(home: Path, clock: Clock) -> Cluster | None:
     for one, serves in zip(known.controllers, serving, strict=True):
         log = home / "logs" / f"{one.name}.log"
         problem = "" if serves else f"does not answer at {one.address}"
-        answers.append(Answer(one.name, one.address, problem, "" if serves else f"Its last words are in {log}"))
-    return Cluster(tuple(answers), workers)
+        answers.append(ServerProbe(one.name, one.address, problem, "" if serves else f"Its last words are in {log}"))
+    return RunningCluster(tuple(answers), workers)
 
 
-async def _etcd(known: LocalCluster) -> Answer:
+async def _etcd(known: LocalCluster) -> ServerProbe:
     import httpx
 
-    from controllers.cli.view.doctor_checks import Answer
+    from controllers.cli.view.doctor_checks import ServerProbe
 
     where, fix = known.etcd.endpoint, f"Its last words are in {Path(known.home) / 'logs' / 'etcd.log'}"
     try:
         async with httpx.AsyncClient(timeout=ANSWER_S, trust_env=False) as http:
             health = (await http.get(f"http://{where}/health")).json().get("health")
     except (httpx.HTTPError, ValueError) as error:
-        return Answer("cluster's etcd", where, f"does not answer at {where} ({error or type(error).__name__})", fix)
-    return Answer("cluster's etcd", where) if str(health) == "true" else Answer("cluster's etcd", where, "is ill", fix)
+        return ServerProbe(
+            "cluster's etcd", where, f"does not answer at {where} ({error or type(error).__name__})", fix
+        )
+    return (
+        ServerProbe("cluster's etcd", where)
+        if str(health) == "true"
+        else ServerProbe("cluster's etcd", where, "is ill", fix)
+    )

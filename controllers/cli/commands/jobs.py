@@ -9,19 +9,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, Namespace, call, examples, utf8
+from controllers.cli.options import (
+    DEFAULT_HOME,
+    Address,
+    Format,
+    Home,
+    JobName,
+    Namespace,
+    call_cluster,
+    check_utf8,
+    verb_examples,
+)
 from controllers.cli.output import (
     Output,
     audit_rows,
     audit_tree,
-    console,
+    format_time,
     job_rows,
+    job_snapshot,
     job_tree,
     jobs_table,
-    moment,
     pairs_table,
-    snapshot,
-    visible,
+    printable_text,
+    stdout_console,
 )
 from gcore.errors import GcoreError, Unreachable, UsageError, did_you_mean
 
@@ -44,32 +54,32 @@ gcore list --address 10.0.0.7:7700 -o json
 """
 
 
-def list_(
+def list_jobs(
     state: Annotated[
         list[str] | None, typer.Option(help="Only in this state, such as running or queued. Repeatable.")
     ] = None,
     namespace: Namespace = "",
-    name: Annotated[str, typer.Option(help="Only those whose name begins so.", callback=utf8)] = "",
+    name: Annotated[str, typer.Option(help="Only those whose name begins so.", callback=check_utf8)] = "",
     limit: Annotated[int | None, typer.Option(min=1, max=100_000, help="The newest so many; default: all.")] = None,
     home: Home = DEFAULT_HOME,
     address: Address = None,
     output: Format = Output.TABLE,
 ) -> None:
     """The jobs of the cluster that you may see, the newest first."""
-    states = [state_number(one) for one in state or ()]
-    found = call(
+    states = [parse_state(one) for one in state or ()]
+    found = call_cluster(
         lambda client: client.list_jobs(namespace=namespace, states=states, name_prefix=name, limit=limit),
         address,
         home,
     )
-    jobs = [snapshot(job) for job in found]
+    jobs = [job_snapshot(job) for job in found]
     if output.is_for_programs:
         typer.echo(output.text([job_tree(job) for job in jobs]))
     else:
-        console().print(jobs_table(jobs))
+        stdout_console().print(jobs_table(jobs))
 
 
-def state_number(word: str) -> int:
+def parse_state(word: str) -> int:
     """Of a state as a person writes it. Raises UsageError."""
     from gcore.api.v1 import jobs_pb2 as pb
 
@@ -102,8 +112,8 @@ def describe(
                 last = [event async for event in client.follow(found.uid, newest=events, follow=False)]
         return found, placement, last
 
-    message, placement, last = call(look, address, home)
-    found = snapshot(message)
+    message, placement, last = call_cluster(look, address, home)
+    found = job_snapshot(message)
     if output.is_for_programs:
         tree = job_tree(found)
         tree["events"] = [json.loads(event.to_line()) for event in last]
@@ -111,12 +121,12 @@ def describe(
         return
     rows = job_rows(found, SystemClock().wall())
     if placement is not None and placement.plan:
-        from controllers.cli.view.placement import shown_rows
+        from controllers.cli.view.placement import placement_rows
 
-        rows |= {f"placement: {name}": value for name, value in shown_rows(placement).items() if name != "job"}
+        rows |= {f"placement: {name}": value for name, value in placement_rows(placement).items() if name != "job"}
     for event in last[-events:] if events else []:
-        rows[f"event {event.sequence}"] = f"{moment(event.time)}: {visible(event.message, 200)}"
-    console().print(pairs_table(rows))
+        rows[f"event {event.sequence}"] = f"{format_time(event.time)}: {printable_text(event.message, 200)}"
+    stdout_console().print(pairs_table(rows))
 
 
 def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
@@ -125,19 +135,19 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     Where no cluster is up, a run that ended in this home is audited from its folder.
     """
     try:
-        report = call(lambda client: client.audit_job(job), address, home)
+        report = call_cluster(lambda client: client.audit_job(job), address, home)
     except Unreachable as error:
         if address is not None:
             raise
-        from controllers.api.run_reader import audit_of_folder, report_of, run_of
-        from controllers.cli.view.summary import finished_run
+        from controllers.api.run_reader import audit_of_folder, audit_report, find_run
+        from controllers.cli.view.summary import describe_finished_run
 
-        run_dir = run_of(home / "runs", job) or Path(finished_run(home, job, error)["folder"])
-        report = report_of(audit_of_folder(run_dir))
+        run_dir = find_run(home / "runs", job) or Path(describe_finished_run(home, job, error)["folder"])
+        report = audit_report(audit_of_folder(run_dir))
     if output.is_for_programs:
         typer.echo(output.text(audit_tree(report)))
     else:
-        console().print(pairs_table(audit_rows(report)))
+        stdout_console().print(pairs_table(audit_rows(report)))
     if not report.clean:
         raise typer.Exit(1)
 
@@ -171,10 +181,10 @@ gcore delete arithmetic
 """
 
 
-PAUSE_EXAMPLES, RESUME_EXAMPLES = examples("pause"), examples("resume")
+PAUSE_EXAMPLES, RESUME_EXAMPLES = verb_examples("pause"), verb_examples("resume")
 
 
-RETRY_EXAMPLES, EVAL_EXAMPLES = examples("retry"), examples("eval")
+RETRY_EXAMPLES, EVAL_EXAMPLES = verb_examples("retry"), verb_examples("eval")
 
 
 MOST_SLOTS = 1_000_000
@@ -190,17 +200,17 @@ def cancel(
     output: Format = Output.TABLE,
 ) -> None:
     """End a job for good. One that has ended stays as it is."""
-    _tell(call(lambda client: client.cancel_job(job, drain=drain), address, home), output)
+    _tell(call_cluster(lambda client: client.cancel_job(job, drain=drain), address, home), output)
 
 
 def pause(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Have a job give its slots back at its next commit, with a checkpoint, and begin nothing until it is resumed."""
-    _tell(call(lambda client: client.pause_job(job), address, home), output)
+    _tell(call_cluster(lambda client: client.pause_job(job), address, home), output)
 
 
 def resume(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Have a paused job go on as soon as there are slots for it."""
-    _tell(call(lambda client: client.resume_job(job), address, home), output)
+    _tell(call_cluster(lambda client: client.resume_job(job), address, home), output)
 
 
 def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
@@ -221,7 +231,7 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
         # Not as a new one at any price: that would end another job which was given the name since.
         return await client.create_job(old.spec_json, request_id=f"retry-{old.uid}", mode=pb.START_MODE_RESUME)
 
-    _tell(call(again, address, home), output)
+    _tell(call_cluster(again, address, home), output)
 
 
 def update(
@@ -244,7 +254,7 @@ def update(
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
         raise UsageError("nothing is said that is to change", fix="Give --priority, --slots-min or --slots-max")
-    _tell(call(lambda client: client.update_job(job, changes), address, home), output)
+    _tell(call_cluster(lambda client: client.update_job(job, changes), address, home), output)
 
 
 def delete(
@@ -260,19 +270,19 @@ def delete(
 
     What it has used stays in `gcore usage`.
     """
-    found = snapshot(call(lambda client: client.get_job(job), address, home))
+    found = job_snapshot(call_cluster(lambda client: client.get_job(job), address, home))
     if files and not yes:
         typer.confirm(
             f"Delete {found.run_dir} with all checkpoints of job {found.full_name} ({found.uid})?", abort=True
         )
-    call(lambda client: client.delete_job(found.uid, files=files), address, home)
+    call_cluster(lambda client: client.delete_job(found.uid, files=files), address, home)
     left = "" if files or not found.run_dir else f"; its folder {found.run_dir} stays"
-    typer.echo(f"Job {visible(found.full_name)} ({found.uid}) is forgotten{left}.")
+    typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is forgotten{left}.")
 
 
-def eval_(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+def evaluate(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Have the newest weights of a running job evaluated, out of turn. The result is an event, and stands in its metrics."""
-    reply = call(lambda client: client.run_eval(job), address, home)
+    reply = call_cluster(lambda client: client.run_eval(job), address, home)
     if output.is_for_programs:
         typer.echo(output.text({"step": reply.step, "lineage": reply.lineage}))
     else:
@@ -282,9 +292,9 @@ def eval_(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
 
 
 def _tell(job: pb.Job, output: Output) -> None:
-    found = snapshot(job)
+    found = job_snapshot(job)
     if output.is_for_programs:
         typer.echo(output.text(job_tree(found)))
     else:
-        why = f": {visible(found.reason, 300)}" if found.reason else ""
-        typer.echo(f"Job {visible(found.full_name)} ({found.uid}) is {found.state}{why}.".replace("..", "."))
+        why = f": {printable_text(found.reason, 300)}" if found.reason else ""
+        typer.echo(f"Job {printable_text(found.full_name)} ({found.uid}) is {found.state}{why}.".replace("..", "."))

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call, utf8
-from controllers.cli.output import Output, console, pairs_table, snapshot
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster, check_utf8
+from controllers.cli.output import Output, job_snapshot, pairs_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
-    from controllers.cli.view.placement import Top
+    from controllers.cli.view.placement import JobTop
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
-    from gcore.ledger.records.job import Move, Stay
-    from gcore.ledger.records.slot_accounting import BookLine, StepBook
+    from gcore.ledger.records.job import HoldPeriod, Move
+    from gcore.ledger.records.slot_accounting import AccountLine, StepAccount
 
 Told = TypeVar("Told")
 
@@ -95,45 +95,49 @@ Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many mo
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)
-def show(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+def show_placement(
+    job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
+) -> None:
     """How a job's slots are shared out now: pools, nodes, who plans, what is fixed."""
-    from controllers.cli.view.placement import shown_rows, shown_tree, slots_table
+    from controllers.cli.view.placement import placement_rows, placement_tree, slots_table
 
     try:
-        reply = call(lambda client: client.get_placement(job), address, home)
+        reply = call_cluster(lambda client: client.get_placement(job), address, home)
     except Unreachable as error:
         raise _over(error, home, job) if address is None else error from error
     if output.is_for_programs:
-        typer.echo(output.text(shown_tree(reply)))
+        typer.echo(output.text(placement_tree(reply)))
         return
-    console().print(pairs_table(shown_rows(reply)))
+    stdout_console().print(pairs_table(placement_rows(reply)))
     if reply.plan:
-        console().print(slots_table(reply))
+        stdout_console().print(slots_table(reply))
 
 
 @app.command("explain", epilog=EXPLAIN_EXAMPLES)
-def explain(
+def explain_placement(
     job: JobName, last: Last = None, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
 ) -> None:
     """Why slots are where they are: each move, with what was expected and what came of it, and why nothing moved.
 
     Of steps after which nothing moved: what the best other split would have saved, and why it was not taken.
     """
-    from controllers.cli.view.placement import account, told_tree
+    from controllers.cli.view.placement import history_tree, placement_story
 
     known = _known(job, home, address)
     moves = known.moves if last is None else known.moves[-last:]
     left_out = len(known.moves) - len(moves)
     stays = [one for one in known.stays if not left_out or one.time >= moves[0].time]
     if output.is_for_programs:
-        typer.echo(output.text(told_tree(moves, stays)))
+        typer.echo(output.text(history_tree(moves, stays)))
         return
-    for line in account(known.name, known.reply, moves, left_out, stays):
+    for line in placement_story(known.name, known.reply, moves, left_out, stays):
         typer.echo(line)
 
 
 @app.command("history", epilog=HISTORY_EXAMPLES)
-def history(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
+def show_history(
+    job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
+) -> None:
     """Every move of a job, a line each, oldest first."""
     from controllers.cli.view.placement import history_table, move_tree
 
@@ -143,11 +147,11 @@ def history(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, ou
     elif not known.moves:
         typer.echo(f"Nothing has moved in job {known.name}.")
     else:
-        console().print(history_table(known.moves))
+        stdout_console().print(history_table(known.moves))
 
 
 @app.command("pin", epilog=PIN_EXAMPLES)
-def pin(
+def pin_placement(
     job: JobName,
     freeze: Annotated[bool, typer.Option("--freeze", help="Nothing moves any more.")] = False,
     rollout: Annotated[int | None, typer.Option(help="So many slots roll out.")] = None,
@@ -159,7 +163,7 @@ def pin(
     output: Format = Output.TABLE,
 ) -> None:
     """Fix something of a job's placement, which its policy then obeys from the next step on; or let it go again."""
-    from controllers.cli.view.placement import pin_words, shown_tree
+    from controllers.cli.view.placement import pin_words, placement_tree
     from gcore.api.v1 import jobs_pb2 as pb
 
     for name, size in (("--rollout", rollout), ("--reward", reward), ("--train", train)):
@@ -168,25 +172,27 @@ def pin(
     request = pb.PinPlacementRequest(
         job=job, freeze=freeze, rollout=rollout, reward=reward, train=train, release=release
     )
-    reply = call(lambda client: client.pin_placement(request), address, home)
-    typer.echo(output.text(shown_tree(reply)) if output.is_for_programs else f"Job {reply.name}: {pin_words(reply)}.")
+    reply = call_cluster(lambda client: client.pin_placement(request), address, home)
+    typer.echo(
+        output.text(placement_tree(reply)) if output.is_for_programs else f"Job {reply.name}: {pin_words(reply)}."
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PlacementHistory:
     """A job's moves and the stretches without any, and its placement, if a cluster is up."""
 
     name: str
     moves: tuple[Move, ...]
-    stays: tuple[Stay, ...]
+    stays: tuple[HoldPeriod, ...]
     reply: pb.PlacementReply | None
 
 
 def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
     """Where the job has ended and left its folder: what can be read from that. Raises GcoreError, as `finished_run` does."""
-    from controllers.cli.view.summary import finished_run
+    from controllers.cli.view.summary import describe_finished_run
 
-    run = finished_run(home, job, error)
+    run = describe_finished_run(home, job, error)
     return Unreachable(
         f"{error.what}, and job {run['job']!r} has ended: nothing is placed any more",
         where=error.where,
@@ -194,48 +200,50 @@ def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
     )
 
 
-def _known(job: str, home: Path, address: str | None) -> Known:
+def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
     """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
-    from controllers.planning.history import NAME, moves_in, stays_in
+    from controllers.planning.history import NAME, read_moves, read_stays
 
     try:
-        reply = call(lambda client: client.get_placement(job), address, home)
+        reply = call_cluster(lambda client: client.get_placement(job), address, home)
     except Unreachable as error:
         if address is not None:
             raise
-        from controllers.cli.view.summary import finished_run
+        from controllers.cli.view.summary import describe_finished_run
 
-        run = finished_run(home, job, error)
+        run = describe_finished_run(home, job, error)
         file = Path(run["folder"]) / NAME
-        return Known(run["job"], tuple(_read(moves_in, file)), tuple(_read(stays_in, file)), None)
-    return Known(reply.name, all_moves(reply), all_stays(reply), reply)
+        return PlacementHistory(
+            run["job"], tuple(_read_folder(read_moves, file)), tuple(_read_folder(read_stays, file)), None
+        )
+    return PlacementHistory(reply.name, collect_moves(reply), collect_stays(reply), reply)
 
 
-def all_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
+def collect_moves(reply: pb.PlacementReply) -> tuple[Move, ...]:
     """Those that the store keeps, and from the run's folder, where it can be seen from here, those before them. Raises GcoreError."""
     from controllers.cli.view.placement import moves_of
-    from controllers.planning.history import NAME, moves_in
+    from controllers.planning.history import NAME, read_moves
 
     stored = moves_of(reply)
-    kept = [] if stored.total == len(stored.moves) else _read(moves_in, Path(reply.folder) / NAME)
+    kept = [] if stored.total == len(stored.moves) else _read_folder(read_moves, Path(reply.folder) / NAME)
     newest = {(move.generation, move.time): move for move in (*kept, *stored.moves)}
     return tuple(sorted(newest.values(), key=lambda move: (move.time, move.generation)))
 
 
-def all_stays(reply: pb.PlacementReply) -> tuple[Stay, ...]:
+def collect_stays(reply: pb.PlacementReply) -> tuple[HoldPeriod, ...]:
     """The same of the stretches in which nothing moved, each as it is known last: the end of a job's last one stands in its folder only."""
     from controllers.cli.view.placement import moves_of
-    from controllers.planning.history import NAME, stays_in
+    from controllers.planning.history import NAME, read_stays
 
-    kept: list[Stay] = []
+    kept: list[HoldPeriod] = []
     with contextlib.suppress(OSError):  # what the store has says enough
-        kept = stays_in(Path(reply.folder) / NAME)
+        kept = read_stays(Path(reply.folder) / NAME)
     known = sorted((*kept, *moves_of(reply).stays), key=lambda stay: stay.time)
     newest = {stay.began: stay for stay in known}
     return tuple(newest[began] for began in sorted(newest))
 
 
-def _read(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
+def _read_folder(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
     try:
         return what(file)
     except OSError as error:
@@ -262,7 +270,7 @@ LOOK_S = 1.0
 def top(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="A job's name or uid; default: the one that runs.", callback=utf8),
+        typer.Argument(metavar="[JOB]", help="A job's name or uid; default: the one that runs.", callback=check_utf8),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Look once and end, for scripts.")] = False,
     home: Home = DEFAULT_HOME,
@@ -278,89 +286,89 @@ def top(
     from rich.live import Live
     from rich.text import Text
 
-    from controllers.cli.view.placement import shown, tree
+    from controllers.cli.view.placement import render_top, top_tree
     from controllers.cli.view.state import ENDED_STATES
     from gcore.system.clock import SystemClock
 
     if output.is_for_programs and not once:
         raise UsageError("-o json and yaml are for a single look", fix="Give --once too")
-    screen, clock = console(), SystemClock()
+    screen, clock = stdout_console(), SystemClock()
 
     async def watch(client: JobsClient) -> None:
-        found = await look(client, job)
-        with Live(shown(found), console=screen, auto_refresh=False, vertical_overflow="ellipsis") as live:
+        found = await fetch_top(client, job)
+        with Live(render_top(found), console=screen, auto_refresh=False, vertical_overflow="ellipsis") as live:
             while found.state not in ENDED_STATES:
                 await clock.sleep(LOOK_S)
                 try:
-                    found = await look(client, found.uid)
+                    found = await fetch_top(client, found.uid)
                 except GcoreError as error:
                     live.update(Text(f"{error}; it is asked again"), refresh=True)
                 else:
-                    live.update(shown(found), refresh=True)
+                    live.update(render_top(found), refresh=True)
 
     try:
         if screen.is_terminal and not once:
-            call(watch, address, home)
+            call_cluster(watch, address, home)
             return
-        found = call(lambda client: look(client, job), address, home)
+        found = call_cluster(lambda client: fetch_top(client, job), address, home)
     except Unreachable as error:
         if address is not None:
             raise
-        found = left(home, job, error)
+        found = top_of_run(home, job, error)
     if output.is_for_programs:
-        typer.echo(output.text(tree(found)))
+        typer.echo(output.text(top_tree(found)))
     else:
-        screen.print(shown(found))
+        screen.print(render_top(found))
 
 
-async def look(client: JobsClient, job: str | None) -> Top:
+async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
     """A job now. Raises UsageError where there is none."""
-    from controllers.cli.view.placement import Top
-    from gcore.ledger.records.slot_accounting import StepBook, parse
+    from controllers.cli.view.placement import JobTop
+    from gcore.ledger.records.slot_accounting import StepAccount, parse_line
 
     if job is None:
-        jobs = [snapshot(one) for one in await client.list_jobs()]
+        jobs = [job_snapshot(one) for one in await client.list_jobs()]
         running = [one for one in jobs if one.state in ("PENDING", "RUNNING")] or jobs
         if not running:
             raise UsageError("there is no job", fix="Start one with `gcore run` or `gcore submit`")
         job = running[-1].uid
     message, books = await asyncio.gather(client.get_job(job), client.get_books(job))
-    found = snapshot(message)
-    read = {book.node: StepBook.model_validate_json(book.book_json) for book in books}
+    found = job_snapshot(message)
+    read = {book.node: StepAccount.model_validate_json(book.book_json) for book in books}
     if not read and found.ended:  # the daemons that booked it are gone, and the store keeps nothing for others
         with contextlib.suppress(UsageError):
-            lines = [parse(book.book_json) for book in await client.get_books(found.uid, found.step)]
+            lines = [parse_line(book.book_json) for book in await client.get_books(found.uid, found.step)]
             read = {line.node: line.book for line in lines if line is not None}
-    return Top(found.name, found.uid, found.state, found.step, found.of_steps, read)
+    return JobTop(found.name, found.uid, found.state, found.step, found.of_steps, read)
 
 
-def left(home: Path, job: str | None, error: Unreachable) -> Top:
+def top_of_run(home: Path, job: str | None, error: Unreachable) -> JobTop:
     """The last step of a run that ended, as its folder has it. `job` None: the run that booked last. Raises GcoreError."""
-    from controllers.api.job_messages import described_run
-    from controllers.cli.view.placement import Top
-    from controllers.cli.view.summary import finished_run
-    from gcore.ledger.records.slot_accounting import FOLDER, newest
+    from controllers.api.job_messages import describe_run
+    from controllers.cli.view.placement import JobTop
+    from controllers.cli.view.summary import describe_finished_run
+    from gcore.ledger.records.slot_accounting import FOLDER, newest_line
 
     if job is None:
         last = max((home / "runs").glob(f"*/{FOLDER}"), key=lambda one: one.stat().st_mtime, default=None)
         if last is None:
             raise error
         job = last.parent.name.rpartition("-")[2]
-    run = finished_run(home, job, error)
+    run = describe_finished_run(home, job, error)
     folder = Path(run["folder"])
     try:
-        told = described_run(folder)
-        lines = [newest(folder, file.stem) for file in sorted((folder / FOLDER).glob("*.jsonl"))]
+        told = describe_run(folder)
+        lines = [newest_line(folder, file.stem) for file in sorted((folder / FOLDER).glob("*.jsonl"))]
     except OSError as wrong:
         raise GcoreError(f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)) from wrong
     books = _of_the_last_step([line for line in lines if line is not None])
-    found = None if told is None else snapshot(told)
+    found = None if told is None else job_snapshot(told)
     step = max((book.version.step for book in books.values()), default=0)
     state, step, steps = ("ENDED", step, str(step)) if found is None else (found.state, found.step, found.of_steps)
-    return Top(run["job"], run["uid"], state, step, steps, books, str(folder))
+    return JobTop(run["job"], run["uid"], state, step, steps, books, str(folder))
 
 
-def _of_the_last_step(lines: list[BookLine]) -> Mapping[str, StepBook]:
+def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:
     last = max((line.book.version for line in lines), default=None)
     return {line.node: line.book for line in lines if line.book.version == last}
 
@@ -395,14 +403,14 @@ def trace(
 
     Where no cluster is up, that of a run that ended in this home is made from its folder.
     """
-    from controllers.cli.view.placement import trace_of
+    from controllers.cli.view.placement import build_trace
 
-    name, lines, moves = _trace_read(job, step, home, address)
+    name, lines, moves = _read_step(job, step, home, address)
     if not any(line.spans for line in lines.values()):
         raise UsageError(
             f"what is known of step {step} cannot be read", fix="Was it booked by another version of gcore?"
         )
-    text = json.dumps(trace_of(name, lines, moves), separators=(",", ":"))
+    text = json.dumps(build_trace(name, lines, moves), separators=(",", ":"))
     if to == Path("-"):
         typer.echo(text)
         return
@@ -415,40 +423,44 @@ def trace(
     typer.echo(f"{file}: step {step}, {slots} slots of {len(lines)} nodes. Open it in https://ui.perfetto.dev")
 
 
-def _trace_read(job: str, step: int, home: Path, address: str | None) -> tuple[str, Mapping[str, BookLine], list[Move]]:
-    from controllers.planning.history import NAME, moves_in
-    from gcore.ledger.records.slot_accounting import parse, step_lines
+def _read_step(
+    job: str, step: int, home: Path, address: str | None
+) -> tuple[str, Mapping[str, AccountLine], list[Move]]:
+    from controllers.planning.history import NAME, read_moves
+    from gcore.ledger.records.slot_accounting import parse_line, read_step_lines
 
-    async def ask(client: JobsClient) -> tuple[pb.PlacementReply, dict[str, BookLine]]:
+    async def ask(client: JobsClient) -> tuple[pb.PlacementReply, dict[str, AccountLine]]:
         books = await client.get_books(job, step)
-        lines = {book.node: line for book in books if (line := parse(book.book_json)) is not None}
+        lines = {book.node: line for book in books if (line := parse_line(book.book_json)) is not None}
         return await client.get_placement(job), lines
 
     try:
-        reply, lines = call(ask, address, home)
-        return reply.name, lines, list(all_moves(reply))
+        reply, lines = call_cluster(ask, address, home)
+        return reply.name, lines, list(collect_moves(reply))
     except Unreachable as error:
         if address is not None:
             raise
-        from controllers.cli.view.summary import finished_run
+        from controllers.cli.view.summary import describe_finished_run
 
-        run = finished_run(home, job, error)
+        run = describe_finished_run(home, job, error)
         folder = Path(run["folder"])
         try:
-            lines = {line.node: line for line in step_lines(folder, step)}
-            moves = moves_in(folder / NAME)
+            lines = {line.node: line for line in read_step_lines(folder, step)}
+            moves = read_moves(folder / NAME)
         except OSError as wrong:
             raise GcoreError(
                 f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)
             ) from wrong
         if not lines:
-            raise UsageError(f"no node has booked step {step} of the run in {folder}", fix=_booked(folder)) from None
+            raise UsageError(
+                f"no node has booked step {step} of the run in {folder}", fix=_account_lines(folder)
+            ) from None
         return job, lines, moves
 
 
-def _booked(folder: Path) -> str:
+def _account_lines(folder: Path) -> str:
     """Which steps there are to ask for."""
-    from gcore.ledger.records.slot_accounting import lines_of
+    from gcore.ledger.records.slot_accounting import read_lines
 
-    steps = {line.book.version.step for line in lines_of(folder)}
+    steps = {line.book.version.step for line in read_lines(folder)}
     return f"Booked are steps {min(steps)} to {max(steps)}" if steps else "It ended before a step was booked"

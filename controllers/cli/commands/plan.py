@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controllers.cli.options import DEFAULT_HOME, Format, Home, Set, SpecFile
-from controllers.cli.output import Output, as_json, console, visible
+from controllers.cli.output import Output, as_json, printable_text, stdout_console
 from gcore.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from controllers.api.submission.checks import CheckProgress
-    from controllers.cli.view.plan import Planned
+    from controllers.cli.view.plan import PlanReport
     from gcore.config.spec import JobSpec
-    from placement.mapping.workload import ModelShape, Shapes
+    from placement.mapping.workload import JobShapes, ModelShape
     from placement.simulator.job import SimulatedJob
-    from placement.simulator.replay import Replay
-    from placement.simulator.run import Played
+    from placement.simulator.replay import ReplayScenario
+    from placement.simulator.run import JobRun
 
 SIMULATE_EXAMPLES = """
 [bold]Examples[/bold]
@@ -93,17 +93,17 @@ def simulate(
     So it says what if another policy had planned it, or if it had had more slots.
     """
     from controllers.cli.view.data import progress_bar
-    from placement.policies.simple import possible
+    from placement.policies.simple import feasible_splits
     from placement.simulator.job import SimulatedJob
     from placement.simulator.replay import ReplayedJob, read_run
     from placement.simulator.scenario import read_scenario
-    from placement.slots import SINGLE, counted, sizes_of
+    from placement.slots import SINGLE, count_noun, sizes_of
 
     if (scenario is None) == (run is None):
         raise UsageError("gcore simulate takes a scenario's file, or --run with a run", fix="Give one of them")
     if cost is not None and math.isnan(cost):
         raise UsageError("--cost is no number of seconds", fix=f"Give 0 to {MOST_COST_S:,.0f}")
-    replay: Replay | None = None
+    replay: ReplayScenario | None = None
     job: SimulatedJob
     if run is not None:
         folder = _folder(home, run)
@@ -118,9 +118,9 @@ def simulate(
         changes = {key: value for key, value in (("slots", slots), ("staleness", staleness)) if value is not None}
         job = SimulatedJob(told.changed(**changes), seed)
     fewest = min(job.scenario.slots_at(step) for step in range(job.scenario.steps))
-    if not possible(job.scenario.bounds_of(fewest)):
+    if not feasible_splits(job.scenario.bounds_of(fewest)):
         raise UsageError(
-            f"no split of {counted(fewest, 'slot')} has a train world and an engine of each pool",
+            f"no split of {count_noun(fewest, 'slot')} has a train world and an engine of each pool",
             where="--slots",
             fix="Give more slots",
         )
@@ -128,7 +128,7 @@ def simulate(
     move_s = cost if cost is not None else known if known is not None else DEFAULT_COST_S
     with progress_bar() as tell:
         found = _played(job, move_s, policy or [], tell)
-        tree = _tree(job, move_s, replay, found, tell)
+        tree = _result_tree(job, move_s, replay, found, tell)
     if output.is_for_programs:
         typer.echo(output.text(tree))
     else:
@@ -156,18 +156,18 @@ def _spec(folder: Path) -> JobSpec | None:
     from gcore.config.load import stored_spec
     from gcore.ledger import archive as store_copy
 
-    copy = store_copy.read(folder)
+    copy = store_copy.read_copy(folder)
     return None if copy is None else stored_spec(copy.job.spec)
 
 
-def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, Played]:
+def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: CheckProgress) -> dict[str, JobRun]:
     """Each policy's run: gcore's own in their order, then those of other packages."""
     from placement.simulator.run import play_policy, policies
 
     own = list(policies(job.scenario, job.seed))
     names = [name for name in own if not wanted or name in wanted]
     names += [name for name in dict.fromkeys(wanted) if name not in own]
-    found: dict[str, Played] = {}
+    found: dict[str, JobRun] = {}
     for name in names:
         tell("playing policies", len(found), len(names))
         found[name] = (play_policy if name in own else _played_foreign)(job, name, move_s)
@@ -175,9 +175,9 @@ def _played(job: SimulatedJob, move_s: float, wanted: Sequence[str], tell: Check
     return found
 
 
-def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> Played:
+def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> JobRun:
     """A policy of another package. Raises UsageError for one that there is not, and for what it raises."""
-    from gcore.plugins import RAISED, PluginFault, sentence_of
+    from gcore.plugins import RAISED, PluginFault, error_sentence
     from placement.simulator.run import play_policy
 
     try:
@@ -186,11 +186,11 @@ def _played_foreign(job: SimulatedJob, name: str, move_s: float) -> Played:
         raise UsageError(error.what, where="--policy", fix=error.fix) from error
     except RAISED as error:  # the edge to foreign code: a policy may raise anything
         raise UsageError(
-            f"policy {name!r} went wrong in the simulator ({sentence_of(error)})", where="--policy", fix="Mend it"
+            f"policy {name!r} went wrong in the simulator ({error_sentence(error)})", where="--policy", fix="Mend it"
         ) from error
 
 
-def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played], tell: CheckProgress) -> list[dict[str, Any]]:
+def _oracles(job: SimulatedJob, move_s: float, found: dict[str, JobRun], tell: CheckProgress) -> list[dict[str, Any]]:
     """What could have been had, as rows. Without a compiler it takes minutes, and is left out."""
     from placement.simulator.kernel import COMPILES
     from placement.simulator.run import best_each_step, best_static, switch_costs
@@ -224,8 +224,8 @@ def _oracles(job: SimulatedJob, move_s: float, found: dict[str, Played], tell: C
     ]
 
 
-def _tree(
-    job: SimulatedJob, move_s: float, replay: Replay | None, found: dict[str, Played], tell: CheckProgress
+def _result_tree(
+    job: SimulatedJob, move_s: float, replay: ReplayScenario | None, found: dict[str, JobRun], tell: CheckProgress
 ) -> dict[str, Any]:
     """All of it, as data."""
     rows, steps = _oracles(job, move_s, found, tell), job.scenario.steps
@@ -275,8 +275,8 @@ def _show(tree: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
-    said = visible(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
+    out = stdout_console()
+    said = printable_text(f"{tree['scenario']}: {tree['what']}", MOST_SHOWN)
     out.print(said, highlight=False, soft_wrap=True, markup=False)
     out.print(
         f"{tree['steps']} steps on {tree['slots']} slots, {_regime(tree['staleness'])}; engines change over in {tree['switch_s']:.3g} s",
@@ -355,62 +355,62 @@ def plan(
     Memory and times are estimated from the models' configurations and the devices' figures; nothing is started.
     """
     from controllers.cli.view.plan import (
-        left_standing,
-        less_cache,
-        pasted,
+        cache_hints,
+        lines_to_delete,
+        paste_section,
+        placement_section,
+        plan_tree,
         print_tables,
-        section_of,
-        tree_of,
         write_spec,
     )
 
-    planned = look(spec, cluster, set_, prompt_tokens, response_tokens)
+    planned = make_plan(spec, cluster, set_, prompt_tokens, response_tokens)
     first = planned.first
     if output is PlanOutput.JSON:
-        typer.echo(as_json(tree_of(planned, show)))
+        typer.echo(as_json(plan_tree(planned, show)))
     elif output is PlanOutput.TABLE:
-        print_tables(planned, show, console())
+        print_tables(planned, show, stdout_console())
     if first is None:
         raise _nothing_fits(planned, cluster)
-    section = section_of(planned.spec, first)
+    section = placement_section(planned.spec, first)
     if output is PlanOutput.YAML:
         import yaml
 
-        by_hand, besides = pasted(section)
+        by_hand, besides = paste_section(section)
         typer.echo(yaml.safe_dump(by_hand, sort_keys=False).rstrip())
-        for line in (*besides, *less_cache(first), *left_standing(planned.spec, section)):
+        for line in (*besides, *cache_hints(first), *lines_to_delete(planned.spec, section)):
             typer.echo(f"# {line}.")
     if write is not None:
         write_spec(spec, write, section, set_ or ())
         typer.echo(f"{write} has {first.way}.", err=True)
-        for line in less_cache(first):
+        for line in cache_hints(first):
             typer.echo(f"{line}.", err=True)
 
 
-def look(
+def make_plan(
     spec: Path,
     cluster: Path,
     set_: list[str] | None = None,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
-) -> Planned:
+) -> PlanReport:
     """Read everything and search. Raises UsageError."""
-    from controllers.cli.view.plan import Planned
+    from controllers.cli.view.plan import PlanReport
     from gcore.config.load import load_spec
-    from placement.mapping.cluster import cluster_of
-    from placement.mapping.search import search
-    from placement.mapping.workload import Lengths, workload_of
+    from placement.mapping.cluster import parse_cluster
+    from placement.mapping.search import search_layouts
+    from placement.mapping.workload import MeanLengths, make_workload
 
     loaded = load_spec(spec, set_ or ())
-    nodes = cluster_of(_plan_verb_tree(cluster), where=str(cluster))
+    nodes = parse_cluster(_read_yaml(cluster), where=str(cluster))
     shapes = _shapes(loaded)
-    lengths = Lengths.guessed(loaded, shapes.policy, prompt_tokens, response_tokens)
-    workload = workload_of(loaded, shapes, lengths)
-    found = search(workload, nodes)
-    return Planned(loaded, nodes, shapes, lengths, workload, found)
+    lengths = MeanLengths.guessed(loaded, shapes.policy, prompt_tokens, response_tokens)
+    workload = make_workload(loaded, shapes, lengths)
+    found = search_layouts(workload, nodes)
+    return PlanReport(loaded, nodes, shapes, lengths, workload, found)
 
 
-def _nothing_fits(planned: Planned, cluster: Path) -> UsageError:
+def _nothing_fits(planned: PlanReport, cluster: Path) -> UsageError:
     from controllers.cli.view.plan import advice
 
     misfits = sorted(planned.found.misfits, key=lambda one: not planned.begins(one.way))
@@ -422,7 +422,7 @@ def _nothing_fits(planned: Planned, cluster: Path) -> UsageError:
     return UsageError(what, where=str(cluster), fix=fix)
 
 
-def _plan_verb_tree(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> dict[str, Any]:
     """The cluster's file as a tree. Raises UsageError."""
     import yaml
 
@@ -447,12 +447,12 @@ def _plan_verb_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _shapes(spec: JobSpec) -> Shapes:
-    from placement.mapping.workload import Shapes
+def _shapes(spec: JobSpec) -> JobShapes:
+    from placement.mapping.workload import JobShapes
 
     trusted = spec.model.trust_remote_code
     critic = spec.train.critic.path if spec.train.critic is not None else None
-    return Shapes(
+    return JobShapes(
         policy=_shape("model.path", spec.model.path, trusted=trusted),
         critic=None if critic is None else _shape("train.critic.path", critic, trusted=trusted),
         judges={
@@ -467,10 +467,10 @@ def _shape(key: str, path: str, *, trusted: bool) -> ModelShape:
     """Raises DataError."""
     from gcore.models.checks import read_config
     from gcore.models.resolve import resolve_model
-    from placement.mapping.workload import shape_of
+    from placement.mapping.workload import read_shape
 
     folder = resolve_model(path, trust_remote_code=trusted, weights=False).folder
     if not (folder / "config.json").is_file():
         missing = "no model is here: there is no config.json" if folder.is_dir() else "the folder does not exist"
         raise DataError(f"{key}: {missing}", where=path, fix=f"Name the folder of a Hugging Face model in {key}")
-    return shape_of(read_config(folder), where=str(folder))
+    return read_shape(read_config(folder), where=str(folder))

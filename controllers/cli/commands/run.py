@@ -29,6 +29,7 @@ from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
     DEFAULT_SLOTS,
+    INTERRUPTED,
     Address,
     Controllers,
     Format,
@@ -39,14 +40,13 @@ from controllers.cli.options import (
     SglangPython,
     Slots,
     SpecFile,
-    as_called,
-    call,
+    call_cluster,
     find_addresses,
     find_cluster,
-    program,
+    program_name,
+    with_program_name,
 )
-from controllers.cli.options import INTERRUPTED as options_INTERRUPTED
-from controllers.cli.output import Output, console, job_tree, snapshot
+from controllers.cli.output import Output, job_snapshot, job_tree, stdout_console
 from controllers.cli.view.screens import Screen
 from controllers.cli.view.state import JobSnapshot
 from gcore.errors import GcoreError, JobFailed, UsageError
@@ -56,7 +56,7 @@ from gcore.system.clock import Clock
 if TYPE_CHECKING:
     from controllers.cli.view.summary import AuditVerdict, Summary
     from gcore.api.v1 import jobs_pb2 as pb
-    from gcore.client.contexts import Reached
+    from gcore.client.contexts import ClusterAddress
     from gcore.client.jobs import JobsClient
     from gcore.config.spec import JobSpec
 
@@ -116,15 +116,15 @@ def submit(
         loaded, request_id or uuid.uuid4().hex, new=new, follow=follow, wait=wait, plain=plain, output=output
     )
     try:
-        call(submission.run, address, home)
+        call_cluster(submission.run, address, home)
     except KeyboardInterrupt:
         if not submission.uid:
             raise
         uid = submission.uid
         come_back = f"`gcore events {uid} --follow` goes on watching, `gcore describe {uid}` shows how it stands, "
         hint = f"{come_back}`gcore cancel {uid}` ends it."
-        typer.echo(as_called(f"No longer watching; job {loaded.name} goes on. {hint}"), err=True)
-        raise typer.Exit(options_INTERRUPTED) from None
+        typer.echo(with_program_name(f"No longer watching; job {loaded.name} goes on. {hint}"), err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 class _Submission:
@@ -145,13 +145,13 @@ class _Submission:
     async def run(self, client: JobsClient) -> None:
         """Raises JobFailed if the job was waited for, and failed or was cancelled."""
         from gcore.api.v1 import jobs_pb2 as pb
-        from gcore.config.load import as_said
+        from gcore.config.load import dump_explicit
 
         mode = pb.START_MODE_NEW if self._new else pb.START_MODE_RESUME
-        job = await create_job(client, as_said(self._spec), request_id=self._request, mode=mode)
+        job = await create_job(client, dump_explicit(self._spec), request_id=self._request, mode=mode)
         self.uid = job.uid
         if self._output is Output.TABLE:
-            found = snapshot(job)
+            found = job_snapshot(job)
             typer.echo(f"Job {found.name} ({found.uid}) is {found.state}; its folder is {found.run_dir}.")
         if self._follow:
             await self._watch(client, job)
@@ -167,15 +167,15 @@ class _Submission:
         from gcore.system.clock import SystemClock
 
         clock = SystemClock()
-        screen: Screen = choose_screen(console(), clock, plain=self._plain)
+        screen: Screen = choose_screen(stdout_console(), clock, plain=self._plain)
         if self._output.is_for_programs:
-            screen = JsonScreen(console(), self._output)
-        ended = await record(client, snapshot(job), screen, clock, begun=clock.monotonic())
+            screen = JsonScreen(stdout_console(), self._output)
+        ended = await record_job(client, job_snapshot(job), screen, clock, begun=clock.monotonic())
         if ended.state != "SUCCEEDED":
             raise JobFailed(f"job {ended.job} is {ended.state}: {ended.reason}", fix="See `gcore describe`")
 
     def _tell(self, job: pb.Job) -> None:
-        found = snapshot(job)
+        found = job_snapshot(job)
         if self._output.is_for_programs:
             typer.echo(self._output.text(job_tree(found)))
         elif self._wait:
@@ -287,10 +287,10 @@ class EventFile:
 # controller). Events that the run's folder does not take wait, and are written when it takes them: a run is not ended by a file
 # that is for people.
 
-ASK_S = 1.0
+ASK_INTERVAL_S = 1.0
 
 
-async def follow(
+async def follow_job(
     client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, run_dir: Path | None
 ) -> JobSnapshot:
     """Show `job` until it has ended, and return how it then stands.
@@ -312,23 +312,23 @@ async def follow(
             asking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asking
-        ended = snapshot(await client.get_job(job.uid))
+        ended = job_snapshot(await client.get_job(job.uid))
         screen.observe(ended)
     return ended
 
 
-async def record(client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, begun: float) -> Summary:
+async def record_job(client: JobsClient, job: JobSnapshot, screen: Screen, clock: Clock, *, begun: float) -> Summary:
     """Show `job` until it has ended, and sum it up; its events and the summary are written to its folder, where that is on this machine.
 
     `begun`: when the command began, by the monotonic clock. Raises GcoreError.
     """
-    from controllers.cli.view.summary import summarize, write
+    from controllers.cli.view.summary import summarize, write_summary
 
     run_dir = _visible_here(Path(job.run_dir))
-    ended = await follow(client, job, screen, clock, run_dir=run_dir)
-    summary = summarize(screen.state, ended, await audit(client, ended.uid), clock.monotonic() - begun)
+    ended = await follow_job(client, job, screen, clock, run_dir=run_dir)
+    summary = summarize(screen.state, ended, await audit_job(client, ended.uid), clock.monotonic() - begun)
     if run_dir is not None:
-        write(summary, run_dir)
+        write_summary(summary, run_dir)
     return summary
 
 
@@ -340,7 +340,7 @@ def _visible_here(run_dir: Path) -> Path | None:
     return None
 
 
-async def audit(client: JobsClient, job: str) -> AuditVerdict:
+async def audit_job(client: JobsClient, job: str) -> AuditVerdict:
     """The audit's verdict on a job that has ended; that it could not be made is a violation too."""
     from controllers.cli.view.summary import AuditVerdict
 
@@ -354,9 +354,9 @@ async def audit(client: JobsClient, job: str) -> AuditVerdict:
 
 async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> None:
     while True:
-        await clock.sleep(ASK_S)
+        await clock.sleep(ASK_INTERVAL_S)
         try:
-            screen.observe(snapshot(await client.get_job(uid)))
+            screen.observe(job_snapshot(await client.get_job(uid)))
         except GcoreError as error:
             screen.trouble("the cluster", str(error), clock.wall())
         else:
@@ -374,14 +374,14 @@ async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> No
 LOCK = "followers.lock"
 
 
-SHARING_ASK_S = 1.5
+ANSWER_TIMEOUT_S = 1.5
 """For an answer: somebody has pressed a key and waits."""
 
 
 ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
 
-class Following:
+class HomeUser:
     """A command that is at work in a home, since `began` (seconds since the epoch)."""
 
     def __init__(self, lock: int, clock: Clock) -> None:
@@ -409,17 +409,17 @@ class Following:
             return ()
 
     async def _others(self, home: Path, own: str) -> tuple[str, ...]:
-        from gcore.client.calls import Patience
+        from gcore.client.calls import WaitPolicy
         from gcore.client.jobs import JobsClient
 
-        patience = Patience(call_s=SHARING_ASK_S)
+        patience = WaitPolicy(call_s=ANSWER_TIMEOUT_S)
         async with JobsClient(find_addresses(None, home), clock=self._clock, patience=patience) as client:
-            jobs = [snapshot(job) for job in await client.list_jobs()]
+            jobs = [job_snapshot(job) for job in await client.list_jobs()]
         return tuple(j.name for j in jobs if j.created > self._began and j.uid != own and j.state not in ENDED)
 
 
 @contextlib.contextmanager
-def following(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterator[Following]:
+def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterator[HomeUser]:
     """For as long as a command is at work in `home`. Raises UsageError."""
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -434,7 +434,7 @@ def following(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterat
         except BlockingIOError:
             say(f"Another `gcore run` is stopping its cluster in {home}; waiting for that ...")
             fcntl.flock(lock, fcntl.LOCK_SH)
-        yield Following(lock.fileno(), clock)
+        yield HomeUser(lock.fileno(), clock)
 
 
 # -------------------- creating
@@ -466,13 +466,13 @@ async def create_job(client: JobsClient, spec_json: str, *, request_id: str, mod
 # Ctrl-C, once more: a press that comes while nobody can heed it is not lost.
 
 
-def press(number: int, frame: FrameType | None) -> None:
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
     """A handler by which another signal is what Ctrl-C is then: within a run of asyncio that cancels what is awaited, while a
     KeyboardInterrupt in the middle of some task would be told of with a traceback."""
     signal.raise_signal(signal.SIGINT)
 
 
-class FurtherPresses:
+class RepeatedSignals:
     """From its making on, SIGINT and SIGTERM are remembered; from `heed` on, each is a KeyboardInterrupt."""
 
     def __init__(self) -> None:
@@ -492,7 +492,7 @@ class FurtherPresses:
             raise KeyboardInterrupt
 
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 RUN_EXAMPLES = """
@@ -512,7 +512,7 @@ gcore run examples/arithmetic/grpo.yaml
 class _Run:
     spec: JobSpec
     new: bool
-    cluster: Reached
+    cluster: ClusterAddress
     begun: float
 
 
@@ -535,9 +535,9 @@ def run(
 
     from controllers.cli import local
     from controllers.cli.commands.specs import trust_warning
-    from controllers.cli.output import console as standard_output
+    from controllers.cli.output import stdout_console as standard_output
     from controllers.cli.view.screens import choose_screen
-    from controllers.cli.view.summary import rows
+    from controllers.cli.view.summary import summary_rows
     from gcore.config.load import load_spec
     from gcore.engines.sglang.command import find_python
     from gcore.system.clock import SystemClock
@@ -547,7 +547,7 @@ def run(
     loaded = load_spec(spec, set_ or ())
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
-    signal.signal(signal.SIGTERM, press)
+    signal.signal(signal.SIGTERM, raise_interrupt)
     console = standard_output()
     screen = choose_screen(console, clock, plain=plain)
     started, further, share = False, None, None
@@ -558,18 +558,18 @@ def run(
             if address is None:
                 python = find_python(sglang_python)
                 request = local.UpRequest(home, controllers, slots, sglang_python=python)
-                share = stack.enter_context(following(home, clock, say=typer.echo))
-                result = runner.run(local.up(request, clock=clock, say=typer.echo))
+                share = stack.enter_context(register_command(home, clock, say=typer.echo))
+                result = runner.run(local.start_cluster(request, clock=clock, say=typer.echo))
                 started = result.started
             asked = _Run(loaded, new, find_cluster(address, home), begun)
             summary = runner.run(_submit_and_follow(asked, screen))
         except KeyboardInterrupt:
-            further = FurtherPresses()
+            further = RepeatedSignals()
             if address is None and not started:
                 _clear_half_started(home)
             started = started and not _is_shared(share, home, screen, runner)
             _say_interrupted(screen, started=started)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         # After a key press that was asked already.
         if started and (further is not None or not _is_shared(share, home, screen, runner)):
@@ -578,24 +578,24 @@ def run(
     from controllers.cli.output import pairs_table
 
     console.print()
-    console.print(pairs_table(rows(summary, again=_again())))
+    console.print(pairs_table(summary_rows(summary, again=_again())))
     if not summary.succeeded:
         raise typer.Exit(1)
 
 
 async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
-    from controllers.cli.output import snapshot
+    from controllers.cli.output import job_snapshot
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
-    from gcore.config.load import as_said
+    from gcore.config.load import dump_explicit
     from gcore.system.clock import SystemClock
 
     clock = SystemClock()
     mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
     async with JobsClient(run.cluster.addresses, clock=clock, connector=run.cluster.connector) as client:
-        created = await create_job(client, as_said(run.spec), request_id=uuid.uuid4().hex, mode=mode)
-        job = snapshot(created)
-        return await record(client, job, screen, clock, begun=run.begun)
+        created = await create_job(client, dump_explicit(run.spec), request_id=uuid.uuid4().hex, mode=mode)
+        job = job_snapshot(created)
+        return await record_job(client, job, screen, clock, begun=run.begun)
 
 
 def _clear_half_started(home: Path) -> None:
@@ -606,16 +606,16 @@ def _clear_half_started(home: Path) -> None:
 
     with contextlib.suppress(GcoreError):
         if LocalCluster.load(home) is None:
-            local.down(home, clock=SystemClock(), grace_s=0)
+            local.stop_cluster(home, clock=SystemClock(), grace_s=0)
 
 
-def _is_shared(share: Following | None, home: Path, screen: Screen, runner: asyncio.Runner) -> bool:
+def _is_shared(share: HomeUser | None, home: Path, screen: Screen, runner: asyncio.Runner) -> bool:
     """Whether others use the cluster that this has started. Says so: it stays up for them."""
     jobs = share.others(home, screen.state.uid, runner) if share is not None else ()
     if share is None or (not jobs and share.is_alone()):
         return False
     who = f"job {', '.join(map(repr, jobs))} runs on it" if jobs else "another `gcore run` uses it"
-    typer.echo(f"The cluster stays up, for {who}; `{program()} down` ends it.", err=True)
+    typer.echo(f"The cluster stays up, for {who}; `{program_name()} down` ends it.", err=True)
     return True
 
 
@@ -628,14 +628,14 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
     elif state.uid:
         typer.echo(
             f"No longer watching{where}; the job goes on, because its cluster stays up. "
-            f"The same command watches again, `{program()} cancel {state.uid}` ends it.",
+            f"The same command watches again, `{program_name()} cancel {state.uid}` ends it.",
             err=True,
         )
     else:
         typer.echo("Interrupted; nothing was started.", err=True)
 
 
-def _down(home: Path, further: FurtherPresses | None) -> None:
+def _down(home: Path, further: RepeatedSignals | None) -> None:
     """End the cluster; a further key press, also one since the first, kills it."""
     from controllers.cli import local
     from gcore.system.clock import SystemClock
@@ -643,10 +643,10 @@ def _down(home: Path, further: FurtherPresses | None) -> None:
     try:
         if further is not None:
             further.heed()
-        local.down(home, clock=SystemClock())
+        local.stop_cluster(home, clock=SystemClock())
     except KeyboardInterrupt:
-        local.down(home, clock=SystemClock(), grace_s=0)
-        raise typer.Exit(INTERRUPTED) from None
+        local.stop_cluster(home, clock=SystemClock(), grace_s=0)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except GcoreError as error:
         # What the run itself has to say matters more; but this must not go unsaid.
         typer.echo(f"gcore: {error}", err=True)
@@ -654,4 +654,4 @@ def _down(home: Path, further: FurtherPresses | None) -> None:
 
 def _again() -> str:
     """The command as it was given, without --new: that would not go on, but begin afresh."""
-    return f"{program()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"
+    return f"{program_name()} {shlex.join(word for word in sys.argv[1:] if word != '--new')}"

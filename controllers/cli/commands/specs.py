@@ -25,10 +25,10 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
 )
-from controllers.cli.output import Output, as_json, console
+from controllers.cli.output import Output, as_json, stdout_console
 from gcore.errors import UsageError
 from gcore.quickstart import NAMES
-from gcore.system.process import identify
+from gcore.system.process import identify_process
 
 if TYPE_CHECKING:
     from controllers.api.submission.checks import CheckedJob
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gcore.config.train import FlowSpec
     from gcore.ledger.records.cluster import ModelConfigs
     from gcore.models.resolve import HubAnswer
-    from gcore.quickstart.starter import OwnModel, StarterTask
+    from gcore.quickstart.starter import StarterTask, UserModel
     from placement.slots import NodeSlots
 
 # -------------------- init_verb
@@ -73,13 +73,13 @@ def init(
 
     Most of the time goes into training the small model, on one core. Nothing is downloaded.
     """
-    from gcore.quickstart.starter import TASKS, package_of
+    from gcore.quickstart.starter import TASKS, package_name
 
     if task not in TASKS:
         raise UsageError(f"there is no task {task!r}", where="--task", fix=f"Known: {', '.join(TASKS)}")
     target = _absolute(name)
     _refuse_occupied(target, force=force)
-    package_of(target.name)
+    package_name(target.name)
     own = None if model is None else _own_model(model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, leaves nothing half-made
     try:
@@ -103,22 +103,22 @@ def init(
         typer.echo(f"  {command}")
 
 
-def _write(target: Path, task: StarterTask, own: OwnModel | None, *, force: bool) -> float | None:
+def _write(target: Path, task: StarterTask, own: UserModel | None, *, force: bool) -> float | None:
     """Everything, into `target`; the starter model's accuracy, if one was made."""
     from gcore.quickstart.folder import Reporter
-    from gcore.quickstart.starter import StarterModel, files, write_data, write_model
-    from gcore.system.files import whole_folder
+    from gcore.quickstart.starter import StarterModel, project_files, write_data, write_model
+    from gcore.system.files import replace_folder
 
     _sweep(target)
     accuracy = None
-    with whole_folder(target, owner=f"init-{os.getpid()}", durable=False) as draft:
+    with replace_folder(target, owner=f"init-{os.getpid()}", durable=False) as draft:
         if own is None:
             reporter = Reporter.for_terminal(True)
             with reporter:
                 accuracy = write_model(task, draft / "model", seed=SEED, report=reporter.report)
         model = StarterModel(accuracy) if accuracy is not None else own
         assert model is not None
-        for path, text in files(target.name, task, model, seed=SEED).items():
+        for path, text in project_files(target.name, task, model, seed=SEED).items():
             file = draft / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
@@ -141,13 +141,13 @@ def _refuse_occupied(target: Path, *, force: bool) -> None:
         raise UsageError("the folder exists", where=str(target), fix="Choose another name, or use it with --force")
 
 
-def _own_model(given: str) -> OwnModel:
+def _own_model(given: str) -> UserModel:
     """What `--model` names. Raises UsageError."""
     from gcore.models.hubs import hub_model
-    from gcore.quickstart.starter import OwnModel
+    from gcore.quickstart.starter import UserModel
 
     if hub_model(given) is not None:
-        return OwnModel(given, chat=True)
+        return UserModel(given, chat=True)
     if "://" in given:
         raise UsageError(
             f"{given!r} is neither a folder nor a hub's model", where="--model", fix="Write hf://OWNER/NAME"
@@ -155,7 +155,7 @@ def _own_model(given: str) -> OwnModel:
     folder = _absolute(Path(given))
     if not (folder / "config.json").is_file():
         raise UsageError("this is no model folder: it has no config.json", where=str(folder), fix="Name another")
-    return OwnModel(str(folder), chat=_has_chat_template(folder))
+    return UserModel(str(folder), chat=_has_chat_template(folder))
 
 
 def _absolute(path: Path) -> Path:
@@ -181,7 +181,7 @@ def _sweep(target: Path) -> None:
     """Remove what an `init` of this name left that was killed and is no longer running."""
     for remnant in target.parent.glob(f".{target.name}.init-*.tmp"):
         pid = remnant.name.removesuffix(".tmp").rpartition("-")[2]
-        if pid.isdigit() and identify(int(pid)) is None:
+        if pid.isdigit() and identify_process(int(pid)) is None:
             shutil.rmtree(remnant, ignore_errors=True)
 
 
@@ -192,8 +192,8 @@ def _sweep(target: Path) -> None:
 def download_sentence(path: str, answer: HubAnswer) -> str:
     """`hf://own/tiny is commit 0123456789ab: 7 files, 3.4 GB, of which 1.2 GB are here`."""
     return (
-        f"{path} is commit {answer.commit[:12]} on {answer.hub}: {len(answer.files)} files, {amount(answer.total)}, "
-        f"of which {amount(answer.here)} are here; each node fetches the rest into its cache."
+        f"{path} is commit {answer.commit[:12]} on {answer.hub}: {len(answer.files)} files, {format_bytes(answer.total)}, "
+        f"of which {format_bytes(answer.here)} are here; each node fetches the rest into its cache."
     )
 
 
@@ -218,7 +218,7 @@ def trust_warning(model: ModelSpec) -> str | None:
     )
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
     """`3.4 GB`, `120 kB`; decimal units, as hubs show them."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
@@ -230,12 +230,12 @@ def amount(size: int) -> str:
 # The processes that `gcore run` would start here, for `gcore validate`. Starts nothing.
 
 
-def processes_of(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
+def planned_processes(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
     """Every process that `gcore run` would start, by the code that places them."""
-    from controllers.cli.local import deal_slots, shared_memory_gib
+    from controllers.cli.local import deal_slots, memory_share_gib
     from controllers.cluster.registration import node_facts
     from gcore.engines.emulated.launch import is_emulated
-    from placement.initial import begun
+    from placement.initial import make_initial_plan
     from placement.slots import NodeSlots, Snapshot
 
     shares = deal_slots(slots, controllers)
@@ -243,11 +243,11 @@ def processes_of(spec: JobSpec, controllers: int, slots: str, models: ModelConfi
 
     async def nodes_here() -> tuple[NodeSlots, ...]:
         looks = spec.placement.is_live and models is not None
-        facts = [await node_facts(s, shared_memory_gib(len(s), of_all)) if looks else None for s in shares]
+        facts = [await node_facts(s, memory_share_gib(len(s), of_all)) if looks else None for s in shares]
         return tuple(NodeSlots(f"node-{i}", share, facts[i]) for i, share in enumerate(shares))
 
     nodes = asyncio.run(nodes_here())
-    plan = begun(Snapshot(nodes), spec, models).plan
+    plan = make_initial_plan(Snapshot(nodes), spec, models).plan
     rows = [{"process": "etcd", "node": "this machine", "slot": "-"}]
     rows += [{"process": "controller", "node": n.node, "slot": " ".join(n.slots)} for n in nodes]
     kinds = {slot: "emulated" if is_emulated(slot) else spec.rollout.engine for n in nodes for slot in n.slots}
@@ -272,18 +272,18 @@ def processes_of(spec: JobSpec, controllers: int, slots: str, models: ModelConfi
 # How far a job goes, in words. Pure.
 
 
-def so_far(flow: FlowSpec, prompts: int) -> str:
+def run_length(flow: FlowSpec, prompts: int) -> str:
     """`20 steps`; `2 data epochs, 24 steps`; `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
     steps = flow.last_step(prompts)
     if flow.epochs is None:
-        return counted(steps or 0, "step")
+        return count_noun(steps or 0, "step")
     if steps is not None:
-        return f"{counted(flow.epochs, 'data epoch')}, {counted(steps, 'step')}"
+        return f"{count_noun(flow.epochs, 'data epoch')}, {count_noun(steps, 'step')}"
     most = -(-flow.epochs * prompts // flow.groups_per_step)
-    return f"{counted(flow.epochs, 'data epoch')}, at most {counted(most, 'step')}, fewer if prompts are filtered"
+    return f"{count_noun(flow.epochs, 'data epoch')}, at most {count_noun(most, 'step')}, fewer if prompts are filtered"
 
 
-def counted(count: int, what: str) -> str:
+def count_noun(count: int, what: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
@@ -333,20 +333,27 @@ def validate(
     import yaml
     from rich.table import Table
 
-    from controllers.api.submission.checks import missing_here
-    from controllers.cli.view.data import first_prompt, histogram, lengths_title, notes, source_tree, sources_table
+    from controllers.api.submission.checks import local_warning
+    from controllers.cli.view.data import (
+        data_notes,
+        first_prompt,
+        histogram,
+        lengths_title,
+        source_tree,
+        sources_table,
+    )
     from gcore.config.load import load_spec
     from gcore.models.resolve import ask_hub
 
     loaded = load_spec(spec, set_ or ())
-    processes_of(loaded, controllers, slots, None)  # too few slots are told before anything is read
+    planned_processes(loaded, controllers, slots, None)  # too few slots are told before anything is read
     checked = check_files(loaded, home, sample)
-    processes = processes_of(loaded, controllers, slots, checked.models)
+    processes = planned_processes(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
-    if (missing := missing_here(loaded)) is not None:
+    if (missing := local_warning(loaded)) is not None:
         typer.echo(missing, err=True)
     tree = loaded.model_dump(mode="json")
     if output.is_for_programs:
@@ -356,9 +363,9 @@ def validate(
         typer.echo(output.text(shown))
         return
     typer.echo(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    console().print(sources_table(checked.sources))
+    stdout_console().print(sources_table(checked.sources))
     typer.echo()
-    for note in notes(checked.sources):
+    for note in data_notes(checked.sources):
         typer.echo(note)
     for source in checked.sources:
         typer.echo(f"{first_prompt(source)}\n")
@@ -371,10 +378,10 @@ def validate(
         table.add_column(heading)
     for process in processes:
         table.add_row(process["process"], process["node"], process["slot"])
-    console().print(table)
+    stdout_console().print(table)
     if answer is not None:
         typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
-    typer.echo(f"\n{spec} is valid: {prompts} prompts, {so_far(loaded.flow, prompts)}.")
+    typer.echo(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")
 
 
 def schema() -> None:

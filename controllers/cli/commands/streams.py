@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, INTERRUPTED, Address, Format, Home, JobName, as_called, call, utf8
-from controllers.cli.output import Output, console, moment, visible
+from controllers.cli.options import (
+    DEFAULT_HOME,
+    INTERRUPTED,
+    Address,
+    Format,
+    Home,
+    JobName,
+    call_cluster,
+    check_utf8,
+    with_program_name,
+)
+from controllers.cli.output import Output, format_time, printable_text, stdout_console
 from controllers.cli.view.screens import event_text
 from gcore.errors import Unreachable, UsageError
 
@@ -62,8 +72,8 @@ def logs(
     job: JobName,
     role: Annotated[str, typer.Option(help="rollout, reward or train; default: all.")] = "",
     rank: Annotated[int | None, typer.Option(min=0, help="Of train ranks, this one.")] = None,
-    node: Annotated[str, typer.Option(help="On this node.", callback=utf8)] = "",
-    instance: Annotated[str, typer.Option(help="Of this worker; `gcore nodes` names them.", callback=utf8)] = "",
+    node: Annotated[str, typer.Option(help="On this node.", callback=check_utf8)] = "",
+    instance: Annotated[str, typer.Option(help="Of this worker; `gcore nodes` names them.", callback=check_utf8)] = "",
     since: Annotated[
         str, typer.Option(help="Written later: 90s, 10m, 2h, 1d ago, or a time such as 2026-11-23T12:00.")
     ] = "",
@@ -84,7 +94,7 @@ def logs(
         rank=rank,
         node=node,
         instance=instance,
-        since=time_given(since, SystemClock().wall()) if since else 0.0,
+        since=parse_time(since, SystemClock().wall()) if since else 0.0,
         previous=previous,
         follow=follow,
         tail=tail,
@@ -95,9 +105,9 @@ def logs(
         async with aclosing(client.stream_logs(request)) as lines:
             async for line in lines:
                 said = True
-                typer.echo(log_text(line, output))
+                typer.echo(format_log_line(line, output))
         if not said:
-            typer.echo(as_called(_nothing(job, previous=previous)), err=True)
+            typer.echo(with_program_name(_nothing(job, previous=previous)), err=True)
 
     _until_interrupted(read, f"`gcore logs {job} --follow --tail 10` goes on", address, home)
 
@@ -127,20 +137,22 @@ def events(
                 if output.is_for_programs:
                     typer.echo(event_text(event, output))
                 else:
-                    what = visible(event.message, 500)
-                    typer.echo(f"{event.sequence:>9}  {moment(event.time)}  {visible(event.kind):<10}  {what}")
+                    what = printable_text(event.message, 500)
+                    typer.echo(
+                        f"{event.sequence:>9}  {format_time(event.time)}  {printable_text(event.kind):<10}  {what}"
+                    )
 
     try:
-        call(read, address, home)
+        call_cluster(read, address, home)
     except KeyboardInterrupt:
         hint = (
             f"Stopped looking; job {job} goes on. `gcore events {job} --after {last} --follow` goes on with the next."
         )
-        typer.echo(as_called(hint), err=True)
+        typer.echo(with_program_name(hint), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
-def time_given(text: str, now: float) -> float:
+def parse_time(text: str, now: float) -> float:
     """Seconds since the epoch of `10m` (ago), or of a time. Raises UsageError."""
     ago = _AGO.fullmatch(text.strip())
     if ago is not None:
@@ -164,11 +176,11 @@ def _nothing(job: str, *, previous: bool) -> str:
     )
 
 
-def log_text(line: pb.LogLine, output: Output) -> str:
+def format_log_line(line: pb.LogLine, output: Output) -> str:
     """A line as it is printed: a program gets all of it, a person no control characters that a model may have written."""
     if not output.is_for_programs:
         who = f"rank {line.rank} on {line.node}" if line.HasField("rank") else line.instance or line.node
-        return f"{visible(who)}  {visible(line.text, LONGEST)}"
+        return f"{printable_text(who)}  {printable_text(line.text, LONGEST)}"
     tree: dict[str, Any] = {"instance": line.instance, "node": line.node, "role": line.role}
     if line.HasField("rank"):
         tree["rank"] = line.rank
@@ -178,9 +190,9 @@ def log_text(line: pb.LogLine, output: Output) -> str:
 
 def _until_interrupted(read: Any, hint: str, address: str | None, home: Any) -> None:
     try:
-        call(read, address, home)
+        call_cluster(read, address, home)
     except KeyboardInterrupt:
-        typer.echo(as_called(f"Stopped looking; {hint}."), err=True)
+        typer.echo(with_program_name(f"Stopped looking; {hint}."), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -206,7 +218,7 @@ def samples(
     step: Annotated[
         int | None, typer.Option(help="The step; default: the newest that has samples.", min=1, max=MOST)
     ] = None,
-    source: Annotated[str, typer.Option(help="Only prompts of this source.", callback=utf8)] = "",
+    source: Annotated[str, typer.Option(help="Only prompts of this source.", callback=check_utf8)] = "",
     best: Annotated[bool, typer.Option("--best", help="The highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
     limit: Annotated[
@@ -227,19 +239,19 @@ def samples(
         raise UsageError("--best and --worst are two orders", fix="Give one of them")
     order = pb.SAMPLE_ORDER_BEST if best else pb.SAMPLE_ORDER_WORST if worst else pb.SAMPLE_ORDER_UNSPECIFIED
     try:
-        found = call(
+        found = call_cluster(
             lambda client: client.get_samples(job, step=step, source=source, order=order, limit=limit), address, home
         )
     except Unreachable as error:
         if address is not None:
             raise
         from controllers.api.run_reader import samples_of_folder
-        from controllers.cli.view.summary import finished_run
+        from controllers.cli.view.summary import describe_finished_run
 
-        run_dir = Path(finished_run(home, job, error)["folder"])
+        run_dir = Path(describe_finished_run(home, job, error)["folder"])
         request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
         found = list(samples_of_folder(run_dir, request))
     if output.is_for_programs:
         typer.echo(output.text(groups_tree(found)))
     else:
-        show_groups(console(), found)
+        show_groups(stdout_console(), found)

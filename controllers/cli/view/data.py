@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.cli.output import visible
-from gcore.rollout.environments.episode import bracketed
+from controllers.cli.output import printable_text
+from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,9 +34,9 @@ COLUMN_WIDTH = 36
 STANDINGS = {2: ", being trained on now", 3: ", cut off by a rollback"}
 
 
-def readable(text: str, limit: int, more: int = 0) -> str:
+def clip_text(text: str, limit: int, more: int = 0) -> str:
     """`text`, its lines kept, at most `limit` characters; `more`: those that were not even kept."""
-    shown = "\n".join(visible(line, limit) for line in text[:limit].split("\n"))
+    shown = "\n".join(printable_text(line, limit) for line in text[:limit].split("\n"))
     left = max(0, len(text) - limit) + more
     return f"{shown}… ({left} characters more)" if left else shown
 
@@ -66,23 +66,23 @@ def show_groups(console: Console, groups: Sequence[pb.SampleGroup]) -> None:
             console.print(_plain(group), markup=False, highlight=False, soft_wrap=True)
 
 
-def figures(response: pb.SampleResponse) -> str:
+def reward_text(response: pb.SampleResponse) -> str:
     """Reward and advantage."""
     return f"reward {_number(response.reward)}, advantage {_advantage(response)}"
 
 
-def particulars(response: pb.SampleResponse) -> str:
+def response_details(response: pb.SampleResponse) -> str:
     """What the reward is made of, and how the response ended."""
-    parts = [f"{visible(part.name, 40)} {_number(part.value)}" for part in response.parts]
+    parts = [f"{printable_text(part.name, 40)} {_number(part.value)}" for part in response.parts]
     told = [f"{response.observed_tokens} of them observed"] if response.observed_tokens else []
     masked = ["masked"] if response.masked else []
-    ending = [visible(response.finish_reason), f"{response.tokens} tokens", *told, *masked]
-    return ", ".join([*parts, *ending, f"by {'/'.join(map(visible, response.versions))}"])
+    ending = [printable_text(response.finish_reason), f"{response.tokens} tokens", *told, *masked]
+    return ", ".join([*parts, *ending, f"by {'/'.join(map(printable_text, response.versions))}"])
 
 
-def marked(response: pb.SampleResponse) -> str:
+def mark_observed_text(response: pb.SampleResponse) -> str:
     """Its text, with marks around what a tool or an environment said."""
-    return bracketed(response.text.text, ((told.start, told.end) for told in response.observed))
+    return mark_observed(response.text.text, ((told.start, told.end) for told in response.observed))
 
 
 def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
@@ -100,8 +100,8 @@ def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
     for first in range(0, len(cells), side_by_side):
         row = cells[first : first + side_by_side]
         table.add_row(*row, *[Text()] * (side_by_side - len(row)))
-    prompt = Text(readable(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more))
-    answer = Text(f"answer: {readable(group.answer, 300)}", style="dim") if group.answer else Text()
+    prompt = Text(clip_text(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more))
+    answer = Text(f"answer: {clip_text(group.answer, 300)}", style="dim") if group.answer else Text()
     return Panel(Group(prompt, answer, table), title=Text(_title(group)), title_align="left")
 
 
@@ -110,22 +110,22 @@ def _cell(response: pb.SampleResponse) -> RenderableType:
 
     colour = "green" if response.reward > 0 else "red" if response.reward < 0 else "yellow"
     return Text.assemble(
-        (f"{figures(response)}\n", f"bold {colour}"),
-        (f"{particulars(response)}\n", "dim"),
-        readable(marked(response), RESPONSE_CHARACTERS, response.text.more),
+        (f"{reward_text(response)}\n", f"bold {colour}"),
+        (f"{response_details(response)}\n", "dim"),
+        clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more),
     )
 
 
 def _plain(group: pb.SampleGroup) -> str:
     lines = [
         f"--- {_title(group)}",
-        _indented("prompt", readable(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more)),
+        _indented("prompt", clip_text(group.prompt.text, PROMPT_CHARACTERS, group.prompt.more)),
     ]
     if group.answer:
-        lines.append(_indented("answer", readable(group.answer, 300)))
+        lines.append(_indented("answer", clip_text(group.answer, 300)))
     for response in group.responses:
-        lines.append(f"  response {response.index}: {figures(response)}; {particulars(response)}")
-        lines.append(_indented("", readable(marked(response), RESPONSE_CHARACTERS, response.text.more)))
+        lines.append(f"  response {response.index}: {reward_text(response)}; {response_details(response)}")
+        lines.append(_indented("", clip_text(mark_observed_text(response), RESPONSE_CHARACTERS, response.text.more)))
     return "\n".join(lines)
 
 
@@ -135,8 +135,8 @@ def _indented(name: str, text: str) -> str:
 
 
 def _title(group: pb.SampleGroup) -> str:
-    node = visible(group.holder.rpartition(".")[0] or group.holder)
-    return f"prompt {visible(group.ref)} of {visible(group.source or 'the data')}, {group.prompt_tokens} tokens, held by {node}"
+    node = printable_text(group.holder.rpartition(".")[0] or group.holder)
+    return f"prompt {printable_text(group.ref)} of {printable_text(group.source or 'the data')}, {group.prompt_tokens} tokens, held by {node}"
 
 
 def _number(value: float) -> str:
@@ -216,23 +216,23 @@ def sources_table(sources: Sequence[CheckedSource]) -> Table:
     for checked in sources:
         tree = source_tree(checked)
         table.add_row(
-            visible(tree["source"]),
+            printable_text(tree["source"]),
             tree["for"],
             f"{tree['entries']:,}",
             "-" if checked.held_out else f"{tree['weight']:g}",
             f"{tree['refs']:,}",
             _filtered(checked.lengths),
-            visible(tree["reward"]),
+            printable_text(tree["reward"]),
         )
     return table
 
 
 def source_tree(checked: CheckedSource) -> dict[str, Any]:
     """For JSON. `refs`: prompts of an epoch; of a held-out source, prompts that an evaluation shows."""
-    from gcore.data.order import Share
+    from gcore.data.order import SourceShare
 
     source, lengths = checked.opened.source, checked.lengths
-    refs = lengths.entries if checked.held_out else Share(source.name, len(checked.opened), source.weight).refs
+    refs = lengths.entries if checked.held_out else SourceShare(source.name, len(checked.opened), source.weight).refs
     return {
         "source": source.name,
         "for": "evaluation" if checked.held_out else "training",
@@ -255,11 +255,11 @@ def source_tree(checked: CheckedSource) -> dict[str, Any]:
     }
 
 
-def notes(sources: Sequence[CheckedSource]) -> list[str]:
+def data_notes(sources: Sequence[CheckedSource]) -> list[str]:
     """Sentences about what may not have been meant."""
     found = []
     for checked in sources:
-        lengths, name = checked.lengths, title(checked)
+        lengths, name = checked.lengths, source_title(checked)
         if lengths.checked < lengths.entries:
             found.append(f"{name}: {lengths.checked:,} of {lengths.entries:,} prompts were counted, spread evenly.")
         found += [f"{name}: {count:,} filtered: {reason}." for reason, count in lengths.filtered.items()]
@@ -284,15 +284,15 @@ def lengths_title(checked: CheckedSource) -> str:
     """What stands above the histogram: how long the prompts are in a few numbers."""
     tokens = source_tree(checked)["tokens"]
     numbers = f"mean {tokens['mean']:.1f}, P50 {tokens['p50']}, P95 {tokens['p95']}, longest {tokens['max']}"
-    return f"Prompts of {title(checked)} by tokens ({numbers}):"
+    return f"Prompts of {source_title(checked)} by tokens ({numbers}):"
 
 
 def first_prompt(checked: CheckedSource) -> str:
     """The first prompt as the model is shown it, on one line."""
-    return f"{title(checked)} begins: {visible(checked.lengths.first.text, PROMPT_SHOWN)}"
+    return f"{source_title(checked)} begins: {printable_text(checked.lengths.first.text, PROMPT_SHOWN)}"
 
 
-def title(checked: CheckedSource) -> str:
+def source_title(checked: CheckedSource) -> str:
     """The source's name, and whether it is held out."""
     return f"{checked.opened.name} (evaluation)" if checked.held_out else checked.opened.name
 
@@ -308,7 +308,7 @@ def progress_bar() -> Iterator[CheckProgress]:
 
         def tell(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bar.add_task(visible(what))
+                tasks[what] = bar.add_task(printable_text(what))
             bar.update(tasks[what], completed=done, total=total)
 
         yield tell

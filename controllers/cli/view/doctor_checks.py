@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class PackageFacts:
     """An installed package. `wanted`: what gcore asks for; `pinned`: what it was tested with, if that is known here."""
 
     name: str
@@ -54,7 +54,7 @@ class EtcdTry:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFacts:
     """Sizes in bytes. `cpus`: cores this process may use, after affinity and the control group's quota."""
 
     cpus: float
@@ -71,7 +71,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class HomeFacts:
     """The folder of a cluster, or where it would be."""
 
     path: Path
@@ -84,7 +84,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedSlots:
     """What is to run here. `kind` is cpu or cuda."""
 
     kind: str
@@ -92,7 +92,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServerProbe:
     """Whether a server answers. `problem` empty: it does."""
 
     name: str
@@ -102,10 +102,10 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class RunningCluster:
     """What is up in the home."""
 
-    answers: Sequence[Answer] = ()
+    answers: Sequence[ServerProbe] = ()
     workers: Mapping[str, str] = field(default_factory=dict)
     """Instance and state."""
 
@@ -151,7 +151,7 @@ DAMAGED_ETCD = ((3, 5, 0), (3, 5, 2))
 """From and to which version etcd could lose data on a crash."""
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """A verdict."""
 
     OK = "ok"
@@ -164,171 +164,173 @@ class Check:
     """`seen`: what is there; `fix`: what to do about it, empty if nothing."""
 
     name: str
-    state: State
+    state: CheckState
     seen: str
     fix: str = ""
 
 
-def python_version(version: tuple[int, int, int]) -> Check:
+def check_python(version: tuple[int, int, int]) -> Check:
     """The interpreter."""
     text = ".".join(map(str, version))
     if version[:2] < PYTHON:
-        return Check("Python", State.FAIL, text, "Use Python 3.11 or newer")
-    return Check("Python", State.OK, text)
+        return Check("Python", CheckState.FAIL, text, "Use Python 3.11 or newer")
+    return Check("Python", CheckState.OK, text)
 
 
-def packages(found: Sequence[Package]) -> Iterator[Check]:
+def check_packages(found: Sequence[PackageFacts]) -> Iterator[Check]:
     """One line for what is as it should be, and one for each package that is not."""
     bad = [check for package in found if (check := _package(package)) is not None]
     if not bad:
-        yield Check("packages", State.OK, f"{len(found)} as gcore asks for" + _pins(found))
+        yield Check("packages", CheckState.OK, f"{len(found)} as gcore asks for" + _pins(found))
     yield from bad
 
 
-def _package(package: Package) -> Check | None:
+def _package(package: PackageFacts) -> Check | None:
     name = f"package {package.name}"
     extra = f"pip install 'gcore[{package.needed_for}]'" if package.needed_for else "pip install gcore"
     if package.installed is None:
         if package.needed_for == "modelscope":
             return None  # only for models of ms://, which says so itself
-        state = State.WARN if package.needed_for else State.FAIL
+        state = CheckState.WARN if package.needed_for else CheckState.FAIL
         who = FOR_WHAT.get(package.name, "nodes with workers need it")
         use = f"; {who} ({package.needed_for})" if package.needed_for else ""
         return Check(name, state, f"not installed{use}", f"Install it: {extra}")
     if not package.fits:
-        return Check(name, State.FAIL, f"{package.installed}, and gcore asks for {package.wanted}", f"Run {extra}")
+        return Check(name, CheckState.FAIL, f"{package.installed}, and gcore asks for {package.wanted}", f"Run {extra}")
     if package.pinned is not None and package.pinned != package.installed:
         return Check(
             name,
-            State.WARN,
+            CheckState.WARN,
             f"{package.installed}, tested with {package.pinned}",
             "Install what was tested: make setup, or pip install -c constraints/cpu.txt",
         )
     return None
 
 
-def _pins(found: Sequence[Package]) -> str:
+def _pins(found: Sequence[PackageFacts]) -> str:
     pinned = sum(package.pinned is not None for package in found)
     return f", {pinned} of them as pinned" if pinned else "; no pins are at hand to compare with"
 
 
-def torch_build(probe: Probe, wanted: Wanted) -> Iterator[Check]:
+def check_torch(probe: Probe, wanted: RequestedSlots) -> Iterator[Check]:
     """torch, and the devices that it sees."""
     if probe.torch is None:
-        yield Check("torch", State.FAIL, probe.error or "cannot be imported", "Install gcore[train,engine]")
+        yield Check("torch", CheckState.FAIL, probe.error or "cannot be imported", "Install gcore[train,engine]")
         return
     build = f"CUDA {probe.cuda}" if probe.cuda else "CPU build"
-    yield Check("torch", State.OK, f"{probe.torch}, {build}")
+    yield Check("torch", CheckState.OK, f"{probe.torch}, {build}")
     seen = ", ".join(probe.devices) or "no GPU"
     if wanted.kind == "cuda" and len(probe.devices) < wanted.slots:
         fix = "Use --slots cpu:N" if not probe.devices else f"Use at most --slots cuda:{len(probe.devices)}"
         if not probe.cuda:
             fix += ", or install a CUDA build of torch (constraints/cuda.txt)"
-        yield Check("devices", State.FAIL, f"{seen}; --slots asks for {wanted.slots} GPUs", fix)
+        yield Check("devices", CheckState.FAIL, f"{seen}; --slots asks for {wanted.slots} GPUs", fix)
     else:
-        yield Check("devices", State.OK, seen)
+        yield Check("devices", CheckState.OK, seen)
 
 
-def deepspeed_starts(probe: Probe) -> Check:
+def check_deepspeed(probe: Probe) -> Check:
     """DeepSpeed, by an update of a world of one rank."""
     if probe.started:
-        return Check("DeepSpeed", State.OK, f"{probe.deepspeed} makes an update on gloo")
+        return Check("DeepSpeed", CheckState.OK, f"{probe.deepspeed} makes an update on gloo")
     seen = f"{probe.deepspeed} does not start" if probe.deepspeed else "cannot be imported"
     fix = "Install gcore[train] with DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed"
-    return Check("DeepSpeed", State.FAIL, f"{seen}: {probe.error}" if probe.error else seen, fix)
+    return Check("DeepSpeed", CheckState.FAIL, f"{seen}: {probe.error}" if probe.error else seen, fix)
 
 
-def etcd(tried: EtcdTry) -> Iterator[Check]:
+def check_etcd(tried: EtcdTry) -> Iterator[Check]:
     """The binary, and whether it serves."""
     if not tried.path:
         fix = "Put an `etcd` binary on PATH, or install gcore[local]; a cluster with --etcd-endpoints needs none here"
-        yield Check("etcd", State.FAIL, tried.error or "not found", fix)
+        yield Check("etcd", CheckState.FAIL, tried.error or "not found", fix)
         return
     seen = f"{tried.version or 'version unknown'} at {tried.path}"
     if DAMAGED_ETCD[0] <= _numbers(tried.version) <= DAMAGED_ETCD[1]:
         fix = "Good for a laptop; for anything to keep install etcd 3.5.3 or newer on PATH"
-        yield Check("etcd", State.WARN, f"{seen}; 3.5.0 to 3.5.2 can lose data in a crash", fix)
+        yield Check("etcd", CheckState.WARN, f"{seen}; 3.5.0 to 3.5.2 can lose data in a crash", fix)
     else:
-        yield Check("etcd", State.OK, seen)
+        yield Check("etcd", CheckState.OK, seen)
     if tried.answered_s is None:
-        yield Check("etcd starts", State.FAIL, tried.error or "it does not answer", "Look at what it said")
+        yield Check("etcd starts", CheckState.FAIL, tried.error or "it does not answer", "Look at what it said")
     else:
-        yield Check("etcd starts", State.OK, f"answers after {tried.answered_s:.1f} s")
+        yield Check("etcd starts", CheckState.OK, f"answers after {tried.answered_s:.1f} s")
 
 
-def home(seen: Home) -> Iterator[Check]:
+def check_home(seen: HomeFacts) -> Iterator[Check]:
     """Whether a cluster can keep its state there."""
     if seen.error:
-        yield Check("home", State.FAIL, f"{seen.path}: {seen.error}", "Choose another --home, or make it writable")
+        yield Check("home", CheckState.FAIL, f"{seen.path}: {seen.error}", "Choose another --home, or make it writable")
         return
     free = f"{seen.path} is writable, {_size(seen.free)} free"
     if seen.free < DISK_FAIL:
-        yield Check("home", State.FAIL, free, "Make room: checkpoints are three times the model in float32")
+        yield Check("home", CheckState.FAIL, free, "Make room: checkpoints are three times the model in float32")
     elif seen.free < DISK_WARN:
-        yield Check("home", State.WARN, free, "Enough for small models; checkpoints are three times the model")
+        yield Check("home", CheckState.WARN, free, "Enough for small models; checkpoints are three times the model")
     else:
-        yield Check("home", State.OK, free)
+        yield Check("home", CheckState.OK, free)
     if seen.sync_ms > SYNC_SLOW_MS:
         fix = "etcd needs quick syncs: put --home on a local disk"
-        yield Check("disk", State.WARN, f"a write takes {seen.sync_ms:.0f} ms to reach it", fix)
+        yield Check("disk", CheckState.WARN, f"a write takes {seen.sync_ms:.0f} ms to reach it", fix)
     else:
-        yield Check("disk", State.OK, f"a write takes {seen.sync_ms:.1f} ms to reach it")
+        yield Check("disk", CheckState.OK, f"a write takes {seen.sync_ms:.1f} ms to reach it")
 
 
-def clock(machine: Machine, where: Home) -> Check:
+def check_clock(machine: MachineFacts, where: HomeFacts) -> Check:
     """Wall clocks: only shown to people, and certificates hang on them."""
     if machine.wall < CLOCK_OLD:
-        return Check("clock", State.FAIL, "the machine's clock is years behind", "Set it; no certificate verifies")
+        return Check("clock", CheckState.FAIL, "the machine's clock is years behind", "Set it; no certificate verifies")
     if abs(where.clock_apart_s) > CLOCK_APART_S:
         seen = f"files in {where.path} are dated {where.clock_apart_s:+.1f} s apart"
-        return Check("clock", State.WARN, seen, "Have machine and file server follow one time server")
-    return Check("clock", State.OK, "plausible, and the disk agrees")
+        return Check("clock", CheckState.WARN, seen, "Have machine and file server follow one time server")
+    return Check("clock", CheckState.OK, "plausible, and the disk agrees")
 
 
-def processors(machine: Machine, wanted: Wanted) -> Check:
+def check_cores(machine: MachineFacts, wanted: RequestedSlots) -> Check:
     """Cores against slots."""
     seen = f"{machine.cpus:g} of {machine.cores} cores may be used"
     if wanted.kind == "cpu" and wanted.slots > machine.cpus:
         fix = f"Use --slots cpu:{max(1, int(machine.cpus))}: workers that share a core take turns, and all are slower"
-        return Check("processors", State.WARN, f"{seen}; --slots asks for {wanted.slots}", fix)
-    return Check("processors", State.OK, f"{seen}; --slots {wanted.kind}:{wanted.slots}")
+        return Check("processors", CheckState.WARN, f"{seen}; --slots asks for {wanted.slots}", fix)
+    return Check("processors", CheckState.OK, f"{seen}; --slots {wanted.kind}:{wanted.slots}")
 
 
-def memory(machine: Machine, wanted: Wanted) -> Check:
+def check_memory(machine: MachineFacts, wanted: RequestedSlots) -> Check:
     """Memory against slots, for a small model; nobody can say it for a large one without the spec."""
     seen = f"{_size(machine.available)} of {_size(machine.memory)} are free"
     needed = wanted.slots * SLOT_BYTES if wanted.kind == "cpu" else SLOT_BYTES
     if machine.available < needed:
         fix = f"An engine and a rank take about 1 GiB beside the model: free {_size(needed)}, or use fewer slots"
-        return Check("memory", State.WARN, seen, fix)
-    return Check("memory", State.OK, seen)
+        return Check("memory", CheckState.WARN, seen, fix)
+    return Check("memory", CheckState.OK, seen)
 
 
-def limits(machine: Machine, wanted: Wanted) -> Iterator[Check]:
+def check_limits(machine: MachineFacts, wanted: RequestedSlots) -> Iterator[Check]:
     """Open files, shared memory, loopback."""
     seen = f"{machine.open_files} may be open"
     if machine.open_files < FILES_FAIL:
-        yield Check("open files", State.FAIL, seen, "Raise it: ulimit -n 65536, or LimitNOFILE of the service")
+        yield Check("open files", CheckState.FAIL, seen, "Raise it: ulimit -n 65536, or LimitNOFILE of the service")
     elif machine.open_files < FILES_WARN:
         fix = "Enough here; hundreds of requests in flight need more: ulimit -n 65536"
-        yield Check("open files", State.WARN, seen, fix)
+        yield Check("open files", CheckState.WARN, seen, fix)
     else:
-        yield Check("open files", State.OK, seen)
+        yield Check("open files", CheckState.OK, seen)
     if machine.shared is None:
-        yield Check("/dev/shm", State.WARN, "there is none", "Mount a tmpfs there; NCCL and SGLang pass tensors by it")
+        yield Check(
+            "/dev/shm", CheckState.WARN, "there is none", "Mount a tmpfs there; NCCL and SGLang pass tensors by it"
+        )
     elif wanted.kind == "cuda" and machine.shared < SHARED_WARN:
         fix = "Give the container more (docker run --shm-size 8g); NCCL and SGLang pass tensors by it"
-        yield Check("/dev/shm", State.WARN, _size(machine.shared), fix)
+        yield Check("/dev/shm", CheckState.WARN, _size(machine.shared), fix)
     else:
-        yield Check("/dev/shm", State.OK, _size(machine.shared))
+        yield Check("/dev/shm", CheckState.OK, _size(machine.shared))
     if machine.loopback:
         fix = "gcore's processes talk over 127.0.0.1: bring the interface lo up, and let no firewall between"
-        yield Check("loopback", State.FAIL, machine.loopback, fix)
+        yield Check("loopback", CheckState.FAIL, machine.loopback, fix)
     else:
-        yield Check("loopback", State.OK, "ports are free and answer")
+        yield Check("loopback", CheckState.OK, "ports are free and answer")
 
 
-def threads(environment: Mapping[str, str], cpus: float) -> Check:
+def check_threads(environment: Mapping[str, str], cpus: float) -> Check:
     """Settings that make waiting threads spin. gcore sets its workers' own; whatever else runs here takes their cores."""
     odd = []
     if environment.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE":
@@ -342,46 +344,50 @@ def threads(environment: Mapping[str, str], cpus: float) -> Check:
         odd.append(f"OMP_NUM_THREADS={many} on {cpus:g} cores")
     if odd:
         fix = "gcore's workers get settings of their own; unset these for what runs beside them"
-        return Check("threads", State.WARN, ", ".join(odd), fix)
-    return Check("threads", State.OK, "nothing that makes threads spin")
+        return Check("threads", CheckState.WARN, ", ".join(odd), fix)
+    return Check("threads", CheckState.OK, "nothing that makes threads spin")
 
 
-def sglang(python: str | None, version: str | None, error: str = "") -> Check:
+def check_sglang(python: str | None, version: str | None, error: str = "") -> Check:
     """The environment of SGLang, which is needed for `rollout.engine: sglang` alone."""
     if error:
-        return Check("SGLang", State.FAIL, error, "Correct or unset what names it; `make sglang-setup` makes one")
+        return Check("SGLang", CheckState.FAIL, error, "Correct or unset what names it; `make sglang-setup` makes one")
     if python is None:
-        return Check("SGLang", State.OK, "none; only rollout.engine: sglang needs it")
+        return Check("SGLang", CheckState.OK, "none; only rollout.engine: sglang needs it")
     if version is None:
-        return Check("SGLang", State.FAIL, f"{python} cannot tell its version", "Install it again: make sglang-setup")
+        return Check(
+            "SGLang", CheckState.FAIL, f"{python} cannot tell its version", "Install it again: make sglang-setup"
+        )
     if version != SGLANG_TESTED:
-        return Check("SGLang", State.WARN, f"{version} in {python}, tested with {SGLANG_TESTED}", "Try before you rely")
-    return Check("SGLang", State.OK, f"{version} in {python}")
+        return Check(
+            "SGLang", CheckState.WARN, f"{version} in {python}, tested with {SGLANG_TESTED}", "Try before you rely"
+        )
+    return Check("SGLang", CheckState.OK, f"{version} in {python}")
 
 
-def hubs(answers: Sequence[Answer]) -> Iterator[Check]:
+def check_hubs(answers: Sequence[ServerProbe]) -> Iterator[Check]:
     """Only asked for with --online; a model in a folder needs none."""
     for answer in answers:
-        state = State.WARN if answer.problem else State.OK
+        state = CheckState.WARN if answer.problem else CheckState.OK
         yield Check(answer.name, state, answer.problem or f"{answer.where} answers", answer.fix)
 
 
-def cluster(seen: Cluster | None) -> Iterator[Check]:
+def check_cluster(seen: RunningCluster | None) -> Iterator[Check]:
     """What is up in the home."""
     if seen is None:
-        yield Check("cluster", State.OK, "none is up in this home")
+        yield Check("cluster", CheckState.OK, "none is up in this home")
         return
     for answer in seen.answers:
-        state = State.FAIL if answer.problem else State.OK
+        state = CheckState.FAIL if answer.problem else CheckState.OK
         yield Check(answer.name, state, answer.problem or f"serves at {answer.where}", answer.fix)
     failed = sorted(instance for instance, state in seen.workers.items() if state == "failed")
     if failed:
         fix = "See their logs in the run's folder; the controllers start others"
-        yield Check("workers", State.WARN, f"failed: {', '.join(failed)}", fix)
+        yield Check("workers", CheckState.WARN, f"failed: {', '.join(failed)}", fix)
     else:
         states = sorted(set(seen.workers.values()))
         counts = ", ".join(f"{list(seen.workers.values()).count(s)} {s}" for s in states)
-        yield Check("workers", State.OK, counts or "none")
+        yield Check("workers", CheckState.OK, counts or "none")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

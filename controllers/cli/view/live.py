@@ -12,19 +12,19 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from controllers.cli.output import (
-    chart,
-    columns,
-    held,
-    measure,
-    measures,
+    bin_points,
+    distinguish_texts,
+    divide_cells,
+    draw_chart,
+    fill_gaps,
+    format_measure,
+    format_measures,
+    format_seconds,
     moved_cells,
-    parts,
-    seconds,
-    strip,
-    told_apart,
-    visible,
+    printable_text,
+    shard_strip,
 )
-from controllers.cli.view.state import PHASES, RECENT_STEPS, Answer, NodeView, SetPoint, StepPoint, ViewState
+from controllers.cli.view.state import PHASES, RECENT_STEPS, AnswerPoint, NodeView, SetPoint, StepPoint, ViewState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +41,7 @@ SHOWN = 6
 """Sources in the live view; the others are counted."""
 
 
-def sources_of(state: ViewState) -> tuple[str, ...]:
+def list_sources(state: ViewState) -> tuple[str, ...]:
     """The sources that the events tell of; none for a job with one."""
     stats = state.points[-1].stats if state.points else {}
     named = {key.partition("/")[2] for key in stats if key.startswith(("groups/", "filtered/", "failed/"))}
@@ -57,7 +57,7 @@ def sources_table(state: ViewState) -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
-    names = sources_of(state)
+    names = list_sources(state)
     if not names:
         return None
     stats = state.points[-1].stats if state.points else {}
@@ -69,7 +69,7 @@ def sources_table(state: ViewState) -> Table | None:
     )
     for name in names[:SHOWN]:
         table.add_row(
-            Text(visible(name, 24)),
+            Text(printable_text(name, 24)),
             _number(stats.get(f"groups/{name}"), "{:.0f}"),
             _number(stats.get(f"reward/{name}"), "{:.3f}"),
             _number(stats.get(f"response_length/{name}"), "{:.1f}"),
@@ -85,7 +85,7 @@ def _measured(accuracy: float | None, of_set: SetPoint | None) -> str:
     """`45.0%, pass@4 71.2%`."""
     if accuracy is None:
         return "-"
-    return ", ".join([f"{accuracy:.1%}", *measures(of_set.metrics if of_set is not None else {}, accuracy)])
+    return ", ".join([f"{accuracy:.1%}", *format_measures(of_set.metrics if of_set is not None else {}, accuracy)])
 
 
 def _number(value: float | None, form: str) -> Text:
@@ -113,12 +113,12 @@ def usual_waits(points: Sequence[StepPoint]) -> dict[str, float]:
 
 def waits_line(waits: Mapping[str, float]) -> str:
     """One line; empty if nothing is known."""
-    said = ", ".join(words.format(seconds(waits[name])) for name, words in WAITS.items() if name in waits)
-    bottleneck = bottleneck_of(waits)
+    said = ", ".join(words.format(format_seconds(waits[name])) for name, words in WAITS.items() if name in waits)
+    bottleneck = find_bottleneck(waits)
     return f"{said}: {bottleneck} holds steps up" if bottleneck else said
 
 
-def bottleneck_of(waits: Mapping[str, float]) -> str:
+def find_bottleneck(waits: Mapping[str, float]) -> str:
     """Whom the others wait for the longest; empty if that is not known. Ranks and engines that share a slot take turns."""
     batch, weights = waits.get("wait_for_batch_s"), waits.get("wait_for_weights_s")
     if batch is None or weights is None:
@@ -159,7 +159,7 @@ GAP = 3
 ROWS_WITH_ANSWERS = 35
 
 
-def render(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
+def render_view(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
     """The view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: as many as
     it takes). On a low one the answers are left out, so that what happens is seen."""
     from rich.console import Group
@@ -188,11 +188,11 @@ def _title(state: ViewState) -> Text:
     from rich.text import Text
 
     title = Text(" gcore  ", style="bold")
-    title.append(visible(state.job) or "a job", style="bold")
+    title.append(printable_text(state.job) or "a job", style="bold")
     title.append("  ")
-    title.append(visible(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")
+    title.append(printable_text(state.state), style=f"bold {STATE_COLOURS.get(state.state, 'white')}")
     if state.uid:
-        title.append(f"  {visible(state.uid)}", style="dim")
+        title.append(f"  {printable_text(state.uid)}", style="dim")
     return title.append(" ")
 
 
@@ -206,10 +206,10 @@ def _progress(state: ViewState, now: float, width: int) -> RenderableType:
     words = [Text(f"step {state.step}/{state.of_steps}", style="bold"), Text(f"{share:.0%}")]
     if state.started is not None:
         end = state.last_time if state.ended and state.last_time is not None else now
-        words.append(Text(f"{seconds(max(0.0, end - state.started))} so far", style="dim"))
+        words.append(Text(f"{format_seconds(max(0.0, end - state.started))} so far", style="dim"))
     left = state.seconds_left
     if left and not state.ended:
-        words.append(Text(f"about {seconds(left)} left", style="dim"))
+        words.append(Text(f"about {format_seconds(left)} left", style="dim"))
     if state.rollbacks:
         words.append(Text(f"rolled back {state.rollbacks}×", style="yellow"))
     room = width - sum(word.cell_len + 2 for word in words) - 2
@@ -232,11 +232,16 @@ def _charts(state: ViewState, width: int) -> RenderableType:
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_row(
         _chart(
-            "reward", held(columns(rewards, cells), end), f"{rewards[-1][1]:.3f}" if rewards else "-", low, high, "cyan"
+            "reward",
+            fill_gaps(bin_points(rewards, cells), end),
+            f"{rewards[-1][1]:.3f}" if rewards else "-",
+            low,
+            high,
+            "cyan",
         ),
         _chart(
             "held-out accuracy",
-            held(columns(accuracies, cells), end),
+            fill_gaps(bin_points(accuracies, cells), end),
             _accuracy(state),
             0.0,
             1.0,
@@ -254,7 +259,7 @@ def _accuracy(state: ViewState) -> str:
     best = state.best
     if best is None or best.step == state.evals[-1].step:
         return now
-    return f"{now}, best {measure(best.metric, best.value).removeprefix('accuracy ')} (step {best.step})"
+    return f"{now}, best {format_measure(best.metric, best.value).removeprefix('accuracy ')} (step {best.step})"
 
 
 def _chart(
@@ -266,7 +271,7 @@ def _chart(
 
     head = Text.assemble((name, "bold"), "  ", (last, f"bold {colour}"))
     body = Table.grid()
-    drawn = chart(values, height=CHART_HEIGHT, low=low, high=high)
+    drawn = draw_chart(values, height=CHART_HEIGHT, low=low, high=high)
     for row, line in enumerate(drawn):
         label = f"{high:4.4g} ┤" if row == 0 else f"{low:4.4g} ┤" if row == len(drawn) - 1 else "     │"
         body.add_row(Text(label, style="dim", no_wrap=True), Text(line, style=colour, no_wrap=True, overflow="crop"))
@@ -311,8 +316,8 @@ def _time_bar(state: ViewState, width: int) -> RenderableType:
     head, legend = Text("a step ", style="dim", no_wrap=True), Text()
     for phase in PHASES:
         legend.append(f"  {phase} ", style=PHASE_COLOURS[phase])
-        legend.append(seconds(usual[phase]) if recent else "-")
-    cells = parts(usual, max(4, min(width // 4, width - head.cell_len - legend.cell_len)))
+        legend.append(format_seconds(usual[phase]) if recent else "-")
+    cells = divide_cells(usual, max(4, min(width // 4, width - head.cell_len - legend.cell_len)))
     if not cells:
         return head.append("-")
     for phase in PHASES:
@@ -337,7 +342,7 @@ def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
         colour = NODE_COLOURS[index % len(NODE_COLOURS)]
         lamp = Text("● " if node.alive else "✗ ", style="green" if node.alive else "bold red")
         table.add_row(
-            lamp.append(visible(node.name, 20), style=colour if node.alive else "red"),
+            lamp.append(printable_text(node.name, 20), style=colour if node.alive else "red"),
             _shard_map(node, fresh, state.shard_count, map_width, colour),
             Text(str(len(node.shards)), style=colour),
             Text(str(groups.get(node.name, 0))),
@@ -353,7 +358,7 @@ def _shard_map(node: NodeView, fresh: frozenset[int], count: int, width: int, co
 
     marked = moved_cells(fresh & frozenset(node.shards), count, width)
     line = Text(no_wrap=True)
-    for cell, character in enumerate(strip(node.shards, count, width)):
+    for cell, character in enumerate(shard_strip(node.shards, count, width)):
         style = "dim" if character == "·" else f"bold reverse {colour}" if cell in marked else colour
         line.append(character, style=style)
     return line
@@ -373,8 +378,8 @@ def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]
 
     waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
     for wait in waits[:WAITS_SHOWN]:
-        text = Text(f"waits  {seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
-        yield text.append(visible(f"{wait.who}: {wait.what}", max(10, width - 16)))
+        text = Text(f"waits  {format_seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
+        yield text.append(printable_text(f"{wait.who}: {wait.what}", max(10, width - 16)))
 
 
 def _answers(state: ViewState) -> RenderableType:
@@ -391,20 +396,20 @@ def _answers(state: ViewState) -> RenderableType:
         Text("expected", style="dim"),
     )
     answers = first.samples[:ANSWERS_SHOWN]
-    for before, prompt in zip(answers, told_apart([answer.prompt for answer in answers], 40), strict=True):
+    for before, prompt in zip(answers, distinguish_texts([answer.prompt for answer in answers], 40), strict=True):
         now = now_by_prompt.get(before.prompt) if last is not first else None
-        table.add_row(Text(prompt), _marked(before), _marked(now), Text(visible(before.answer, 24), "dim"))
+        table.add_row(Text(prompt), _marked(before), _marked(now), Text(printable_text(before.answer, 24), "dim"))
     return table
 
 
-def _marked(answer: Answer | None) -> Text:
+def _marked(answer: AnswerPoint | None) -> Text:
     from rich.text import Text
 
     if answer is None:
         return Text("-", style="dim")
     right = answer.right
     text = Text("✓ " if right else "✗ ", style="green" if right else "red")
-    return text.append(visible(answer.response, 24) or "(nothing)")
+    return text.append(printable_text(answer.response, 24) or "(nothing)")
 
 
 def _log(state: ViewState, width: int) -> Iterator[RenderableType]:
@@ -413,5 +418,5 @@ def _log(state: ViewState, width: int) -> Iterator[RenderableType]:
     colours = {"rollback": "yellow", "member": "bold", "shards": "cyan", "state": "bold"}
     for line in state.log[-LOG_SHOWN:]:
         since = line.time - (state.started if state.started is not None else line.time)
-        text = Text(f"{seconds(max(0.0, since)):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
-        yield text.append(visible(line.text, width - 9), style=colours.get(line.kind, ""))
+        text = Text(f"{format_seconds(max(0.0, since)):>7}  ", style="dim", no_wrap=True, overflow="ellipsis")
+        yield text.append(printable_text(line.text, width - 9), style=colours.get(line.kind, ""))

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from controllers.accounting.states import added
-from controllers.cli.output import seconds, visible
+from controllers.accounting.states import add_times
+from controllers.cli.output import format_seconds, printable_text
 from gcore.config.spec import FIXED_POLICIES
-from gcore.ledger.records.job import Move, MoveKind, Moves, Pin, Plan, Stay
-from gcore.ledger.records.slot_accounting import BookLine, EngineSums, StepBook, Stretch, engines_of
-from placement.assign import slots_of, split_of
+from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
+from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, sum_engines
+from placement.assign import engine_slots, split_of
 from placement.moves import (
     foretold_in_words,
-    in_words,
+    move_in_words,
     numbers_in_words,
     outcome_in_words,
     span_in_words,
     split_from,
     stay_in_words,
 )
-from placement.slots import Slot, counted
+from placement.slots import Slot, count_noun
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -58,7 +58,7 @@ def pin_words(reply: pb.PlacementReply) -> str:
     return str(Pin.decode(reply.pin, "what is fixed")) if reply.pin else str(Pin())
 
 
-def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
+def placement_rows(reply: pb.PlacementReply) -> dict[str, str]:
     """What `gcore placement show` says before its table."""
     plan = plan_of(reply)
     rows = {
@@ -77,7 +77,7 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     moves = moves_of(reply)
     rows["moves"] = str(moves.total)
     if moves.newest is not None:
-        rows["newest"] = _shown(f"{_at(moves.newest)}: {in_words(moves.newest)}")
+        rows["newest"] = _shown(f"{_at(moves.newest)}: {move_in_words(moves.newest)}")
     if moves.stays:
         stay = moves.stays[-1]
         rows["newest decision" if moves.newest is None or stay.time > moves.newest.time else "before that"] = _shown(
@@ -88,7 +88,7 @@ def shown_rows(reply: pb.PlacementReply) -> dict[str, str]:
     return rows
 
 
-def parted(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
+def divide_plan(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
     """What it has on nodes that are there, and on those that are away."""
 
     def on(*, there: bool) -> Plan:
@@ -101,14 +101,14 @@ def parted(plan: Plan, away: Collection[str]) -> tuple[Plan, Plan]:
 
 def split_in_words(plan: Plan, away: Collection[str]) -> str:
     """How many slots of the nodes that are there serve what, and how many are away, of which nodes."""
-    here, gone = parted(plan, away)
-    if not (lost := by_slot(gone)):
+    here, gone = divide_plan(plan, away)
+    if not (lost := slot_roles(gone)):
         return str(split_of(here))
     nodes = " and ".join(sorted({slot.node for slot in lost}))
     pools = ", ".join(f"{count} {pool}" for pool, count in _pools(gone).items() if count)
     together = split_of(gone).mode == "colocated"
     had = "" if together or not pools else f", planned for {pools},"
-    return f"{split_of(here)}; {counted(len(lost), 'slot')} of {nodes}{had} {'is' if len(lost) == 1 else 'are'} away"
+    return f"{split_of(here)}; {count_noun(len(lost), 'slot')} of {nodes}{had} {'is' if len(lost) == 1 else 'are'} away"
 
 
 def _pools(plan: Plan) -> dict[str, int]:
@@ -116,7 +116,7 @@ def _pools(plan: Plan) -> dict[str, int]:
     return {"rollout": split.rollout, "reward": split.reward, "train": split.train}
 
 
-def by_slot(plan: Plan) -> dict[Slot, list[str]]:
+def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
     """What is on each slot, in words: who is awake first; of an engine that spans several, which they are."""
     found: dict[Slot, list[str]] = {}
     for rank in sorted(plan.ranks, key=lambda one: one.rank):
@@ -125,7 +125,7 @@ def by_slot(plan: Plan) -> dict[Slot, list[str]]:
         what = f"judge {place.judge}" if place.judge else "rollout"
         if place.further:
             what += f" on {'+'.join(slot.rpartition(':')[2] for slot in place.slots)}"
-        for slot in slots_of(place):
+        for slot in engine_slots(place):
             found.setdefault(slot, []).append(what + " (asleep)" * place.asleep)
     return dict(sorted(found.items()))
 
@@ -137,16 +137,16 @@ def slots_table(reply: pb.PlacementReply) -> Table:
 
     table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
     plan = plan_of(reply)
-    for slot, what in by_slot(plan).items() if plan is not None else ():
+    for slot, what in slot_roles(plan).items() if plan is not None else ():
         node = slot.node + " (away)" * (slot.node in reply.away)
         table.add_row(*(Text(_shown(one)) for one in (node, slot.slot, ", ".join(what))))
     return table
 
 
-def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
+def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
     """The same as JSON."""
     plan = plan_of(reply)
-    here, gone = (None, None) if plan is None else parted(plan, reply.away)
+    here, gone = (None, None) if plan is None else divide_plan(plan, reply.away)
     return {
         "uid": reply.uid,
         "job": reply.name,
@@ -159,7 +159,7 @@ def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
         "split": None if here is None else {"mode": split_of(here).mode, **_pools(here)},
         "split_away": None if gone is None or not reply.away else _pools(gone),
         "fixed": json.loads(Pin.decode(reply.pin).model_dump_json(exclude={"schema_version"})) if reply.pin else None,
-        "slots": {} if plan is None else {str(slot): what for slot, what in by_slot(plan).items()},
+        "slots": {} if plan is None else {str(slot): what for slot, what in slot_roles(plan).items()},
         "moves": moves_of(reply).total,
         "away": list(reply.away),
     }
@@ -168,10 +168,10 @@ def shown_tree(reply: pb.PlacementReply) -> dict[str, Any]:
 def move_tree(move: Move) -> dict[str, Any]:
     """A move as JSON, with its sentence."""
     tree: dict[str, Any] = json.loads(move.model_dump_json())
-    return {**tree, "sentence": in_words(move), "came_of_it": outcome_in_words(move)}
+    return {**tree, "sentence": move_in_words(move), "came_of_it": outcome_in_words(move)}
 
 
-def told_tree(moves: Sequence[Move], stays: Sequence[Stay]) -> list[dict[str, Any]]:
+def history_tree(moves: Sequence[Move], stays: Sequence[HoldPeriod]) -> list[dict[str, Any]]:
     """Moves as JSON, and between them the stretches without any, of the kind `stay`; oldest first."""
     told = [(move.time, move_tree(move)) for move in moves]
     for stay in stays:
@@ -180,8 +180,8 @@ def told_tree(moves: Sequence[Move], stays: Sequence[Stay]) -> list[dict[str, An
     return [tree for _, tree in sorted(told, key=lambda one: one[0])]
 
 
-def account(
-    name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int, stays: Sequence[Stay] = ()
+def placement_story(
+    name: str, reply: pb.PlacementReply | None, moves: Sequence[Move], left_out: int, stays: Sequence[HoldPeriod] = ()
 ) -> list[str]:
     """The whole story: where the slots are now, each move with its reason, what was expected, and what came of it, and why nothing moved
     where nothing did."""
@@ -211,7 +211,7 @@ def account(
 
 
 def _shown(text: str) -> str:
-    return visible(text, MOST_SHOWN)
+    return printable_text(text, MOST_SHOWN)
 
 
 def _clock(time: float) -> str:
@@ -230,7 +230,7 @@ def _at(move: Move) -> str:
 
 def _told(move: Move, before: Move | None) -> list[str]:
     """`before`: the move that is told before it."""
-    lines = [f"{_clock(move.time)}{_at(move)}: {in_words(move)}."]
+    lines = [f"{_clock(move.time)}{_at(move)}: {move_in_words(move)}."]
     idle = {pool: share for pool, share in move.idle.items() if pool in ("rollout", "reward", "train")}
     if not all(f"{pool} was idle for" in move.reason for pool in idle):
         lines.append("  Idle then: " + ", ".join(f"{pool} {share:.0%}" for pool, share in idle.items()) + ".")
@@ -247,7 +247,7 @@ def _told(move: Move, before: Move | None) -> list[str]:
     return lines
 
 
-def _stayed(stay: Stay) -> list[str]:
+def _stayed(stay: HoldPeriod) -> list[str]:
     lines = [f"{_clock(stay.began)}{span_in_words(stay)}: {stay_in_words(stay)}."]
     if said := foretold_in_words(stay.foretold):
         lines.append(f"  What came of it: {said}.")
@@ -337,7 +337,7 @@ BAR = 30
 
 
 @dataclass(frozen=True)
-class Top:
+class JobTop:
     """A job at a moment. `books`: the newest of each node; `folder`: that of a run that ended, if that is where it was read."""
 
     name: str
@@ -345,7 +345,7 @@ class Top:
     state: str
     step: int
     steps: str
-    books: Mapping[str, StepBook]
+    books: Mapping[str, StepAccount]
     folder: str = ""
 
     @property
@@ -359,8 +359,8 @@ class Top:
         total: dict[str, float] = {}
         for book in self.books.values():
             if book.seconds > 0:
-                total = added(total, {state: told / book.seconds for state, told in book.booked.items()})
-                total = added(total, {"unbooked": book.unbooked / book.seconds} if book.unbooked else {})
+                total = add_times(total, {state: told / book.seconds for state, told in book.booked.items()})
+                total = add_times(total, {"unbooked": book.unbooked / book.seconds} if book.unbooked else {})
         return total
 
     @property
@@ -377,7 +377,7 @@ class Top:
     @property
     def engines(self) -> dict[str, EngineSums]:
         """By pool, of all nodes."""
-        return engines_of(self.books.values())
+        return sum_engines(self.books.values())
 
     @property
     def bottleneck(self) -> str:
@@ -390,12 +390,12 @@ class Top:
         return max(causes, key=lambda cause: (causes[cause], cause), default="")
 
 
-def rows(top: Top) -> Iterable[tuple[str, str]]:
+def top_rows(top: JobTop) -> Iterable[tuple[str, str]]:
     """The job in words."""
     yield "job", f"{top.name} {top.state}"
     yield (
         "step",
-        f"{top.step}/{top.steps}" + (f", the newest booked one took {seconds(top.step_s)}" if top.books else ""),
+        f"{top.step}/{top.steps}" + (f", the newest booked one took {format_seconds(top.step_s)}" if top.books else ""),
     )
     yield "slots", f"{top.slots} on {len(top.books)} nodes; {top.error:.2%} of their time is not accounted for"
     if top.bottleneck:
@@ -406,11 +406,11 @@ def rows(top: Top) -> Iterable[tuple[str, str]]:
             speed = sums.tokens / top.step_s if top.step_s else 0.0
             yield pool, f"{sums.running_s / sums.active_s:.1f} requests at a time in an engine, {speed:,.0f} tokens/s"
     if top.folder:
-        yield "told from", f"{visible(top.folder)}, for no cluster is up"
+        yield "told from", f"{printable_text(top.folder)}, for no cluster is up"
         yield "see also", f"`gcore trace {top.uid} --step N`, `gcore placement explain {top.uid}`"
 
 
-def states_table(top: Top) -> Table:
+def states_table(top: JobTop) -> Table:
     """Slots by state, the most first."""
     from rich.table import Table
     from rich.text import Text
@@ -425,14 +425,14 @@ def states_table(top: Top) -> Table:
     return table
 
 
-def shown(top: Top) -> Group:
+def render_top(top: JobTop) -> Group:
     """All of it."""
     from rich.console import Group
     from rich.text import Text
 
     from controllers.cli.output import pairs_table
 
-    parts: list[Any] = [pairs_table(dict(rows(top)))]
+    parts: list[Any] = [pairs_table(dict(top_rows(top)))]
     if top.books:
         parts += [Text(""), states_table(top)]
     else:
@@ -440,7 +440,7 @@ def shown(top: Top) -> Group:
     return Group(*parts)
 
 
-def tree(top: Top) -> dict[str, Any]:
+def top_tree(top: JobTop) -> dict[str, Any]:
     """As JSON."""
     return {
         "job": top.name,
@@ -476,7 +476,7 @@ PHASES_TRACK = 1
 JOB, MOVES_TRACK = 1, 1
 
 
-UNBOOKED = "unbooked"
+UNACCOUNTED = "unbooked"
 
 
 COLOURS = {
@@ -487,12 +487,12 @@ COLOURS = {
     "switching": "thread_state_iowait",
     "syncing": "rail_response",
     "failed": "terrible",
-    UNBOOKED: "bad",
+    UNACCOUNTED: "bad",
 }
 """Of chrome://tracing's palette; Perfetto chooses its own."""
 
 
-def trace_of(job: str, lines: Mapping[str, BookLine], moves: Sequence[Move]) -> dict[str, Any]:
+def build_trace(job: str, lines: Mapping[str, AccountLine], moves: Sequence[Move]) -> dict[str, Any]:
     """The whole document. `lines`: the step, by node; of `moves` those that were made while it went on are shown."""
     began = min(line.book.began for line in lines.values())
     ended = max(line.book.began + line.book.seconds for line in lines.values())
@@ -511,15 +511,17 @@ def trace_of(job: str, lines: Mapping[str, BookLine], moves: Sequence[Move]) -> 
     }
 
 
-def _of_node(pid: int, node: str, line: BookLine, offset: float) -> Iterator[dict[str, Any]]:
+def _of_node(pid: int, node: str, line: AccountLine, offset: float) -> Iterator[dict[str, Any]]:
     yield _named("process_name", pid, 0, f"node {node}")
     yield _named("thread_name", pid, PHASES_TRACK, "phases")
     for phase in line.phases:
-        yield _slice(pid, PHASES_TRACK, phase.most or UNBOOKED, "phase", offset + phase.begin, offset + phase.end, {})
+        yield _slice(
+            pid, PHASES_TRACK, phase.most or UNACCOUNTED, "phase", offset + phase.begin, offset + phase.end, {}
+        )
     for tid, (slot, spans) in enumerate(sorted(line.spans.items()), start=PHASES_TRACK + 1):
         yield _named("thread_name", pid, tid, slot)
         for span in spans:
-            state = span.most or UNBOOKED
+            state = span.most or UNACCOUNTED
             told = {name: round(seconds, 4) for name, seconds in sorted(span.seconds.items())}
             yield _slice(pid, tid, state, state.partition(" ")[0], offset + span.begin, offset + span.end, told)
             yield _counter(pid, f"busy {slot}", offset + span.begin, _busy(span))
@@ -527,7 +529,7 @@ def _of_node(pid: int, node: str, line: BookLine, offset: float) -> Iterator[dic
             yield _counter(pid, f"busy {slot}", offset + spans[-1].end, 0.0)
 
 
-def _busy(span: Stretch) -> float:
+def _busy(span: StepSpan) -> float:
     """The share of it in which the slot was at work."""
     length = span.end - span.begin
     return sum(s for state, s in span.seconds.items() if state.startswith("busy ")) / length if length > 0 else 0.0

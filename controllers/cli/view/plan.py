@@ -10,37 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from controllers.cli.output import visible
+from controllers.cli.output import printable_text
 from gcore.config.load import apply_overrides, load_spec
 from gcore.config.spec import JobSpec
 from gcore.errors import UsageError
-from gcore.system.files import whole_file
-from placement.mapping.cluster import GIB, Cluster
-from placement.mapping.memory import Memory, Need, engine_need, gib, judge_replicas, micro_tokens, rank_needs, trained
-from placement.mapping.search import Fit, Misfits
-from placement.mapping.workload import Served, Way, Workload
-from placement.slots import counted, sizes_of
+from gcore.system.files import replace_file
+from placement.mapping.cluster import GIB, ClusterSpec
+from placement.mapping.memory import (
+    MemoryNeed,
+    SlotMemory,
+    engine_memory,
+    format_gib,
+    judge_replicas,
+    micro_tokens,
+    rank_needs,
+    train_memory,
+)
+from placement.mapping.search import FittingLayout, RejectedLayouts
+from placement.mapping.workload import EngineWorkload, PoolLayout, Workload
+from placement.slots import count_noun, sizes_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from placement.mapping.search import Found
-    from placement.mapping.workload import Lengths, Shapes
+    from placement.mapping.search import LayoutSearchResult
+    from placement.mapping.workload import JobShapes, MeanLengths
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanReport:
     """What was planned for, and what was found."""
 
     spec: JobSpec
-    cluster: Cluster
-    shapes: Shapes
-    lengths: Lengths
+    cluster: ClusterSpec
+    shapes: JobShapes
+    lengths: MeanLengths
     workload: Workload
-    found: Found
+    found: LayoutSearchResult
 
-    def begins(self, way: Way) -> bool:
+    def begins(self, way: PoolLayout) -> bool:
         """Whether the job can begin so. A policy that moves slots knows all slots in turn with one world only: that of the spec, or the
         largest that has a sample for each rank."""
         if not way.starts or way.split.mode == "coexisting" or not self.spec.placement.is_live:
@@ -50,12 +59,12 @@ class Planned:
         return way.ranks == (self.spec.train.ranks or largest)
 
     @property
-    def first(self) -> Fit | None:
+    def first(self) -> FittingLayout | None:
         """The best that the job can begin with, once the spec says so."""
         return next((fit for fit in self.found.fits if self.begins(fit.way)), None)
 
     @property
-    def stands(self) -> Fit | None:
+    def stands(self) -> FittingLayout | None:
         """What the job would begin with as its spec stands; None if that is none of those that fit. A policy that moves slots, and is told no
         sizes, finds the best by itself."""
         placement = self.spec.placement
@@ -70,13 +79,13 @@ class Planned:
         placement = self.spec.placement
         return self.spec.train.ranks is None and placement.train is None and not placement.is_live
 
-    def _spans(self, way: Way) -> bool:
+    def _spans(self, way: PoolLayout) -> bool:
         from placement.slots import sizes_of
 
         sizes = sizes_of(self.spec)
         return (way.rollout_size, way.reward_size) == (sizes.rollout, sizes.reward)
 
-    def _is_said(self, way: Way) -> bool:
+    def _is_said(self, way: PoolLayout) -> bool:
         said, split = self.spec.placement, way.split
         if said.train is not None:
             reward = split.reward if said.reward is None else said.reward
@@ -94,7 +103,7 @@ LONG = 500
 """Characters of a sentence that are shown."""
 
 
-def tree_of(planned: Planned, show: int) -> dict[str, Any]:
+def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
     """For JSON; memory in GiB, times in seconds. `show`: placements in it."""
 
     found, cluster, device = planned.found, planned.cluster, planned.cluster.device
@@ -104,7 +113,7 @@ def tree_of(planned: Planned, show: int) -> dict[str, Any]:
         "cluster": {
             "nodes": cluster.node_count,
             "slots": cluster.slots,
-            "memory_gib": round(Memory.of(cluster).all_of_it / GIB, 2),
+            "memory_gib": round(SlotMemory.of(cluster).all_of_it / GIB, 2),
             "tflops": device.tflops,
             "bandwidth_gb_s": device.bandwidth_gb_s,
             "link_gb_s": device.link_gb_s,
@@ -112,18 +121,18 @@ def tree_of(planned: Planned, show: int) -> dict[str, Any]:
             "source": device.source,
         },
         "lengths": {"prompt_tokens": planned.lengths.prompt, "response_tokens": planned.lengths.response},
-        "models": list(models(planned)),
+        "models": list(model_rows(planned)),
         "fitting": len(found.fits),
-        "placements": [fit_tree(fit, starts=planned.begins(fit.way)) for fit in found.fits[:show]],
-        "as_it_stands": None if planned.stands is None else fit_tree(planned.stands, starts=True),
-        "start": None if first is None else section_of(planned.spec, first),
-        "warnings": [] if first is None else list(less_cache(first)),
+        "placements": [layout_tree(fit, starts=planned.begins(fit.way)) for fit in found.fits[:show]],
+        "as_it_stands": None if planned.stands is None else layout_tree(planned.stands, starts=True),
+        "start": None if first is None else placement_section(planned.spec, first),
+        "warnings": [] if first is None else list(cache_hints(first)),
         "misfits": [{"placement": str(one.way), "why": str(one.excess), "count": one.count} for one in found.misfits],
         "hints": list(found.hints),
     }
 
 
-def fit_tree(fit: Fit, *, starts: bool) -> dict[str, Any]:
+def layout_tree(fit: FittingLayout, *, starts: bool) -> dict[str, Any]:
     """One placement. `starts`: whether the job can begin so."""
     split, times = fit.way.split, fit.times
     return {
@@ -151,13 +160,13 @@ def fit_tree(fit: Fit, *, starts: bool) -> dict[str, Any]:
     }
 
 
-def models(planned: Planned) -> Iterator[dict[str, Any]]:
+def model_rows(planned: PlanReport) -> Iterator[dict[str, Any]]:
     """What each model takes of one slot by itself, with as many ranks as the best placement has."""
     workload, gpu = planned.workload, planned.cluster.device.is_gpu
     best = planned.first or next(iter(planned.found.fits), None)
     ranks = planned.cluster.slots if best is None else best.way.ranks
     for served in workload.served:
-        engine = engine_need(served, size=1, rows=served.rows, gpu=gpu)
+        engine = engine_memory(served, size=1, rows=served.rows, gpu=gpu)
         yield _model(
             served.name,
             served.shape.parameters,
@@ -170,7 +179,7 @@ def models(planned: Planned) -> Iterator[dict[str, Any]]:
         )
 
 
-def _of_ranks(need: Need, ranks: int) -> str:
+def _of_ranks(need: MemoryNeed, ranks: int) -> str:
     return f", a rank of {ranks}" if need.name != "reference" else ""
 
 
@@ -179,13 +188,13 @@ def _model(name: str, parameters: int, parts: dict[str, int]) -> dict[str, Any]:
     return {"model": name, "parameters": parameters, **sizes, "total_gib": round(sum(parts.values()) / GIB, 3)}
 
 
-def print_tables(planned: Planned, show: int, console: Console) -> None:
+def print_tables(planned: PlanReport, show: int, console: Console) -> None:
     """For people."""
     found, cluster = planned.found, planned.cluster
     weakest = "" if cluster.alike else "; nodes differ, and the weakest of each figure is planned with"
     console.print(
-        f"{planned.spec.name} on {counted(cluster.slots, 'slot')} of {counted(cluster.node_count, 'node')}, "
-        f"{Memory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; prompts of {planned.lengths.prompt:.4g} and responses of "
+        f"{planned.spec.name} on {count_noun(cluster.slots, 'slot')} of {count_noun(cluster.node_count, 'node')}, "
+        f"{SlotMemory.of(cluster).all_of_it / GIB:.4g} GiB each{weakest}; prompts of {planned.lengths.prompt:.4g} and responses of "
         f"{planned.lengths.response:.4g} tokens.\n",
         highlight=False,
     )
@@ -195,24 +204,24 @@ def print_tables(planned: Planned, show: int, console: Console) -> None:
         console.print(_fits_table(planned, show))
     if (first := planned.first) is not None:
         console.print(f"\n{_begins(planned, first)}", highlight=False, soft_wrap=True)
-        for line in less_cache(first):
-            console.print(f"{visible(line, LONG)}.", highlight=False, soft_wrap=True)
+        for line in cache_hints(first):
+            console.print(f"{printable_text(line, LONG)}.", highlight=False, soft_wrap=True)
     if found.misfits:
         console.print("\nWhat does not fit, the nearest first:", highlight=False)
         for one in found.misfits[:MOST_MISFITS]:
             more = f" (and {one.count - 1} alike)" if one.count > 1 else ""
             console.print(
-                f"  {visible(str(one.way), LONG)}: {visible(str(one.excess), LONG)}{more}",
+                f"  {printable_text(str(one.way), LONG)}: {printable_text(str(one.excess), LONG)}{more}",
                 highlight=False,
                 soft_wrap=True,
             )
         if len(found.misfits) > MOST_MISFITS:
             console.print(f"  and {len(found.misfits) - MOST_MISFITS} kinds more (-o json has all)", highlight=False)
     for hint in found.hints:
-        console.print(f"\n{visible(hint, LONG)}.", highlight=False, soft_wrap=True)
+        console.print(f"\n{printable_text(hint, LONG)}.", highlight=False, soft_wrap=True)
 
 
-def _begins(planned: Planned, first: Fit) -> str:
+def _begins(planned: PlanReport, first: FittingLayout) -> str:
     """What the spec says now, and what to write instead."""
     stands, how = planned.stands, "-o yaml prints that for the spec, --write FILE writes it"
     alone = ""
@@ -230,7 +239,7 @@ def _begins(planned: Planned, first: Fit) -> str:
     return f"{now} To begin with {first.way}, at a predicted {first.times.step:.3g} s: {how}."
 
 
-def less_cache(fit: Fit) -> tuple[str, ...]:
+def cache_hints(fit: FittingLayout) -> tuple[str, ...]:
     """Of judges whose engines would take more than there is for them, what to write against that; the policy's is written with the rest."""
     return tuple(
         f"{name} has room for {cells:,} tokens of cache; set its serving.cache_tokens, or it may take more"
@@ -239,24 +248,24 @@ def less_cache(fit: Fit) -> tuple[str, ...]:
     )
 
 
-def _counted(planned: Planned) -> str:
+def _counted(planned: PlanReport) -> str:
     found = planned.found
     fail = sum(one.count for one in found.misfits)
-    fit = f"{counted(len(found.fits), 'placement')} fit{'s' * (len(found.fits) == 1)}, {fail} do not"
+    fit = f"{count_noun(len(found.fits), 'placement')} fit{'s' * (len(found.fits) == 1)}, {fail} do not"
     if found.fits and planned.first is None:
         return f"{fit}; of those that fit none can be started. The best of them, by predicted time of a step:"
     return f"{fit}. The best, by predicted time of a step:" if found.fits else f"{fit}."
 
 
-def _models_table(planned: Planned) -> Table:
+def _models_table(planned: PlanReport) -> Table:
     table = _table(("MODEL, BY ITSELF", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB"))
-    for row in models(planned):
+    for row in model_rows(planned):
         sizes = (row["weights_gib"], row["cache_gib"], row["working_gib"], row["total_gib"])
-        table.add_row(visible(row["model"]), f"{row['parameters']:,}", *(f"{size:.2f}" for size in sizes))
+        table.add_row(printable_text(row["model"]), f"{row['parameters']:,}", *(f"{size:.2f}" for size in sizes))
     return table
 
 
-def _fits_table(planned: Planned, show: int) -> Table:
+def _fits_table(planned: PlanReport, show: int) -> Table:
     table = _table(
         ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
     )
@@ -271,7 +280,7 @@ def _fits_table(planned: Planned, show: int) -> Table:
     return table
 
 
-def _starts(planned: Planned, way: Way) -> str:
+def _starts(planned: PlanReport, way: PoolLayout) -> str:
     if planned.begins(way):
         return "yes"
     return f"not with {planned.spec.placement.policy}" if way.starts else "with sglang"
@@ -292,7 +301,7 @@ def _table(headings: tuple[str, ...]) -> Table:
 # A spec is a text that a person wrote, so its words and comments stay where they can: sections are replaced or put behind. What comes
 # out is read again; where it does not say what it should, the spec is written anew, without its comments.
 
-Section = dict[str, dict[str, Any]]
+YamlSection = dict[str, dict[str, Any]]
 
 
 JUDGES = "judges"
@@ -304,12 +313,12 @@ SAID_ANEW = ("policy", "train", "reward")
 not, a policy that moves slots may share them later, and keeps what it says of that."""
 
 
-def section_of(spec: JobSpec, fit: Fit) -> Section:
+def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
     """What to write into the spec so that the job begins so. A policy that moves slots keeps its name, and begins with these sizes; all
     slots in turn have none, for it knows one world only there."""
     policy, split = spec.placement.policy, fit.way.split
     live = spec.placement.is_live
-    section: Section = {"placement": {"policy": policy}}
+    section: YamlSection = {"placement": {"policy": policy}}
     if split.mode == "coexisting":
         reward = {"reward": split.reward} if split.reward else {}
         section["placement"] = {"policy": policy if live else "static", "train": split.train} | reward
@@ -329,7 +338,7 @@ def section_of(spec: JobSpec, fit: Fit) -> Section:
     return section
 
 
-def pasted(section: Section) -> tuple[Section, tuple[str, ...]]:
+def paste_section(section: YamlSection) -> tuple[YamlSection, tuple[str, ...]]:
     """The section as it is pasted by hand, and what is to be set besides: judges stand in a list."""
     fields = [
         f"set serving.{key}: {value} of judge {name}"
@@ -339,7 +348,7 @@ def pasted(section: Section) -> tuple[Section, tuple[str, ...]]:
     return {name: fields for name, fields in section.items() if name != JUDGES}, tuple(fields)
 
 
-def left_standing(spec: JobSpec, section: Section) -> tuple[str, ...]:
+def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
     """What to delete of the spec where the section is pasted by hand: what it says of another split. `write_spec` does so by itself."""
     placement, wanted = spec.placement, section["placement"]
     gone = [
@@ -352,12 +361,14 @@ def left_standing(spec: JobSpec, section: Section) -> tuple[str, ...]:
     return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
 
 
-def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
+def set_section(tree: Mapping[str, Any], section: YamlSection) -> dict[str, Any]:
     """The spec's tree with that in it: what it said of the same is replaced, all else stays."""
     changed = dict(tree)
     for name, fields in section.items():
         if name == JUDGES:
-            changed[name] = [_served(judge, fields.get(judge.get("name"), {})) for judge in tree.get(name) or ()]
+            changed[name] = [
+                _serving_settings(judge, fields.get(judge.get("name"), {})) for judge in tree.get(name) or ()
+            ]
             continue
         said = tree.get(name) or {}
         anew: tuple[str, ...] = SAID_ANEW if name == "placement" else ()
@@ -369,13 +380,13 @@ def with_section(tree: Mapping[str, Any], section: Section) -> dict[str, Any]:
     return changed
 
 
-def _served(judge: Mapping[str, Any], serving: Mapping[str, Any]) -> dict[str, Any]:
+def _serving_settings(judge: Mapping[str, Any], serving: Mapping[str, Any]) -> dict[str, Any]:
     return {**judge, "serving": {**(judge.get("serving") or {}), **serving}} if serving else dict(judge)
 
 
-def with_section_in_text(text: str, section: Section) -> str:
+def set_section_in_text(text: str, section: YamlSection) -> str:
     """The same for a text whose comments are to stay; whether it came out right is the caller's to see."""
-    for name, fields in pasted(section)[0].items():
+    for name, fields in paste_section(section)[0].items():
         block = yaml.safe_dump({name: fields}, sort_keys=False)
         found = re.search(rf"^{name}:[^\n]*\n(?:(?:[ \t]+[^\n]*|[ \t]*#[^\n]*|[ \t]*)\n)*", text, re.MULTILINE)
         if found is None:
@@ -404,7 +415,7 @@ def _with_fields(block: str, fields: Mapping[str, Any]) -> str:
     return block
 
 
-def write_spec(spec: Path, to: Path, section: Section, overrides: Sequence[str] = ()) -> None:
+def write_spec(spec: Path, to: Path, section: YamlSection, overrides: Sequence[str] = ()) -> None:
     """Write the spec with the section in it to `to`, which lies beside it. Raises UsageError."""
     if to.resolve().parent != spec.resolve().parent:
         raise UsageError(
@@ -415,8 +426,8 @@ def write_spec(spec: Path, to: Path, section: Section, overrides: Sequence[str] 
     if to.exists() and to.resolve() != spec.resolve():
         raise UsageError("there is a file of that name", where=str(to), fix="Name a new file, or the spec itself")
     text = spec.read_text(encoding="utf-8")
-    wanted = with_section(apply_overrides(yaml.safe_load(text), overrides), section)
-    written = text if overrides else with_section_in_text(text, section | {"placement": wanted["placement"]})
+    wanted = set_section(apply_overrides(yaml.safe_load(text), overrides), section)
+    written = text if overrides else set_section_in_text(text, section | {"placement": wanted["placement"]})
     try:
         same = yaml.safe_load(written) == wanted
     except yaml.YAMLError:
@@ -424,7 +435,7 @@ def write_spec(spec: Path, to: Path, section: Section, overrides: Sequence[str] 
     if not same:
         written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
     try:
-        whole_file(to, written.encode())
+        replace_file(to, written.encode())
     except OSError as error:
         raise UsageError(
             f"the spec cannot be written ({error.strerror or error})", where=str(to), fix="Name another file"
@@ -442,7 +453,7 @@ LARGER = "Use more accelerators, larger ones, or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class MemoryTerm:
     """A part of what a slot would hold, in bytes, and what to do about it."""
 
     what: str
@@ -450,24 +461,24 @@ class Term:
     fix: str
 
 
-def advice(workload: Workload, cluster: Cluster, misfit: Misfits | None) -> str:
+def advice(workload: Workload, cluster: ClusterSpec, misfit: RejectedLayouts | None) -> str:
     """What to change first."""
     if misfit is None:
         return LARGER
-    memory = Memory.of(cluster)
+    memory = SlotMemory.of(cluster)
     if misfit.excess.where.startswith("SGLang"):
         return _of_share(_named(workload, misfit), memory)
     if misfit.excess.where:
-        return f"Use nodes with more host memory, fewer ranks a node, or a smaller model; {gib(misfit.excess.memory)} are there"
+        return f"Use nodes with more host memory, fewer ranks a node, or a smaller model; {format_gib(misfit.excess.memory)} are there"
     names = misfit.excess.names
-    terms = [*_trained(workload, misfit.way, names, memory), *_plan_lacking_served(workload, misfit.way, names, memory)]
+    terms = [*_trained(workload, misfit.way, names, memory), *_engine_terms(workload, misfit.way, names, memory)]
     if not terms:
         return LARGER
     largest = max(terms, key=lambda term: term.size)
-    return f"The largest part is {largest.what}, {gib(largest.size)}: {largest.fix}"
+    return f"The largest part is {largest.what}, {format_gib(largest.size)}: {largest.fix}"
 
 
-def _named(workload: Workload, misfit: Misfits) -> Served:
+def _named(workload: Workload, misfit: RejectedLayouts) -> EngineWorkload:
     """Whose share it is: the excess names it with what it is asked."""
     return max(
         (one for one in workload.served if misfit.excess.names[0].startswith(one.name)),
@@ -476,17 +487,17 @@ def _named(workload: Workload, misfit: Misfits) -> Served:
     )
 
 
-def _trained(workload: Workload, way: Way, names: tuple[str, ...], memory: Memory) -> Iterator[Term]:
+def _trained(workload: Workload, way: PoolLayout, names: tuple[str, ...], memory: SlotMemory) -> Iterator[MemoryTerm]:
     training = workload.training
     stage = "" if training.stage == 3 else "train.zero_stage: 3, "
     shared = f"{stage}more ranks, or a smaller model" if stage else "use more ranks, or a smaller model"
     for name, shape in training.models.items():
         if name not in names:
             continue
-        parts = trained(shape, training, way.ranks, gpu=memory.gpu)
+        parts = train_memory(shape, training, way.ranks, gpu=memory.gpu)
         state = parts.weights + parts.gradients + parts.optimizer
-        yield Term(
-            f"weights, gradients and optimizer of {name} on {counted(way.ranks, 'rank')}", state, f"set {shared}"
+        yield MemoryTerm(
+            f"weights, gradients and optimizer of {name} on {count_noun(way.ranks, 'rank')}", state, f"set {shared}"
         )
         tokens = micro_tokens(training, way.ranks)
         fixes = [] if training.recomputes else ["set train.activation_checkpointing: true"]
@@ -497,47 +508,51 @@ def _trained(workload: Workload, way: Way, names: tuple[str, ...], memory: Memor
         else:
             fixes.append(f"lower rollout.max_new_tokens (a sample has up to {training.longest:,} tokens)")
         what = f"activations of {name} for a micro-batch of {tokens:,} tokens"
-        yield Term(what, parts.activations, ", and ".join(fixes))
+        yield MemoryTerm(what, parts.activations, ", and ".join(fixes))
     for need in rank_needs(training, way.ranks, gpu=memory.gpu):
         if need.name == "reference" and need.name in names:
-            yield Term("the reference model", need.stays + need.works, f"set {shared}")
+            yield MemoryTerm("the reference model", need.stays + need.works, f"set {shared}")
 
 
-def _plan_lacking_served(workload: Workload, way: Way, names: tuple[str, ...], memory: Memory) -> Iterator[Term]:
+def _engine_terms(
+    workload: Workload, way: PoolLayout, names: tuple[str, ...], memory: SlotMemory
+) -> Iterator[MemoryTerm]:
     for served in workload.served:
         if served.name not in names:
             continue
         if memory.gpu and served.share is not None:
-            yield Term(f"the share that SGLang takes for {served.name}", served.share * memory.all_of_it, _less(served))
+            yield MemoryTerm(
+                f"the share that SGLang takes for {served.name}", served.share * memory.all_of_it, _less(served)
+            )
             continue
         policy = served is workload.rollout
         size = way.rollout_size if policy else way.reward_size
         replicas = way.split.rollout // size if policy else judge_replicas(served, way)
         rows = max(1, min(served.rows, -(-served.requests // max(1, replicas))))
-        need = engine_need(served, size=size, rows=rows, gpu=memory.gpu)
+        need = engine_memory(served, size=size, rows=rows, gpu=memory.gpu)
         where, longest = _section(served), "rollout.max_new_tokens" if policy else f"max_new_tokens of {served.name}"
-        yield Term(f"weights of {served.name}", need.weights, "use larger accelerators, or a smaller model")
-        yield Term(f"cache of {served.name} for one longest request", need.cell * need.least, f"lower {longest}")
-        yield Term(f"what {served.name} works with", need.works, f"lower {where}.batch_slots or {longest}")
+        yield MemoryTerm(f"weights of {served.name}", need.weights, "use larger accelerators, or a smaller model")
+        yield MemoryTerm(f"cache of {served.name} for one longest request", need.cell * need.least, f"lower {longest}")
+        yield MemoryTerm(f"what {served.name} works with", need.works, f"lower {where}.batch_slots or {longest}")
 
 
-def _of_share(served: Served, memory: Memory) -> str:
+def _of_share(served: EngineWorkload, memory: SlotMemory) -> str:
     share = served.share or 0.0
-    return f"SGLang takes {share:g} of {gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
+    return f"SGLang takes {share:g} of {format_gib(memory.all_of_it)} for {served.name}: {_raise(served)}"
 
 
-def _section(served: Served) -> str:
+def _section(served: EngineWorkload) -> str:
     return "rollout" if served.name == "rollout" else f"serving of {served.name}"
 
 
-def _flag(served: Served) -> str:
+def _flag(served: EngineWorkload) -> str:
     where = "rollout.engine_args" if served.name == "rollout" else f"serving.engine_args of {served.name}"
     return f"{where}: [--mem-fraction-static, SHARE]"
 
 
-def _less(served: Served) -> str:
+def _less(served: EngineWorkload) -> str:
     return f"lower it with {_flag(served)} (now {served.share or 0.0:g})"
 
 
-def _raise(served: Served) -> str:
+def _raise(served: EngineWorkload) -> str:
     return f"raise it with {_flag(served)}, or lower the longest answer"

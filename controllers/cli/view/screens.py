@@ -12,8 +12,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from controllers.cli.output import Output, measures, part_measures, seconds, told_apart, visible
-from controllers.cli.view.state import Answer, EvalPoint, JobSnapshot, SetPoint, StepPoint, ViewState, Wait
+from controllers.cli.output import (
+    Output,
+    distinguish_texts,
+    format_measures,
+    format_part_measures,
+    format_seconds,
+    printable_text,
+)
+from controllers.cli.view.state import AnswerPoint, EvalPoint, JobSnapshot, SetPoint, StepPoint, ViewState, WaitPoint
 from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock
 
@@ -32,7 +39,7 @@ SHOWN_ANSWERS = 5
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
+def event_lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
     """What is printed for `event`. Nothing for one that was shown already."""
     after = before.apply(event)
     if after is before:
@@ -43,21 +50,23 @@ def lines(before: ViewState, event: JobEvent) -> tuple[str, ...]:
         return tuple(_eval_lines(after, after.evals[-1]))
     if event.kind == "fault":  # of a plug-in: its own traceback is what its author needs
         trace = str(event.data.get("trace", "")).splitlines()
-        return (f"fault: {visible(event.message, 500)}", *(f"  {visible(line, 300)}" for line in trace))
-    text = visible(event.message, 500) or (visible(after.log[-1].text, 500) if after.log != before.log else "")
+        return (f"fault: {printable_text(event.message, 500)}", *(f"  {printable_text(line, 300)}" for line in trace))
+    text = printable_text(event.message, 500) or (
+        printable_text(after.log[-1].text, 500) if after.log != before.log else ""
+    )
     return (f"{event.kind}: {text}",) if text else ()
 
 
-def trouble_lines(before: Wait | None, who: str, why: str, now: float) -> tuple[str, ...]:
+def trouble_lines(before: WaitPoint | None, who: str, why: str, now: float) -> tuple[str, ...]:
     """What is printed when `who` is in trouble because of `why` (nothing: no longer), and was in `before`.
 
     The same reason with other figures in it is the same.
     """
     if not why:
-        return (f"waiting: {who} goes on, after {seconds(max(0.0, now - before.since))}",) if before else ()
+        return (f"waiting: {who} goes on, after {format_seconds(max(0.0, now - before.since))}",) if before else ()
     if before is not None and _NUMBER.sub("", before.what) == _NUMBER.sub("", why):
         return ()
-    return (f"waiting: {who}: {visible(why, 500)}",)
+    return (f"waiting: {who}: {printable_text(why, 500)}",)
 
 
 def step_line(state: ViewState, point: StepPoint) -> str:
@@ -73,11 +82,13 @@ def step_line(state: ViewState, point: StepPoint) -> str:
     rate = point.tokens_per_second
     if rate is not None:
         words.append(f"{rate:.0f} tok/s")
-    words += [f"{name} {seconds(value)}" for name, value in point.phases.items()]
+    words += [f"{name} {format_seconds(value)}" for name, value in point.phases.items()]
     if streamed := point.stats.get("parts"):
         words.append(f"parts {streamed:.0f}")
     if point.groups:
-        words.append("groups " + " ".join(f"{visible(name)}:{count}" for name, count in sorted(point.groups.items())))
+        words.append(
+            "groups " + " ".join(f"{printable_text(name)}:{count}" for name, count in sorted(point.groups.items()))
+        )
     if point.filtered:
         rate = point.stats.get("filter_rate")
         words.append(f"filtered {point.filtered}" + (f" ({rate:.0%})" if rate is not None else ""))
@@ -88,8 +99,8 @@ def step_line(state: ViewState, point: StepPoint) -> str:
 
 def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
     one_by_one = len(point.by_source) > 1 or any(one.samples > 1 for one in point.sets.values())
-    parts = [] if one_by_one else [part for one in point.sets.values() for part in part_measures(one.metrics)]
-    measured = visible(", ".join([f"accuracy {point.accuracy:.1%}", *parts]), 500)
+    parts = [] if one_by_one else [part for one in point.sets.values() for part in format_part_measures(one.metrics)]
+    measured = printable_text(", ".join([f"accuracy {point.accuracy:.1%}", *parts]), 500)
     yield f"eval: {measured} on {point.count} held-out prompts after step {point.step}"
     if one_by_one:
         sets = [set_line(point, name) for name in sorted(point.by_source)]
@@ -98,22 +109,24 @@ def _eval_lines(state: ViewState, point: EvalPoint) -> Iterator[str]:
         yield f"  {point.unscored} responses could not be scored, and count as not correct"
     if len(state.evals) == 1 or point.step >= state.steps:
         answers = point.samples[:SHOWN_ANSWERS]
-        for answer, prompt in zip(answers, told_apart([answer.prompt for answer in answers]), strict=True):
+        for answer, prompt in zip(answers, distinguish_texts([answer.prompt for answer in answers]), strict=True):
             yield "  " + answer_line(answer, prompt)
 
 
 def set_line(point: EvalPoint, name: str) -> str:
     """`sums 45.0%, pass@4 71.2%` of a set; the mean reward where it is not the accuracy."""
     score = point.sets.get(name, SetPoint())
-    return ", ".join([f"{visible(name)} {point.by_source[name]:.1%}", *measures(score.metrics, point.by_source[name])])
+    return ", ".join(
+        [f"{printable_text(name)} {point.by_source[name]:.1%}", *format_measures(score.metrics, point.by_source[name])]
+    )
 
 
-def answer_line(answer: Answer, prompt: str) -> str:
+def answer_line(answer: AnswerPoint, prompt: str) -> str:
     """`47+8= → 55  right` or `47+8= → 54  wrong, 55 is expected`. `prompt`: what is shown of it."""
-    verdict = "right" if answer.right else f"wrong, {visible(answer.answer, 40)} is expected"
+    verdict = "right" if answer.right else f"wrong, {printable_text(answer.answer, 40)} is expected"
     if answer.unscored:
-        verdict = f"not scored: {visible(answer.unscored, 200)}"
-    return f"{prompt} → {visible(answer.response) or '(nothing)'}  {verdict}"
+        verdict = f"not scored: {printable_text(answer.unscored, 200)}"
+    return f"{prompt} → {printable_text(answer.response) or '(nothing)'}  {verdict}"
 
 
 class Screen(Protocol):
@@ -144,7 +157,7 @@ class PlainScreen:
     def __init__(self, console: Console) -> None:
         self.state = ViewState()
         self._console = console
-        self._troubles: dict[str, Wait] = {}
+        self._troubles: dict[str, WaitPoint] = {}
 
     def open(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -154,12 +167,12 @@ class PlainScreen:
         before = self._troubles.get(who)
         self._print(trouble_lines(before, who, why, now))
         if why:
-            self._troubles[who] = Wait(who, why, before.since if before else now)
+            self._troubles[who] = WaitPoint(who, why, before.since if before else now)
         else:
             self._troubles.pop(who, None)
 
     def show(self, event: JobEvent) -> None:
-        self._print(lines(self.state, event))
+        self._print(event_lines(self.state, event))
         self.state = self.state.apply(event)
 
     def observe(self, job: JobSnapshot) -> None:
@@ -228,9 +241,9 @@ class LiveScreen:
         self.state = self.state.observe(job)
 
     def _render(self) -> RenderableType:
-        from controllers.cli.view.live import render
+        from controllers.cli.view.live import render_view
 
-        return render(self.state, self._clock.wall(), self._console.width, self._console.height)
+        return render_view(self.state, self._clock.wall(), self._console.width, self._console.height)
 
 
 def choose_screen(console: Console, clock: Clock, *, plain: bool) -> Screen:

@@ -56,7 +56,7 @@ class StepPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerPoint:
     """One held-out answer."""
 
     prompt: str
@@ -92,7 +92,7 @@ class EvalPoint:
     lineage: int
     accuracy: float
     count: int
-    samples: tuple[Answer, ...] = ()
+    samples: tuple[AnswerPoint, ...] = ()
     by_source: Mapping[str, float] = field(default_factory=dict)
     """Accuracies, by set."""
     sets: Mapping[str, SetPoint] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class LogLine:
+class LogPoint:
     """Something a person wants to have seen. `time` is seconds since the epoch."""
 
     time: float
@@ -147,7 +147,7 @@ class LogLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitPoint:
     """What somebody waits for, since when (seconds since the epoch)."""
 
     who: str
@@ -191,7 +191,7 @@ class JobSnapshot:
     ended: float = 0.0
     spec: Mapping[str, Any] = field(default_factory=dict)
     shares: tuple[NodeView, ...] = ()
-    waiting: tuple[Wait, ...] = ()
+    waiting: tuple[WaitPoint, ...] = ()
     sources: tuple[SourceFigures, ...] = ()
     best: BestPoint | None = None
     warnings: tuple[WarningPoint, ...] = ()
@@ -228,43 +228,45 @@ class JobSnapshot:
     def shard_count(self) -> int:
         """How many shards the job's prompt stream has; 0 if that is unknown."""
         data = self.spec.get("data")
-        return whole_of(data, "shards") or 0 if isinstance(data, Mapping) else 0
+        return get_count(data, "shards") or 0 if isinstance(data, Mapping) else 0
 
 
-def answer_of(data: Mapping[str, Any]) -> Answer:
+def parse_answer(data: Mapping[str, Any]) -> AnswerPoint:
     """An evaluation's sample."""
     correct = data.get("correct")
-    return Answer(
-        text_of(data, "prompt"),
-        text_of(data, "response"),
-        text_of(data, "answer"),
-        finite(data.get("reward")) or 0.0,
+    return AnswerPoint(
+        get_text(data, "prompt"),
+        get_text(data, "response"),
+        get_text(data, "answer"),
+        finite_or_none(data.get("reward")) or 0.0,
         correct if isinstance(correct, bool) else None,
-        text_of(data, "unscored"),
+        get_text(data, "unscored"),
     )
 
 
-def set_of(score: Mapping[str, Any]) -> SetPoint:
+def parse_set(score: Mapping[str, Any]) -> SetPoint:
     """What an evaluation says of one set."""
-    metrics = {name: n for name, value in mapping_of(score, "metrics").items() if (n := finite(value)) is not None}
+    metrics = {
+        name: n for name, value in get_mapping(score, "metrics").items() if (n := finite_or_none(value)) is not None
+    }
     return SetPoint(
-        whole_of(score, "count") or 0, whole_of(score, "samples") or 1, metrics, whole_of(score, "unscored") or 0
+        get_count(score, "count") or 0, get_count(score, "samples") or 1, metrics, get_count(score, "unscored") or 0
     )
 
 
-def mapping_of(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+def get_mapping(data: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The object under `key`; empty if there is none."""
     value = data.get(key)
     return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
 
 
-def text_of(data: Mapping[str, Any], key: str) -> str:
+def get_text(data: Mapping[str, Any], key: str) -> str:
     """What stands under `key`, as text; empty if there is nothing."""
     value = data.get(key)
     return "" if value is None else str(value)
 
 
-def finite(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """A number that is one; None for anything else, infinities and NaN too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -274,9 +276,9 @@ def finite(value: Any) -> float | None:
         return None
 
 
-def whole_of(data: Mapping[str, Any], key: str) -> int | None:
+def get_count(data: Mapping[str, Any], key: str) -> int | None:
     """A count: whole, not negative; JSON may have brought it as a float."""
-    number = finite(data.get(key))
+    number = finite_or_none(data.get(key))
     return int(number) if number is not None and number >= 0 and number == int(number) else None
 
 
@@ -312,10 +314,10 @@ class ViewState:
     moved: frozenset[int] = frozenset()
     """The shards that got another owner when shards last moved, at `moved_at`."""
     moved_at: float = 0.0
-    log: tuple[LogLine, ...] = ()
+    log: tuple[LogPoint, ...] = ()
     rollbacks: int = 0
     checkpoint: str = ""
-    waiting: tuple[Wait, ...] = ()
+    waiting: tuple[WaitPoint, ...] = ()
     best: BestPoint | None = None
     """As the API last said."""
     started: float | None = None
@@ -410,10 +412,10 @@ class ViewState:
         """Waiting also for `who`, because of `why`; nothing: no longer."""
         since = next((wait.since for wait in self.waiting if wait.who == who), now)
         others = tuple(wait for wait in self.waiting if wait.who != who)
-        return replace(self, waiting=(*others, Wait(who, why, since)) if why else others)
+        return replace(self, waiting=(*others, WaitPoint(who, why, since)) if why else others)
 
     def _logged(self, event: JobEvent, text: str) -> ViewState:
-        line = LogLine(event.time, event.kind, event.message or text)
+        line = LogPoint(event.time, event.kind, event.message or text)
         return replace(self, log=(*self.log, line)[-LOG_LINES:]) if line.text else self
 
     def _node(self, name: str, *, alive: bool, shards: tuple[int, ...]) -> ViewState:
@@ -432,24 +434,26 @@ class ViewState:
 
 
 def _state(state: ViewState, event: JobEvent) -> ViewState:
-    name, reason = text_of(event.data, "state"), text_of(event.data, "reason")
+    name, reason = get_text(event.data, "state"), get_text(event.data, "reason")
     state = replace(state, state=name or state.state, reason=reason)
     return state._logged(event, f"{name}: {reason}" if reason else name)
 
 
 def _step(state: ViewState, event: JobEvent) -> ViewState:
-    step = whole_of(event.data, "step")
+    step = get_count(event.data, "step")
     if step is None:
         return state._logged(event, "")
-    lineage = whole_of(event.data, "lineage")
+    lineage = get_count(event.data, "lineage")
     lineage = state.lineage if lineage is None else lineage
     groups = {
         name: count
-        for name, value in mapping_of(event.data, "groups_by_node").items()
-        if (count := whole_of({"n": value}, "n"))
+        for name, value in get_mapping(event.data, "groups_by_node").items()
+        if (count := get_count({"n": value}, "n"))
     }
     stats = {
-        name: number for name, value in mapping_of(event.data, "stats").items() if (number := finite(value)) is not None
+        name: number
+        for name, value in get_mapping(event.data, "stats").items()
+        if (number := finite_or_none(value)) is not None
     }
     point = StepPoint(
         step,
@@ -457,26 +461,26 @@ def _step(state: ViewState, event: JobEvent) -> ViewState:
         event.time,
         stats,
         groups,
-        whole_of(event.data, "filtered") or 0,
-        whole_of(event.data, "failed") or 0,
+        get_count(event.data, "filtered") or 0,
+        get_count(event.data, "failed") or 0,
     )
     state = state._known_nodes(groups)
     return replace(
         state,
         points=(*_up_to(state.points, step - 1), point),
         step=step,
-        steps=whole_of(event.data, "steps") or state.steps,
+        steps=get_count(event.data, "steps") or state.steps,
         steps_estimated=event.data.get("steps_estimated") is True,
         lineage=lineage,
     )
 
 
 def _rollback(state: ViewState, event: JobEvent) -> ViewState:
-    to_step = whole_of(event.data, "to_step")
+    to_step = get_count(event.data, "to_step")
     if to_step is None:
         return state._logged(event, "")
-    lineage = whole_of(event.data, "lineage")
-    reason = text_of(event.data, "reason")
+    lineage = get_count(event.data, "lineage")
+    reason = get_text(event.data, "reason")
     back = f"rollback from step {state.step} to step {to_step}"
     on = f"a new train world goes on from step {to_step}, no step is lost"
     text = (on if to_step == state.step else back) + (f": {reason}" if reason else "")
@@ -495,7 +499,7 @@ def _shards(state: ViewState, event: JobEvent) -> ViewState:
     before = {shard: node.name for node in state.nodes for shard in node.shards}
     shares = {
         name: tuple(sorted(s for s in shards if isinstance(s, int) and not isinstance(s, bool) and s >= 0))
-        for name, shards in mapping_of(event.data, "shares").items()
+        for name, shards in get_mapping(event.data, "shares").items()
         if isinstance(shards, list | tuple)
     }
     state = state._known_nodes(shares)
@@ -509,7 +513,7 @@ def _shards(state: ViewState, event: JobEvent) -> ViewState:
 
 
 def _member(state: ViewState, event: JobEvent) -> ViewState:
-    name, joined = text_of(event.data, "node"), event.data.get("joined") is True
+    name, joined = get_text(event.data, "node"), event.data.get("joined") is True
     if not name:
         return state._logged(event, "")
     shards = next((node.shards for node in state.nodes if node.name == name), ())
@@ -519,20 +523,24 @@ def _member(state: ViewState, event: JobEvent) -> ViewState:
 
 
 def _eval(state: ViewState, event: JobEvent) -> ViewState:
-    step, accuracy = whole_of(event.data, "step"), finite(event.data.get("accuracy"))
+    step, accuracy = get_count(event.data, "step"), finite_or_none(event.data.get("accuracy"))
     if step is None or accuracy is None:
         return state._logged(event, "")
     samples = event.data.get("samples")
-    by_source = {n: score for n, score in mapping_of(event.data, "by_source").items() if isinstance(score, Mapping)}
+    by_source = {n: score for n, score in get_mapping(event.data, "by_source").items() if isinstance(score, Mapping)}
     point = EvalPoint(
         step,
-        whole_of(event.data, "lineage") or 0,
+        get_count(event.data, "lineage") or 0,
         accuracy,
-        whole_of(event.data, "count") or 0,
-        tuple(answer_of(s) for s in samples if isinstance(s, Mapping)) if isinstance(samples, list | tuple) else (),
-        {name: share for name, score in by_source.items() if (share := finite(score.get("accuracy"))) is not None},
-        {name: set_of(score) for name, score in by_source.items()},
-        whole_of(event.data, "unscored") or 0,
+        get_count(event.data, "count") or 0,
+        tuple(parse_answer(s) for s in samples if isinstance(s, Mapping)) if isinstance(samples, list | tuple) else (),
+        {
+            name: share
+            for name, score in by_source.items()
+            if (share := finite_or_none(score.get("accuracy"))) is not None
+        },
+        {name: parse_set(score) for name, score in by_source.items()},
+        get_count(event.data, "unscored") or 0,
     )
     evals = (*(e for e in state.evals if e.step < step), point)
     text = f"accuracy {accuracy:.1%} on {point.count} held-out prompts after step {step}"
@@ -540,7 +548,7 @@ def _eval(state: ViewState, event: JobEvent) -> ViewState:
 
 
 def _checkpoint(state: ViewState, event: JobEvent) -> ViewState:
-    file = text_of(event.data, "file")
+    file = get_text(event.data, "file")
     state = replace(state, checkpoint=file or state.checkpoint)
     return state._logged(event, f"checkpoint {file}" if file else "")
 

@@ -14,29 +14,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.cli.options import program
-from controllers.cli.output import MOST_VIOLATIONS, best_line, measures, seconds, snapshot, visible
-from controllers.cli.view.live import bottleneck_of, usual_waits, waits_line
+from controllers.cli.options import program_name
+from controllers.cli.output import (
+    MOST_VIOLATIONS,
+    best_line,
+    format_measures,
+    format_seconds,
+    job_snapshot,
+    printable_text,
+)
+from controllers.cli.view.live import find_bottleneck, usual_waits, waits_line
 from controllers.cli.view.state import (
-    Answer,
+    AnswerPoint,
     BestPoint,
     JobSnapshot,
     SourceFigures,
     ViewState,
-    finite,
-    text_of,
-    whole_of,
+    finite_or_none,
+    get_count,
+    get_text,
 )
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable
 from gcore.ledger import archive as store_copy
 from gcore.models.layout import CHECKPOINTS
 from gcore.schema import UnreadableRecord
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 
 FILE_NAME = "summary.json"
 
 
-ENDED_FILES = (FILE_NAME, store_copy.FOLDER)
+ENDED_FILES = (FILE_NAME, store_copy.COPY_FOLDER)
 """Who has ended has a summary, or, if nobody watched it to its end, a copy of its records."""
 
 
@@ -102,8 +109,8 @@ class Summary:
     best: BestPoint | None
     """The best evaluated state, and the folder of its checkpoint."""
     sources: dict[str, SourceSummary]
-    answers_before: tuple[Answer, ...]
-    answers_after: tuple[Answer, ...]
+    answers_before: tuple[AnswerPoint, ...]
+    answers_after: tuple[AnswerPoint, ...]
     waits: dict[str, float]
     """Who waited for whom in a usual step, in seconds: the medians of its waits, by their names in `metrics.jsonl`."""
     bottleneck: str
@@ -134,7 +141,7 @@ def summarize(state: ViewState, job: JobSnapshot, audit: AuditVerdict, wall_seco
         job_seconds=round(job.ended - job.created, 3) if job.ended and job.created else None,
         tokens_per_second=state.tokens_per_second,
         waits={name: round(value, 3) for name, value in waits.items()},
-        bottleneck=bottleneck_of(waits),
+        bottleneck=find_bottleneck(waits),
         controllers=len(groups.keys() | {node.name for node in state.nodes}),
         groups_by_controller=dict(sorted(groups.items())),
         audit="clean" if audit.clean else list(audit.violations),
@@ -169,11 +176,11 @@ def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
     return dict(sorted(found.metrics.items())) if found is not None else {}
 
 
-def write(summary: Summary, run_dir: Path) -> Path:
+def write_summary(summary: Summary, run_dir: Path) -> Path:
     """Write `summary.json`, whole or not at all. Raises GcoreError."""
     path = run_dir / FILE_NAME
     try:
-        whole_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
+        replace_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
         raise GcoreError(
             f"cannot write the summary ({error.strerror or error})", where=str(path), fix="Make the folder writable"
@@ -181,14 +188,14 @@ def write(summary: Summary, run_dir: Path) -> Path:
     return path
 
 
-def rows(summary: Summary, again: str) -> dict[str, str]:
+def summary_rows(summary: Summary, again: str) -> dict[str, str]:
     """The table. `again`: the command that was given."""
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
 
     rate = summary.tokens_per_second
-    groups = ", ".join(f"{visible(name)} {count}" for name, count in summary.groups_by_controller.items())
+    groups = ", ".join(f"{printable_text(name)} {count}" for name, count in summary.groups_by_controller.items())
 
     def words(one: SourceSummary) -> str:
         """A source may be for training, for evaluation, or for both."""
@@ -196,7 +203,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         evaluated = f"{share(before)} → {share(after)}" if before is not None or after is not None else ""
         # What is measured beside the accuracy, as it was in the end.
         evaluated = ", ".join(
-            [evaluated, *measures(one.eval_after or one.eval_before, before if after is None else after)]
+            [evaluated, *format_measures(one.eval_after or one.eval_before, before if after is None else after)]
         )
         if one.eval_unscored:
             evaluated += f", {one.eval_unscored} responses not scored"
@@ -204,15 +211,15 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         trained = "" if evaluated and not one.trained else f"{one.trained} trained"
         return ", ".join(part for part in (trained, evaluated) if part)
 
-    sources = "; ".join(f"{visible(name)} {words(one)}" for name, one in summary.sources.items())
+    sources = "; ".join(f"{printable_text(name)} {words(one)}" for name, one in summary.sources.items())
     shown = {
-        "job": f"{visible(summary.job)} ({summary.uid}) {summary.state}"
-        + (f": {visible(summary.reason, 300)}" if summary.reason else ""),
+        "job": f"{printable_text(summary.job)} ({summary.uid}) {summary.state}"
+        + (f": {printable_text(summary.reason, 300)}" if summary.reason else ""),
         "accuracy": f"{share(summary.eval_accuracy_before)} before, {share(summary.eval_accuracy_after)} after",
         "groups trained": groups or "-",
         "steps": f"{summary.steps}"
         + (f", with {summary.rollbacks} rollback{'s' * (summary.rollbacks > 1)}" if summary.rollbacks else "")
-        + f", in {seconds(summary.wall_seconds)} wall time",
+        + f", in {format_seconds(summary.wall_seconds)} wall time",
         "speed": "-" if rate is None else f"{rate:,.0f} tokens/s",
         "waits": waits_line(summary.waits) or "-",
         "audit": summary.audit if isinstance(summary.audit, str) else _first_of(summary.audit),
@@ -226,7 +233,7 @@ def rows(summary: Summary, again: str) -> dict[str, str]:
         shown["logs"] = f"{summary.run_dir}/logs"
     if summary.checkpoint:
         shown["checkpoint"] = summary.checkpoint
-        shown["export"] = f"{program()} export {summary.uid} --to DIR"
+        shown["export"] = f"{program_name()} export {summary.uid} --to DIR"
         if summary.best is not None and summary.best.checkpoint not in ("", summary.checkpoint):
             shown["export"] += ", with --best the best"
     shown["run again"] = again
@@ -243,7 +250,7 @@ def finished_jobs(runs: Path) -> list[str]:
     return sorted({tree["job"] for _, tree in _summaries(runs)})
 
 
-def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, str]:
+def describe_finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, str]:
     """What `find_summary` says where no cluster is up in `home`.
 
     Raises Unreachable, with the finished jobs there are, also if a name means a newer job that has not finished: of that
@@ -252,7 +259,7 @@ def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, st
     """
     is_up = isinstance(unreachable, StoreUnavailable)
     found = find_summary(home / "runs", job) or _without_summary(home / "runs", job)
-    newer = newer_unfinished(home / "runs", job) if found is not None and job == found["job"] else None
+    newer = find_newer_unfinished_run(home / "runs", job) if found is not None and job == found["job"] else None
     if found is not None and newer is not None:
         what = f"the newest job {job!r} ({newer}) has not finished, and {unreachable.what}"
         first = "Ask again when the store is back" if is_up else "Start the cluster with `gcore up`"
@@ -260,7 +267,7 @@ def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, st
         raise Unreachable(what, where=str(home), fix=fix) from unreachable
     if found is None and is_up:
         raise unreachable
-    if found is None and (left := unfinished(home / "runs", job)) is not None:
+    if found is None and (left := find_unfinished_run(home / "runs", job)) is not None:
         what = f"job {left[0]!r} ({left[1]}) has not finished, and {unreachable.what}"
         fix = "`gcore up`, or `gcore run` with its spec, goes on with it"
         raise Unreachable(what, where=str(home), fix=fix) from unreachable
@@ -274,24 +281,24 @@ def finished_run(home: Path, job: str, unreachable: Unreachable) -> dict[str, st
 
 def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
     """The same of a run that nobody watched to its end, from the copy of its records; None if there is none, or it is damaged."""
-    from controllers.api.job_messages import described_run
-    from controllers.api.run_reader import run_of
+    from controllers.api.job_messages import describe_run
+    from controllers.api.run_reader import find_run
 
-    run_dir = run_of(runs, job)
+    run_dir = find_run(runs, job)
     try:
-        told = described_run(run_dir) if run_dir is not None else None
+        told = describe_run(run_dir) if run_dir is not None else None
     except (OSError, UnreadableRecord):
         return None
     if told is None:
         return None
     found = {"job": told.name, "uid": told.uid, "checkpoint": told.checkpoint, "folder": told.run_dir}
-    best = snapshot(told).best
+    best = job_snapshot(told).best
     return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
 
 
-def unfinished(runs: Path, job: str) -> tuple[str, str] | None:
+def find_unfinished_run(runs: Path, job: str) -> tuple[str, str] | None:
     """Name and uid of the run of that name or uid that has not finished; of several of a name the newest. None: there is none."""
-    uid = newer_unfinished(runs, job)
+    uid = find_newer_unfinished_run(runs, job)
     if uid is not None:
         return job, uid
     for folder in runs.glob(f"*-{glob.escape(_stem(job))}"):
@@ -306,7 +313,7 @@ def _stem(job: str) -> str:
     return job.replace("/", ".")
 
 
-def newer_unfinished(runs: Path, job: str) -> str | None:
+def find_newer_unfinished_run(runs: Path, job: str) -> str | None:
     """The uid of a run of that name which has not finished and was at work later than all that have; None: there is none."""
     at_work: list[tuple[float, bool, str]] = []
     for folder in runs.glob(f"{glob.escape(_stem(job))}-*"):
@@ -357,7 +364,7 @@ def _best(tree: object) -> BestPoint | None:
     """As `summary.json` has it; None from one without, or of another shape."""
     if not isinstance(tree, dict):
         return None
-    step, value = whole_of(tree, "step"), finite(tree.get("value"))
+    step, value = get_count(tree, "step"), finite_or_none(tree.get("value"))
     if step is None or value is None:
         return None
-    return BestPoint(step, text_of(tree, "metric"), value, text_of(tree, "checkpoint"))
+    return BestPoint(step, get_text(tree, "metric"), value, get_text(tree, "checkpoint"))

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gcore.engines.emulated.law import Timing
-from gcore.engines.emulated.responses import Response
-from gcore.engines.request import Delivery, Ending, Task, Work
-from gcore.engines.torch.scheduler import Waiting
-from gcore.rollout.engine_time import Meter, Sums, doing_of
+from gcore.engines.emulated.law import ReplicaTiming
+from gcore.engines.emulated.responses import EmulatedResponse
+from gcore.engines.request import Finish, GenerationRequest, RequestOutput, SequenceState
+from gcore.engines.torch.scheduler import WaitingQueue
+from gcore.rollout.engine_time import EngineTimeMeter, EngineTimeSums, current_activity
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -35,16 +35,23 @@ ALMOST = 1e-9
 class _Row:
     """A running sequence: it had `made` tokens at step `joined`. `entry` names its end among the ends."""
 
-    work: Work
+    work: SequenceState
     joined: float
     made: int
     entry: int
 
 
-class Device:
+class EmulatedDevice:
     """One engine. `respond` says what a task's whole response will be; `rows`: sequences that run at once."""
 
-    def __init__(self, timing: Timing, respond: Callable[[Task, str], Response], *, rows: int, version: str) -> None:
+    def __init__(
+        self,
+        timing: ReplicaTiming,
+        respond: Callable[[GenerationRequest, str], EmulatedResponse],
+        *,
+        rows: int,
+        version: str,
+    ) -> None:
         self._timing = timing
         self._respond = respond
         self._rows = rows
@@ -59,13 +66,13 @@ class Device:
         self._alone_s = timing.decode_step(1)
         """A decode step, if nobody else computes on the slot."""
         self._held_until = 0.0
-        self._waiting = Waiting()
+        self._waiting = WaitingQueue()
         self._running: dict[int, _Row] = {}
         self._ends: list[tuple[float, int, int]] = []
         """A heap: the step at which a row ends, the entry's name, its task's number. Of rows that left, entries stay behind."""
         self._entries = itertools.count()
-        self._responses: dict[int, Response] = {}
-        self._meter: Meter | None = None
+        self._responses: dict[int, EmulatedResponse] = {}
+        self._meter: EngineTimeMeter | None = None
         """From when it was first done something to."""
 
     @property
@@ -88,16 +95,16 @@ class Device:
         """Whether no tokens are made now, whatever there is."""
         return self.paused or bool(self.asleep)
 
-    def submit(self, tasks: Sequence[Task], now: float) -> list[Delivery]:
+    def submit(self, tasks: Sequence[GenerationRequest], now: float) -> list[RequestOutput]:
         """More to do. What ended until `now` comes back, as everywhere below."""
         ended = self.advance(now)
-        self._waiting.put([Work(task) for task in tasks])
+        self._waiting.put([SequenceState(task) for task in tasks])
         self._join(now)
         return ended
 
-    def advance(self, now: float) -> list[Delivery]:
+    def advance(self, now: float) -> list[RequestOutput]:
         """Time goes on."""
-        ended: list[Delivery] = []
+        ended: list[RequestOutput] = []
         while not self.still and (step := self._next_end()) is not None:
             begin = max(self._now, self._held_until)
             at = begin + (step - self._steps) * self.step_s
@@ -120,7 +127,7 @@ class Device:
             self.generated_tokens + running + sum(len(work.tokens) for work in self._waiting.peek(len(self._waiting)))
         )
 
-    def sums(self, now: float) -> Sums:
+    def sums(self, now: float) -> EngineTimeSums:
         """What its time was."""
         self._note(now)
         assert self._meter is not None
@@ -129,8 +136,8 @@ class Device:
     def _note(self, now: float) -> None:
         """It may have more or less to do from now on."""
         if self._meter is None:
-            self._meter = Meter(self._rows, now)
-        doing = doing_of(paused=self.paused, asleep=bool(self.asleep))
+            self._meter = EngineTimeMeter(self._rows, now)
+        doing = current_activity(paused=self.paused, asleep=bool(self.asleep))
         self._meter.note(doing, len(self._running) + len(self._waiting), now)
 
     def shared_by(self, count: int, now: float) -> None:
@@ -146,10 +153,10 @@ class Device:
         step = None if self.still else self._next_end()
         return None if step is None else max(self._now, self._held_until) + (step - self._steps) * self.step_s
 
-    def abort(self, unwanted: Callable[[Task], bool], now: float) -> list[Delivery]:
+    def abort(self, unwanted: Callable[[GenerationRequest], bool], now: float) -> list[RequestOutput]:
         """End these now, with the tokens they have."""
         ended = self.advance(now)
-        ending = Ending("abort", message="Aborted by a request")
+        ending = Finish("abort", message="Aborted by a request")
         for work in self._waiting.drop(unwanted):
             ended.append(self._delivery(work, len(work.tokens), ending))
         for number, row in list(self._running.items()):
@@ -159,7 +166,7 @@ class Device:
         self._join(now)
         return ended
 
-    def pause(self, mode: PauseMode, now: float) -> list[Delivery]:
+    def pause(self, mode: PauseMode, now: float) -> list[RequestOutput]:
         """Make no more tokens."""
         ended = self.abort(lambda _: True, now) if mode == "abort" else self.advance(now)
         if mode == "retract":
@@ -175,7 +182,7 @@ class Device:
         self.paused = False
         self._join(now)
 
-    def release(self, tags: frozenset[str], now: float) -> list[Delivery]:
+    def release(self, tags: frozenset[str], now: float) -> list[RequestOutput]:
         """Sleep. Whoever asks has seen to it that nothing runs."""
         ended = self.advance(now)
         self.asleep |= tags
@@ -188,7 +195,7 @@ class Device:
         self.asleep -= tags
         self._join(now)
 
-    def call_weights(self, version: str, now: float) -> list[Delivery]:
+    def call_weights(self, version: str, now: float) -> list[RequestOutput]:
         """From the next token on, `version` makes them."""
         ended = self.advance(now)
         self.version = version
@@ -196,14 +203,14 @@ class Device:
             row.work.mark(version, self._made(row))
         return ended
 
-    def so_far(self, number: int) -> Delivery | None:
+    def so_far(self, number: int) -> RequestOutput | None:
         """What there is of a task that runs; None if it does not. Time has been told before."""
         row = self._running.get(number)
         if row is None:
             return None
         response, count = self._responses[number], self._made(row)
         cached = row.work.cached_tokens
-        return Delivery(
+        return RequestOutput(
             number, response.tokens[:count], response.logprobs[:count], row.work.spans(count), cached, ending=None
         )
 
@@ -221,7 +228,7 @@ class Device:
             heapq.heappop(self._ends)
         return None
 
-    def _end_rows(self) -> list[Delivery]:
+    def _end_rows(self) -> list[RequestOutput]:
         """Those that end with the present step."""
         ended = []
         while (step := self._next_end()) is not None and step <= self._steps + ALMOST:
@@ -261,19 +268,19 @@ class Device:
         since = (self._steps if steps is None else steps) - row.joined
         return min(row.made + int(since + ALMOST), len(self._responses[row.work.task.number].tokens))
 
-    def _retracted(self, row: _Row) -> Work:
+    def _retracted(self, row: _Row) -> SequenceState:
         work, made = row.work, self._made(row)
         work.tokens = list(self._responses[work.task.number].tokens[:made])
         work.retractions += 1
         return work
 
-    def _delivery(self, work: Work, count: int, ending: Ending) -> Delivery:
+    def _delivery(self, work: SequenceState, count: int, ending: Finish) -> RequestOutput:
         response = self._responses.pop(work.task.number, None)
         tokens = () if response is None else response.tokens[:count]
         logprobs = () if response is None else response.logprobs[:count]
         self.generated_tokens += count
         spans = work.spans(count) if work.marks else work.never_joined(self.version)
-        return Delivery(
+        return RequestOutput(
             work.task.number, tokens, logprobs, spans, work.cached_tokens, ending, retractions=work.retractions
         )
 
@@ -290,27 +297,27 @@ class Device:
 # order; at a staleness above 0 a rank and an engine on one slot are emulated as if each had it for itself.
 
 
-class Slot:
+class EmulatedSlot:
     """The devices on it, in one time. Whatever is done to one of them is done between `advance` and `share`, at the same moment."""
 
     def __init__(self) -> None:
-        self._devices: dict[Device, tuple[str, ...]] = {}
+        self._devices: dict[EmulatedDevice, tuple[str, ...]] = {}
 
-    def add(self, device: Device, now: float, on: tuple[str, ...] = ("",)) -> None:
+    def add(self, device: EmulatedDevice, now: float, on: tuple[str, ...] = ("",)) -> None:
         """It is resident from now on, on these slots."""
         device.advance(now)
         self._devices[device] = on
         self.share(now)
 
-    def remove(self, device: Device, now: float) -> None:
+    def remove(self, device: EmulatedDevice, now: float) -> None:
         """It is gone, with all that it had under way."""
         del self._devices[device]
         self.share(now)
 
-    def advance(self, now: float) -> list[tuple[Device, list[Delivery]]]:
+    def advance(self, now: float) -> list[tuple[EmulatedDevice, list[RequestOutput]]]:
         """Time goes on for all of them: what ended until now, and whose it is. With one end the others' paces change, so each is
         taken in its turn."""
-        found: list[tuple[Device, list[Delivery]]] = []
+        found: list[tuple[EmulatedDevice, list[RequestOutput]]] = []
         while len(self._devices) > 1 and (at := self.wake_at()) is not None and at < now - ALMOST:
             found += self._to(at)
             self.share(at)
@@ -327,5 +334,5 @@ class Slot:
         """When something ends next, if nothing happens before; None: never."""
         return min((at for device in self._devices if (at := device.wake_at()) is not None), default=None)
 
-    def _to(self, now: float) -> list[tuple[Device, list[Delivery]]]:
+    def _to(self, now: float) -> list[tuple[EmulatedDevice, list[RequestOutput]]]:
         return [(device, ended) for device in self._devices if (ended := device.advance(now))]

@@ -19,14 +19,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from gcore.config.reward import VerdictSpec
-from gcore.engines.detokenizer import Text, cut_at
-from gcore.engines.emulated.device import Device, PauseMode, Slot
+from gcore.engines.detokenizer import Detokenizer, cut_before
+from gcore.engines.emulated.device import EmulatedDevice, EmulatedSlot, PauseMode
 from gcore.engines.emulated.launch import HostLaunch
-from gcore.engines.emulated.law import Timing
-from gcore.engines.emulated.responses import Response, Verdict, Vocabulary, Voice, respond
-from gcore.engines.request import Delivery, Task, is_older
-from gcore.engines.serving.http import Gate
-from gcore.engines.serving.io_struct import Asked, Generate, SamplingBody, answer, emptied
+from gcore.engines.emulated.law import ReplicaTiming
+from gcore.engines.emulated.responses import EmulatedResponse, EmulatedVerdict, ResponseModel, Vocabulary, make_response
+from gcore.engines.request import GenerationRequest, RequestOutput, is_older
+from gcore.engines.serving.http import UpdateLock
+from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, sample_answer, without_tokens
 from gcore.errors import DataError, EngineError
 from gcore.system.clock import Clock
 from gcore.types import Version
@@ -38,19 +38,21 @@ UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class EmulatedModel:
     """What all emulated engines of a process share of the model's folder."""
 
     path: str
     words: Vocabulary
-    text: Text | None
+    text: Detokenizer | None
     longest: int | None = None
     """Tokens of the longest response that the job asks it for."""
-    verdict: Verdict | None = None
+    verdict: EmulatedVerdict | None = None
     """Of a judge."""
 
 
-def tokens_of(model: Model, prompt: str | list[int], params: SamplingBody, asked: Asked) -> tuple[int, ...]:
+def check_prompt(
+    model: EmulatedModel, prompt: str | list[int], params: SamplingBody, asked: LogprobRequest
+) -> tuple[int, ...]:
     """The prompt's. Raises EngineError for what the model cannot take, and for what an emulated engine cannot tell."""
     words, text = model.words, model.text
     tokens: tuple[int, ...]
@@ -82,39 +84,39 @@ def tokens_of(model: Model, prompt: str | list[int], params: SamplingBody, asked
 # What emulated engines need of the models' folders: tokenizers, vocabularies, and what a judge may say. Each is read once.
 
 
-class Models:
+class EmulatedModels:
     """Those of one process, by the judge whose they are; the policy's has no name."""
 
     def __init__(self) -> None:
-        self._read: dict[str, Model] = {}
+        self._read: dict[str, EmulatedModel] = {}
 
-    def of(self, launch: HostLaunch, judge: str) -> Model:
+    def of(self, launch: HostLaunch, judge: str) -> EmulatedModel:
         """The one that an engine of `launch` serves. Blocks the first time. Raises DataError, or for a verdict parser that there is not."""
         if judge not in self._read:
             self._read[judge] = _judge(launch, judge) if judge else _policy(launch)
         return self._read[judge]
 
 
-def _policy(launch: HostLaunch) -> Model:
+def _policy(launch: HostLaunch) -> EmulatedModel:
     folder = Path(launch.model)
-    text = Text.load(folder)
-    return Model(str(folder), Vocabulary.load(folder, text), text, launch.longest)
+    text = Detokenizer.load(folder)
+    return EmulatedModel(str(folder), Vocabulary.load(folder, text), text, launch.longest)
 
 
-def _judge(launch: HostLaunch, name: str) -> Model:
+def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
     from gcore.engines.emulated.responses import (
-        verdict_of,  # parsers may be anybody's; a job without judges needs none of it
+        find_emulated_verdict,  # parsers may be anybody's; a job without judges needs none of it
     )
 
     judge = launch.judge(name)
     folder = Path(judge.model)
-    text = Text.load(folder)
+    text = Detokenizer.load(folder)
     words = Vocabulary.load(folder, text)
     try:
         spec = VerdictSpec.model_validate(judge.verdict)
     except ValidationError as error:
         raise DataError(f"the verdict of judge {name!r} cannot be read ({error})") from error
-    return Model(str(folder), words, text, judge.longest, verdict_of(name, spec, words, text))
+    return EmulatedModel(str(folder), words, text, judge.longest, find_emulated_verdict(name, spec, words, text))
 
 
 # -------------------- live_slot
@@ -123,7 +125,7 @@ def _judge(launch: HostLaunch, name: str) -> Model:
 #
 # One alarm a slot, set for the next end of any of its devices; nothing runs between two of them.
 
-Deliver = Callable[[list[Delivery]], None]
+Deliver = Callable[[list[RequestOutput]], None]
 
 
 class LiveSlot:
@@ -132,22 +134,22 @@ class LiveSlot:
     def __init__(self, clock: Clock, speedup: float) -> None:
         self._clock = clock
         self._speedup = speedup
-        self._slot = Slot()
-        self._deliver: dict[Device, Deliver] = {}
+        self._slot = EmulatedSlot()
+        self._deliver: dict[EmulatedDevice, Deliver] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
     def now(self) -> float:
         """Emulated seconds."""
         return self._clock.monotonic() * self._speedup
 
-    def add(self, device: Device, deliver: Deliver, on: tuple[str, ...] = ("",)) -> None:
+    def add(self, device: EmulatedDevice, deliver: Deliver, on: tuple[str, ...] = ("",)) -> None:
         """It is resident from now on, on these slots; `deliver` is handed what ends."""
         now = self.now()
         self._advance(now)
         self._deliver[device] = deliver
         self._slot.add(device, now, on)
 
-    def remove(self, device: Device) -> None:
+    def remove(self, device: EmulatedDevice) -> None:
         """It is gone, with all that it had under way."""
         now = self.now()
         self._advance(now)
@@ -155,7 +157,7 @@ class LiveSlot:
         self._slot.remove(device, now)
         self._set_alarm()
 
-    def do(self, device: Device, deed: Callable[[float], list[Delivery] | None]) -> None:
+    def do(self, device: EmulatedDevice, deed: Callable[[float], list[RequestOutput] | None]) -> None:
         """`deed` is done to the device, at the moment that it is given; to one that is gone nothing is."""
         now = self.now()
         self._advance(now)
@@ -190,13 +192,13 @@ LEAST_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class PendingAnswer:
     """A task under way, and what its answer needs."""
 
-    task: Task
+    task: GenerationRequest
     params: SamplingBody
-    asked: Asked
-    ended: asyncio.Future[Delivery]
+    asked: LogprobRequest
+    ended: asyncio.Future[RequestOutput]
     since: float
 
 
@@ -207,8 +209,8 @@ class EmulatedEngine:
     def __init__(
         self,
         name: str,
-        model: Model,
-        timing: Timing,
+        model: EmulatedModel,
+        timing: ReplicaTiming,
         clock: Clock,
         *,
         rows: int,
@@ -222,33 +224,33 @@ class EmulatedEngine:
         self.timing = timing
         self._clock = clock
         self._speedup = timing.law.speedup
-        self._voice = Voice(timing.law, model.words, model.longest, model.verdict)
-        self.device = Device(timing, self._response, rows=rows, version=version)
+        self._voice = ResponseModel(timing.law, model.words, model.longest, model.verdict)
+        self.device = EmulatedDevice(timing, self._response, rows=rows, version=version)
         self._slot = slot or LiveSlot(clock, timing.law.speedup)
         self._slot.add(self.device, self._deliver, spans)
-        self.gate = Gate(lambda: self.device.still)
+        self.gate = UpdateLock(lambda: self.device.still)
         self.requests = 0
         self.prompt_tokens = 0
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, PendingAnswer] = {}
         self._names: set[str] = set()
         self._next = 0
         self._moving = asyncio.Lock()
         """Memory is given back or taken."""
         self._follow(version)
 
-    def admit(self, request: Generate) -> list[Ticket]:
+    def admit(self, request: GenerateCall) -> list[PendingAnswer]:
         """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
         if taken := self._names & set(names):
             raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
         tickets = []
         for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
-            tokens = tokens_of(self.model, prompt, params, asked)
+            tokens = check_prompt(self.model, prompt, params, asked)
             for index in range(params.n):
                 tickets.append(self._ticket(tokens, params, asked, name if params.n == 1 else f"{name}_{index}", index))
         return tickets
 
-    async def answers(self, tickets: Sequence[Ticket]) -> list[dict[str, Any]]:
+    async def answers(self, tickets: Sequence[PendingAnswer]) -> list[dict[str, Any]]:
         """Wait for all, and word the answers in order. Cancelled, it takes back what still runs."""
         async with self._under_way(tickets):
             ended = await asyncio.gather(*(ticket.ended for ticket in tickets))
@@ -258,7 +260,7 @@ class EmulatedEngine:
         """Hand out what has ended by now."""
         self._slot.do(self.device, self.device.advance)
 
-    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, tickets: Sequence[PendingAnswer]) -> AsyncIterator[dict[str, Any]]:
         """The same as a stream: each as it ends, told by `index`, and before that every `stream_interval` tokens what there is of it."""
         async with self._under_way(tickets):
             waiting = {ticket.ended: place for place, ticket in enumerate(tickets)}
@@ -277,13 +279,13 @@ class EmulatedEngine:
                         told[place] = len(part.tokens)
                         yield {**self._word(ticket, part), "index": place}
 
-    def _grown_in(self, tickets: Sequence[Ticket]) -> float:
+    def _grown_in(self, tickets: Sequence[PendingAnswer]) -> float:
         """Seconds until some of these may have grown by as much as is told at once."""
         every = min(ticket.params.stream_interval for ticket in tickets)
         return max(every * self.device.step_s / self._speedup, LEAST_S)
 
     @contextlib.asynccontextmanager
-    async def _under_way(self, tickets: Sequence[Ticket]) -> AsyncIterator[None]:
+    async def _under_way(self, tickets: Sequence[PendingAnswer]) -> AsyncIterator[None]:
         names = {ticket.task.rid for ticket in tickets}
         async with self.gate.passing():
             self._names |= names
@@ -300,7 +302,7 @@ class EmulatedEngine:
                 if left:
                     self.abort(lambda task: task.number in left)
 
-    def abort(self, unwanted: Callable[[Task], bool]) -> None:
+    def abort(self, unwanted: Callable[[GenerationRequest], bool]) -> None:
         """End these now; they answer with the tokens they have."""
         self._slot.do(self.device, lambda now: self.device.abort(unwanted, now))
 
@@ -363,7 +365,7 @@ class EmulatedEngine:
         self._follow(version)
 
     def _follow(self, version: str) -> None:
-        """The policy's weights are of the step that they are called by. A judge's are not; it is told (`Timing.step`)."""
+        """The policy's weights are of the step that they are called by. A judge's are not; it is told (`ReplicaTiming.step`)."""
         if self.model.verdict is None:
             with contextlib.suppress(ValueError):
                 self.timing.step = Version.parse(version).step
@@ -376,10 +378,12 @@ class EmulatedEngine:
         """Emulated seconds."""
         return self._clock.monotonic() * self._speedup
 
-    def _response(self, task: Task, version: str) -> Response:
-        return respond(self._voice, task.prompt, task.sampling, version, self.timing.step)
+    def _response(self, task: GenerationRequest, version: str) -> EmulatedResponse:
+        return make_response(self._voice, task.prompt, task.sampling, version, self.timing.step)
 
-    def _ticket(self, tokens: tuple[int, ...], params: SamplingBody, asked: Asked, rid: str, index: int) -> Ticket:
+    def _ticket(
+        self, tokens: tuple[int, ...], params: SamplingBody, asked: LogprobRequest, rid: str, index: int
+    ) -> PendingAnswer:
         words = self.model.words
         sampling = params.sampling(
             index=index,
@@ -389,21 +393,21 @@ class EmulatedEngine:
             vocabulary=words.size,
             asked=asked,
         )
-        task = Task(self._next, rid, tokens, sampling)
+        task = GenerationRequest(self._next, rid, tokens, sampling)
         self._next += 1
-        ended: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
-        return Ticket(task, params, asked, ended, self._clock.monotonic())
+        ended: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+        return PendingAnswer(task, params, asked, ended, self._clock.monotonic())
 
-    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+    def _deliver(self, deliveries: Iterable[RequestOutput]) -> None:
         for delivery in deliveries:
             ticket = self._tickets.pop(delivery.number, None)
             if ticket is not None and not ticket.ended.done():
                 ticket.ended.set_result(delivery)
 
-    def _word(self, ticket: Ticket, delivery: Delivery) -> dict[str, Any]:
+    def _word(self, ticket: PendingAnswer, delivery: RequestOutput) -> dict[str, Any]:
         if not ticket.params.makes_tokens:
-            delivery = emptied(delivery)
-        return answer(
+            delivery = without_tokens(delivery)
+        return sample_answer(
             delivery,
             rid=ticket.task.rid,
             text=self._said(ticket.params, delivery),
@@ -415,11 +419,11 @@ class EmulatedEngine:
             latency_s=self._clock.monotonic() - ticket.since,
         )
 
-    def _said(self, params: SamplingBody, delivery: Delivery) -> str:
+    def _said(self, params: SamplingBody, delivery: RequestOutput) -> str:
         text = self.model.text
         if text is None:
             return ""
         matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
         tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
         said = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        return cut_at(said, matched) if isinstance(matched, str) else said
+        return cut_before(said, matched) if isinstance(matched, str) else said

@@ -24,21 +24,21 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from gcore.api.tls import Watched, serving_context
-from gcore.engines.emulated.engine import EmulatedEngine, LiveSlot, Models
-from gcore.engines.emulated.launch import SAID, HostLaunch, Inbox, PlacedEngine
-from gcore.engines.emulated.law import Law, Timing, read_law
-from gcore.engines.emulated.routes import Doors, KeysByPort, app
+from gcore.api.tls import ReloadingFiles, serving_context
+from gcore.engines.emulated.engine import EmulatedEngine, EmulatedModels, LiveSlot
+from gcore.engines.emulated.launch import SAID, HostLaunch, LaunchQueue, PlacedEngine
+from gcore.engines.emulated.law import ReplicaTiming, TimingModel, read_timing_model
+from gcore.engines.emulated.routes import EngineListeners, KeysByPort, new_app
 from gcore.errors import GcoreError, LeaseLost, StoreUnavailable, UsageError
 from gcore.ledger.records.chain import Head
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
-from gcore.store.reference import connect
+from gcore.store.reference import connect_store
 from gcore.store.session import Session
 from gcore.store.types import MAX_OPERATIONS, Compare, Delete, Put, Store
 from gcore.system import daemon as logs
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.process import CannotStart, ProcessId, child_ended, status_of
+from gcore.system.process import CannotStart, ProcessId, process_status, wait_child_ended
 from gcore.worker.records import WorkerRecord, WorkerState
 
 # -------------------- stand_ins
@@ -51,7 +51,7 @@ from gcore.worker.records import WorkerRecord, WorkerState
 COMMAND = ("sh", "-c", "read never")
 
 
-class StandIn:
+class PlaceholderProcess:
     """Of one engine."""
 
     def __init__(self, child: subprocess.Popen[bytes], identity: ProcessId) -> None:
@@ -60,7 +60,7 @@ class StandIn:
 
     async def ended(self) -> None:
         """Returns once it has ended."""
-        await child_ended(self._child.pid)
+        await wait_child_ended(self._child.pid)
         self._child.wait()
 
     def end(self) -> None:
@@ -70,22 +70,22 @@ class StandIn:
             self._child.wait()
 
 
-class StandIns:
+class PlaceholderProcesses:
     """Of a process's engines."""
 
     def __init__(self) -> None:
         self._end, self._held = os.pipe()
 
-    def start(self, instance: str) -> StandIn:
+    def start(self, instance: str) -> PlaceholderProcess:
         """For the engine called `instance`, which is shown in lists of processes. Raises CannotStart."""
         try:
             child = subprocess.Popen([*COMMAND, instance], stdin=self._end, stdout=subprocess.DEVNULL)
         except OSError as error:
             raise CannotStart(f"no process can be started that stands for {instance} ({error.strerror})") from error
-        status = status_of(child.pid)
+        status = process_status(child.pid)
         if status is None:
             raise CannotStart(f"the process that stands for {instance} cannot be seen under /proc", fix="Mount /proc")
-        return StandIn(child, status.identity)
+        return PlaceholderProcess(child, status.identity)
 
     def close(self) -> None:
         """End all of them."""
@@ -112,7 +112,7 @@ SETTLE_S = 0.05
 log = logging.getLogger("gcore.emulated")
 
 
-class Registration:
+class EngineRegistrations:
     """Of one process's engines."""
 
     def __init__(self, store: Store, clock: Clock, ttl: int) -> None:
@@ -204,11 +204,17 @@ LOOK_S = 0.1
 HANDED_S = 2.0
 
 
-class Host:
+class EngineHost:
     """The process's life, in its event loop. `launch`: its first engines; `inbox`: where it looks for more."""
 
     def __init__(
-        self, launch: HostLaunch, law: Law, store: Store, clock: Clock, me: ProcessId, inbox: Inbox | None = None
+        self,
+        launch: HostLaunch,
+        law: TimingModel,
+        store: Store,
+        clock: Clock,
+        me: ProcessId,
+        inbox: LaunchQueue | None = None,
     ) -> None:
         self._launch = launch
         self._law = law
@@ -216,14 +222,14 @@ class Host:
         self._clock = clock
         self._me = me
         self._inbox = inbox
-        self._registration = Registration(store, clock, launch.lease_ttl_s)
+        self._registration = EngineRegistrations(store, clock, launch.lease_ttl_s)
         self._engines: dict[int, EmulatedEngine] = {}
         self._slots: defaultdict[str, LiveSlot] = defaultdict(lambda: LiveSlot(clock, law.speedup))
-        self._models = Models()
-        self._stand_ins = StandIns()
+        self._models = EmulatedModels()
+        self._stand_ins = PlaceholderProcesses()
         self._keys: dict[int, str] = {}
-        tls = None if launch.tls is None else serving_context(Watched(launch.tls.material))
-        self._doors = Doors(KeysByPort(app(self._engines), self._keys), launch.host, tls)
+        tls = None if launch.tls is None else serving_context(ReloadingFiles(launch.tls.material))
+        self._doors = EngineListeners(KeysByPort(new_app(self._engines), self._keys), launch.host, tls)
         self._living = 0
         self._step = 0
         self._stop = asyncio.Event()
@@ -263,7 +269,9 @@ class Host:
             self._living += 1
             begun.append(tasks.create_task(self._live(placed, launch), name=placed.instance))
 
-    async def _look_for_more(self, inbox: Inbox, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]) -> None:
+    async def _look_for_more(
+        self, inbox: LaunchQueue, tasks: asyncio.TaskGroup, begun: list[asyncio.Task[None]]
+    ) -> None:
         while True:
             for launch in inbox.take():
                 self._admit(launch, tasks, begun)
@@ -299,7 +307,7 @@ class Host:
             await self._clock.sleep(LINGER_S)
             return
         law = self._law.of_judges if placed.judge else self._law.of_policy
-        timing = Timing(self._law, placed.instance, law, slots=len(placed.slots))
+        timing = ReplicaTiming(self._law, placed.instance, law, slots=len(placed.slots))
         timing.step = self._step
         loading = asyncio.ensure_future(self._clock.sleep(timing.load() / self._law.speedup))
         await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -372,7 +380,7 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def _signals(host: Host) -> AsyncIterator[None]:
+async def _signals(host: EngineHost) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, host.stop, f"asked to by {number.name}")
@@ -380,11 +388,11 @@ async def _signals(host: Host) -> AsyncIterator[None]:
 
 
 async def _run(launch: HostLaunch, home: Path) -> None:
-    me = status_of(os.getpid())
+    me = process_status(os.getpid())
     if me is None:
         raise UsageError("this process cannot see itself under /proc", fix="Mount /proc")
     clock = SystemClock()
-    inbox = Inbox.of(launch, home)
+    inbox = LaunchQueue.of(launch, home)
     document = inbox.put(launch)
     while not inbox.claim():
         if not document.exists():
@@ -395,10 +403,10 @@ async def _run(launch: HostLaunch, home: Path) -> None:
     launches = inbox.take()
     if not launches:
         return  # whoever had taken it has died since; they are started anew
-    law = read_law(os.environ)
-    store = await connect(launch.store, clock)
+    law = read_timing_model(os.environ)
+    store = await connect_store(launch.store, clock)
     try:
-        host = Host(launches[0], law, store, clock, me.identity, inbox)
+        host = EngineHost(launches[0], law, store, clock, me.identity, inbox)
         for other in launches[1:]:
             inbox.put(other)
         async with _signals(host):
@@ -422,13 +430,13 @@ def main() -> None:
     parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
-    logs.set_up()
+    logs.set_up_logging()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         launch = _read(arguments.launch)
-        logs.set_up({"controller": launch.node, "job": launch.job_uid})
+        logs.set_up_logging({"controller": launch.node, "job": launch.job_uid})
         asyncio.run(_run(launch, arguments.home))
     except GcoreError as error:
         log.error("%s", error)

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from gcore.api.tls import ServingTls
-from gcore.schema import Part, Record
+from gcore.schema import Record, RecordPart
 from gcore.store.reference import StoreRef
-from gcore.system.files import whole_file
+from gcore.system.files import replace_file
 from gcore.system.process import CannotStart, ProcessId, spawn_detached
 
 LAW_FILE = "GCORE_EMULATED_LAW"
@@ -36,12 +36,12 @@ def is_emulated(slot: str) -> bool:
     return slot.startswith(f"{KIND}:")
 
 
-def remark(slots: Iterable[str]) -> str:
+def emulation_remark(slots: Iterable[str]) -> str:
     """What is said behind whatever was done on these slots: nothing, unless some compute nothing."""
     return f" ({SAID})" if any(map(is_emulated, slots)) else ""
 
 
-class PlacedEngine(Part):
+class PlacedEngine(RecordPart):
     """An engine of the process: the worker that it registers as, its slot, those behind it that it spans, and the judge that it serves if
     it does not the policy."""
 
@@ -58,7 +58,7 @@ class PlacedEngine(Part):
         return (self.slot, *self.further)
 
 
-class ServedJudge(Part):
+class ServedJudge(RecordPart):
     """A judge of the job that emulated engines serve. As in the job's spec; `longest` is its `max_new_tokens`."""
 
     name: str
@@ -110,7 +110,7 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
     file = home / "workers" / f"{launch.name}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        whole_file(file, launch.encode(), mode=0o600)
+        replace_file(file, launch.encode(), mode=0o600)
     except OSError as error:
         raise CannotStart(
             f"cannot write the launch document ({error.strerror or error})",
@@ -129,7 +129,7 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
 # process, and engines that share a slot are in one. Files only; waits for nothing.
 
 
-class Inbox:
+class LaunchQueue:
     """Of one job's engines on one node."""
 
     def __init__(self, folder: Path) -> None:
@@ -138,14 +138,14 @@ class Inbox:
         folder.mkdir(parents=True, exist_ok=True)
 
     @classmethod
-    def of(cls, launch: HostLaunch, home: Path) -> Inbox:
+    def of(cls, launch: HostLaunch, home: Path) -> LaunchQueue:
         """That of whoever has the engines of this job and node."""
         return cls(home / "workers" / f"emulated-{launch.node}-{launch.job_uid}")
 
     def put(self, launch: HostLaunch) -> Path:
         """Lay a document down. It is gone once somebody has taken it."""
         file = self._folder / f"{launch.name}.json"
-        whole_file(file, launch.encode(), mode=0o600)
+        replace_file(file, launch.encode(), mode=0o600)
         return file
 
     def claim(self) -> bool:

@@ -10,7 +10,7 @@ step of training has a fixed part and one by token); its numbers are of no parti
 
 What changes over a run goes by the step that the weights are of, never by the clock: so every step is the same work for everybody
 who goes through it, however long it took them to come there. An engine of the policy knows that step by its version; one of a judge,
-whose weights are always the same, is told (`Timing.step`).
+whose weights are always the same, is told (`ReplicaTiming.step`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from gcore.engines.emulated.launch import LAW_FILE
 from gcore.errors import UsageError
-from gcore.schema import Part
+from gcore.schema import RecordPart
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Proportion = Annotated[float, Field(ge=0, le=1)]
 
 
 MOST_GROWN = 50.0
 """The logarithm that growth comes to at most: no response is so long."""
 
 
-class Law(Part):
+class TimingModel(RecordPart):
     """The numbers. Times in emulated seconds, rates in tokens a second."""
 
     seed: int = 0
@@ -53,7 +53,7 @@ class Law(Part):
     shared_loss: NonNegativeFloat = 0.0
     """What engines that compute on one slot at once lose by that, beside the pace that they share: of two, each step takes
     2 * (1 + `shared_loss`) times as long."""
-    span_gain: Share = 0.8
+    span_gain: Proportion = 0.8
     """What an engine gains by slots: over n of them it reads and decodes n ** `span_gain` times as fast as over one."""
     publish_s: NonNegativeFloat = 0.2
     """New weights into an engine."""
@@ -73,7 +73,7 @@ class Law(Part):
     """The median length of a response."""
     response_spread: NonNegativeFloat = 0.6
     """The standard deviation of its logarithm."""
-    response_likeness: Share = 0.4
+    response_likeness: Proportion = 0.4
     """How much of that the responses to one prompt have in common: their correlation."""
     response_growth: PositiveFloat = 1.0
     """The median's factor from the weights of one step to those of the next."""
@@ -89,13 +89,13 @@ class Law(Part):
     judge_slow_at: NonNegativeInt | None = None
     """From this step on, decode steps of judges take `judge_slow` times as long."""
     judge_slow: PositiveFloat = 1.0
-    judge_positive: Share = 0.5
+    judge_positive: Proportion = 0.5
     """How many verdicts are the best one; all others are the worst."""
 
     @property
-    def of_policy(self) -> EngineLaw:
+    def of_policy(self) -> EngineTimingModel:
         """What differs from one kind of engine to another, for those of the policy."""
-        lengths = Lengths(
+        lengths = ResponseLengths(
             self.response_tokens,
             self.response_spread,
             self.response_likeness,
@@ -103,15 +103,15 @@ class Law(Part):
             self.response_jump_at,
             self.response_jump,
         )
-        return EngineLaw(self.decode_s, self.decode_per_sequence_s, lengths)
+        return EngineTimingModel(self.decode_s, self.decode_per_sequence_s, lengths)
 
     @property
-    def of_judges(self) -> EngineLaw:
+    def of_judges(self) -> EngineTimingModel:
         """The same for those of judges."""
-        lengths = Lengths(
+        lengths = ResponseLengths(
             self.judge_response_tokens, self.judge_response_spread, likeness=0.0, growth=self.judge_response_growth
         )
-        return EngineLaw(
+        return EngineTimingModel(
             self.judge_decode_s, self.judge_decode_per_sequence_s, lengths, self.judge_slow_at, self.judge_slow
         )
 
@@ -122,7 +122,7 @@ class Law(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class ResponseLengths:
     """Of responses. See `Law.response_tokens` and what follows it."""
 
     median: float
@@ -140,12 +140,12 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLaw:
+class EngineTimingModel:
     """What differs from one kind of engine to another."""
 
     decode_s: float
     decode_per_sequence_s: float
-    lengths: Lengths
+    lengths: ResponseLengths
     slow_at: int | None = None
     slow: float = 1.0
 
@@ -155,25 +155,25 @@ class EngineLaw:
         return slow * (self.decode_s + self.decode_per_sequence_s * (sequences - 1))
 
 
-def generator(*names: object) -> np.random.Generator:
+def named_generator(*names: object) -> np.random.Generator:
     """A stream of numbers that belongs to these names, on any machine."""
     text = "\0".join(map(str, names)).encode()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(hashlib.sha256(text).digest()[:16], "big")))
 
 
-class Timing:
+class ReplicaTiming:
     """One replica's durations, in emulated seconds; each call draws anew. `name` tells replicas apart, and runs.
 
     `engine`: of which kind it is, if it is an engine; None: the policy's. `slots`: that it spans. `step`: the step that its weights are of,
     or that it was told.
     """
 
-    def __init__(self, law: Law, name: str, engine: EngineLaw | None = None, slots: int = 1) -> None:
+    def __init__(self, law: TimingModel, name: str, engine: EngineTimingModel | None = None, slots: int = 1) -> None:
         self.law = law
         self._faster = float(slots**law.span_gain)
         self.engine = engine or law.of_policy
         self.step = 0
-        self._draws = generator("timing", law.seed, name)
+        self._draws = named_generator("timing", law.seed, name)
         self._pace = self._noise(law.replica_noise)
 
     def load(self) -> float:
@@ -226,16 +226,16 @@ class Timing:
 # As a program it says whether a file holds one, for whoever brings a cluster up: what forecasts must not know the law, so it asks.
 
 
-def read_law(environment: Mapping[str, str]) -> Law:
+def read_timing_model(environment: Mapping[str, str]) -> TimingModel:
     """Raises UsageError for a file that holds none, and for one whose path depends on where one stands."""
     name = environment.get(LAW_FILE)
     if not name:
-        return Law()
+        return TimingModel()
     if not Path(name).is_absolute():
         fix = "Name it by its whole path, or bring the cluster up by `gcore up` or `gcore run`, which do"
         raise UsageError("a worker does not stand where this path begins", where=f"{LAW_FILE}={name}", fix=fix)
     try:
-        return Law.model_validate_json(Path(name).read_bytes())
+        return TimingModel.model_validate_json(Path(name).read_bytes())
     except OSError as error:
         raise UsageError(f"the law cannot be read ({error.strerror or error})", where=name) from error
     except ValidationError as error:
@@ -247,7 +247,7 @@ def read_law(environment: Mapping[str, str]) -> Law:
 def main() -> None:
     """Ends with 2 and one sentence if the file that is named holds no law."""
     try:
-        read_law({LAW_FILE: sys.argv[1]})
+        read_timing_model({LAW_FILE: sys.argv[1]})
     except UsageError as error:
         sys.stdout.write(str(error))
         sys.exit(error.exit_code)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from gcore.engines.emulated.launch import SAID
-from gcore.engines.emulated.law import Timing, read_law
+from gcore.engines.emulated.law import ReplicaTiming, read_timing_model
 from gcore.models.layout import (
     EMULATED_FILE,
     EXP_AVG_FILE,
@@ -29,18 +29,18 @@ from gcore.models.layout import (
     MODEL_FILE,
     FileEntry,
     Manifest,
-    companions,
+    companion_files,
     file_entry,
     sweep_unfinished,
     verify_checkpoint,
     weights_folder,
 )
 from gcore.system.clock import Clock
-from gcore.system.files import whole_folder
-from gcore.train.checkpoint.run_files import CHECKPOINT, CheckpointWriter, Insisting, ReceiptBook, Tick
-from gcore.train.rank.feed import PartWork, Work, parts_left
+from gcore.system.files import replace_folder
+from gcore.train.checkpoint.run_files import CHECKPOINT, BackgroundWriter, ReceiptWriter, RetryingWriter, WriteCallback
+from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
 from gcore.train.rank.launch import RankLaunch, StepResult
-from gcore.train.rank.main import Loaded, Meet
+from gcore.train.rank.main import LoadedRank, RendezvousCalls
 from gcore.types import Version
 
 TELL_S = 1.0
@@ -57,14 +57,14 @@ Tell = Callable[[str], None]
 class EmulatedTrainer:
     """Applies steps by letting time pass. In one thread, which blocks."""
 
-    def __init__(self, launch: RankLaunch, timing: Timing, writer: CheckpointWriter, clock: Clock) -> None:
+    def __init__(self, launch: RankLaunch, timing: ReplicaTiming, writer: BackgroundWriter, clock: Clock) -> None:
         self._launch = launch
         self._timing = timing
         self._clock = clock
         self._start_s = 0.0
         self._writer = writer
-        self._receipts = ReceiptBook(launch.run_path, launch.world, launch.rank, writer.folder)
-        self._insisting = Insisting(writer.hindered, launch.spec.train.watchdog_s)
+        self._receipts = ReceiptWriter(launch.run_path, launch.world, launch.rank, writer.folder)
+        self._insisting = RetryingWriter(writer.hindered, launch.spec.train.watchdog_s)
         self._writes = launch.rank == 0
         self._updates = 0
         self._accumulated = 0.0
@@ -83,13 +83,13 @@ class EmulatedTrainer:
             self._stage(Version(launch.lineage, launch.start.step), lambda: tell("loading"))
         self._start_s = self._clock.monotonic() - began
 
-    def run(self, work: Work, tell: Tell) -> StepResult:
-        """One step. Raises NotTaken."""
+    def run(self, work: StepInput, tell: Tell) -> StepResult:
+        """One step. Raises WriteRefused."""
         self.released = frozenset()
         launch, seal = self._launch, work.seal
         updating = saving = 0.0
         if seal.groups:
-            for part in parts_left(work):
+            for part in remaining_parts(work):
                 self.accumulate(part, tell)
             self._compute(self._timing.train(0 if seal.parts else _tokens(work)), tell)
             updating, self._accumulated = self._accumulated, 0.0
@@ -119,7 +119,7 @@ class EmulatedTrainer:
         weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
         return StepResult(metrics, weights)
 
-    def accumulate(self, part: PartWork, tell: Tell) -> None:
+    def accumulate(self, part: StepPartInput, tell: Tell) -> None:
         """A part of the step to come."""
         self._compute(self._timing.accumulate(_tokens(part.work)), tell)
 
@@ -152,8 +152,8 @@ class EmulatedTrainer:
     def _stage_once(self, target: Path) -> None:
         launch = self._launch
         self._writer.folder.check()
-        with whole_folder(target, owner=launch.world, durable=False) as folder:
-            for source in companions(launch.model_path):
+        with replace_folder(target, owner=launch.world, durable=False) as folder:
+            for source in companion_files(launch.model_path):
                 shutil.copyfile(source, folder / source.name)
             _mark(folder)
         versions = sorted(
@@ -167,8 +167,8 @@ class EmulatedTrainer:
         while not self._writer.wait(TELL_S):
             tell(CHECKPOINT)
 
-        def fill(folder: Path, tick: Tick) -> None:
-            for source in companions(launch.model_path):
+        def fill(folder: Path, tick: WriteCallback) -> None:
+            for source in companion_files(launch.model_path):
                 shutil.copyfile(source, folder / source.name)
             _mark(folder)
             for name in (MODEL_FILE, EXP_AVG_FILE, EXP_AVG_SQ_FILE):
@@ -188,19 +188,21 @@ class EmulatedTrainer:
         self._writer.begin(version, 3 * len(_no_tensors()), fill, insist=last)
 
 
-def _tokens(work: Work) -> int:
+def _tokens(work: StepInput) -> int:
     """Of the rank's share."""
     groups = work.seal.groups
     share = work.layout.of_rank(work.rank)
     return sum(groups[slot.group].prompt_tokens + groups[slot.group].response_tokens[slot.sample] for slot in share)
 
 
-def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Tell, writer: CheckpointWriter) -> Loaded:
+def load_emulated_rank(
+    launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Tell, writer: BackgroundWriter
+) -> LoadedRank:
     """In place of `gcore.train.loading.load`. Raises UsageError, CheckpointDamaged."""
-    timing = Timing(read_law(os.environ), f"{launch.world} rank {launch.rank}")
+    timing = ReplicaTiming(read_timing_model(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer, clock)
     trainer.load(tell)
-    return Loaded(trainer.run, lambda: None, trainer.accumulate, trainer.rest, lambda: trainer.released)
+    return LoadedRank(trainer.run, lambda: None, trainer.accumulate, trainer.rest, lambda: trainer.released)
 
 
 def _mark(folder: Path) -> None:

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from gcore.config.reward import VerdictSpec
-from gcore.engines.detokenizer import Text
-from gcore.engines.emulated.law import Law, Lengths, generator
-from gcore.engines.request import Ending, Sampling, prompt_key
+from gcore.engines.detokenizer import Detokenizer
+from gcore.engines.emulated.law import ResponseLengths, TimingModel, named_generator
+from gcore.engines.request import Finish, RequestSampling, prompt_key
 from gcore.errors import DataError, GcoreError
 from gcore.reward.judges.parsers import find_parser
 
@@ -51,7 +51,7 @@ class Vocabulary:
     context: int
 
     @classmethod
-    def load(cls, folder: Path, text: Text | None) -> Vocabulary:
+    def load(cls, folder: Path, text: Detokenizer | None) -> Vocabulary:
         """Of a model's folder. Raises DataError."""
         config = _json(folder / "config.json")
         size = config.get("vocab_size")
@@ -71,16 +71,16 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class EmulatedResponse:
     """A whole response, with how it ends."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    ending: Ending
+    ending: Finish
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EmulatedVerdict:
     """What a judge may say at the end of its answer, as tokens."""
 
     best: tuple[int, ...]
@@ -88,22 +88,24 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class ResponseModel:
     """Who answers. `longest`: tokens of the longest response that the job asks for; None: what another engine made is taken for a
     prompt. `verdict`: of a judge."""
 
-    law: Law
+    law: TimingModel
     words: Vocabulary
     longest: int | None = None
-    verdict: Verdict | None = None
+    verdict: EmulatedVerdict | None = None
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> ResponseLengths:
         """The law of its responses' lengths."""
         return (self.law.of_policy if self.verdict is None else self.law.of_judges).lengths
 
 
-def respond(voice: Voice, prompt: Sequence[int], sampling: Sampling, version: str, step: int = 0) -> Response:
+def make_response(
+    voice: ResponseModel, prompt: Sequence[int], sampling: RequestSampling, version: str, step: int = 0
+) -> EmulatedResponse:
     """The response that `sampling` gets to the prompt. `version`: the weights' name, which greedy responses follow. `step`: the one
     that the weights are of."""
     words, most = voice.words, sampling.max_new_tokens
@@ -126,11 +128,11 @@ def respond(voice: Voice, prompt: Sequence[int], sampling: Sampling, version: st
         tokens[len(tokens) - len(behind) :] = behind
     spread = -MEAN_LOGPROB * draws.standard_exponential(count, dtype=np.float32)
     logprobs = tuple(float(-value) for value in spread)
-    ending = Ending("stop", matched=tokens[-1]) if stops else Ending("length")
-    return Response(tuple(tokens), logprobs, ending)
+    ending = Finish("stop", matched=tokens[-1]) if stops else Finish("length")
+    return EmulatedResponse(tuple(tokens), logprobs, ending)
 
 
-def _made_before(voice: Voice, prompt: Sequence[int], most: int) -> int:
+def _made_before(voice: ResponseModel, prompt: Sequence[int], most: int) -> int:
     """How many tokens at the prompt's end another engine made."""
     made = (voice.longest or 0) - most
     if not 0 < made < len(prompt):
@@ -140,11 +142,11 @@ def _made_before(voice: Voice, prompt: Sequence[int], most: int) -> int:
     return made if tuple(begun[1 : 1 + len(marks)]) == marks[: len(begun) - 1] else 0
 
 
-def _draws(prompt: Sequence[int], sampling: Sampling, version: str) -> np.random.Generator:
+def _draws(prompt: Sequence[int], sampling: RequestSampling, version: str) -> np.random.Generator:
     about = prompt_key(prompt).hex()
     if sampling.temperature == 0.0:
-        return generator("greedy", about, version)
-    return generator("sample", sampling.seed, about)
+        return named_generator("greedy", about, version)
+    return named_generator("sample", sampling.seed, about)
 
 
 def _drawn(words: Vocabulary, draws: np.random.Generator, count: int) -> list[int]:
@@ -153,7 +155,7 @@ def _drawn(words: Vocabulary, draws: np.random.Generator, count: int) -> list[in
 
 def _marks(words: Vocabulary, question: str, first: int) -> tuple[int, ...]:
     """The tokens behind the first, by which a response is known again."""
-    return tuple(_drawn(words, generator("marks", question, first), MARKS))
+    return tuple(_drawn(words, named_generator("marks", question, first), MARKS))
 
 
 def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.random.Generator) -> tuple[int, ...]:
@@ -164,24 +166,24 @@ def _head(words: Vocabulary, question: str, begun: Sequence[int], draws: np.rand
     return (*begun[:HEAD], *head[len(begun) :])
 
 
-def _said(voice: Voice, question: str, head: Sequence[int]) -> tuple[int, ...]:
+def _said(voice: ResponseModel, question: str, head: Sequence[int]) -> tuple[int, ...]:
     """A judge's verdict; of the policy nothing."""
     if voice.verdict is None:
         return ()
-    positive = generator("verdict", voice.law.seed, question, *head).random() < voice.law.judge_positive
+    positive = named_generator("verdict", voice.law.seed, question, *head).random() < voice.law.judge_positive
     return voice.verdict.best if positive else voice.verdict.worst
 
 
-def _length(voice: Voice, question: str, head: Sequence[int], step: int) -> int:
+def _length(voice: ResponseModel, question: str, head: Sequence[int], step: int) -> int:
     """Log-normal; the responses to one prompt have a part of it in common."""
     lengths, seed = voice.lengths, voice.law.seed
-    common = float(generator("length", seed, question).standard_normal())
-    own = float(generator("own length", seed, question, *head).standard_normal())
+    common = float(named_generator("length", seed, question).standard_normal())
+    own = float(named_generator("own length", seed, question, *head).standard_normal())
     deviation = math.sqrt(lengths.likeness) * common + math.sqrt(1.0 - lengths.likeness) * own
     return max(1, round(lengths.median_at(step) * math.exp(lengths.spread * deviation)))
 
 
-def _end_tokens(folder: Path, config: dict[str, object], text: Text | None) -> tuple[int, ...]:
+def _end_tokens(folder: Path, config: dict[str, object], text: Detokenizer | None) -> tuple[int, ...]:
     """Those that the model's configuration names, or its tokenizer's."""
     generation = folder / "generation_config.json"
     for named in (_json(generation) if generation.is_file() else {}, config):
@@ -223,7 +225,9 @@ TRIED_BEHIND = 64
 """Tokens of no meaning behind which a verdict has to be readable."""
 
 
-def verdict_of(judge: str, spec: VerdictSpec, words: Vocabulary, text: Text | None) -> Verdict:
+def find_emulated_verdict(
+    judge: str, spec: VerdictSpec, words: Vocabulary, text: Detokenizer | None
+) -> EmulatedVerdict:
     """The judge's best and worst verdict. Raises DataError if it has none, and for a parser that there is not."""
     if text is None:
         raise DataError(f"the model of judge {judge!r} has no tokenizer.json, and what it says is text")
@@ -244,7 +248,7 @@ def verdict_of(judge: str, spec: VerdictSpec, words: Vocabulary, text: Text | No
             if len(values) == 1:
                 found[tokens] = values.pop()
         if found:
-            return Verdict(max(found, key=found.__getitem__), min(found, key=found.__getitem__))
+            return EmulatedVerdict(max(found, key=found.__getitem__), min(found, key=found.__getitem__))
     raise DataError(
         f"no verdict that judge {judge!r} can say in its tokens is read by parser {spec.parser!r}",
         fix="Emulated judges know the parsers words, number and json; take a tokenizer that has the characters",
@@ -261,7 +265,7 @@ def _bodies(spec: VerdictSpec) -> Iterator[str]:
     yield from (value for value in spec.options.values() if isinstance(value, str))
 
 
-def _spelt(said: str, text: Text) -> tuple[int, ...] | None:
+def _spelt(said: str, text: Detokenizer) -> tuple[int, ...] | None:
     """In tokens that say this again, whatever the tokenizer adds by itself; None if there are none."""
     try:
         encoded = text.encode(said)

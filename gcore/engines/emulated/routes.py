@@ -24,11 +24,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gcore.engines.emulated.engine import EmulatedEngine
-from gcore.engines.serving.http import Guard, Keys, checker, no_such_route, read, refusing, seconds, streamed_refusal
+from gcore.engines.serving.http import (
+    ApiKeyGuard,
+    ApiKeys,
+    answer_errors,
+    error_event,
+    lenient_checker,
+    query_seconds,
+    read_body,
+    route_not_found,
+)
 from gcore.engines.serving.io_struct import (
     AbortBody,
     EmptyBody,
-    Generate,
+    GenerateCall,
     MemoryBody,
     PauseBody,
     UpdateFromDiskBody,
@@ -36,7 +45,7 @@ from gcore.engines.serving.io_struct import (
     generate_body,
 )
 from gcore.errors import EngineError
-from gcore.rollout.engine_time import told
+from gcore.rollout.engine_time import prometheus_text
 
 LOOK_S = 0.02
 
@@ -63,7 +72,7 @@ KIND = "gcore emulated engine: it computes nothing, for tests and benchmarks onl
 Handler = Callable[[EmulatedEngine, Request], Awaitable[Response]]
 
 
-def app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
+def new_app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
     """The ASGI application. `engines`: by the port on which each is asked; it may grow."""
 
     def of(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -73,7 +82,7 @@ def app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
                 return Response(status_code=503)  # it loads
             return await handler(engine, request)
 
-        return refusing(handle)
+        return answer_errors(handle)
 
     posts: dict[str, Handler] = {
         "/abort_request": abort,
@@ -81,7 +90,7 @@ def app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
         "/continue_generation": resume,
         "/update_weights_from_disk": update,
         "/update_weight_version": rename,
-        **dict.fromkeys(UNSERVED, unserved),
+        **dict.fromkeys(UNSERVED, refuse_route),
     }
     either: dict[str, Handler] = {
         "/flush_cache": flush,
@@ -102,12 +111,12 @@ def app(engines: Mapping[int, EmulatedEngine]) -> Starlette:
     routes += [Route(path, of(handler), methods=["POST"]) for path, handler in posts.items()]
     routes += [Route(path, of(handler), methods=["GET", "POST"]) for path, handler in either.items()]
     routes += [Route(path, of(handler), methods=["GET"]) for path, handler in reads.items()]
-    return Starlette(routes=routes, exception_handlers={HTTPException: no_such_route})
+    return Starlette(routes=routes, exception_handlers={HTTPException: route_not_found})
 
 
 async def generate(engine: EmulatedEngine, request: Request) -> Response:
     """Samples."""
-    body = await read(request, generate_body)
+    body = await read_body(request, generate_body)
     if body.stream:
         return StreamingResponse(_events(engine, body), media_type="text/event-stream")
     answering = asyncio.ensure_future(engine.answers(engine.admit(body)))
@@ -123,12 +132,12 @@ async def generate(engine: EmulatedEngine, request: Request) -> Response:
     return JSONResponse(answers if body.is_list else answers[0])
 
 
-async def _events(engine: EmulatedEngine, body: Generate) -> AsyncIterator[bytes]:
+async def _events(engine: EmulatedEngine, body: GenerateCall) -> AsyncIterator[bytes]:
     """Server-sent events. What is refused is one of them, for the status has been sent."""
     try:
         stream = engine.stream(engine.admit(body))
     except EngineError as error:
-        yield _event(streamed_refusal(error))
+        yield _event(error_event(error))
     else:
         try:
             async for part in stream:
@@ -146,28 +155,28 @@ def _event(part: dict[str, Any]) -> bytes:
 
 async def abort(engine: EmulatedEngine, request: Request) -> Response:
     """End requests now; they answer with the tokens they have."""
-    body = await read(request, checker(AbortBody))
+    body = await read_body(request, lenient_checker(AbortBody))
     engine.abort((lambda _: True) if body.abort_all else (lambda task: body.names(task.rid)))
     return Response()
 
 
 async def pause(engine: EmulatedEngine, request: Request) -> Response:
     """Make no more tokens."""
-    body = await read(request, checker(PauseBody))
+    body = await read_body(request, lenient_checker(PauseBody))
     engine.pause(body.mode)
     return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def resume(engine: EmulatedEngine, request: Request) -> Response:
     """Go on."""
-    await read(request, checker(EmptyBody))
+    await read_body(request, lenient_checker(EmptyBody))
     engine.resume()
     return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def update(engine: EmulatedEngine, request: Request) -> Response:
     """New weights: a folder that there must be, and its name."""
-    body = await read(request, checker(UpdateFromDiskBody))
+    body = await read_body(request, lenient_checker(UpdateFromDiskBody))
     if not (Path(body.model_path) / "config.json").is_file():
         return _told(success=False, message=f"{body.model_path} is no model's folder")
     try:
@@ -179,7 +188,7 @@ async def update(engine: EmulatedEngine, request: Request) -> Response:
 
 async def rename(engine: EmulatedEngine, request: Request) -> Response:
     """Another name for the same weights."""
-    body = await read(request, checker(UpdateVersionBody))
+    body = await read_body(request, lenient_checker(UpdateVersionBody))
     if body.abort_all_requests:
         engine.abort(lambda _: True)
     engine.rename(body.new_version)
@@ -189,7 +198,7 @@ async def rename(engine: EmulatedEngine, request: Request) -> Response:
 
 async def flush(engine: EmulatedEngine, request: Request) -> Response:
     """There is no cache; refused while it would be held."""
-    until = engine.now() + seconds(request, "timeout") * engine.timing.law.speedup
+    until = engine.now() + query_seconds(request, "timeout") * engine.timing.law.speedup
     device = engine.device
     while (held := device.running or (device.waiting and not device.paused)) and engine.now() < until:
         await engine.take(LOOK_S * engine.timing.law.speedup)
@@ -200,19 +209,19 @@ async def flush(engine: EmulatedEngine, request: Request) -> Response:
 
 async def release(engine: EmulatedEngine, request: Request) -> Response:
     """Sleep."""
-    body = await read(request, checker(MemoryBody))
+    body = await read_body(request, lenient_checker(MemoryBody))
     await engine.release(body.wanted)
     return JSONResponse(None)
 
 
 async def wake(engine: EmulatedEngine, request: Request) -> Response:
     """Wake up."""
-    body = await read(request, checker(MemoryBody))
+    body = await read_body(request, lenient_checker(MemoryBody))
     await engine.wake(body.wanted)
     return JSONResponse(None)
 
 
-async def unserved(engine: EmulatedEngine, request: Request) -> Response:
+async def refuse_route(engine: EmulatedEngine, request: Request) -> Response:
     """What SGLang has and this engine has not."""
     raise EngineError(f"{request.url.path} is not served by an emulated engine", fix="Ask a real one")
 
@@ -250,7 +259,7 @@ async def metrics(engine: EmulatedEngine, request: Request) -> Response:
         ("generation_tokens_total", "counter", engine.device.tokens(engine.now())),
     )
     text = "".join(f"# TYPE sglang:{name} {kind}\nsglang:{name} {value}\n" for name, kind, value in table)
-    text += told(engine.device.sums(engine.now()), scale=1.0 / engine.timing.law.speedup)
+    text += prometheus_text(engine.device.sums(engine.now()), scale=1.0 / engine.timing.law.speedup)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
@@ -291,7 +300,7 @@ KEPT_S = 60
 """Seconds that an idle connection is kept."""
 
 
-class Doors:
+class EngineListeners:
     """Of a process's engines. Belongs to the loop in which it serves."""
 
     def __init__(self, application: ASGIApp, host: str, tls: ssl.SSLContext | None = None) -> None:
@@ -345,7 +354,7 @@ class KeysByPort:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         port = (scope.get("server") or ("", 0))[1]
-        await Guard(self._app, Keys(self._keys.get(port) or None))(scope, receive, send)
+        await ApiKeyGuard(self._app, ApiKeys(self._keys.get(port) or None))(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

@@ -51,7 +51,7 @@ class ParamsRefused(EngineError):
     """A sampling parameter, or a field of /generate, is unknown or of another type."""
 
 
-def refusal(error: GcoreError) -> Response:
+def error_response(error: GcoreError) -> Response:
     """The answer to a request that is refused because of `error`."""
     if isinstance(error, BodyTooBig):
         return _whole(str(error), TOO_LARGE, "Content Too Large")
@@ -62,7 +62,7 @@ def refusal(error: GcoreError) -> Response:
     return JSONResponse({"error": {"message": str(error)}}, BAD_REQUEST)
 
 
-def streamed_refusal(error: GcoreError) -> dict[str, Any]:
+def error_event(error: GcoreError) -> dict[str, Any]:
     """The same as a part of a stream, which has begun with status 200."""
     return {
         "error": {
@@ -74,19 +74,19 @@ def streamed_refusal(error: GcoreError) -> dict[str, Any]:
     }
 
 
-def refusing(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def answer_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """The handler, whose errors are answers."""
 
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
         except GcoreError as error:
-            return refusal(error)
+            return error_response(error)
 
     return handle
 
 
-async def no_such_route(request: Request, error: Exception) -> Response:
+async def route_not_found(request: Request, error: Exception) -> Response:
     """For starlette's own refusals: an unknown path, a method that the path does not have."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
@@ -117,7 +117,7 @@ HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 
 
-async def read(request: Request, check: Callable[[Any], T]) -> T:
+async def read_body(request: Request, check: Callable[[Any], T]) -> T:
     """The request's JSON body, as `check` makes it. Raises BodyRefused, BodyTooBig, and what `check` raises."""
     raw = await _bytes(request)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -130,19 +130,19 @@ async def read(request: Request, check: Callable[[Any], T]) -> T:
     return await asyncio.to_thread(lambda: check(_parsed(raw)))
 
 
-def checker(kind: type[B]) -> Callable[[Any], B]:
+def lenient_checker(kind: type[B]) -> Callable[[Any], B]:
     """A check that reads fields leniently and ignores those it does not know, as SGLang does on administrative routes."""
 
     def check(value: Any) -> B:
         try:
             return kind.model_validate(value)
         except ValidationError as error:
-            raise BodyRefused(sentence(error)) from error
+            raise BodyRefused(validation_sentence(error)) from error
 
     return check
 
 
-def seconds(request: Request, name: str) -> float:
+def query_seconds(request: Request, name: str) -> float:
     """A query parameter of seconds; 0 where it is not given. Raises BodyRefused for what is no number, or negative."""
     text = request.query_params.get(name, "0")
     try:
@@ -154,7 +154,7 @@ def seconds(request: Request, name: str) -> float:
     return value
 
 
-def sentence(error: ValidationError) -> str:
+def validation_sentence(error: ValidationError) -> str:
     """What is wrong, and where, in one sentence."""
     # Of a choice of types every branch complains; the one that got farthest knows best.
     errors = [(_place(e["loc"]), e) for e in error.errors(include_url=False, include_input=False)]
@@ -240,7 +240,7 @@ ADMIN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ApiKeys:
     """The keys that are asked for; None: none is."""
 
     api_key: str | None = field(default=None, repr=False)
@@ -257,10 +257,10 @@ class Keys:
         return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), wanted.encode())
 
 
-class Guard:
+class ApiKeyGuard:
     """An ASGI application behind the keys."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
         self._keys = keys
 
@@ -280,7 +280,7 @@ class Guard:
 # is paused or asleep is changed at once, whatever it holds. Lives on the event loop.
 
 
-class Gate:
+class UpdateLock:
     """`still()`: whether the engine makes no tokens now, so that a change need not wait."""
 
     def __init__(self, still: Callable[[], bool]) -> None:

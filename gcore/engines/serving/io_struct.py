@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcore.engines.request import Delivery, Ending, Sampling, Top
-from gcore.engines.serving.http import BodyRefused, ParamsRefused, sentence
+from gcore.engines.request import Finish, RequestOutput, RequestSampling, Top
+from gcore.engines.serving.http import BodyRefused, ParamsRefused, validation_sentence
 from gcore.errors import EngineError
 
 # -------------------- params
@@ -55,7 +55,7 @@ UNSERVED_PARAMS: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobRequest:
     """Which log-probabilities are asked for. `prompt_from`: from which of the prompt's tokens on; None: of none."""
 
     output: bool = False
@@ -133,8 +133,15 @@ class SamplingBody(BaseModel):
         return None if all(self.stop_strings) else "stop holds an empty string, which would end every sample at once"
 
     def sampling(
-        self, *, index: int, drawn_seed: int, end_tokens: Sequence[int], room: int, vocabulary: int, asked: Asked
-    ) -> Sampling:
+        self,
+        *,
+        index: int,
+        drawn_seed: int,
+        end_tokens: Sequence[int],
+        room: int,
+        vocabulary: int,
+        asked: LogprobRequest,
+    ) -> RequestSampling:
         """Sample `index` of `n`. Without a `sampling_seed` the engine's own `drawn_seed` serves.
 
         `room`: tokens that the context has left. A sample of no tokens is made as one of one token, which is not told.
@@ -147,7 +154,7 @@ class SamplingBody(BaseModel):
         # As in SGLang, ignoring the end ignores every token that would be one.
         stops = () if self.ignore_eos else {*end_tokens, *(self.stop_token_ids or ())}
         most = room if self.max_new_tokens is None else self.max_new_tokens
-        return Sampling(
+        return RequestSampling(
             max_new_tokens=max(1, most),
             seed=seed,
             # Without a max_new_tokens it may be any number, beyond the context and beyond 64 bits.
@@ -176,7 +183,7 @@ def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
         try:
             found.append(SamplingBody.model_validate({k: v for k, v in body.items() if k not in unserved}))
         except ValidationError as error:
-            raise ParamsRefused(f"sampling_params: {sentence(error)}") from error
+            raise ParamsRefused(f"sampling_params: {validation_sentence(error)}") from error
     return found
 
 
@@ -252,12 +259,12 @@ class _GenerateFields(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
+class GenerateCall:
     """A checked request: one entry of each list a prompt. Raises EngineError where there are too many samples."""
 
     prompts: tuple[str | list[int], ...]
     params: tuple[SamplingBody, ...]
-    asked: tuple[Asked, ...]
+    asked: tuple[LogprobRequest, ...]
     rids: tuple[str, ...] | None
     """None: the client gave no names."""
     stream: bool
@@ -270,12 +277,12 @@ class Generate:
                 f"the request asks for {count} samples, and {MOST_SAMPLES} are the most", fix="Send several requests"
             )
 
-    def asked_by(self, index: int) -> Asked:
+    def asked_by(self, index: int) -> LogprobRequest:
         """What sample `index` of the answer asks for."""
         return self.asked[index // self.params[0].n]
 
 
-def generate_body(value: Any) -> Generate:
+def generate_body(value: Any) -> GenerateCall:
     """Check a body of `/generate`. Raises BodyRefused, ParamsRefused, EngineError."""
     body = _fields(value)
     given = body.input_ids if body.text is None else body.text
@@ -298,7 +305,7 @@ def generate_body(value: Any) -> Generate:
     if len({p.n for p in params}) > 1:
         raise EngineError("n must be the same for all prompts")
     several = bool(params) and params[0].n > 1
-    return Generate(
+    return GenerateCall(
         prompts=tuple(prompts),
         params=tuple(params),
         asked=_asked(body, prompts, is_batch=is_batch, several=several),
@@ -315,14 +322,14 @@ def _fields(value: Any) -> _GenerateFields:
         try:
             _GenerateFields.model_validate(value, strict=False)
         except ValidationError:
-            raise BodyRefused(sentence(error)) from error
+            raise BodyRefused(validation_sentence(error)) from error
         # Something like "yes" for true: SGLang's first check lets it pass, and its second one refuses it.
-        raise ParamsRefused(sentence(error)) from error
+        raise ParamsRefused(validation_sentence(error)) from error
 
 
 def _asked(
     body: _GenerateFields, prompts: Sequence[str | list[int]], *, is_batch: bool, several: bool
-) -> tuple[Asked, ...]:
+) -> tuple[LogprobRequest, ...]:
     def each(name: str, default: Any) -> list[Any]:
         value = getattr(body, name)
         if not isinstance(value, list):
@@ -341,7 +348,7 @@ def _asked(
             raise EngineError(f"logprob_start_len must be at least -1, not {start}")
         prompt_from = None if start == -1 else start
         text = bool(body.return_text_in_logprobs)
-        found.append(Asked(True, prompt_from, max(0, top), text, named) if want else Asked())
+        found.append(LogprobRequest(True, prompt_from, max(0, top), text, named) if want else LogprobRequest())
     return tuple(found)
 
 
@@ -393,13 +400,13 @@ LOADED = (None, "auto", "safetensors")
 """Load formats that name what this engine does."""
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Base of them all."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-class AbortBody(Body):
+class AbortBody(RequestBody):
     """POST /abort_request. Ends the request `rid`, or the samples that were numbered under it."""
 
     rid: str | None = None
@@ -411,7 +418,7 @@ class AbortBody(Body):
         return bool(mine) and rid.startswith(mine) and NUMBERED.fullmatch(rest) is not None
 
 
-class _ChangeBody(Body):
+class _ChangeBody(RequestBody):
     """What all changes of weights have."""
 
     load_format: str | None = None
@@ -443,7 +450,7 @@ class UpdateDistributedBody(_ChangeBody):
     selector: Literal["target", "draft", "all"] = "all"
 
 
-class InitGroupBody(Body):
+class InitGroupBody(RequestBody):
     """POST /init_weights_update_group."""
 
     master_address: str
@@ -454,43 +461,43 @@ class InitGroupBody(Body):
     backend: str = "nccl"
 
 
-class GroupBody(Body):
+class GroupBody(RequestBody):
     """POST /destroy_weights_update_group."""
 
     group_name: str = "weight_update_group"
 
 
-class BeginBody(Body):
+class BeginBody(RequestBody):
     """POST /begin_weight_update."""
 
     selector: Literal["target", "draft", "all"] = "all"
 
 
-class EmptyBody(Body):
+class EmptyBody(RequestBody):
     """POST /end_weight_update, /continue_generation: an object."""
 
 
-class UpdateVersionBody(Body):
+class UpdateVersionBody(RequestBody):
     """POST /update_weight_version."""
 
     new_version: str
     abort_all_requests: bool = True
 
 
-class WeightsByNameBody(Body):
+class WeightsByNameBody(RequestBody):
     """GET or POST /get_weights_by_name."""
 
     name: str
     truncate_size: int = 100
 
 
-class PauseBody(Body):
+class PauseBody(RequestBody):
     """POST /pause_generation."""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class MemoryBody(Body):
+class MemoryBody(RequestBody):
     """POST /release_memory_occupation and /resume_memory_occupation."""
 
     tags: list[Tag] | None = None
@@ -507,28 +514,35 @@ class MemoryBody(Body):
 TextOf = Callable[[int], str]
 
 
-def finite(value: Any) -> Any:
+def json_number(value: Any) -> Any:
     """A number, or numbers in lists, with null for what JSON cannot say: an infinite one, or none at all (NaN)."""
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [json_number(one) for one in value]
     return value if value is None or math.isfinite(value) else None
 
 
-def cost(delivery: Delivery, asked: Asked) -> int:
+def count_entries(delivery: RequestOutput, asked: LogprobRequest) -> int:
     """How many entries the lists of its answer have, about."""
     of_prompt = delivery.prompt_logprobs
     positions = len(delivery.tokens) + (0 if of_prompt is None else len(of_prompt.values))
     return positions * (1 + asked.top + len(asked.named))
 
 
-def told_cost(answer: Mapping[str, Any], asked: Asked) -> int:
+def count_answer_entries(answer: Mapping[str, Any], asked: LogprobRequest) -> int:
     """The same, once it has been put together."""
     positions = len(answer["output_ids"]) + len(answer["meta_info"].get("input_token_logprobs", ()))
     return positions * (1 + asked.top + len(asked.named))
 
 
-def answer(
-    delivery: Delivery, *, rid: str, text: str, prompt: Sequence[int], asked: Asked, text_of: TextOf, latency_s: float
+def sample_answer(
+    delivery: RequestOutput,
+    *,
+    rid: str,
+    text: str,
+    prompt: Sequence[int],
+    asked: LogprobRequest,
+    text_of: TextOf,
+    latency_s: float,
 ) -> dict[str, Any]:
     """One sample. `text_of`: a token's own text, for those who ask for it beside the log-probabilities."""
     meta: dict[str, Any] = {
@@ -548,9 +562,11 @@ def answer(
     return {"text": text, "output_ids": list(delivery.tokens), "meta_info": meta}
 
 
-def _logprobs(delivery: Delivery, prompt: Sequence[int], asked: Asked, text_of: TextOf | None) -> dict[str, Any]:
+def _logprobs(
+    delivery: RequestOutput, prompt: Sequence[int], asked: LogprobRequest, text_of: TextOf | None
+) -> dict[str, Any]:
     def entry(logprob: float | None, token: int) -> list[Any]:
-        return [finite(logprob), token, None if text_of is None else text_of(token)]
+        return [json_number(logprob), token, None if text_of is None else text_of(token)]
 
     def entries(tops: Sequence[Top | None]) -> list[list[Any] | None]:
         return [None if top is None else [entry(*pair) for pair in top] for top in tops]
@@ -580,7 +596,7 @@ def _logprobs(delivery: Delivery, prompt: Sequence[int], asked: Asked, text_of: 
     return found
 
 
-def _finish_reason(ending: Ending | None, length: int) -> dict[str, Any] | None:
+def _finish_reason(ending: Finish | None, length: int) -> dict[str, Any] | None:
     if ending is None:
         return None
     if ending.kind == "length":
@@ -590,8 +606,8 @@ def _finish_reason(ending: Ending | None, length: int) -> dict[str, Any] | None:
     return {"type": "abort", "message": ending.message, "status_code": None, "err_type": None}
 
 
-def emptied(delivery: Delivery) -> Delivery:
+def without_tokens(delivery: RequestOutput) -> RequestOutput:
     """No tokens were asked for: the one that was made is not told."""
-    ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Ending("length")
+    ending = delivery.ending if delivery.ending is not None and delivery.ending.kind == "abort" else Finish("length")
     spans = (replace(delivery.spans[0], start=0, end=0),)
     return replace(delivery, tokens=(), logprobs=(), tops=(), spans=spans, ending=ending)

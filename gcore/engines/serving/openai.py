@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from gcore.engines.detokenizer import settled
-from gcore.engines.serving.http import BodyRefused, sentence
-from gcore.engines.serving.io_struct import Asked, Generate, SamplingBody, Texts
+from gcore.engines.detokenizer import stable_text
+from gcore.engines.serving.http import BodyRefused, validation_sentence
+from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, Texts
 
 B = TypeVar("B", bound=BaseModel)
 
 
-Count = Annotated[int, Field(ge=0)]
+NonNegativeCount = Annotated[int, Field(ge=0)]
 
 
 SOME = Field(min_length=1, fail_fast=True)
@@ -121,7 +121,7 @@ class CompletionBody(_Asking):
 
     prompt: str | Annotated[list[str], SOME] | Ids | Annotated[list[Ids], SOME]
     max_tokens: int = 16
-    logprobs: Count | None = None
+    logprobs: NonNegativeCount | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -130,7 +130,7 @@ class CompletionBody(_Asking):
         return [one] if isinstance(one, str) or isinstance(one[0], int) else list(one)
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message; the chat template sees it as it is."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -142,37 +142,37 @@ class Message(BaseModel):
 class ChatBody(_Asking):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], SOME]
+    messages: Annotated[list[ChatMessage], SOME]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: Count = 0
+    top_logprobs: NonNegativeCount = 0
 
 
-def chat(value: Any, render: Render) -> Asking:
+def parse_chat(value: Any, render: Render) -> CompletionRequest:
     """Raises BodyRefused, EngineError, and what `render` raises."""
     body = _checked(ChatBody, value)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    asked = Asked(output=True, top=body.top_logprobs, text=True) if body.logprobs else Asked()
+    asked = LogprobRequest(output=True, top=body.top_logprobs, text=True) if body.logprobs else LogprobRequest()
     ids = render([message.model_dump() for message in body.messages])
     return _asking(body, [ids], body.sampling(most), asked, chat=True)
 
 
 @dataclass(frozen=True)
-class Asking:
+class CompletionRequest:
     """A checked request of either route. `wants_logprobs`: whether choices carry them."""
 
-    request: Generate
+    request: GenerateCall
     model: str
     chat: bool
     wants_logprobs: bool
     include_usage: bool
 
 
-def completion(value: Any) -> Asking:
+def parse_completion(value: Any) -> CompletionRequest:
     """Raises BodyRefused, EngineError."""
     body = _checked(CompletionBody, value)
-    asked = Asked() if body.logprobs is None else Asked(output=True, top=body.logprobs, text=True)
+    asked = LogprobRequest() if body.logprobs is None else LogprobRequest(output=True, top=body.logprobs, text=True)
     return _asking(body, body.prompts, body.sampling(body.max_tokens), asked, chat=False)
 
 
@@ -180,11 +180,13 @@ def _checked(kind: type[B], value: Any) -> B:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise BodyRefused(sentence(error)) from error
+        raise BodyRefused(validation_sentence(error)) from error
 
 
-def _asking(body: _Asking, prompts: list[Any], params: SamplingBody, asked: Asked, *, chat: bool) -> Asking:
-    request = Generate(
+def _asking(
+    body: _Asking, prompts: list[Any], params: SamplingBody, asked: LogprobRequest, *, chat: bool
+) -> CompletionRequest:
+    request = GenerateCall(
         prompts=tuple(prompts),
         params=(params,) * len(prompts),
         asked=(asked,) * len(prompts),
@@ -193,13 +195,13 @@ def _asking(body: _Asking, prompts: list[Any], params: SamplingBody, asked: Aske
         is_list=True,
     )
     options = body.stream_options
-    return Asking(request, body.model, chat, asked.output, options is not None and options.include_usage)
+    return CompletionRequest(request, body.model, chat, asked.output, options is not None and options.include_usage)
 
 
-class Wording:
+class CompletionWriter:
     """Words the answers to one request. `name` and `created` (seconds since 1970) are the same in each part."""
 
-    def __init__(self, asking: Asking, *, name: str, created: int) -> None:
+    def __init__(self, asking: CompletionRequest, *, name: str, created: int) -> None:
         self._asking = asking
         self._head = {"id": name, "created": created, "model": asking.model}
         self._told: dict[int, _Told] = {}
@@ -234,7 +236,7 @@ class Wording:
         ended = part["meta_info"]["finish_reason"] is not None
         text = part["text"]
         if not ended:
-            text = settled(text, self._asking.request.params[0].stop_strings)
+            text = stable_text(text, self._asking.request.params[0].stop_strings)
         new = text[len(told.text) :] if text.startswith(told.text) else ""
         if not new and not ended:
             return found
@@ -300,7 +302,7 @@ def _token(entry: Sequence[Any]) -> dict[str, Any]:
     return {"token": text, "bytes": list(text.encode()), "logprob": logprob}
 
 
-def _usage(answers: Sequence[Mapping[str, Any]], asking: Asking) -> dict[str, Any]:
+def _usage(answers: Sequence[Mapping[str, Any]], asking: CompletionRequest) -> dict[str, Any]:
     """Each prompt counts once, however many samples it had."""
     metas = [answer["meta_info"] for answer in answers]
     prompt = sum(meta["prompt_tokens"] for meta in metas[:: asking.request.params[0].n])

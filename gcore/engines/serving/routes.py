@@ -25,7 +25,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gcore.engines.serving.http import Guard, Keys, checker, no_such_route, read, refusing, seconds
+from gcore.engines.serving.http import (
+    ApiKeyGuard,
+    ApiKeys,
+    answer_errors,
+    lenient_checker,
+    query_seconds,
+    read_body,
+    route_not_found,
+)
 from gcore.engines.serving.io_struct import (
     AbortBody,
     BeginBody,
@@ -38,13 +46,13 @@ from gcore.engines.serving.io_struct import (
     UpdateFromDiskBody,
     UpdateVersionBody,
     WeightsByNameBody,
-    finite,
+    json_number,
 )
-from gcore.engines.torch.async_engine import Front, Served
-from gcore.engines.torch.model import Staged, check_awake, same_kind, stage
+from gcore.engines.torch.async_engine import EngineFrontend, ServedModel
+from gcore.engines.torch.model import StagedWeights, check_awake, same_kind, stage_weights
 from gcore.errors import EngineError, GcoreError
-from gcore.models.broadcast import Manifest, WeightGroup
-from gcore.rollout.engine_time import told
+from gcore.models.broadcast import TransferManifest, WeightGroup
+from gcore.rollout.engine_time import prometheus_text
 
 T = TypeVar("T")
 
@@ -56,7 +64,7 @@ JOIN_S = 120.0
 class WeightRoutes:
     """The handlers."""
 
-    def __init__(self, core: Served, desk: Front, model_path: str) -> None:
+    def __init__(self, core: ServedModel, desk: EngineFrontend, model_path: str) -> None:
         self._core = core
         self._desk = desk
         self.model_path = model_path
@@ -80,13 +88,13 @@ class WeightRoutes:
 
     async def from_disk(self, request: Request) -> Response:
         """Other weights, from a folder."""
-        body = await read(request, checker(UpdateFromDiskBody))
+        body = await read_body(request, lenient_checker(UpdateFromDiskBody))
         core = self._core
         try:
             await self._make_way(body.weight_version, flush=body.flush_cache, abort=body.abort_all_requests)
             async with self._desk.gate.changing():
                 core.check_version(body.weight_version)
-                staged = await asyncio.to_thread(stage, core.model, Path(body.model_path))
+                staged = await asyncio.to_thread(stage_weights, core.model, Path(body.model_path))
                 await self._install(staged, body.weight_version, flush=body.flush_cache)
         except GcoreError as error:
             return JSONResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
@@ -96,14 +104,16 @@ class WeightRoutes:
 
     async def from_distributed(self, request: Request) -> Response:
         """Some or all weights, as the trainer of a weight group sends them."""
-        body = await read(request, checker(UpdateDistributedBody))
+        body = await read_body(request, lenient_checker(UpdateDistributedBody))
         try:
             group = self._groups.get(body.group_name)
             if not self._open:
                 raise EngineError("no weight update has begun", fix="Call /begin_weight_update first")
             if group is None:
                 raise EngineError(f"there is no group {body.group_name!r}", fix="Call /init_weights_update_group first")
-            manifest = Manifest(tuple(body.names), tuple(body.dtypes), tuple(tuple(shape) for shape in body.shapes))
+            manifest = TransferManifest(
+                tuple(body.names), tuple(body.dtypes), tuple(tuple(shape) for shape in body.shapes)
+            )
             await self._make_way(body.weight_version, flush=body.flush_cache, abort=body.abort_all_requests)
             async with self._desk.gate.changing():
                 # Received before it is looked at: whoever sends is in the broadcast already, and would wait for ever.
@@ -126,12 +136,12 @@ class WeightRoutes:
                 fix="Pause with mode retract, or send flush_cache: false",
             )
 
-    async def _install(self, staged: Staged, version: str | None, *, flush: bool) -> None:
+    async def _install(self, staged: StagedWeights, version: str | None, *, flush: bool) -> None:
         await self._desk.perform(lambda: self._core.change_weights(staged, version, flush=flush, abort=False))
 
     async def init_group(self, request: Request) -> Response:
         """Join a weight group."""
-        body = await read(request, checker(InitGroupBody))
+        body = await read_body(request, lenient_checker(InitGroupBody))
 
         def join() -> WeightGroup:
             return WeightGroup.join(
@@ -155,7 +165,7 @@ class WeightRoutes:
 
     async def destroy_group(self, request: Request) -> Response:
         """Leave a weight group."""
-        body = await read(request, checker(GroupBody))
+        body = await read_body(request, lenient_checker(GroupBody))
         async with self._joining, self._desk.gate.changing():
             group = self._groups.pop(body.group_name, None)
             if group is None:
@@ -165,7 +175,7 @@ class WeightRoutes:
 
     async def begin(self, request: Request) -> Response:
         """Broadcasts may come."""
-        await read(request, checker(BeginBody))
+        await read_body(request, lenient_checker(BeginBody))
         if self._open:
             return _told(False, "A weight update has begun already; call /end_weight_update first.")
         async with self._desk.gate.changing():
@@ -174,7 +184,7 @@ class WeightRoutes:
 
     async def end(self, request: Request) -> Response:
         """No more broadcasts come."""
-        await read(request, checker(EmptyBody))
+        await read_body(request, lenient_checker(EmptyBody))
         if not self._open:
             return _told(False, "No weight update has begun; call /begin_weight_update first.")
         async with self._desk.gate.changing():
@@ -183,7 +193,7 @@ class WeightRoutes:
 
     async def rename(self, request: Request) -> Response:
         """Call the served weights otherwise."""
-        body = await read(request, checker(UpdateVersionBody))
+        body = await read_body(request, lenient_checker(UpdateVersionBody))
         core = self._core
 
         def rename() -> None:
@@ -201,7 +211,7 @@ class WeightRoutes:
 
     async def by_name(self, request: Request) -> Response:
         """A tensor's first rows, as float32, to look at."""
-        body = await read(request, checker(WeightsByNameBody))
+        body = await read_body(request, lenient_checker(WeightsByNameBody))
 
         def look() -> Any:
             check_awake(self._core.model)
@@ -209,7 +219,7 @@ class WeightRoutes:
             if tensor is None:
                 raise EngineError(f"the model has no tensor {body.name!r}")
             rows: Any = tensor[: max(0, body.truncate_size)] if tensor.dim() else tensor
-            return finite(rows.to("cpu", torch.float32).tolist())
+            return json_number(rows.to("cpu", torch.float32).tolist())
 
         return JSONResponse(await self._desk.perform(look))
 
@@ -228,7 +238,7 @@ async def _aside(call: Callable[[], T]) -> T:
     return await asyncio.wrap_future(future)
 
 
-def _part(core: Served, tensors: dict[str, torch.Tensor]) -> Staged:
+def _part(core: ServedModel, tensors: dict[str, torch.Tensor]) -> StagedWeights:
     """These tensors, which may be a part of the model's. Raises EngineError when one does not fit."""
     own: dict[str, torch.Tensor] = core.model.module.state_dict()
     for name, tensor in tensors.items():
@@ -241,7 +251,7 @@ def _part(core: Served, tensors: dict[str, torch.Tensor]) -> Staged:
             )
         if not same_kind(tensor, own[name]):
             raise EngineError(f"{name} came as whole numbers ({tensor.dtype}); nothing of this broadcast was taken")
-    return Staged(tensors)
+    return StagedWeights(tensors)
 
 
 def _renamed(version: str | None) -> str:
@@ -265,7 +275,7 @@ LOOK_S = 0.02
 class ControlRoutes:
     """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
 
-    def __init__(self, core: Served, desk: Front, describe: dict[str, Any]) -> None:
+    def __init__(self, core: ServedModel, desk: EngineFrontend, describe: dict[str, Any]) -> None:
         self._core = core
         self._desk = desk
         self._describe = describe
@@ -302,13 +312,13 @@ class ControlRoutes:
             "/resume_memory_occupation": self.wake,
             "/get_weights_by_name": self._weights.by_name,
         }
-        routes = [Route(path, refusing(handler), methods=["POST"]) for path, handler in posts.items()]
+        routes = [Route(path, answer_errors(handler), methods=["POST"]) for path, handler in posts.items()]
         routes += [Route(path, handler, methods=["GET"]) for path, handler in reads.items()]
-        return routes + [Route(path, refusing(handler), methods=both) for path, handler in either.items()]
+        return routes + [Route(path, answer_errors(handler), methods=both) for path, handler in either.items()]
 
     async def abort(self, request: Request) -> Response:
         """End requests now; they answer with the tokens they have."""
-        body = await read(request, checker(AbortBody))
+        body = await read_body(request, lenient_checker(AbortBody))
         if body.abort_all:
             await self._desk.perform(self._core.abort_all)
         else:
@@ -317,20 +327,20 @@ class ControlRoutes:
 
     async def pause(self, request: Request) -> Response:
         """Make no more tokens."""
-        body = await read(request, checker(PauseBody))
+        body = await read_body(request, lenient_checker(PauseBody))
         await self._desk.perform(lambda: self._core.pause(body.mode))
         self._desk.gate.look_again()
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
         """Go on."""
-        await read(request, checker(EmptyBody))
+        await read_body(request, lenient_checker(EmptyBody))
         await self._desk.perform(self._core.resume)
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def flush(self, request: Request) -> Response:
         """Give the cache's memory back; refused while sequences hold it, after `timeout` seconds of waiting for them."""
-        timeout = seconds(request, "timeout")
+        timeout = query_seconds(request, "timeout")
         clock, core = self._desk.clock, self._core
 
         def flush() -> bool:
@@ -350,14 +360,14 @@ class ControlRoutes:
 
     async def release(self, request: Request) -> Response:
         """Sleep: memory goes back, requests wait."""
-        body = await read(request, checker(MemoryBody))
+        body = await read_body(request, lenient_checker(MemoryBody))
         await self._desk.perform(lambda: self._core.release(body.wanted))
         self._desk.gate.look_again()
         return JSONResponse(None)
 
     async def wake(self, request: Request) -> Response:
         """Wake up."""
-        body = await read(request, checker(MemoryBody))
+        body = await read_body(request, lenient_checker(MemoryBody))
         await self._desk.perform(lambda: self._core.wake(body.wanted))
         return JSONResponse(None)
 
@@ -407,16 +417,16 @@ class ControlRoutes:
             f"# HELP sglang:{name} {words}\n# TYPE sglang:{name} {kind}\nsglang:{name} {value}\n"
             for name, kind, words, value in table
         )
-        text += told(desk.runner.sums())
+        text += prometheus_text(desk.runner.sums())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
-def guarded(routes: Sequence[Route], keys: Keys) -> ASGIApp:
+def guard_routes(routes: Sequence[Route], keys: ApiKeys) -> ASGIApp:
     """The ASGI application of these routes, behind the keys."""
-    return Guard(Starlette(routes=list(routes), exception_handlers={HTTPException: no_such_route}), keys)
+    return ApiKeyGuard(Starlette(routes=list(routes), exception_handlers={HTTPException: route_not_found}), keys)
 
 
-async def unless_gone(request: Request, answering: Coroutine[Any, Any, T]) -> T | None:
+async def run_unless_disconnected(request: Request, answering: Coroutine[Any, Any, T]) -> T | None:
     """What `answering` gives; None when the client has gone away first."""
     task = asyncio.ensure_future(answering)
     leaving = asyncio.ensure_future(_gone(request))

@@ -23,16 +23,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from gcore.api.tls import Watched
-from gcore.engines.launch import SglangLaunch, check_folder, launch_from_document
-from gcore.engines.sglang.command import check_engine_args, prepared, server_command, server_environment
+from gcore.api.tls import ReloadingFiles
+from gcore.engines.launch import SglangLaunch, check_folder, parse_sglang_launch
+from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, server_command, server_environment
 from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError
 from gcore.rollout.client import EngineClient
-from gcore.rollout.transport import PlainTransport
+from gcore.rollout.transport import EngineTransport
 from gcore.system import process as death
 from gcore.system.clock import Clock, SystemClock
 from gcore.types import Version
-from gcore.worker.control import Control
+from gcore.worker.control import ControlLine
 
 # -------------------- server
 # SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it started.
@@ -68,7 +68,7 @@ def make_scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix="gcore-sgl-", dir="/tmp" if os.path.isdir("/tmp") else None))
 
 
-class Server:
+class SglangServer:
     """A started server. `scratch` is removed with it."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], scratch: Path, output: IO[bytes]) -> None:
@@ -110,7 +110,7 @@ class Server:
         """How it ended, in one sentence with its last words. Only after its end."""
         self._reader.join(LAST_WORD_S)
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        return death.sentence(self._process.wait(), last_words(tuple(self.lines)), out_of_memory=out_of_memory)
+        return death.exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
 
     def stop(self) -> None:
         """End it, by force: it has nothing on disk, and SIGTERM makes it wait for its requests. Blocks; then all is gone."""
@@ -131,7 +131,7 @@ class Server:
             self._output.flush()
 
 
-def last_words(lines: Sequence[str]) -> str:
+def last_log_lines(lines: Sequence[str]) -> str:
     """What of a log's end explains a death: the last line that names an error, and the last line."""
     said = [line.strip() for line in lines if line.strip()]
     errors = [line for line in said if _names_an_error(line)]
@@ -161,10 +161,10 @@ LOOK_PATIENCE_S = 5.0
 """For the scheduler's answer; a step of the model may stand before it."""
 
 
-class Adapter:
+class SglangAdapter:
     """One server. `control` is the line to the supervisor."""
 
-    def __init__(self, launch: SglangLaunch, control: Control, clock: Clock) -> None:
+    def __init__(self, launch: SglangLaunch, control: ControlLine, clock: Clock) -> None:
         """Start the server. Raises UsageError, EngineError."""
         self._launch = launch
         self._control = control
@@ -173,8 +173,10 @@ class Adapter:
         self._address = f"{launch.host}:{port}"
         check_engine_args(launch.engine_args)  # before there is a folder that would be left behind
         scratch = make_scratch()
-        command = server_command(prepared(launch, scratch), port)
-        self._server = Server(command, server_environment(launch, os.environ, scratch), scratch, sys.stderr.buffer)
+        command = server_command(prepare_head_bias(launch, scratch), port)
+        self._server = SglangServer(
+            command, server_environment(launch, os.environ, scratch), scratch, sys.stderr.buffer
+        )
 
     async def run(self) -> None:
         """Until told to stop, with nothing of the server left. Raises EngineError when the server ended by itself."""
@@ -215,8 +217,8 @@ class Adapter:
         tls, key = self._launch.tls, self._launch.api_key
         if tls is None:
             return EngineClient(f"http://{self._address}", timeout_s=timeout_s, key=key)
-        watched = Watched(tls.material)
-        transport = PlainTransport(lambda: watched.material.context(watched.pem))
+        watched = ReloadingFiles(tls.material)
+        transport = EngineTransport(lambda: watched.material.context(watched.pem))
         return EngineClient(f"https://{self._address}", timeout_s=timeout_s, transport=transport, key=key)
 
     async def _check_version(self, client: EngineClient) -> None:
@@ -259,7 +261,7 @@ def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEven
 
 def main() -> int:
     """Serve; the exit code."""
-    control = Control.inherit()
+    control = ControlLine.inherit()
     if control is None:
         error = UsageError(
             "this is a worker, started by its supervisor",
@@ -268,9 +270,9 @@ def main() -> int:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code
     try:
-        launch = launch_from_document(control.launch)
+        launch = parse_sglang_launch(control.launch)
         check_folder(launch.model)
-        asyncio.run(Adapter(launch, control, SystemClock()).run())
+        asyncio.run(SglangAdapter(launch, control, SystemClock()).run())
     except GcoreError as error:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
         control.send("failed", reason=str(error))

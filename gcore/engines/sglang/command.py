@@ -192,19 +192,19 @@ NAME = "score.bias"
 FILE = "gcore-head-bias.safetensors"
 
 
-def prepared(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
+def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
     """The launch, of a folder in `scratch` where the model needs one."""
     folder = Path(launch.model)
     if launch.task != "classify" or not set(BIASED) & set(read_config(folder).get("architectures") or ()):
         return launch
     files = sorted(folder.glob("*.safetensors"))
-    if any(NAME in header(file) for file in files):
+    if any(NAME in read_header(file) for file in files):
         return launch
     shown = scratch / "model"
     shown.mkdir()
     for file in folder.iterdir():
         (shown / file.name).symlink_to(file.resolve())
-    (shown / FILE).write_bytes(zero())
+    (shown / FILE).write_bytes(zero_bias_file())
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_bytes())
         index["weight_map"][NAME] = FILE
@@ -213,7 +213,7 @@ def prepared(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
     return launch.model_copy(update={"model": str(shown)})
 
 
-def header(file: Path) -> dict[str, Any]:
+def read_header(file: Path) -> dict[str, Any]:
     """A safetensors file's tensors, by name; none of a file that cannot be read (the server says more)."""
     try:
         with file.open("rb") as raw:
@@ -224,7 +224,7 @@ def header(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def zero() -> bytes:
+def zero_bias_file() -> bytes:
     """A safetensors file that holds the bias of one number, 0."""
     told = json.dumps({NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     told += b" " * (-len(told) % 8)

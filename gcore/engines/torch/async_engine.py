@@ -20,17 +20,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from gcore.engines.request import Ending
-from gcore.engines.serving.http import Gate
-from gcore.engines.torch.model import Loaded, Staged
+from gcore.engines.request import Finish
+from gcore.engines.serving.http import UpdateLock
+from gcore.engines.torch.model import LoadedModel, StagedWeights
 from gcore.errors import EngineError
-from gcore.rollout.engine_time import Meter, Sums, doing_of
+from gcore.rollout.engine_time import EngineTimeMeter, EngineTimeSums, current_activity
 from gcore.system.clock import Clock
 
 T = TypeVar("T")
 
 
-R = TypeVar("R")
+OutputT = TypeVar("OutputT")
 
 
 REPORT_S = 1.0
@@ -44,7 +44,7 @@ GATHER_MOST_S = 0.02
 """or when the first has waited for so long. What follows the first within this time makes a burst."""
 
 
-class Gathering:
+class ArrivalWait:
     """Whether an idle engine waits for more when a request comes: only if the last one did not come alone. Pure.
 
     Requests of a training step come in bursts. Beginning with the first alone would make many small passes where one
@@ -67,7 +67,7 @@ class Gathering:
             self.waits = True
 
 
-class Report(Protocol):
+class ProgressReport(Protocol):
     """Where progress goes."""
 
     def __call__(self, phase: str, progress: int) -> None:
@@ -75,10 +75,10 @@ class Report(Protocol):
         ...
 
 
-class Working(Protocol[R]):
+class ThreadedCore(Protocol[OutputT]):
     """A core, as its thread sees it."""
 
-    outbox: list[R]
+    outbox: list[OutputT]
     """What is to be told."""
     paused: bool
     asleep: frozenset[str]
@@ -107,16 +107,16 @@ class Working(Protocol[R]):
         """Do a little."""
 
 
-class Runner(Generic[R]):
+class ModelThread(Generic[OutputT]):
     """Runs `core` in a thread of its own."""
 
     def __init__(
         self,
-        core: Working[R],
+        core: ThreadedCore[OutputT],
         *,
         clock: Clock,
-        deliver: Callable[[Sequence[R]], None],
-        report: Report,
+        deliver: Callable[[Sequence[OutputT]], None],
+        report: ProgressReport,
         on_death: Callable[[Exception], None],
     ) -> None:
         self.core = core
@@ -129,8 +129,8 @@ class Runner(Generic[R]):
         self._phase = "waiting"
         self._reported = clock.monotonic() - REPORT_S
         self._cycles = 0
-        self._gathering = Gathering()
-        self._meter = Meter(core.rows, clock.monotonic())
+        self._gathering = ArrivalWait()
+        self._meter = EngineTimeMeter(core.rows, clock.monotonic())
 
     def start(self) -> None:
         """Begin."""
@@ -141,7 +141,7 @@ class Runner(Generic[R]):
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
-    def sums(self) -> Sums:
+    def sums(self) -> EngineTimeSums:
         """What the time until now was. May be called from any thread."""
         return self._meter.read(self._clock.monotonic())
 
@@ -178,7 +178,7 @@ class Runner(Generic[R]):
 
     def _note(self) -> None:
         core = self.core
-        doing = doing_of(paused=core.paused, asleep=bool(core.asleep))
+        doing = current_activity(paused=core.paused, asleep=bool(core.asleep))
         self._meter.note(doing, core.running + core.waiting, self._clock.monotonic())
 
     def _read_mail(self) -> None:
@@ -235,7 +235,7 @@ class Runner(Generic[R]):
 # and costs no memory that grows. What is asked, and how an answer is worded, is the desks' business.
 
 
-class Asked(Protocol):
+class NumberedRequest(Protocol):
     """One task. `number`: the engine's own name for it."""
 
     @property
@@ -249,7 +249,7 @@ class Asked(Protocol):
         ...
 
 
-class Told(Protocol):
+class NumberedOutput(Protocol):
     """What there is of one task."""
 
     @property
@@ -258,18 +258,18 @@ class Told(Protocol):
         ...
 
     @property
-    def ending(self) -> Ending | None:
+    def ending(self) -> Finish | None:
         """None while more is to come."""
         ...
 
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=NumberedRequest)
 
 
-D = TypeVar("D", bound=Told)
+D = TypeVar("D", bound=NumberedOutput)
 
 
-class Takes(Protocol[A]):
+class RequestSink(Protocol[A]):
     """A core, as a desk sees it."""
 
     paused: bool
@@ -302,10 +302,10 @@ class _Arrivals(Generic[D]):
         return list(newest.values())
 
 
-class Post(Generic[A, D]):
+class AsyncEngine(Generic[A, D]):
     """Between one event loop and one model's thread. `open` it before the first request."""
 
-    def __init__(self, core: Takes[A], clock: Clock) -> None:
+    def __init__(self, core: RequestSink[A], clock: Clock) -> None:
         self._taker = core
         self.clock = clock
         self._arrivals: dict[int, _Arrivals[D]] = {}
@@ -313,18 +313,18 @@ class Post(Generic[A, D]):
         self._names: set[str] = set()
         self._next = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._runner: Runner[Any] | None = None
-        self.gate = Gate(lambda: core.paused or bool(core.asleep))
+        self._runner: ModelThread[Any] | None = None
+        self.gate = UpdateLock(lambda: core.paused or bool(core.asleep))
         self.prompt_tokens = 0
         self.requests = 0
 
-    def open(self, runner: Runner[Any]) -> None:
+    def open(self, runner: ModelThread[Any]) -> None:
         """Called on the event loop that requests arrive on."""
         self._runner = runner
         self._loop = asyncio.get_running_loop()
 
     @property
-    def runner(self) -> Runner[Any]:
+    def runner(self) -> ModelThread[Any]:
         """The model's thread."""
         assert self._runner is not None
         return self._runner
@@ -411,7 +411,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 ABORTED = "aborted on request"
 
 
-class Named(Protocol):
+class NamedRequest(Protocol):
     """Something that was asked for, by the client's name for it."""
 
     @property
@@ -420,7 +420,7 @@ class Named(Protocol):
         ...
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """A model that serves. But for what is read here, it is the model's thread's."""
 
     version: str
@@ -428,7 +428,7 @@ class Served(Protocol):
     asleep: frozenset[str]
 
     @property
-    def model(self) -> Loaded:
+    def model(self) -> LoadedModel:
         """What is loaded."""
         ...
 
@@ -448,7 +448,7 @@ class Served(Protocol):
         ...
 
     def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End these now; `unwanted` is asked about each by its name (`Named`)."""
+        """End these now; `unwanted` is asked about each by its name (`NamedRequest`)."""
 
     def abort_all(self, message: str = ABORTED) -> None:
         """End everything now."""
@@ -465,7 +465,7 @@ class Served(Protocol):
     def check_version(self, version: str | None) -> None:
         """Raises EngineError for a version older than what is served."""
 
-    def change_weights(self, staged: Staged, version: str | None, *, flush: bool, abort: bool) -> None:
+    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve these weights. Raises EngineError; then nothing has changed."""
 
     def rename(self, version: str) -> None:
@@ -478,7 +478,7 @@ class Served(Protocol):
         """Take memory again."""
 
 
-class Thread(Protocol):
+class EngineThread(Protocol):
     """The model's thread."""
 
     @property
@@ -486,21 +486,21 @@ class Thread(Protocol):
         """Whether it still runs."""
         ...
 
-    def sums(self) -> Sums:
+    def sums(self) -> EngineTimeSums:
         """What its time was."""
         ...
 
 
-class Front(Protocol):
+class EngineFrontend(Protocol):
     """What stands between HTTP and the model's thread."""
 
     clock: Clock
-    gate: Gate
+    gate: UpdateLock
     requests: int
     prompt_tokens: int
 
     @property
-    def runner(self) -> Thread:
+    def runner(self) -> EngineThread:
         """The model's thread."""
         ...
 

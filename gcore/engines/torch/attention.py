@@ -4,10 +4,10 @@ A lane says before each forward pass what kind of pass it is:
 
 - `Reading`: a prompt's tokens, or several prompts padded on the right, behind `past` tokens that stand in the cache. A
   real token never sees the padding, which stands behind it.
-- `OneToken`: one query a row over one common stretch of columns, with a bias that silences what is not a row's own. The
+- `DecodePass`: one query a row over one common stretch of columns, with a bias that silences what is not a row's own. The
   query heads that share a key head are folded into the query length, so that nothing is repeated: two batched matrix
   products and a softmax (on a CPU faster than torch's fused attention for one token).
-- `Blocks`: the same over blocks of `BLOCK` columns, each of the same shape, joined by a running maximum and sum. A block
+- `BlockDecodePass`: the same over blocks of `BLOCK` columns, each of the same shape, joined by a running maximum and sum. A block
   in which a row has nothing changes not one bit of that row's result, so the result does not depend on its neighbours'
   lengths. For deterministic decoding.
 
@@ -36,40 +36,40 @@ NOTHING = -1e30
 """Added to a score that does not count. Finite, so that a block without any score that counts makes no NaN."""
 
 
-class UnsupportedAttention(Exception):
+class UnsupportedEngineAttention(Exception):
     """The model wants something of its attention that this one does not do; the text says what."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillPass:
     """A pass over prompts. `past`: tokens before them in the keys that `update` gives back."""
 
     past: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class OneToken:
+class DecodePass:
     """A decode step. `bias` `[row * kv_head, 1, width]`, 0 or -inf; None when all of the width is every row's own."""
 
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockDecodePass:
     """A decode step of rows that begin at column 0. `positions` [row]: where each row's query stands; `count`: blocks."""
 
     positions: torch.Tensor
     count: int
 
 
-Pass = Reading | OneToken | Blocks
+Pass = PrefillPass | DecodePass | BlockDecodePass
 
 
-class Attention:
+class EngineAttention:
     """Registered once a process. `kind` tells what the next forward pass is."""
 
     def __init__(self) -> None:
-        self.kind: Pass = Reading()
+        self.kind: Pass = PrefillPass()
         self.windows: set[int] = set()
         """The sliding windows that the model has told of."""
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
@@ -95,14 +95,14 @@ class Attention:
     ) -> tuple[torch.Tensor, None]:
         """`query` [row, head, token, dim] → [row, token, head, dim], as transformers wants it."""
         if position_bias is not None:
-            raise UnsupportedAttention("it adds a bias by position to its attention")
+            raise UnsupportedEngineAttention("it adds a bias by position to its attention")
         if sliding_window is not None:
             self.windows.add(sliding_window)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         kind = self.kind
-        if isinstance(kind, OneToken):
+        if isinstance(kind, DecodePass):
             return _one_token(query, key, value, scale, kind.bias, sliding_window, softcap, s_aux), None
-        if isinstance(kind, Blocks):
+        if isinstance(kind, BlockDecodePass):
             biases = self._block_biases(kind, sliding_window, key.shape[1])
             return _blocks(query, key, value, scale, biases, softcap, s_aux), None
         mask = self._mask(query.shape[2], kind.past, sliding_window, query.device)
@@ -138,7 +138,7 @@ class Attention:
             self._masks[tokens, past, window] = found
         return found
 
-    def _block_biases(self, kind: Blocks, window: int | None, kv_heads: int) -> list[torch.Tensor]:
+    def _block_biases(self, kind: BlockDecodePass, window: int | None, kv_heads: int) -> list[torch.Tensor]:
         """By block: `[row * kv_head, 1, BLOCK]`, 0 or NOTHING."""
         if self._biases[0] is not kind:
             self._biases = (kind, {})

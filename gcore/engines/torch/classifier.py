@@ -24,34 +24,34 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from transformers import AutoModelForSequenceClassification
 
-from gcore.engines.detokenizer import Text
+from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.request import Ending, is_older
-from gcore.engines.serving.http import BodyRefused, Keys, read, refusing, sentence
-from gcore.engines.serving.io_struct import IdLists, Ids, Texts, finite
-from gcore.engines.serving.routes import ControlRoutes, guarded, unless_gone
-from gcore.engines.torch.async_engine import ABORTED, PauseMode, Post
+from gcore.engines.request import Finish, is_older
+from gcore.engines.serving.http import ApiKeys, BodyRefused, answer_errors, read_body, validation_sentence
+from gcore.engines.serving.io_struct import IdLists, Ids, Texts, json_number
+from gcore.engines.serving.routes import ControlRoutes, guard_routes, run_unless_disconnected
+from gcore.engines.torch.async_engine import ABORTED, AsyncEngine, PauseMode
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import (
     CONTEXT,
     DTYPES,
     TOO_BIG,
-    Bed,
-    Staged,
-    align,
+    StagedWeights,
+    WeightOffloader,
+    align_weights,
+    apply_weights,
     check_awake,
     check_vocabulary,
-    config_of,
     device_of,
-    install,
+    explain_memory_error,
     load_module,
-    memory_error_explained,
+    read_model_config,
 )
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 from gcore.errors import DataError, EngineError
 from gcore.models.checks import check_classifier, check_code
 from gcore.system.clock import Clock
-from gcore.system.memory import give_back_free_memory
+from gcore.system.memory import release_free_memory
 
 # -------------------- batches
 # Which of the questions that wait go through the model together. Pure.
@@ -64,7 +64,7 @@ WINDOW = 1024
 """So many of those that wait are looked at: sorting a queue of a hundred thousand would cost more than a pass."""
 
 
-def batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int]:
+def choose_batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int]:
     """The places of those that go, the oldest first. `lengths`: of those that wait, in the order of their coming; at least one."""
     first = lengths[0]
     chosen, longest, real = [0], first, first
@@ -111,7 +111,7 @@ class _ClassifyFields(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Classify:
+class ClassifyRequest:
     """A request for scores. `is_list`: whether the answer is one."""
 
     questions: tuple[str | list[int], ...]
@@ -119,12 +119,12 @@ class Classify:
     is_list: bool
 
 
-def classify_body(value: Any) -> Classify:
+def classify_body(value: Any) -> ClassifyRequest:
     """A request, from its parsed JSON. Raises BodyRefused, EngineError."""
     try:
         body = _ClassifyFields.model_validate(value)
     except ValidationError as error:
-        raise BodyRefused(sentence(error)) from error
+        raise BodyRefused(validation_sentence(error)) from error
     if (body.text is None) == (body.input_ids is None):
         raise EngineError("give exactly one of text and input_ids")
     for name in sorted(UNSERVED_FIELDS & (body.model_extra or {}).keys()):
@@ -135,7 +135,7 @@ def classify_body(value: Any) -> Classify:
         raise EngineError("input_ids cannot be empty")
     is_list = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
     questions: list[Any] = list(given) if is_list else [given]
-    return Classify(tuple(questions), _rids(body.rid, questions, is_list=is_list), is_list)
+    return ClassifyRequest(tuple(questions), _rids(body.rid, questions, is_list=is_list), is_list)
 
 
 def _rids(rid: str | list[str] | None, questions: Sequence[object], *, is_list: bool) -> tuple[str, ...] | None:
@@ -207,10 +207,16 @@ class Classifier:
 
 
 def load_classifier(
-    folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    context: int | None,
+    text: Detokenizer | None,
+    trust_remote_code: bool = False,
 ) -> Classifier:
     """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
-    config = config_of(folder)
+    config = read_model_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     check_classifier(config, where=str(folder))
     module = load_module(AutoModelForSequenceClassification, folder, DTYPES[dtype], trust_remote_code=trust_remote_code)
@@ -220,7 +226,7 @@ def load_classifier(
     check_vocabulary(text, vocabulary, folder)
     place = torch.device(device)
     module.to(place).eval().requires_grad_(False)
-    align(module)
+    align_weights(module)
     limit = _longest(module)
     length = min(limit, context or limit) if limit else context or CONTEXT
     model = Classifier(module, folder, CacheShape((), DTYPES[dtype], place), vocabulary, length)
@@ -270,7 +276,7 @@ FIX = "Lower serving.batch_slots (questions at once), or show the judge less"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ClassifierRequest:
     """One question. `number` is the engine's own name for it, unique in its life; `rid` the client's."""
 
     number: int
@@ -279,13 +285,13 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ClassifierOutput:
     """What became of a question. `score` None: it was aborted. `version`: of the weights."""
 
     number: int
     score: float | None
     version: str
-    ending: Ending
+    ending: Finish
 
 
 class ClassifierCore:
@@ -298,14 +304,14 @@ class ClassifierCore:
         self.version = version
         self.paused = False
         self.asleep: frozenset[str] = frozenset()
-        self.outbox: list[Scored] = []
+        self.outbox: list[ClassifierOutput] = []
         self.running = 0
         """Questions in the pass that goes on."""
         self.rows = slots if model.pads else 1
         """Questions in one pass, at most."""
         self._tokens = max(IDLE_TOKENS, chunk)
-        self._waiting: deque[Question] = deque()
-        self._bed = Bed(model)
+        self._waiting: deque[ClassifierRequest] = deque()
+        self._bed = WeightOffloader(model)
 
     @property
     def waiting(self) -> int:
@@ -317,36 +323,37 @@ class ClassifierCore:
         """Whether a cycle would do anything."""
         return not self.paused and not self.asleep and bool(self._waiting)
 
-    def submit(self, questions: list[Question]) -> None:
+    def submit(self, questions: list[ClassifierRequest]) -> None:
         """Questions that have been checked."""
         self._waiting.extend(questions)
 
     def cycle(self) -> None:
         """One batch. Raises EngineError when memory runs out."""
         first = list(islice(self._waiting, WINDOW))
-        places = batch([len(question.prompt) for question in first], slots=self.rows, tokens=self._tokens)
+        places = choose_batch([len(question.prompt) for question in first], slots=self.rows, tokens=self._tokens)
         chosen = [first[place] for place in places]
         self.running = len(chosen)
         try:
-            with memory_error_explained("while it was scoring", FIX):
+            with explain_memory_error("while it was scoring", FIX):
                 scores = self.model.scores([question.prompt for question in chosen])
         finally:
             self.running = 0
         for place in sorted(places, reverse=True):
             del self._waiting[place]
-        ending = Ending("stop")
+        ending = Finish("stop")
         self.outbox += [
-            Scored(question.number, score, self.version, ending) for question, score in zip(chosen, scores, strict=True)
+            ClassifierOutput(question.number, score, self.version, ending)
+            for question, score in zip(chosen, scores, strict=True)
         ]
 
-    def abort(self, unwanted: Callable[[Question], bool], message: str = ABORTED) -> None:
+    def abort(self, unwanted: Callable[[ClassifierRequest], bool], message: str = ABORTED) -> None:
         """End these now, without a score."""
-        ending = Ending("abort", message=message)
+        ending = Finish("abort", message=message)
         gone = [question for question in self._waiting if unwanted(question)]
         if gone:
             numbers = {question.number for question in gone}
             self._waiting = deque(question for question in self._waiting if question.number not in numbers)
-        self.outbox += [Scored(question.number, None, self.version, ending) for question in gone]
+        self.outbox += [ClassifierOutput(question.number, None, self.version, ending) for question in gone]
 
     def abort_all(self, message: str = ABORTED) -> None:
         """End everything now."""
@@ -370,13 +377,13 @@ class ClassifierCore:
         if version is not None and is_older(version, self.version):
             raise EngineError(f"version {version} is older than {self.version}, which is served")
 
-    def change_weights(self, staged: Staged, version: str | None, *, flush: bool, abort: bool) -> None:
+    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve these weights from the next pass on. Raises EngineError; then nothing has changed."""
         self.check_version(version)
         check_awake(self.model)
         if abort:
             self.abort_all("aborted by a change of weights")
-        install(self.model, staged)
+        apply_weights(self.model, staged)
         self.rename(version or self.version)
 
     def rename(self, version: str) -> None:
@@ -389,12 +396,12 @@ class ClassifierCore:
         if "weights" in tags - self.asleep:
             self._bed.put_to_sleep()
         self.asleep |= tags
-        give_back_free_memory()
+        release_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
         """Take memory again."""
         if "weights" in tags & self.asleep:
-            with memory_error_explained("while the weights came back", FIX):
+            with explain_memory_error("while the weights came back", FIX):
                 self._bed.wake()
         self.asleep -= tags
 
@@ -407,22 +414,22 @@ class ClassifierCore:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedRequest:
     """A request's questions."""
 
-    questions: tuple[Question, ...]
+    questions: tuple[ClassifierRequest, ...]
     since: float
 
 
-class ClassifierDesk(Post[Question, Scored]):
+class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput]):
     """Takes requests. `open` it before the first."""
 
-    def __init__(self, core: ClassifierCore, text: Text | None, *, clock: Clock) -> None:
+    def __init__(self, core: ClassifierCore, text: Detokenizer | None, *, clock: Clock) -> None:
         super().__init__(core, clock)
         self._core = core
         self._text = text
 
-    def encoded(self, request: Classify) -> Classify:
+    def encoded(self, request: ClassifyRequest) -> ClassifyRequest:
         """With tokens for texts. May be called from any thread: a long text takes seconds."""
         if (text := self._text) is None:
             return request
@@ -430,13 +437,15 @@ class ClassifierDesk(Post[Question, Scored]):
             request, questions=tuple(list(text.encode(q)) if isinstance(q, str) else q for q in request.questions)
         )
 
-    def admit(self, request: Classify) -> Admitted:
+    def admit(self, request: ClassifyRequest) -> AdmittedRequest:
         """The questions of an encoded request. Raises EngineError for what cannot be served."""
         checked = [self._tokens(question) for question in request.questions]
         names = request.rids or tuple(uuid.uuid4().hex for _ in checked)
         self.check_names(set(names))
-        questions = (Question(self.number(), name, tokens) for name, tokens in zip(names, checked, strict=True))
-        return Admitted(tuple(questions), self.clock.monotonic())
+        questions = (
+            ClassifierRequest(self.number(), name, tokens) for name, tokens in zip(names, checked, strict=True)
+        )
+        return AdmittedRequest(tuple(questions), self.clock.monotonic())
 
     def _tokens(self, question: str | list[int]) -> tuple[int, ...]:
         model = self._core.model
@@ -454,7 +463,7 @@ class ClassifierDesk(Post[Question, Scored]):
             )
         return tuple(question)
 
-    async def answers(self, admitted: Admitted) -> list[dict[str, Any]]:
+    async def answers(self, admitted: AdmittedRequest) -> list[dict[str, Any]]:
         """Wait for all, and word the answers in order."""
         questions = admitted.questions
         scored = await self.ended(list(questions), {question.rid for question in questions})
@@ -462,12 +471,12 @@ class ClassifierDesk(Post[Question, Scored]):
         return [_answer(question, scored[question.number], latency) for question in questions]
 
 
-def _answer(question: Question, scored: Scored, latency_s: float) -> dict[str, Any]:
+def _answer(question: ClassifierRequest, scored: ClassifierOutput, latency_s: float) -> dict[str, Any]:
     reason: dict[str, Any] = {"type": "stop"}
     if scored.score is None:
         reason = {"type": "abort", "message": scored.ending.message, "status_code": None, "err_type": None}
     return {
-        "embedding": [] if scored.score is None else [finite(scored.score)],
+        "embedding": [] if scored.score is None else [json_number(scored.score)],
         "meta_info": {
             "id": question.rid,
             "finish_reason": reason,
@@ -504,22 +513,24 @@ GONE = 499
 class ClassifierRoutes:
     """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
 
-    def __init__(self, core: ClassifierCore, desk: ClassifierDesk, describe: dict[str, Any], keys: Keys) -> None:
+    def __init__(
+        self, core: ClassifierCore, desk: ClassifierRequestHandler, describe: dict[str, Any], keys: ApiKeys
+    ) -> None:
         self._desk = desk
         self._keys = keys
         self._control = ControlRoutes(core, desk, {**describe, "is_generation": False})
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        routes = [Route("/classify", refusing(self.classify), methods=["POST", "PUT"])]
-        routes += [Route(path, refusing(self.wordless), methods=["POST", "PUT"]) for path in WORDLESS]
+        routes = [Route("/classify", answer_errors(self.classify), methods=["POST", "PUT"])]
+        routes += [Route(path, answer_errors(self.wordless), methods=["POST", "PUT"]) for path in WORDLESS]
         routes += [Route("/health_generate", self._control.health, methods=["GET"])]
-        return guarded([*routes, *self._control.routes(UNSERVED)], self._keys)
+        return guard_routes([*routes, *self._control.routes(UNSERVED)], self._keys)
 
     async def classify(self, request: Request) -> Response:
         """Scores."""
-        body = await read(request, lambda value: self._desk.encoded(classify_body(value)))
-        answers = await unless_gone(request, self._desk.answers(self._desk.admit(body)))
+        body = await read_body(request, lambda value: self._desk.encoded(classify_body(value)))
+        answers = await run_unless_disconnected(request, self._desk.answers(self._desk.admit(body)))
         if answers is None:
             return Response(status_code=GONE)
         return JSONResponse(answers if body.is_list else answers[0])
@@ -535,9 +546,9 @@ class ClassifierRoutes:
 # From a launch to a classifier that serves. Opens no port and starts no thread.
 
 
-def start_classifier(launch: EngineLaunch, text: Text | None) -> ClassifierCore:
+def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> ClassifierCore:
     """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
-    with memory_error_explained("while it loaded the model", TOO_BIG):
+    with explain_memory_error("while it loaded the model", TOO_BIG):
         model = load_classifier(
             Path(launch.model),
             dtype=launch.dtype,

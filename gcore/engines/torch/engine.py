@@ -17,28 +17,35 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gcore.engines.detokenizer import Text, tail_length
-from gcore.engines.request import Delivery, Ending, Task, Work, is_older, prompt_key
+from gcore.engines.detokenizer import Detokenizer, tail_length
+from gcore.engines.request import Finish, GenerationRequest, RequestOutput, SequenceState, is_older, prompt_key
 from gcore.engines.torch.async_engine import ABORTED, PauseMode
-from gcore.engines.torch.model import Bed, Model, Staged, check_awake, install, memory_error_explained
-from gcore.engines.torch.model_runner import Lane, Origin
-from gcore.engines.torch.prefill import Chunk, Prompt
-from gcore.engines.torch.sampler import Forbidden, RowParams, draw, likeliest, named
+from gcore.engines.torch.model import (
+    Model,
+    StagedWeights,
+    WeightOffloader,
+    apply_weights,
+    check_awake,
+    explain_memory_error,
+)
+from gcore.engines.torch.model_runner import ModelRunner, PrefillResult
+from gcore.engines.torch.prefill import PrefillChunk, PromptPrefill
+from gcore.engines.torch.sampler import BatchSamplingParams, ForbiddenTokens, sample, token_logprobs, top_logprobs
 from gcore.engines.torch.scheduler import (
     IDLE_TOKENS,
-    Ended,
-    Rows,
-    Size,
-    Waiting,
-    Want,
-    admissible,
-    longest_alone,
-    outgrown,
-    portions,
-    refill,
+    Admission,
+    BatchSize,
+    FinishedRows,
+    RunningBatch,
+    WaitingQueue,
+    longest_request,
+    num_admissible,
+    plan_compaction,
+    prefill_lengths,
+    rows_to_preempt,
 )
 from gcore.errors import EngineError
-from gcore.system.memory import give_back_free_memory
+from gcore.system.memory import release_free_memory
 
 # -------------------- decoder
 # The running rows and one decode step over them, whatever the lane.
@@ -55,31 +62,31 @@ Key = tuple[bytes, int | None, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class DecodeResult:
     """What a join or a step made: rows from `first` on have one more token. `broken`: rows whose numbers are not finite."""
 
     first: int
-    ended: Ended
+    ended: FinishedRows
     broken: tuple[int, ...]
 
 
 class Decoder:
     """A lane and the running rows. `slots`: rows at once, at most."""
 
-    def __init__(self, model: Model, lane: Lane, slots: int) -> None:
+    def __init__(self, model: Model, lane: ModelRunner, slots: int) -> None:
         self.model = model
         self.lane = lane
         self.slots = slots
-        self.rows = Rows()
+        self.rows = RunningBatch()
         self._after_prompt: list[torch.Tensor | None] = []
         """By row: the logits after its prompt, as long as they are what another row with this prompt would begin with."""
-        self._prompts: dict[Key, Prompt] = {}
+        self._prompts: dict[Key, PromptPrefill] = {}
         """Prompts that are being read."""
-        self._params: RowParams | None = None
+        self._params: BatchSamplingParams | None = None
         self._asking = False
         """Whether any row asks for the log-probabilities of tokens besides its own."""
 
-    def key(self, work: Work) -> Key:
+    def key(self, work: SequenceState) -> Key:
         """By what its prompt is known."""
         again = bool(work.tokens) and not self.lane.replays
         content = prompt_key(self.ids(work)) if again else work.task.key
@@ -88,7 +95,7 @@ class Decoder:
             return (content, None, 0, ())
         return (content, sampling.prompt_logprobs_from, sampling.top_logprobs, sampling.named_tokens)
 
-    def ids(self, work: Work) -> tuple[int, ...]:
+    def ids(self, work: SequenceState) -> tuple[int, ...]:
         """What is read before it joins."""
         return work.task.prompt if self.lane.replays else work.task.prompt + tuple(work.tokens)
 
@@ -102,20 +109,20 @@ class Decoder:
             if self._after_prompt[row] is not None
         }
 
-    def prompt(self, work: Work) -> Prompt:
+    def prompt(self, work: SequenceState) -> PromptPrefill:
         """The work's prompt as it is being read; a new one when it is not."""
         key = self.key(work)
         if key not in self._prompts:
-            self._prompts[key] = Prompt(self.ids(work), *key[1:])
+            self._prompts[key] = PromptPrefill(self.ids(work), *key[1:])
         return self._prompts[key]
 
     @torch.inference_mode()
-    def read(self, chunks: Sequence[Chunk]) -> None:
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Parts of prompts through the model."""
         self.lane.read(chunks)
 
     @torch.inference_mode()
-    def join(self, works: Sequence[Work]) -> Made:
+    def join(self, works: Sequence[SequenceState]) -> DecodeResult:
         """These, whose prompts are read or known, become the last rows, and each draws a token."""
         known = self.known()
         paid: set[Key] = set()
@@ -127,18 +134,18 @@ class Decoder:
                 row = known[key]
                 logits = self._after_prompt[row]
                 assert logits is not None
-                origins.append(Origin(len(self.ids(work)), logits, row=row))
+                origins.append(PrefillResult(len(self.ids(work)), logits, row=row))
                 work.cached_tokens = origins[-1].length
             else:
                 assert prompt.logits is not None
-                origins.append(Origin(len(prompt.tokens), prompt.logits, prompt=prompt))
+                origins.append(PrefillResult(len(prompt.tokens), prompt.logits, prompt=prompt))
                 # One of those that share a prompt has it computed, the others get it from there.
                 work.cached_tokens = origins[-1].length if key in paid else 0
                 work.prompt_logprobs = work.prompt_logprobs or prompt.logprobs
             paid.add(key)
         return self._enter(works, origins, paid)
 
-    def _enter(self, works: Sequence[Work], origins: Sequence[Origin], read: set[Key]) -> Made:
+    def _enter(self, works: Sequence[SequenceState], origins: Sequence[PrefillResult], read: set[Key]) -> DecodeResult:
         before = self.rows.active
         order = self.lane.enter(origins, before)
         again = not self.lane.replays
@@ -154,35 +161,37 @@ class Decoder:
         self._asking = any(sampling.top_logprobs or sampling.named_tokens for sampling in asked)
         return self._draw(torch.stack([origins[i].logits for i in order]), before)
 
-    def _is_private(self, prompt: Prompt) -> bool:
+    def _is_private(self, prompt: PromptPrefill) -> bool:
         """Whether what follows the prompt is not for other rows: other weights read a part of it; or it came with the
         logits of more positions, which where every bit counts are not those of one."""
         return prompt.stale or (self.lane.replays and prompt.logprobs_from is not None)
 
     @torch.inference_mode()
-    def step(self) -> Made:
+    def step(self) -> DecodeResult:
         """Every row makes a token; there must be one."""
         return self._draw(self.lane.step(self.rows.pending(), self.rows.lengths), 0)
 
-    def _draw(self, logits: torch.Tensor, first: int) -> Made:
+    def _draw(self, logits: torch.Tensor, first: int) -> DecodeResult:
         rows, device = self.rows, self.model.shape.device
         if first or self._params is None:
             new = slice(first, rows.active)
-            params = RowParams.of(rows.temperature[new], rows.top_p[new], rows.top_k[new], rows.min_p[new], device)
+            params = BatchSamplingParams.of(
+                rows.temperature[new], rows.top_p[new], rows.top_k[new], rows.min_p[new], device
+            )
             self._params = None if first else params
         else:
             params = self._params
         cells = rows.forbidden(first)
-        forbidden = Forbidden(*torch.tensor(cells, device=device).unbind(1)) if cells else None
-        drawn = draw(logits, torch.from_numpy(rows.uniforms(first)).to(device), params, forbidden)
+        forbidden = ForbiddenTokens(*torch.tensor(cells, device=device).unbind(1)) if cells else None
+        drawn = sample(logits, torch.from_numpy(rows.uniforms(first)).to(device), params, forbidden)
         logprobs = drawn.logprobs.cpu().numpy()
         ended = rows.record(first, drawn.tokens.cpu().numpy(), logprobs)
         if self._asking:
             self._tell_others(logits, first)
         if np.isfinite(logprobs).all():
-            return Made(first, ended, ())
+            return DecodeResult(first, ended, ())
         self.lane.clean()
-        return Made(first, ended, tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist()))
+        return DecodeResult(first, ended, tuple((np.flatnonzero(~np.isfinite(logprobs)) + first).tolist()))
 
     def _tell_others(self, logits: torch.Tensor, first: int) -> None:
         """The likeliest tokens and the named ones, for the rows that ask for them."""
@@ -192,17 +201,17 @@ class Decoder:
             if self.rows.replays(row):
                 continue
             if sampling.top_logprobs:
-                work.tops += likeliest(own, [sampling.temperature], sampling.top_logprobs)
+                work.tops += top_logprobs(own, [sampling.temperature], sampling.top_logprobs)
             if sampling.named_tokens:
-                work.named += named(own, [sampling.temperature], sampling.named_tokens)
+                work.named += token_logprobs(own, [sampling.temperature], sampling.named_tokens)
 
     @torch.inference_mode()  # moving rows writes to tensors that were made in it
-    def leave(self, leaving: Sequence[int]) -> list[Work]:
+    def leave(self, leaving: Sequence[int]) -> list[SequenceState]:
         """These rows give their place back; their works, with all that they made, in the order asked for."""
         if not leaving:
             return []
         works = [self.rows.save(row) for row in leaving]
-        change = refill(leaving, self.rows.active)
+        change = plan_compaction(leaving, self.rows.active)
         self.lane.leave(change)
         for hole, source in zip(change.holes, change.sources, strict=True):
             self._after_prompt[hole] = self._after_prompt[source]
@@ -211,7 +220,7 @@ class Decoder:
         self._params = None
         return works
 
-    def drop_prompts(self, works: Sequence[Work] = ()) -> None:
+    def drop_prompts(self, works: Sequence[SequenceState] = ()) -> None:
         """Forget what has been read of prompts, all but those of these works."""
         keep = {self.key(work) for work in works}
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key in keep}
@@ -231,24 +240,24 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PrefillPlan:
     """What is read now, and how many works, in order, take part: they join, or have begun."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PrefillChunk, ...]
     works: int
 
 
-def plan(needs: Sequence[Prompt | None], *, budget: int, grid: int | None) -> Plan:
+def plan_prefill(needs: Sequence[PromptPrefill | None], *, budget: int, grid: int | None) -> PrefillPlan:
     """`needs`: by work the prompt that it waits for; None: it can join at once. `budget`, `grid`: see `portions`."""
     prompts = list(dict.fromkeys(prompt for prompt in needs if prompt is not None))
-    counts = portions(
+    counts = prefill_lengths(
         [prompt.left for prompt in prompts], budget=budget, grid=grid, done=[prompt.done for prompt in prompts]
     )
-    chunks = tuple(Chunk(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count)
-    return Plan(chunks, _works(needs, chunks))
+    chunks = tuple(PrefillChunk(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count)
+    return PrefillPlan(chunks, _works(needs, chunks))
 
 
-def _works(needs: Sequence[Prompt | None], chunks: Sequence[Chunk]) -> int:
+def _works(needs: Sequence[PromptPrefill | None], chunks: Sequence[PrefillChunk]) -> int:
     begun = {chunk.prompt for chunk in chunks}
     cut = next((chunk.prompt for chunk in chunks if chunk.count < chunk.prompt.left), None)
     behind = False
@@ -262,7 +271,7 @@ def _works(needs: Sequence[Prompt | None], chunks: Sequence[Chunk]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """Rows at once, tokens in the cache (the budget), and prompt tokens read between two steps."""
 
     slots: int
@@ -270,10 +279,12 @@ class Limits:
     prefill_chunk_tokens: int = 512
 
 
-class Core:
+class EngineCore:
     """A model that serves. `version`: the served weights' name."""
 
-    def __init__(self, model: Model, text: Text | None, lane: Lane, limits: Limits, *, version: str) -> None:
+    def __init__(
+        self, model: Model, text: Detokenizer | None, lane: ModelRunner, limits: EngineLimits, *, version: str
+    ) -> None:
         self.model = model
         self.limits = limits
         self.lane = lane
@@ -281,16 +292,16 @@ class Core:
         self.paused = False
         self.asleep: frozenset[str] = frozenset()
         """What of "weights" and "kv_cache" has been released."""
-        self.outbox: list[Delivery] = []
+        self.outbox: list[RequestOutput] = []
         self.generated_tokens = 0
         self.retractions = 0
-        self.longest = longest_alone(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
+        self.longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
         """Tokens, prompt and response, of the longest request that can be served."""
         self._text = text
-        self._bed = Bed(model)
+        self._bed = WeightOffloader(model)
         self._decoder = Decoder(model, lane, limits.slots)
-        self._waiting = Waiting()
-        self._reading: list[Work] = []
+        self._waiting = WaitingQueue()
+        self._reading: list[SequenceState] = []
         """Admitted, their prompts not yet read to the end."""
 
     @property
@@ -322,13 +333,13 @@ class Core:
                 fix="Shorten the request, or raise rollout.cache_tokens",
             )
 
-    def submit(self, tasks: list[Task]) -> None:
+    def submit(self, tasks: list[GenerationRequest]) -> None:
         """Tasks that have been checked. They wait for a row."""
-        self._waiting.put(Work(task) for task in tasks)
+        self._waiting.put(SequenceState(task) for task in tasks)
 
     def cycle(self) -> None:
         """Make way, read a portion, and make one token for all that run. Raises EngineError when memory runs out."""
-        with memory_error_explained("while it was generating"):
+        with explain_memory_error("while it was generating"):
             self._make_way()
             if self.waiting:
                 self._read()
@@ -342,17 +353,17 @@ class Core:
     def _make_way(self) -> None:
         """The youngest leave when the rows have outgrown the memory."""
         lengths, footprint = self._held(), self.lane.footprint
-        if footprint(Size.of(lengths)) <= self.limits.cache_tokens:
+        if footprint(BatchSize.of(lengths)) <= self.limits.cache_tokens:
             return
         rows = self.running
         ages = [work.task.number for work in (*self._decoder.rows.works, *self._reading)]
-        gone = outgrown(lengths, ages, budget=self.limits.cache_tokens, footprint=footprint)
+        gone = rows_to_preempt(lengths, ages, budget=self.limits.cache_tokens, footprint=footprint)
         back = [self._reading[i - rows] for i in gone if i >= rows]
         self._reading = [work for work in self._reading if work not in back]
         self._put_back([*self._decoder.leave([i for i in gone if i < rows]), *back])
         self._decoder.drop_prompts(self._reading)
 
-    def _put_back(self, works: Sequence[Work]) -> None:
+    def _put_back(self, works: Sequence[SequenceState]) -> None:
         for work in works:
             work.retractions += 1
         self.retractions += len(works)
@@ -366,7 +377,9 @@ class Core:
         known = decoder.known()
         needs = [None if decoder.key(work) in known else decoder.prompt(work) for work in works]
         portion = self.limits.prefill_chunk_tokens
-        planned = plan(needs, budget=portion if self.running else max(IDLE_TOKENS, portion), grid=self.lane.grid)
+        planned = plan_prefill(
+            needs, budget=portion if self.running else max(IDLE_TOKENS, portion), grid=self.lane.grid
+        )
         works, needs = works[: planned.works], needs[: planned.works]
         self._waiting.take(max(0, len(works) - len(self._reading)))
         decoder.drop_prompts(works)
@@ -377,21 +390,24 @@ class Core:
             self._prepare(joining)
             self._after(decoder.join(joining))
 
-    def _admissible(self) -> list[Work]:
+    def _admissible(self) -> list[SequenceState]:
         free = self.limits.slots - self.running - len(self._reading)
         first = self._waiting.peek(free)
         if not first:
             return []
-        count = admissible(
-            [Want(len(w.task.prompt) + len(w.tokens), w.task.sampling.max_new_tokens - len(w.tokens)) for w in first],
-            Size.of(self._held()),
+        count = num_admissible(
+            [
+                Admission(len(w.task.prompt) + len(w.tokens), w.task.sampling.max_new_tokens - len(w.tokens))
+                for w in first
+            ],
+            BatchSize.of(self._held()),
             free=free,
             budget=self.limits.cache_tokens,
             footprint=self.lane.footprint,
         )
         return first[:count]
 
-    def _prepare(self, works: Sequence[Work]) -> None:
+    def _prepare(self, works: Sequence[SequenceState]) -> None:
         rows = self._decoder.rows
         rows.forget_stop_strings()
         for work in works:
@@ -401,20 +417,20 @@ class Core:
                 rows.know_stop_strings(stop, self._text.suspects(stop, self.model.vocabulary))
             work.mark(self.version, len(work.tokens))
 
-    def _after(self, made: Made) -> None:
+    def _after(self, made: DecodeResult) -> None:
         """Let go what has ended with these tokens, and tell those who stream."""
         rows = self._decoder.rows
         self.generated_tokens += rows.active - made.first - made.ended.replayed
-        endings: dict[int, Ending] = {row: Ending("length") for row in made.ended.by_count.tolist()}
+        endings: dict[int, Finish] = {row: Finish("length") for row in made.ended.by_count.tolist()}
         for row in made.ended.by_token.tolist():
-            endings[row] = Ending("stop", matched=rows.tail(row, 1)[0])
+            endings[row] = Finish("stop", matched=rows.tail(row, 1)[0])
         for row in made.ended.suspects.tolist():
             stop = rows.works[row].task.sampling.stop
             assert self._text is not None
             if (met := self._text.met(stop, rows.tail(row, tail_length(stop)))) is not None:
-                endings[row] = Ending("stop", matched=met)
+                endings[row] = Finish("stop", matched=met)
         for row in made.broken:
-            endings[row] = Ending("abort", message="the model's output is not finite; its weights may be broken")
+            endings[row] = Finish("abort", message="the model's output is not finite; its weights may be broken")
         if rows.streaming:
             for row in range(made.first, rows.active):
                 if rows.works[row].task.streams and row not in endings and not rows.replays(row):
@@ -425,9 +441,9 @@ class Core:
                     work.drop_last()
                 self._deliver(work, endings[row])
 
-    def _deliver(self, work: Work, ending: Ending | None) -> None:
+    def _deliver(self, work: SequenceState, ending: Finish | None) -> None:
         self.outbox.append(
-            Delivery(
+            RequestOutput(
                 work.task.number,
                 tuple(work.tokens),
                 tuple(work.logprobs),
@@ -441,7 +457,7 @@ class Core:
             )
         )
 
-    def abort(self, unwanted: Callable[[Task], bool], message: str = ABORTED) -> None:
+    def abort(self, unwanted: Callable[[GenerationRequest], bool], message: str = ABORTED) -> None:
         """End these now, with the tokens they have."""
         rows = self._decoder.rows
         leaving = [row for row, work in enumerate(rows.works) if unwanted(work.task)]
@@ -450,7 +466,7 @@ class Core:
             self._reading = [work for work in self._reading if not unwanted(work.task)]
             self._decoder.drop_prompts(self._reading)
         for work in [*self._decoder.leave(leaving), *unread, *self._waiting.drop(unwanted)]:
-            self._deliver(work, Ending("abort", message=message))
+            self._deliver(work, Finish("abort", message=message))
 
     def abort_all(self, message: str = ABORTED) -> None:
         """End everything now."""
@@ -488,13 +504,13 @@ class Core:
         if version is not None and is_older(version, self.version):
             raise EngineError(f"version {version} is older than {self.version}, which is served")
 
-    def change_weights(self, staged: Staged, version: str | None, *, flush: bool, abort: bool) -> None:
+    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
         """Serve these weights from the next token on. Raises EngineError; then nothing has changed."""
         self.check_version(version)
         check_awake(self.model)
         if abort:
             self.abort_all("aborted by a change of weights")
-        install(self.model, staged)
+        apply_weights(self.model, staged)
         self._decoder.distrust_prompts()
         if flush:
             self._retract()
@@ -518,11 +534,11 @@ class Core:
         if "weights" in tags - self.asleep:
             self._bed.put_to_sleep()
         self.asleep |= tags
-        give_back_free_memory()
+        release_free_memory()
 
     def wake(self, tags: frozenset[str]) -> None:
         """Take memory again; the cache grows by itself."""
         if "weights" in tags & self.asleep:
-            with memory_error_explained("while the weights came back"):
+            with explain_memory_error("while the weights came back"):
                 self._bed.wake()
         self.asleep -= tags

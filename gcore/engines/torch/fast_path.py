@@ -25,7 +25,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from gcore.engines.torch.attention import NAME, Attention, OneToken
+from gcore.engines.torch.attention import NAME, DecodePass, EngineAttention
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -69,10 +69,10 @@ class _Layer:
     told: dict[str, Any]
 
 
-class Straight:
+class FastDecodeStep:
     """See the module. Made by `straight`."""
 
-    def __init__(self, module: Any, attention: Attention, told: list[dict[str, Any]]) -> None:
+    def __init__(self, module: Any, attention: EngineAttention, told: list[dict[str, Any]]) -> None:
         base = module.model
         self._attention = attention
         self._embedding = base.embed_tokens
@@ -110,7 +110,7 @@ class Straight:
 
 
 @torch.inference_mode()
-def straight(module: Any, attention: Attention, vocabulary: int) -> Straight | None:
+def fast_decode_step(module: Any, attention: EngineAttention, vocabulary: int) -> FastDecodeStep | None:
     """The straight step of a model whose attention is the engine's; None for one of another kind."""
     if not _recognised(module):
         return None
@@ -123,13 +123,13 @@ def straight(module: Any, attention: Attention, vocabulary: int) -> Straight | N
         told.append({name: more[name] for name in ("scaling", "sliding_window", "softcap", "s_aux") if name in more})
         return attention(part, query, key, value, mask, **more)
 
-    kind, attention.kind = attention.kind, OneToken(None)
+    kind, attention.kind = attention.kind, DecodePass(None)
     AttentionInterface.register(NAME, overhear)
     try:
         expected = module(input_ids=ids, position_ids=positions, past_key_values=_Past(), use_cache=True).logits[:, -1]
         if len(told) != len(module.model.layers):
             return None
-        made = Straight(module, attention, told)
+        made = FastDecodeStep(module, attention, told)
         same = torch.equal(made.logits(ids, positions, _Past()), expected)
     except (
         AttributeError,
@@ -230,13 +230,13 @@ def _linear(x: Tensor, part: Any) -> Tensor:
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_quick(module: Any) -> None:
+def patch_norms(module: Any) -> None:
     """Do all of it to a model that is where it will stay, as the type it will have."""
-    use_short_norms(module)
-    find_parts_at_once(module)
+    replace_norms(module)
+    cache_submodules(module)
 
 
-def find_parts_at_once(module: Any) -> None:
+def cache_submodules(module: Any) -> None:
     """Submodules and parameters as plain attributes too."""
     for layer in module.modules():
         for parts in (layer._modules, layer._parameters):
@@ -244,7 +244,7 @@ def find_parts_at_once(module: Any) -> None:
 
 
 @torch.inference_mode()
-def use_short_norms(module: Any) -> None:
+def replace_norms(module: Any) -> None:
     """Give layers that compute an RMS norm one of the forms below that gives the same bits, if one does."""
     found: dict[tuple[type, torch.dtype], Callable[[Any], Norm] | None] = {}
     for layer in module.modules():

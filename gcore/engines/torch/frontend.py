@@ -21,23 +21,31 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gcore.data.renderer import PromptRenderer
-from gcore.engines.detokenizer import Text, cut_at, settled
-from gcore.engines.request import Delivery, Task, prompt_key
+from gcore.engines.detokenizer import Detokenizer, cut_before, stable_text
+from gcore.engines.request import GenerationRequest, RequestOutput, prompt_key
 from gcore.engines.serving import openai
-from gcore.engines.serving.http import BodyRefused, BodyTooBig, Keys, read, refusal, refusing, streamed_refusal
-from gcore.engines.serving.io_struct import (
-    Asked,
-    Generate,
-    SamplingBody,
-    answer,
-    cost,
-    emptied,
-    generate_body,
-    told_cost,
+from gcore.engines.serving.http import (
+    ApiKeys,
+    BodyRefused,
+    BodyTooBig,
+    answer_errors,
+    error_event,
+    error_response,
+    read_body,
 )
-from gcore.engines.serving.routes import ControlRoutes, guarded, unless_gone
-from gcore.engines.torch.async_engine import Post
-from gcore.engines.torch.engine import Core
+from gcore.engines.serving.io_struct import (
+    GenerateCall,
+    LogprobRequest,
+    SamplingBody,
+    count_answer_entries,
+    count_entries,
+    generate_body,
+    sample_answer,
+    without_tokens,
+)
+from gcore.engines.serving.routes import ControlRoutes, guard_routes, run_unless_disconnected
+from gcore.engines.torch.async_engine import AsyncEngine
+from gcore.engines.torch.engine import EngineCore
 from gcore.errors import EngineError, GcoreError
 from gcore.system.clock import Clock
 
@@ -49,23 +57,23 @@ BIG_ANSWER_TOKENS = 16_384
 class _Ticket:
     """A task, and what its answer needs. `name`: the request's own name for it, before it is numbered for `n`."""
 
-    task: Task
+    task: GenerationRequest
     name: str
     params: SamplingBody
-    asked: Asked
+    asked: LogprobRequest
     since: float
 
 
-class Desk(Post[Task, Delivery]):
+class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
     """Takes requests. `open` it before the first."""
 
-    def __init__(self, core: Core, text: Text | None, *, clock: Clock, seeds: np.random.Generator) -> None:
+    def __init__(self, core: EngineCore, text: Detokenizer | None, *, clock: Clock, seeds: np.random.Generator) -> None:
         super().__init__(core, clock)
         self._core = core
         self._text = text
         self._seeds = seeds
 
-    def encoded(self, request: Generate) -> Generate:
+    def encoded(self, request: GenerateCall) -> GenerateCall:
         """With tokens for texts. May be called from any thread: a long text takes seconds."""
         if (text := self._text) is None:
             return request
@@ -73,7 +81,7 @@ class Desk(Post[Task, Delivery]):
             request, prompts=tuple(list(text.encode(p)) if isinstance(p, str) else p for p in request.prompts)
         )
 
-    def admit(self, request: Generate) -> list[_Ticket]:
+    def admit(self, request: GenerateCall) -> list[_Ticket]:
         """The samples of an encoded request as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
@@ -86,7 +94,7 @@ class Desk(Post[Task, Delivery]):
         ]
 
     def _tickets(
-        self, prompt: tuple[int, ...], params: SamplingBody, asked: Asked, name: str, *, streams: bool
+        self, prompt: tuple[int, ...], params: SamplingBody, asked: LogprobRequest, name: str, *, streams: bool
     ) -> list[_Ticket]:
         model, now, key = self._core.model, self.clock.monotonic(), prompt_key(prompt)
         tickets = []
@@ -100,11 +108,13 @@ class Desk(Post[Task, Delivery]):
                 asked=asked,
             )
             rid = name if params.n == 1 else f"{name}_{index}"
-            task = Task(self.number(), rid, prompt, sampling, streams=streams and params.makes_tokens, key=key)
+            task = GenerationRequest(
+                self.number(), rid, prompt, sampling, streams=streams and params.makes_tokens, key=key
+            )
             tickets.append(_Ticket(task, name, params, asked, now))
         return tickets
 
-    def _placed(self, asked: Asked, prompt: tuple[int, ...]) -> Asked:
+    def _placed(self, asked: LogprobRequest, prompt: tuple[int, ...]) -> LogprobRequest:
         """Raises EngineError for log-probabilities that there are not."""
         start = asked.prompt_from
         if asked.top > self._core.model.vocabulary:
@@ -140,7 +150,7 @@ class Desk(Post[Task, Delivery]):
         self._core.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
         return tokens
 
-    def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[Delivery]]:
+    def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[RequestOutput]]:
         return self.deliveries([ticket.task for ticket in tickets], {ticket.name for ticket in tickets})
 
     async def answers(self, tickets: Sequence[_Ticket]) -> list[dict[str, Any]]:
@@ -151,7 +161,7 @@ class Desk(Post[Task, Delivery]):
         def word() -> list[dict[str, Any]]:
             return [self._word(ticket, ended[ticket.task.number], now) for ticket in tickets]
 
-        if sum(cost(ended[t.task.number], t.asked) for t in tickets) < BIG_ANSWER_TOKENS:
+        if sum(count_entries(ended[t.task.number], t.asked) for t in tickets) < BIG_ANSWER_TOKENS:
             return word()
         return await asyncio.to_thread(word)
 
@@ -174,20 +184,20 @@ class Desk(Post[Task, Delivery]):
                         told[i] += grown
                         pairs.append((i, delivery))
 
-                def word(pairs: list[tuple[int, Delivery]] = pairs, now: float = now) -> list[dict[str, Any]]:
+                def word(pairs: list[tuple[int, RequestOutput]] = pairs, now: float = now) -> list[dict[str, Any]]:
                     return [{**self._word(tickets[i], d, now), "index": i} for i, d in pairs]
 
-                if sum(cost(d, tickets[i].asked) for i, d in pairs) < BIG_ANSWER_TOKENS:
+                if sum(count_entries(d, tickets[i].asked) for i, d in pairs) < BIG_ANSWER_TOKENS:
                     yield word()
                 else:
                     yield await asyncio.to_thread(word)
         finally:
             await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
 
-    def _word(self, ticket: _Ticket, delivery: Delivery, now: float) -> dict[str, Any]:
+    def _word(self, ticket: _Ticket, delivery: RequestOutput, now: float) -> dict[str, Any]:
         if not ticket.params.makes_tokens:
-            delivery = emptied(delivery)
-        return answer(
+            delivery = without_tokens(delivery)
+        return sample_answer(
             delivery,
             rid=ticket.task.rid,
             text=self._final_text(ticket.params, delivery),
@@ -200,14 +210,14 @@ class Desk(Post[Task, Delivery]):
     def _text_of(self, token: int) -> str:
         return "" if self._text is None else self._text.decode([token], skip_special_tokens=False)
 
-    def _final_text(self, params: SamplingBody, delivery: Delivery) -> str:
+    def _final_text(self, params: SamplingBody, delivery: RequestOutput) -> str:
         """The tokens' text, without the stop token or string that ended it (unless it is asked for)."""
         if self._text is None:
             return ""
         matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
         tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
         text = self._text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        return cut_at(text, matched) if isinstance(matched, str) else text
+        return cut_before(text, matched) if isinstance(matched, str) else text
 
 
 # -------------------- openai_routes
@@ -216,14 +226,16 @@ class Desk(Post[Task, Delivery]):
 # Refusals are of SGLang's first shape here, whatever they are about. Chat needs a chat template in the model's folder; it is
 # read with the first request.
 
-Answer = Callable[[Request, Any], Awaitable[list[dict[str, Any]]]]
+RouteAnswer = Callable[[Request, Any], Awaitable[list[dict[str, Any]]]]
 """The samples of a request, or the end of it when its client goes away."""
 
 
 class OpenAIRoutes:
     """The handlers. `served`: what the model is called now."""
 
-    def __init__(self, desk: Desk, folder: Path, context: int, *, served: Callable[[], str], answers: Answer) -> None:
+    def __init__(
+        self, desk: RequestHandler, folder: Path, context: int, *, served: Callable[[], str], answers: RouteAnswer
+    ) -> None:
         self._desk = desk
         self._folder = folder
         self._context = context
@@ -260,31 +272,31 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request) -> Response:
         """Text goes on."""
-        return await self._answered(request, openai.completion)
+        return await self._answered(request, openai.parse_completion)
 
     async def chat_completions(self, request: Request) -> Response:
         """A chat goes on."""
-        return await self._answered(request, lambda value: openai.chat(value, self._render))
+        return await self._answered(request, lambda value: openai.parse_chat(value, self._render))
 
-    async def _answered(self, request: Request, check: Callable[[Any], openai.Asking]) -> Response:
+    async def _answered(self, request: Request, check: Callable[[Any], openai.CompletionRequest]) -> Response:
         try:
             # The first chat reads files; and a template is foreign code that may take its time.
-            value = await read(request, lambda value: value)
+            value = await read_body(request, lambda value: value)
             asking = await asyncio.to_thread(lambda: self._encoded(check(value)))
             tickets = self._desk.admit(asking.request)
-            wording = openai.Wording(asking, name=uuid.uuid4().hex, created=int(self._desk.clock.wall()))
+            wording = openai.CompletionWriter(asking, name=uuid.uuid4().hex, created=int(self._desk.clock.wall()))
             if asking.request.stream:
                 return StreamingResponse(self._events(tickets, wording), media_type="text/event-stream")
             answers = await self._answers(request, tickets)
             return JSONResponse(wording.whole(answers)) if answers else Response(status_code=499)
         except GcoreError as error:
             known = isinstance(error, (BodyRefused, BodyTooBig))
-            return refusal(error if known else BodyRefused(str(error)))
+            return error_response(error if known else BodyRefused(str(error)))
 
-    def _encoded(self, asking: openai.Asking) -> openai.Asking:
+    def _encoded(self, asking: openai.CompletionRequest) -> openai.CompletionRequest:
         return replace(asking, request=self._desk.encoded(asking.request))
 
-    async def _events(self, tickets: Any, wording: openai.Wording) -> AsyncIterator[bytes]:
+    async def _events(self, tickets: Any, wording: openai.CompletionWriter) -> AsyncIterator[bytes]:
         stream = self._desk.stream(tickets)
         try:
             async for parts in stream:
@@ -334,10 +346,10 @@ UNSERVED = (
 """SGLang's routes that this engine refuses."""
 
 
-class Routes:
+class EngineRoutes:
     """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
 
-    def __init__(self, core: Core, desk: Desk, describe: dict[str, Any], keys: Keys) -> None:
+    def __init__(self, core: EngineCore, desk: RequestHandler, describe: dict[str, Any], keys: ApiKeys) -> None:
         self._core = core
         self._desk = desk
         self._keys = keys
@@ -352,34 +364,34 @@ class Routes:
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        routes = [Route("/generate", refusing(self.generate), methods=["POST", "PUT"])]
+        routes = [Route("/generate", answer_errors(self.generate), methods=["POST", "PUT"])]
         routes += [Route("/health_generate", self.health_generate, methods=["GET"])]
         routes += [*self._control.routes(UNSERVED), *self._openai.routes()]
-        return guarded(routes, self._keys)
+        return guard_routes(routes, self._keys)
 
     async def generate(self, request: Request) -> Response:
         """Samples."""
-        body = await read(request, lambda value: self._desk.encoded(generate_body(value)))
+        body = await read_body(request, lambda value: self._desk.encoded(generate_body(value)))
         if body.stream:
             return StreamingResponse(self._events(body), media_type="text/event-stream")
         answers = await self._answers(request, self._desk.admit(body))
         if body.prompts and not answers:
             return Response(status_code=499)
         whole = answers if body.is_list else answers[0]
-        if sum(told_cost(a, body.asked_by(i)) for i, a in enumerate(answers)) < BIG_ANSWER_TOKENS:
+        if sum(count_answer_entries(a, body.asked_by(i)) for i, a in enumerate(answers)) < BIG_ANSWER_TOKENS:
             return JSONResponse(whole)
         return await asyncio.to_thread(JSONResponse, whole)
 
     async def _answers(self, request: Request, tickets: Any) -> list[dict[str, Any]]:
         """The samples; none when the client has gone away first."""
-        return await unless_gone(request, self._desk.answers(tickets)) or []
+        return await run_unless_disconnected(request, self._desk.answers(tickets)) or []
 
-    async def _events(self, body: Generate) -> AsyncIterator[bytes]:
+    async def _events(self, body: GenerateCall) -> AsyncIterator[bytes]:
         """Server-sent events. What the desk refuses is one of them, for the status has been sent."""
         try:
             stream = self._desk.stream(self._desk.admit(body))
         except EngineError as error:
-            yield _event(streamed_refusal(error))
+            yield _event(error_event(error))
         else:
             try:
                 async for parts in stream:
@@ -387,10 +399,10 @@ class Routes:
                         asked = body.asked_by(part["index"])
                         if part["meta_info"]["finish_reason"] is None:
                             params = body.params[part["index"] // body.params[0].n]
-                            part["text"] = settled(part["text"], params.stop_strings)
+                            part["text"] = stable_text(part["text"], params.stop_strings)
                         if not body.is_list:
                             del part["index"]
-                        big = told_cost(part, asked) >= BIG_ANSWER_TOKENS
+                        big = count_answer_entries(part, asked) >= BIG_ANSWER_TOKENS
                         yield await asyncio.to_thread(_event, part) if big else _event(part)
             finally:
                 await stream.aclose()  # type: ignore[attr-defined]  # it is a generator

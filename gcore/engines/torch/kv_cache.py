@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from gcore.engines.torch.scheduler import Refill
+from gcore.engines.torch.scheduler import Compaction
 
 # -------------------- columns
 # Where in the cache things stand: pure bookkeeping of rows and columns.
@@ -48,14 +48,14 @@ about as much as the attention of two."""
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TableResize:
     """What must be done before the next write: move every live window by `shift` columns, in a table of `columns`."""
 
     shift: int
     columns: int
 
 
-def make_room(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> Room:
+def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
     """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
 
     `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
@@ -65,27 +65,27 @@ def make_room(*, first: int | None, column: int, longest: int, columns: int, mos
     lives = 0 if first is None else column - first
     fits = most is None or columns <= most
     if longest <= column < columns and first is not None and fits:
-        return Room(0, columns)
+        return TableResize(0, columns)
     end = max(lives, longest)
     wide = columns if end <= columns // 2 else 2 * end + SMALLEST
     if most is not None and wide > most:
         wide = max(most, end + 1)
-    return Room(end - column, wide)
+    return TableResize(end - column, wide)
 
 
-def footprint(rows: int, longest: int) -> int:
+def table_footprint(rows: int, longest: int) -> int:
     """Cells that a table for so many rows must have at least. `longest`: of their lengths, the next write included."""
     return rows * (longest + SLACK)
 
 
-def rows_for(wanted: int, *, rows: int, most: int, longest: int = 0, budget: int | None = None) -> int:
+def table_rows(wanted: int, *, rows: int, most: int, longest: int = 0, budget: int | None = None) -> int:
     """How many rows the table should have to hold `wanted`: doubled when it is too small, never more than `most`.
 
     With a `budget` of cells the table has no more rows than leave each of them `longest` columns, and so many as are
     wanted in any case.
     """
     grown = rows if wanted <= rows else min(most, max(wanted, 2 * rows, 8))
-    if budget is not None and footprint(grown, longest) > budget:
+    if budget is not None and table_footprint(grown, longest) > budget:
         grown = wanted
     return grown
 
@@ -114,7 +114,7 @@ class CacheShape:
         return (numbers + max((layer.kv_heads for layer in self.layers), default=0)) * self.dtype.itemsize
 
 
-class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
+class KVCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """What the model is given as `past_key_values` in a decode step.
 
     Its keys and values go to the write column of the first rows, and it gets the live part of the table back.
@@ -143,9 +143,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.rows, self.columns = 0, SMALLEST
 
     def _table(self, rows: int, columns: int, layer: LayerShape, dim: int) -> torch.Tensor:
-        return zeros((rows, layer.kv_heads, columns, dim), self.shape)
+        return new_table((rows, layer.kv_heads, columns, dim), self.shape)
 
-    def move(self, room: Room, *, rows: int, active: int, first: int, column: int, starts: Sequence[int]) -> None:
+    def move(
+        self, room: TableResize, *, rows: int, active: int, first: int, column: int, starts: Sequence[int]
+    ) -> None:
         """Carry the live part `[first, column)` of the first `active` rows over, as `room` says.
 
         `starts`: the rows' first columns before the move.
@@ -201,7 +203,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
             table[rows, :, new] = table[source, :, old].clone().unsqueeze(0)
         self._begin(rows, column - length)
 
-    def refill(self, refill: Refill, *, first: int, column: int) -> None:
+    def refill(self, refill: Compaction, *, first: int, column: int) -> None:
         """Move rows into the holes."""
         if not refill.holes:
             return
@@ -238,7 +240,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return 0
 
 
-def zeros(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
+def new_table(size: tuple[int, ...], shape: CacheShape) -> torch.Tensor:
     """Of the shape's type and place. On a CPU the memory is taken only as it is used."""
     if shape.device.type != "cpu" or math.prod(size) == 0:
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)

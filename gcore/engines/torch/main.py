@@ -22,22 +22,29 @@ import torch
 import uvicorn
 from starlette.types import ASGIApp
 
-from gcore.api.tls import Watched, serving_context
-from gcore.engines.detokenizer import Text
-from gcore.engines.launch import EngineLaunch, check_folder, from_arguments, from_document
-from gcore.engines.serving.http import Keys
-from gcore.engines.torch.async_engine import Report, Runner
-from gcore.engines.torch.classifier import ClassifierCore, ClassifierDesk, ClassifierRoutes, start_classifier
-from gcore.engines.torch.engine import Core, Limits
-from gcore.engines.torch.frontend import Desk, Routes
-from gcore.engines.torch.model import TOO_BIG, default_cache_tokens, device_of, free_bytes, load, memory_error_explained
-from gcore.engines.torch.model_runner import SharedLane
-from gcore.engines.torch.runner_selection import choose_lane
+from gcore.api.tls import ReloadingFiles, serving_context
+from gcore.engines.detokenizer import Detokenizer
+from gcore.engines.launch import EngineLaunch, check_folder, parse_engine_arguments, parse_engine_launch
+from gcore.engines.serving.http import ApiKeys
+from gcore.engines.torch.async_engine import ModelThread, ProgressReport
+from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, ClassifierRoutes, start_classifier
+from gcore.engines.torch.engine import EngineCore, EngineLimits
+from gcore.engines.torch.frontend import EngineRoutes, RequestHandler
+from gcore.engines.torch.model import (
+    TOO_BIG,
+    default_cache_tokens,
+    device_of,
+    explain_memory_error,
+    free_bytes,
+    load_model,
+)
+from gcore.engines.torch.model_runner import FastRunner
+from gcore.engines.torch.runner_selection import select_runner
 from gcore.errors import GcoreError, UsageError
 from gcore.system import daemon as logs
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import thread_environment
-from gcore.worker.control import Control
+from gcore.worker.control import ControlLine
 
 # -------------------- __main__
 # `python -m gcore.rollout.engine`: the process's edge. What is wrong with its arguments is told in one sentence.
@@ -52,10 +59,10 @@ def main() -> int:
     os.environ.setdefault("USE_TORCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    control = Control.inherit()
-    logs.set_up(level="WARNING")
+    control = ControlLine.inherit()
+    logs.set_up_logging(level="WARNING")
     try:
-        launch = from_arguments(sys.argv[1:]) if control is None else from_document(control.launch)
+        launch = parse_engine_arguments(sys.argv[1:]) if control is None else parse_engine_launch(control.launch)
         check_folder(launch.model)
         for name, value in thread_environment(launch.threads).items():
             os.environ.setdefault(name, value)
@@ -63,7 +70,7 @@ def main() -> int:
 
         leave_compiler_out()
 
-        serve(launch, control)
+        serve_engine(launch, control)
     except GcoreError as error:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
         if control is not None:
@@ -81,11 +88,11 @@ SHORTEST = 2
 """Tokens of a request: one of the prompt, one of the response."""
 
 
-def start(launch: EngineLaunch, text: Text | None) -> Core:
+def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
     """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
     device = device_of(launch)
-    with memory_error_explained("while it loaded the model", TOO_BIG):
-        model = load(
+    with explain_memory_error("while it loaded the model", TOO_BIG):
+        model = load_model(
             Path(launch.model),
             dtype=launch.dtype,
             device=device,
@@ -93,12 +100,12 @@ def start(launch: EngineLaunch, text: Text | None) -> Core:
             text=text,
             trust_remote_code=launch.trust_remote_code,
         )
-        lane = choose_lane(model, deterministic=launch.deterministic, chunk=launch.prefill_chunk_tokens)
+        lane = select_runner(model, deterministic=launch.deterministic, chunk=launch.prefill_chunk_tokens)
     budget = launch.cache_tokens or default_cache_tokens(model.shape, free_bytes(model.shape.device))
-    if isinstance(lane, SharedLane):
-        lane = SharedLane(model, slots=launch.batch_slots, budget=budget)
-    limits = Limits(launch.batch_slots, budget, launch.prefill_chunk_tokens)
-    core = Core(model, text, lane, limits, version=launch.weight_version)
+    if isinstance(lane, FastRunner):
+        lane = FastRunner(model, slots=launch.batch_slots, budget=budget)
+    limits = EngineLimits(launch.batch_slots, budget, launch.prefill_chunk_tokens)
+    core = EngineCore(model, text, lane, limits, version=launch.weight_version)
     if core.longest < SHORTEST:
         raise UsageError(
             f"a cache of {budget} tokens holds no request, not even one of {SHORTEST} tokens",
@@ -122,7 +129,7 @@ GRACE_S = 2
 DEATH_EXIT = 1
 
 
-def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = None) -> None:
+def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock | None = None) -> None:
     """Serve until told to stop. Raises UsageError and DataError before that, each in one sentence."""
     clock = clock or SystemClock()
     _raise_descriptor_limit()
@@ -130,27 +137,27 @@ def serve(launch: EngineLaunch, control: Control | None, clock: Clock | None = N
     torch.set_num_threads(launch.threads)
     torch.set_num_interop_threads(1)  # nothing here runs operators side by side
     torch.set_grad_enabled(False)
-    text = Text.load(Path(launch.model))
-    core = start_classifier(launch, text) if launch.task == "classify" else start(launch, text)
+    text = Detokenizer.load(Path(launch.model))
+    core = start_classifier(launch, text) if launch.task == "classify" else start_engine(launch, text)
     sys.setswitchinterval(SWITCH_S)
     asyncio.run(_run(core, text, launch, listener, control, clock))
 
 
 def _facade(
-    core: Core | ClassifierCore, text: Text | None, launch: EngineLaunch, clock: Clock
-) -> tuple[Desk | ClassifierDesk, ASGIApp]:
+    core: EngineCore | ClassifierCore, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
+) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
     """What stands before the model's thread: a desk, and the routes to it."""
-    keys = Keys(launch.api_key, launch.admin_api_key)
+    keys = ApiKeys(launch.api_key, launch.admin_api_key)
     describe = _description(core, launch)
     if isinstance(core, ClassifierCore):
-        reception = ClassifierDesk(core, text, clock=clock)
+        reception = ClassifierRequestHandler(core, text, clock=clock)
         return reception, ClassifierRoutes(core, reception, describe, keys).app()
-    desk = Desk(core, text, clock=clock, seeds=np.random.default_rng())
+    desk = RequestHandler(core, text, clock=clock, seeds=np.random.default_rng())
     more = {"max_total_num_tokens": core.limits.cache_tokens, "lane": core.lane.name}
-    return desk, Routes(core, desk, describe | more, keys).app()
+    return desk, EngineRoutes(core, desk, describe | more, keys).app()
 
 
-def _description(core: Core | ClassifierCore, launch: EngineLaunch) -> dict[str, Any]:
+def _description(core: EngineCore | ClassifierCore, launch: EngineLaunch) -> dict[str, Any]:
     model = core.model
     return {
         "model_path": launch.model,
@@ -170,15 +177,15 @@ def _description(core: Core | ClassifierCore, launch: EngineLaunch) -> dict[str,
 
 
 async def _run(
-    core: Core | ClassifierCore,
-    text: Text | None,
+    core: EngineCore | ClassifierCore,
+    text: Detokenizer | None,
     launch: EngineLaunch,
     listener: socket.socket,
-    control: Control | None,
+    control: ControlLine | None,
     clock: Clock,
 ) -> None:
     desk, app = _facade(core, text, launch, clock)
-    runner: Runner[Any] = Runner(
+    runner: ModelThread[Any] = ModelThread(
         core, clock=clock, deliver=desk.deliver, report=_reporter(control), on_death=_death(control)
     )
     desk.open(runner)
@@ -193,7 +200,7 @@ async def _run(
     )
     config.load()
     if launch.tls is not None:
-        config.ssl = serving_context(Watched(launch.tls.material))
+        config.ssl = serving_context(ReloadingFiles(launch.tls.material))
     server = uvicorn.Server(config)
     runner.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -230,12 +237,12 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _obey(control: Control, server: uvicorn.Server) -> None:
+def _obey(control: ControlLine, server: uvicorn.Server) -> None:
     control.wait_for("stop")
     server.should_exit = True
 
 
-def _reporter(control: Control | None) -> Report:
+def _reporter(control: ControlLine | None) -> ProgressReport:
     def report(phase: str, progress: int) -> None:
         if control is not None:
             control.send("progress", phase=phase, progress=progress)
@@ -243,7 +250,7 @@ def _reporter(control: Control | None) -> Report:
     return report
 
 
-def _death(control: Control | None) -> Callable[[Exception], None]:
+def _death(control: ControlLine | None) -> Callable[[Exception], None]:
     """The model's thread has ended: nothing that this process could still answer is worth waiting for."""
 
     def die(error: Exception) -> None:

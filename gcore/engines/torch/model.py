@@ -28,14 +28,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from gcore.engines.detokenizer import Text
+from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.torch.attention import NAME, Attention
-from gcore.engines.torch.fast_path import Straight, make_quick
+from gcore.engines.torch.attention import NAME, EngineAttention
+from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.checks import check_code
-from gcore.system.memory import give_back_free_memory
+from gcore.system.memory import release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,7 +54,7 @@ ALIGNMENT = 64
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-class Head:
+class OutputHead:
     """Stands at the output layer. `wanted`: rows and positions whose logits are needed; None: of every row's only one."""
 
     def __init__(self, layer: Any, device: torch.device) -> None:
@@ -89,10 +89,10 @@ class Model:
 
     module: Any
     folder: Path
-    attention: Attention
+    attention: EngineAttention
     shape: CacheShape
     """What the fast lanes' caches hold; no layers until `prove` has measured them."""
-    head: Head
+    head: OutputHead
     vocabulary: int
     context: int
     end_tokens: tuple[int, ...]
@@ -102,7 +102,7 @@ class Model:
     """What the model's forward calls its cache."""
     asleep: bool = False
     """Whether the weights are released."""
-    straight: Straight | None = None
+    straight: FastDecodeStep | None = None
     """A quicker way through a step of one token a row, to the same bits."""
 
     def forward(
@@ -163,11 +163,17 @@ def _places(wanted: tuple[Sequence[int], Sequence[int]], device: torch.device) -
     return torch.tensor(wanted[0], device=device), torch.tensor(wanted[1], device=device)
 
 
-def load(
-    folder: Path, *, dtype: str, device: str, context: int | None, text: Text | None, trust_remote_code: bool = False
+def load_model(
+    folder: Path,
+    *,
+    dtype: str,
+    device: str,
+    context: int | None,
+    text: Detokenizer | None,
+    trust_remote_code: bool = False,
 ) -> Model:
     """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
-    config = config_of(folder)
+    config = read_model_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     module = load_module(
         AutoModelForCausalLM, folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation="eager"
@@ -177,26 +183,26 @@ def load(
     length = min(int(limit), context or int(limit)) if limit else context or CONTEXT
     head = module.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
-        raise refusal(folder, f"a {c.model_type} has no output layer")
+        raise unservable_model(folder, f"a {c.model_type} has no output layer")
     rope = getattr(c, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
     if kind in LENGTH_DEPENDENT_ROPE:
-        raise refusal(folder, f"its positions ({kind}) depend on the longest sequence of the batch")
+        raise unservable_model(folder, f"its positions ({kind}) depend on the longest sequence of the batch")
     vocabulary = int(head.weight.shape[0])
     check_vocabulary(text, vocabulary, folder)
     place = torch.device(device)
     module.to(place).eval().requires_grad_(False)
-    align(module)
-    attention = Attention()
+    align_weights(module)
+    attention = EngineAttention()
     attention.register()
     parameters = inspect.signature(module.forward).parameters
-    make_quick(module)
+    patch_norms(module)
     return Model(
         module,
         folder,
         attention,
         CacheShape((), DTYPES[dtype], place),
-        Head(head, place),
+        OutputHead(head, place),
         vocabulary,
         length,
         _end_tokens(folder, config, text),
@@ -205,7 +211,7 @@ def load(
     )
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json. Raises DataError."""
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -218,7 +224,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_vocabulary(text: Text | None, vocabulary: int, folder: Path) -> None:
+def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) -> None:
     """Raises DataError if the tokenizer has tokens that the model has not."""
     if text is not None and text.highest_token >= vocabulary:
         raise DataError(
@@ -260,21 +266,21 @@ def load_module(auto: Any, folder: Path, dtype: torch.dtype, *, trust_remote_cod
     return module
 
 
-def align(module: Any) -> None:
+def align_weights(module: Any) -> None:
     """Weights as a file's bytes lie anywhere; a matrix product's last bits, and its speed, may depend on where."""
     for parameter in module.parameters():
         if parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
 
 
-def refusal(folder: Path, why: str) -> DataError:
+def unservable_model(folder: Path, why: str) -> DataError:
     """The sentence for a model that loads and still cannot be served."""
     return DataError(
         f"the torch engine cannot serve this model: {why}", where=str(folder), fix="Serve it with SGLang instead"
     )
 
 
-def _end_tokens(folder: Path, config: dict[str, Any], text: Text | None) -> tuple[int, ...]:
+def _end_tokens(folder: Path, config: dict[str, Any], text: Detokenizer | None) -> tuple[int, ...]:
     """Every token that config, generation config or tokenizer call the end."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
@@ -305,7 +311,7 @@ def _end_tokens(folder: Path, config: dict[str, Any], text: Text | None) -> tupl
 # behind however the process ends.
 
 
-class Loaded(Protocol):
+class LoadedModel(Protocol):
     """A model in memory. `asleep`: whether its weights are released."""
 
     module: Any
@@ -318,19 +324,19 @@ class Loaded(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedWeights:
     """Weights in host memory that fit the model; by the module's names."""
 
     tensors: Mapping[str, torch.Tensor]
 
 
-def check_awake(model: Loaded) -> None:
+def check_awake(model: LoadedModel) -> None:
     """Raises EngineError while the weights are released: there is nothing to look at or to write to."""
     if model.asleep:
         raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
 
 
-def stage(model: Loaded, folder: Path) -> Staged:
+def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
     """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
     check_awake(model)
     own: dict[str, torch.Tensor] = model.module.state_dict()
@@ -365,10 +371,10 @@ def stage(model: Loaded, folder: Path) -> Staged:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EngineError(f"the weights do not fit: the folder {what} {names[0]}{more}", where=str(folder))
-    return Staged(tensors)
+    return StagedWeights(tensors)
 
 
-def _converted(model: Loaded, folder: Path) -> Mapping[str, torch.Tensor]:
+def _converted(model: LoadedModel, folder: Path) -> Mapping[str, torch.Tensor]:
     # The class that serves already, which may be one that came with the model.
     module, report = type(model.module).from_pretrained(
         folder,
@@ -389,7 +395,7 @@ def same_kind(tensor: torch.Tensor, own: torch.Tensor) -> bool:
     return tensor.is_floating_point() == own.is_floating_point()
 
 
-def install(model: Loaded, staged: Staged) -> None:
+def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:
     """Write staged weights over the model's own."""
     own: dict[str, torch.Tensor] = model.module.state_dict()
     with torch.no_grad():
@@ -397,10 +403,10 @@ def install(model: Loaded, staged: Staged) -> None:
             own[name].copy_(tensor)
 
 
-class Bed:
+class WeightOffloader:
     """Where a model's weights sleep."""
 
-    def __init__(self, model: Loaded) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._file: IO[bytes] | None = None
         self._shapes: list[torch.Size] = []
@@ -413,7 +419,7 @@ class Bed:
             torch.cuda.empty_cache()
         else:
             self._spill()
-            give_back_free_memory()
+            release_free_memory()
         model.asleep = True
 
     def _parameters(self) -> list[torch.nn.Parameter]:
@@ -550,7 +556,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_error_explained(when: str, fix: str = FIX) -> Iterator[None]:
+def explain_memory_error(when: str, fix: str = FIX) -> Iterator[None]:
     """An allocation that fails inside becomes an EngineError that names what to lower."""
     try:
         yield

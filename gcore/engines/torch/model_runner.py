@@ -34,11 +34,19 @@ import torch
 from transformers.cache_utils import Cache
 
 from gcore.engines.torch import kv_cache as columns
-from gcore.engines.torch.attention import BLOCK, Blocks, OneToken
-from gcore.engines.torch.kv_cache import CacheShape, RowCache, make_room, rows_for, zeros
+from gcore.engines.torch.attention import BLOCK, BlockDecodePass, DecodePass
+from gcore.engines.torch.kv_cache import CacheShape, KVCache, new_table, plan_resize, table_rows
 from gcore.engines.torch.model import Model
-from gcore.engines.torch.prefill import Chunk, Place, Prompt, judge, piece, positions_wanted, read
-from gcore.engines.torch.scheduler import IDLE_TOKENS, Ints, Refill, Size
+from gcore.engines.torch.prefill import (
+    PrefillChunk,
+    PrefixSlice,
+    PromptPrefill,
+    chunk_length,
+    logit_positions,
+    prefill,
+    record_logits,
+)
+from gcore.engines.torch.scheduler import IDLE_TOKENS, BatchSize, Compaction, Ints
 
 # -------------------- lane
 # How rows go through the model: what the three lanes have in common.
@@ -55,17 +63,17 @@ UNCUT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PrefillResult:
     """Where a joining row's first `length` tokens come from: a prompt that has been read, or a running row."""
 
     length: int
     logits: torch.Tensor
     """[vocabulary]: what follows them."""
-    prompt: Prompt | None = None
+    prompt: PromptPrefill | None = None
     row: int | None = None
 
 
-class Lane(Protocol):
+class ModelRunner(Protocol):
     """See the module."""
 
     name: ClassVar[str]
@@ -76,19 +84,19 @@ class Lane(Protocol):
     grid: int | None
     """Prompts are cut at multiples of it only (`UNCUT`: not at all); None: anywhere."""
 
-    def footprint(self, size: Size) -> int:
+    def footprint(self, size: BatchSize) -> int:
         """Cells that rows of this size take."""
 
-    def read(self, chunks: Sequence[Chunk]) -> None:
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Prompts, or parts of them, through the model."""
 
-    def enter(self, origins: Sequence[Origin], active: int) -> Sequence[int]:
+    def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
         """New rows behind the first `active`, in an order of the lane's choice: which origin each of them is."""
 
     def step(self, tokens: Ints, lengths: Ints) -> torch.Tensor:
         """`[row, vocabulary]`, valid until the next call. `tokens`: each row's last; `lengths`: it and all before."""
 
-    def leave(self, change: Refill) -> None:
+    def leave(self, change: Compaction) -> None:
         """Rows leave, others move into their places."""
 
     def release(self) -> None:
@@ -109,7 +117,7 @@ class Lane(Protocol):
 # longer prompt.
 
 
-class SharedLane:
+class FastRunner:
     """See the module. `slots`: rows at most; `budget`: cells at most, None for no bound."""
 
     name: ClassVar[str] = "shared"
@@ -119,7 +127,7 @@ class SharedLane:
         self.replays = False
         self.grid: int | None = None
         self.model = model
-        self.cache = RowCache(model.shape)
+        self.cache = KVCache(model.shape)
         self.column = 0
         """The next write column."""
         self._slots = slots
@@ -128,15 +136,15 @@ class SharedLane:
         self._starts: Ints = np.zeros(slots, np.int64)
         """The first column of each row's window."""
 
-    def footprint(self, size: Size) -> int:
+    def footprint(self, size: BatchSize) -> int:
         """Cells that rows of this size take."""
-        return columns.footprint(size.rows, size.longest)
+        return columns.table_footprint(size.rows, size.longest)
 
-    def read(self, chunks: Sequence[Chunk]) -> None:
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Prompts through the model."""
-        read(self.model, chunks)
+        prefill(self.model, chunks)
 
-    def enter(self, origins: Sequence[Origin], active: int) -> Sequence[int]:
+    def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
         """Rows that come from the same pass and are equally long are written at once."""
         passes = {id(o.prompt.kept.prefix) for o in origins if o.prompt is not None}
         number = {one: i for i, one in enumerate(sorted(passes))}
@@ -157,7 +165,7 @@ class SharedLane:
             if one.row is not None:
                 self.cache.copy(one.row, int(self._starts[one.row]), one.length, rows=new, column=self.column)
             else:
-                places: list[Place] = [m.prompt.kept for m in members if m.prompt is not None]
+                places: list[PrefixSlice] = [m.prompt.kept for m in members if m.prompt is not None]
                 prefix, indices = places[0].prefix, [place.index for place in places]
                 self.cache.join(prefix.keys, prefix.values, indices, one.length, row=row, column=self.column)
             self._starts[new] = self.column - one.length
@@ -172,9 +180,9 @@ class SharedLane:
     def _make_room(self, *, longest: int, rows: int) -> None:
         first = self._first() if self._active else None
         end = max(longest, 0 if first is None else self.column - first)
-        wanted = rows_for(rows, rows=self.cache.rows, most=self._slots, longest=end, budget=self._budget)
+        wanted = table_rows(rows, rows=self.cache.rows, most=self._slots, longest=end, budget=self._budget)
         most = None if self._budget is None else max(self._budget // wanted, end + 1)
-        room = make_room(first=first, column=self.column, longest=longest, columns=self.cache.columns, most=most)
+        room = plan_resize(first=first, column=self.column, longest=longest, columns=self.cache.columns, most=most)
         starts = self._starts[: self._active]
         self.cache.move(
             room, rows=wanted, active=self._active, first=first or 0, column=self.column, starts=starts.tolist()
@@ -190,7 +198,7 @@ class SharedLane:
         starts = self._starts[:active]
         first = self._first()
         bias = self.cache.aim(active=active, first=first, column=self.column)
-        self.model.attention.kind = OneToken(bias if int(starts.max()) > first else None)
+        self.model.attention.kind = DecodePass(bias if int(starts.max()) > first else None)
         logits = self.model.forward(
             torch.from_numpy(tokens[:, None]).to(device),
             torch.from_numpy((self.column - starts)[:, None]).to(device),
@@ -199,7 +207,7 @@ class SharedLane:
         self.column += 1
         return logits
 
-    def leave(self, change: Refill) -> None:
+    def leave(self, change: Compaction) -> None:
         """The last rows move into the holes."""
         if change.holes:
             self.cache.refill(change, first=self._first(), column=self.column)
@@ -220,7 +228,7 @@ TILE = 32
 """Rows in one forward pass."""
 
 
-class Tile(Cache):  # type: ignore[misc]  # transformers is not typed
+class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
     """Keys and values of one tile's rows, by layer `[row, kv_head, column, head_dim]`; position p stands at column p."""
 
     is_compileable = False
@@ -242,7 +250,7 @@ class Tile(Cache):  # type: ignore[misc]  # transformers is not typed
         old, self.columns = self.columns, -(-columns // BLOCK) * BLOCK
         for number, layer in enumerate(self._shape.layers):
             for tables, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
-                table = zeros((self._rows, layer.kv_heads, self.columns, dim), self._shape)
+                table = new_table((self._rows, layer.kv_heads, self.columns, dim), self._shape)
                 if old:
                     table[:, :, :old] = tables[number]
                 tables[number] = table
@@ -265,7 +273,7 @@ class Tile(Cache):  # type: ignore[misc]  # transformers is not typed
         return 0
 
 
-class TiledLane:
+class DeterministicRunner:
     """See the module. `chunk`: the grid on which prompts are cut."""
 
     name: ClassVar[str] = "tiled"
@@ -276,26 +284,26 @@ class TiledLane:
         self.grid: int | None = chunk
         self.model = model
         self.tile = tile
-        self._tiles: list[Tile] = []
+        self._tiles: list[KVTile] = []
         self._active = 0
         self._logits = torch.zeros(0)
 
-    def footprint(self, size: Size) -> int:
+    def footprint(self, size: BatchSize) -> int:
         """Cells that rows of this size take: whole tiles of whole blocks, as long as the longest row."""
         return -(-size.rows // self.tile) * self.tile * -(-size.longest // BLOCK) * BLOCK
 
-    def read(self, chunks: Sequence[Chunk]) -> None:
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Each prompt in passes of its own."""
-        read(self.model, chunks, grid=self.grid)
+        prefill(self.model, chunks, grid=self.grid)
 
-    def _at(self, row: int) -> tuple[Tile, int]:
+    def _at(self, row: int) -> tuple[KVTile, int]:
         return self._tiles[row // self.tile], row % self.tile
 
-    def enter(self, origins: Sequence[Origin], active: int) -> Sequence[int]:
+    def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
         """In the order in which they come."""
         for row, origin in enumerate(origins, active):
             if row // self.tile == len(self._tiles):
-                self._tiles.append(Tile(self.model.shape, self.tile))
+                self._tiles.append(KVTile(self.model.shape, self.tile))
             tile, place = self._at(row)
             tile.reserve(origin.length + 1)
             if origin.row is not None:
@@ -303,7 +311,7 @@ class TiledLane:
                 self._copy(other.keys, other.values, source, tile, place, origin.length)
             else:
                 assert origin.prompt is not None
-                kept: Place = origin.prompt.kept
+                kept: PrefixSlice = origin.prompt.kept
                 self._copy(kept.prefix.keys, kept.prefix.values, kept.index, tile, place, origin.length)
         self._active = active + len(origins)
         return range(len(origins))
@@ -313,7 +321,7 @@ class TiledLane:
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         source: int,
-        tile: Tile,
+        tile: KVTile,
         place: int,
         length: int,
     ) -> None:
@@ -335,11 +343,11 @@ class TiledLane:
             tile.reserve(longest)
             at = torch.from_numpy(positions[own]).to(device)
             tile.aim(at)
-            self.model.attention.kind = Blocks(at, -(-longest // BLOCK))
+            self.model.attention.kind = BlockDecodePass(at, -(-longest // BLOCK))
             self._logits[own] = self.model.forward(torch.from_numpy(ids[own, None]).to(device), at[:, None], tile)
         return self._logits[:active]
 
-    def leave(self, change: Refill) -> None:
+    def leave(self, change: Compaction) -> None:
         """The last rows move into the holes; tiles that nobody needs any more are given back."""
         for hole, source in zip(change.holes, change.sources, strict=True):
             tile, place = self._at(hole)
@@ -373,29 +381,29 @@ class TiledLane:
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class CachedPass:
     """A model's own cache after a pass over equally long prompts."""
 
     cache: Any = None
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PassPosition:
     """A read prompt is the i-th of a pass."""
 
-    one: Pass
+    one: CachedPass
     index: int
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class RowGroup:
     """Rows in step: which rows they are, in the order in which the cache has them."""
 
     rows: list[int]
     cache: Any
 
 
-class PlainLane:
+class GenericRunner:
     """See the module. `whole`: prompts are read in one piece, for models that cannot go on in the middle of one."""
 
     name: ClassVar[str] = "plain"
@@ -409,13 +417,13 @@ class PlainLane:
         self._alone = alone
         self._splits: bool | None = None
         """Whether a cache can be taken apart by rows; None before the first was seen."""
-        self._groups: list[Group] = []
+        self._groups: list[RowGroup] = []
 
-    def footprint(self, size: Size) -> int:
+    def footprint(self, size: BatchSize) -> int:
         """Every token of every row."""
         return size.tokens
 
-    def read(self, chunks: Sequence[Chunk]) -> None:
+    def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Whole prompts of one length in one pass, unless rows must be alone; the rest one by one."""
         together = not self._alone and self._splits is True
         sharing = [c for c in chunks if together and not c.alone]
@@ -429,32 +437,32 @@ class PlainLane:
             for begin in range(0, len(prompts), most):
                 self._forward(prompts[begin : begin + most], count)
 
-    def _forward(self, prompts: Sequence[Prompt], count: int) -> None:
+    def _forward(self, prompts: Sequence[PromptPrefill], count: int) -> None:
         """The next `count` tokens of prompts that are equally far."""
         first = prompts[0]
         if first.kept is None:
-            one = Pass()
+            one = CachedPass()
             for index, prompt in enumerate(prompts):
-                prompt.kept = Kept(one, index)
+                prompt.kept = PassPosition(one, index)
         one = first.kept.one
         left = count
         while left:
-            count = left if self._whole else piece(first, left, self.model.vocabulary, self.grid)
+            count = left if self._whole else chunk_length(first, left, self.model.vocabulary, self.grid)
             begin, end = first.done, first.done + count
-            wanted = positions_wanted(first, begin, end)
+            wanted = logit_positions(first, begin, end)
             rows = [i for i in range(len(prompts)) for _ in wanted]
             columns = [position - begin for _ in prompts for position in wanted]
             ids = torch.tensor([p.tokens[begin:end] for p in prompts], device=self.model.shape.device)
             logits, one.cache = self.model.forward_own(ids, one.cache, wanted=(rows, columns))
             logits = logits.view(len(prompts), len(wanted), -1)
             for index, prompt in enumerate(prompts):
-                judge(prompt, wanted, logits[index])
+                record_logits(prompt, wanted, logits[index])
                 prompt.done = end
             left -= count
         if self._splits is None:
             self._splits = hasattr(one.cache, "reorder_cache")
 
-    def enter(self, origins: Sequence[Origin], active: int) -> Sequence[int]:
+    def enter(self, origins: Sequence[PrefillResult], active: int) -> Sequence[int]:
         """Rows of one pass are one group. All rows that come from a pass come at once."""
 
         def together(index: int) -> int:
@@ -465,14 +473,14 @@ class PlainLane:
         order = sorted(range(len(origins)), key=together)
         row = active
         for _, same in groupby(order, key=together):
-            kept: list[Kept] = [origins[i].prompt.kept for i in same]  # type: ignore[union-attr]
+            kept: list[PassPosition] = [origins[i].prompt.kept for i in same]  # type: ignore[union-attr]
             cache = kept[0].one.cache
             if self._splits and not self._alone:
                 cache.reorder_cache(torch.tensor([k.index for k in kept], device=self.model.shape.device))
-                self._groups.append(Group(list(range(row, row + len(kept))), cache))
+                self._groups.append(RowGroup(list(range(row, row + len(kept))), cache))
             else:
                 copies = [*(copy.deepcopy(cache) for _ in kept[1:]), cache]
-                self._groups += [Group([row + i], own) for i, own in enumerate(copies)]
+                self._groups += [RowGroup([row + i], own) for i, own in enumerate(copies)]
             row += len(kept)
         return order
 
@@ -490,7 +498,7 @@ class PlainLane:
         assert logits is not None
         return logits
 
-    def leave(self, change: Refill) -> None:
+    def leave(self, change: Compaction) -> None:
         """Rows keep their place in their group and get another number; the others go."""
         moved = dict(zip(change.sources, change.holes, strict=True))
         gone = set(change.holes)

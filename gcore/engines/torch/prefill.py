@@ -15,40 +15,40 @@ import torch
 from transformers.cache_utils import Cache
 
 from gcore.engines.request import PromptLogprobs, Top
-from gcore.engines.torch.attention import Reading
-from gcore.engines.torch.kv_cache import CacheShape, zeros
+from gcore.engines.torch.attention import PrefillPass
+from gcore.engines.torch.kv_cache import CacheShape, new_table
 from gcore.engines.torch.model import Model
-from gcore.engines.torch.sampler import likeliest, named
+from gcore.engines.torch.sampler import token_logprobs, top_logprobs
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PrefillBatch:
     """Prompts (as indices) that go through one forward pass, padded on the right to `width` tokens."""
 
     members: tuple[int, ...]
     width: int
 
 
-def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[Batch, ...]:
+def prefill_batches(lengths: Sequence[int], *, most_tokens: int) -> tuple[PrefillBatch, ...]:
     """Cut prompts into forward passes: neighbours in length together, at most `most_tokens` padded tokens in each.
 
     A prompt that alone is longer than `most_tokens` has a pass for itself. No pass is more than a quarter padding.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches: list[Batch] = []
+    batches: list[PrefillBatch] = []
     members: list[int] = []
     tokens = 0
     for index in order:
         length = lengths[index]
         padded = length * (len(members) + 1)
         if members and (padded > most_tokens or 4 * (tokens + length) < 3 * padded):
-            batches.append(Batch(tuple(members), lengths[members[-1]]))
+            batches.append(PrefillBatch(tuple(members), lengths[members[-1]]))
             members, tokens = [], 0
         members.append(index)
         tokens += length
     if members:
-        batches.append(Batch(tuple(members), lengths[members[-1]]))
+        batches.append(PrefillBatch(tuple(members), lengths[members[-1]]))
     return tuple(batches)
 
 
@@ -57,7 +57,7 @@ LOGIT_CELLS = 32 * 1024 * 1024
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class PromptPrefill:
     """A prompt, or the tokens of a sample that goes on. `kept`: what the lane keeps of it."""
 
     tokens: tuple[int, ...]
@@ -95,10 +95,10 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """The next `count` tokens of a prompt."""
 
-    prompt: Prompt
+    prompt: PromptPrefill
     count: int
 
     @property
@@ -107,7 +107,7 @@ class Chunk:
         return self.count < len(self.prompt.tokens) or self.prompt.logprobs_from is not None
 
 
-class Prefix(Cache):  # type: ignore[misc]  # transformers is not typed
+class PrefillCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """Keys and values of prompts in one pass, by layer `[prompt, kv_head, token, head_dim]`.
 
     With `length` it is a buffer for one prompt of so many tokens, read in several passes.
@@ -123,8 +123,8 @@ class Prefix(Cache):  # type: ignore[misc]  # transformers is not typed
         self._buffered = length is not None
         if shape is not None and length is not None:
             for layer in shape.layers:
-                self.keys.append(zeros((1, layer.kv_heads, length, layer.key_dim), shape))
-                self.values.append(zeros((1, layer.kv_heads, length, layer.value_dim), shape))
+                self.keys.append(new_table((1, layer.kv_heads, length, layer.key_dim), shape))
+                self.values.append(new_table((1, layer.kv_heads, length, layer.value_dim), shape))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
@@ -147,14 +147,14 @@ class Prefix(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PrefixSlice:
     """Where a read prompt stands: the i-th of a prefix."""
 
-    prefix: Prefix
+    prefix: PrefillCache
     index: int
 
 
-def read(model: Model, chunks: Sequence[Chunk], *, grid: int | None = None) -> None:
+def prefill(model: Model, chunks: Sequence[PrefillChunk], *, grid: int | None = None) -> None:
     """All chunks, in as few passes as is sensible; with a `grid` each in passes of its own that end at multiples of it."""
     sharing = [chunk.prompt for chunk in chunks if grid is None and not chunk.alone]
     for chunk in chunks:
@@ -164,11 +164,11 @@ def read(model: Model, chunks: Sequence[Chunk], *, grid: int | None = None) -> N
         _read_together(model, [sharing[m] for m in batch.members], batch.width)
 
 
-def _read_together(model: Model, prompts: Sequence[Prompt], width: int) -> None:
+def _read_together(model: Model, prompts: Sequence[PromptPrefill], width: int) -> None:
     device = model.shape.device
     padded = [[*prompt.tokens, *(0,) * (width - len(prompt.tokens))] for prompt in prompts]
-    prefix = Prefix()
-    model.attention.kind = Reading()
+    prefix = PrefillCache()
+    model.attention.kind = PrefillPass()
     logits = model.forward(
         torch.tensor(padded, device=device),
         torch.arange(width, device=device).expand(len(prompts), -1),
@@ -176,39 +176,39 @@ def _read_together(model: Model, prompts: Sequence[Prompt], width: int) -> None:
         wanted=(list(range(len(prompts))), [len(prompt.tokens) - 1 for prompt in prompts]),
     )
     for index, prompt in enumerate(prompts):
-        prompt.kept, prompt.logits, prompt.done = Place(prefix, index), logits[index], len(prompt.tokens)
+        prompt.kept, prompt.logits, prompt.done = PrefixSlice(prefix, index), logits[index], len(prompt.tokens)
 
 
-def _read_alone(model: Model, chunk: Chunk, grid: int | None) -> None:
+def _read_alone(model: Model, chunk: PrefillChunk, grid: int | None) -> None:
     prompt, device = chunk.prompt, model.shape.device
     if prompt.kept is None:
-        prompt.kept = Place(Prefix(model.shape, len(prompt.tokens)), 0)
+        prompt.kept = PrefixSlice(PrefillCache(model.shape, len(prompt.tokens)), 0)
     left = chunk.count
     while left:
-        count = piece(prompt, left, model.vocabulary, grid)
+        count = chunk_length(prompt, left, model.vocabulary, grid)
         begin, end = prompt.done, prompt.done + count
-        prefix: Prefix = prompt.kept.prefix
+        prefix: PrefillCache = prompt.kept.prefix
         prefix.begin = begin
-        model.attention.kind = Reading(past=begin)
-        wanted = positions_wanted(prompt, begin, end)
+        model.attention.kind = PrefillPass(past=begin)
+        wanted = logit_positions(prompt, begin, end)
         logits = model.forward(
             torch.tensor([prompt.tokens[begin:end]], device=device),
             torch.arange(begin, end, device=device)[None],
             prefix,
             wanted=([0] * len(wanted), [position - begin for position in wanted]),
         )
-        judge(prompt, wanted, logits)
+        record_logits(prompt, wanted, logits)
         prompt.done = end
         left -= count
 
 
-def piece(prompt: Prompt, left: int, vocabulary: int, grid: int | None) -> int:
+def chunk_length(prompt: PromptPrefill, left: int, vocabulary: int, grid: int | None) -> int:
     """Tokens in the next pass, of `left` that are to be read now."""
     to_line = left if grid is None else grid - prompt.done % grid
     return min(left, to_line, prompt.most(vocabulary) or left)
 
 
-def positions_wanted(prompt: Prompt, begin: int, end: int) -> list[int]:
+def logit_positions(prompt: PromptPrefill, begin: int, end: int) -> list[int]:
     """Positions in [begin, end) whose logits are needed; at least one, for a pass must have some."""
     if prompt.logprobs_from is None:
         return [end - 1]
@@ -216,7 +216,7 @@ def positions_wanted(prompt: Prompt, begin: int, end: int) -> list[int]:
     return list(range(min(max(begin, prompt.logprobs_from - 1), end - 1), end))
 
 
-def judge(prompt: Prompt, positions: Sequence[int], logits: torch.Tensor) -> None:
+def record_logits(prompt: PromptPrefill, positions: Sequence[int], logits: torch.Tensor) -> None:
     """Keep what is wanted of `logits` [position, vocabulary], which stand at these positions of the prompt."""
     length = len(prompt.tokens)
     if positions[-1] == length - 1:
@@ -237,6 +237,6 @@ def judge(prompt: Prompt, positions: Sequence[int], logits: torch.Tensor) -> Non
     logprobs = torch.log_softmax(rows.float(), dim=-1)
     prompt.values += logprobs.gather(-1, targets[:, None])[:, 0].cpu().tolist()
     if prompt.tops:
-        prompt.likeliest += likeliest(rows, [1.0] * len(judged), prompt.tops)
+        prompt.likeliest += top_logprobs(rows, [1.0] * len(judged), prompt.tops)
     if prompt.names:
-        prompt.named += named(rows, [1.0] * len(judged), prompt.names)
+        prompt.named += token_logprobs(rows, [1.0] * len(judged), prompt.names)

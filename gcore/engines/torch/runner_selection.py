@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from gcore.engines.request import Sampling, Task, Work
-from gcore.engines.torch.attention import BLOCK, Reading
+from gcore.engines.request import GenerationRequest, RequestSampling, SequenceState
+from gcore.engines.torch.attention import BLOCK, PrefillPass
 from gcore.engines.torch.engine import Decoder
-from gcore.engines.torch.fast_path import straight
+from gcore.engines.torch.fast_path import fast_decode_step
 from gcore.engines.torch.kv_cache import CacheShape, LayerShape
-from gcore.engines.torch.model import Model, is_out_of_memory, refusal
-from gcore.engines.torch.model_runner import TILE, UNCUT, Lane, PlainLane, SharedLane, TiledLane
-from gcore.engines.torch.prefill import Chunk, Prefix
+from gcore.engines.torch.model import Model, is_out_of_memory, unservable_model
+from gcore.engines.torch.model_runner import TILE, UNCUT, DeterministicRunner, FastRunner, GenericRunner, ModelRunner
+from gcore.engines.torch.prefill import PrefillCache, PrefillChunk
 from gcore.errors import DataError
 
 log = logging.getLogger("gcore.engine")
@@ -66,11 +66,11 @@ KINDS = frozenset({"full_attention", "sliding_attention"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-class Unproved(Exception):
+class RunnerUnproved(Exception):
     """A lane does not serve the model; the text says why."""
 
 
-def choose_lane(model: Model, *, deterministic: bool, chunk: int) -> Lane:
+def select_runner(model: Model, *, deterministic: bool, chunk: int) -> ModelRunner:
     """The lane that serves the model; a shared one has as few rows as the proof takes, and no budget.
 
     Raises DataError when none serves it.
@@ -95,10 +95,10 @@ def choose_lane(model: Model, *, deterministic: bool, chunk: int) -> Lane:
             else:
                 log.info("%s is served by the %s lane", model.folder, lane.name)
             return lane
-    raise refusal(model.folder, reasons[-1])
+    raise unservable_model(model.folder, reasons[-1])
 
 
-def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) -> Iterator[Lane]:
+def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) -> Iterator[ModelRunner]:
     """What to try, best first; the model is set up for each as it is asked for."""
     if (why := _unfit(model)) is not None:
         reasons.append(why)
@@ -111,15 +111,15 @@ def _lanes(model: Model, deterministic: bool, chunk: int, reasons: list[str]) ->
             reasons.append(" ".join(str(problem).split())[:300] or repr(problem))
         else:
             if not deterministic:
-                yield SharedLane(model, slots=ROWS)
+                yield FastRunner(model, slots=ROWS)
             else:
                 if not any(getattr(model.module.config, name, None) for name in EXPERTS):
-                    yield TiledLane(model, chunk=chunk, tile=TILE)
-                yield TiledLane(model, chunk=chunk, tile=1)
+                    yield DeterministicRunner(model, chunk=chunk, tile=TILE)
+                yield DeterministicRunner(model, chunk=chunk, tile=1)
     model.use_plain_attention()
     model.straight = None
     for whole in (False, True):
-        yield PlainLane(model, whole=whole, alone=deterministic, chunk=chunk)
+        yield GenericRunner(model, whole=whole, alone=deterministic, chunk=chunk)
 
 
 def _unfit(model: Model) -> str | None:
@@ -136,8 +136,8 @@ def _unfit(model: Model) -> str | None:
 def _measure(model: Model) -> None:
     """Run two tokens through it, to see what its layers keep. Raises Unproved where that is not alike in all of them."""
     model.use_own_attention()
-    model.attention.kind = Reading()
-    prefix, device = Prefix(), model.shape.device
+    model.attention.kind = PrefillPass()
+    prefix, device = PrefillCache(), model.shape.device
     ids = torch.tensor([[1 % model.vocabulary, 0]], device=device)
     model.forward(ids, torch.arange(2, device=device)[None], prefix, wanted=([0], [1]))
     layers = tuple(
@@ -145,13 +145,13 @@ def _measure(model: Model) -> None:
         for keys, values in zip(prefix.keys, prefix.values, strict=True)
     )
     if not layers:
-        raise Unproved("its layers keep no keys and values")
+        raise RunnerUnproved("its layers keep no keys and values")
     if len({layer.kv_heads for layer in layers}) > 1:
-        raise Unproved("its layers have different numbers of key heads")
+        raise RunnerUnproved("its layers have different numbers of key heads")
     if any(keys.shape[2] != 2 for keys in prefix.keys):
-        raise Unproved("its layers do not keep one key a token")
+        raise RunnerUnproved("its layers do not keep one key a token")
     model.shape = CacheShape(layers, prefix.keys[0].dtype, device)
-    model.straight = straight(model.module, model.attention, model.vocabulary)
+    model.straight = fast_decode_step(model.module, model.attention, model.vocabulary)
 
 
 def _window(model: Model) -> int | None:
@@ -164,46 +164,46 @@ def _window(model: Model) -> int | None:
     return int(window)
 
 
-def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -> Work:
+def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -> SequenceState:
     prompt = tuple((7 * number + 5 * i + 1) % model.vocabulary for i in range(length))
     named = tuple(range(0, model.vocabulary, max(1, model.vocabulary // COMPARED)))
-    sampling = Sampling(CONTINUED, seed=number, temperature=temperature, named_tokens=named)
-    return Work(Task(number, "proof", prompt, sampling))
+    sampling = RequestSampling(CONTINUED, seed=number, temperature=temperature, named_tokens=named)
+    return SequenceState(GenerationRequest(number, "proof", prompt, sampling))
 
 
-def _prove(model: Model, lane: Lane) -> None:
+def _prove(model: Model, lane: ModelRunner) -> None:
     """Raises Unproved when the lane's log-probabilities are not the model's own."""
     window = _window(model)
     lengths = list(LENGTHS)
     if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
         lengths.append(window + CONTINUED)
     works = [_work(model, number, length) for number, length in enumerate(lengths)]
-    late = Work(Task(len(works), "proof", works[1].task.prompt, works[1].task.sampling))
-    leaver = Work(Task(len(works) + 1, "proof", (2 % model.vocabulary,), works[0].task.sampling))
+    late = SequenceState(GenerationRequest(len(works), "proof", works[1].task.prompt, works[1].task.sampling))
+    leaver = SequenceState(GenerationRequest(len(works) + 1, "proof", (2 % model.vocabulary,), works[0].task.sampling))
     done = _run(model, lane, [leaver, *works], late)
     if window is not None and lane.name != "plain" and window not in model.attention.windows:
-        raise Unproved(f"its attention does not tell of its sliding window of {window} tokens")
+        raise RunnerUnproved(f"its attention does not tell of its sliding window of {window} tokens")
     if lane.name != "plain":
         model.use_plain_attention()
     error = max(_error(model, work) for work in done)
     if lane.name != "plain":
         model.use_own_attention()
     if not error <= ALLOWED.get(model.shape.dtype, ALLOWED_HALF):
-        raise Unproved(f"its log-probabilities come out {error:.3g} off")
+        raise RunnerUnproved(f"its log-probabilities come out {error:.3g} off")
 
 
-def _run(model: Model, lane: Lane, works: list[Work], late: Work) -> list[Work]:
+def _run(model: Model, lane: ModelRunner, works: list[SequenceState], late: SequenceState) -> list[SequenceState]:
     """Continue `works`, the first of which leaves early and whose last is read in two pieces; `late` joins later."""
     decoder = Decoder(model, lane, len(works) + 1)
     prompts = [decoder.prompt(work) for work in works]
     if lane.grid != UNCUT:
-        decoder.read([Chunk(prompts[-1], PIECE)])
-    decoder.read([Chunk(prompt, prompt.left) for prompt in prompts])
+        decoder.read([PrefillChunk(prompts[-1], PIECE)])
+    decoder.read([PrefillChunk(prompt, prompt.left) for prompt in prompts])
     decoder.join(works)
     decoder.step()
     (first,) = decoder.leave([decoder.rows.works.index(works[0])])
     if decoder.key(late) not in decoder.known():
-        decoder.read([Chunk(decoder.prompt(late), len(late.task.prompt))])
+        decoder.read([PrefillChunk(decoder.prompt(late), len(late.task.prompt))])
     decoder.join([late])
     for _ in range(CONTINUED - 2):
         decoder.step()
@@ -213,7 +213,7 @@ def _run(model: Model, lane: Lane, works: list[Work], late: Work) -> list[Work]:
 
 
 @torch.inference_mode()
-def _error(model: Model, work: Work) -> float:
+def _error(model: Model, work: SequenceState) -> float:
     """The largest difference between the work's log-probabilities and a plain forward pass."""
     ids = torch.tensor([[*work.task.prompt, *work.tokens]], device=model.shape.device)
     logits: Any = model.module(input_ids=ids, use_cache=False).logits
@@ -222,7 +222,7 @@ def _error(model: Model, work: Work) -> float:
     return float((plain.cpu() - torch.tensor(work.named)).abs().max())
 
 
-def _prove_bits(model: Model, lane: Lane) -> None:
+def _prove_bits(model: Model, lane: ModelRunner) -> None:
     """Raises Unproved when a sample depends on those beside it."""
     # One of them passes from a block of the cache into the next.
     lengths = [length for length in (1, 7, BLOCK - 2) if length + CONTINUED <= model.context]
@@ -233,12 +233,12 @@ def _prove_bits(model: Model, lane: Lane) -> None:
     for work in alone:
         twin = next(other for other in together if other.task.number == work.task.number)
         if work.tokens != twin.tokens or work.logprobs != twin.logprobs:
-            raise Unproved("its samples depend on what else is in the batch")
+            raise RunnerUnproved("its samples depend on what else is in the batch")
 
 
-def _sampled(model: Model, lane: Lane, works: Sequence[Work]) -> list[Work]:
+def _sampled(model: Model, lane: ModelRunner, works: Sequence[SequenceState]) -> list[SequenceState]:
     decoder = Decoder(model, lane, len(works))
-    decoder.read([Chunk(decoder.prompt(work), len(work.task.prompt)) for work in works])
+    decoder.read([PrefillChunk(decoder.prompt(work), len(work.task.prompt)) for work in works])
     decoder.join(works)
     for _ in range(CONTINUED - 1):
         decoder.step()

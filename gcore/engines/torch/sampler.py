@@ -78,7 +78,7 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True)
-class RowParams:
+class BatchSamplingParams:
     """How each of the running rows is sampled; tensors over rows, on the logits' device.
 
     `temperature` [row, 1] float32 (1 for a greedy row), None when all are 1; `greedy` [row] bool or None when no row is.
@@ -91,7 +91,9 @@ class RowParams:
     truncating: tuple[Truncation, ...]
 
     @classmethod
-    def of(cls, temperature: Doubles, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device) -> RowParams:
+    def of(
+        cls, temperature: Doubles, top_p: Doubles, top_k: Ints, min_p: Doubles, device: torch.device
+    ) -> BatchSamplingParams:
         """From arrays over rows: temperature 0 is greedy; top_p 1, top_k 0 and min_p 0 cut nothing off."""
         greedy = temperature == 0
         scale = np.where(greedy, 1.0, temperature)
@@ -105,7 +107,7 @@ class RowParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """`tokens` [row] int64 and `logprobs` [row] float32."""
 
     tokens: torch.Tensor
@@ -113,14 +115,16 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Forbidden:
+class ForbiddenTokens:
     """Cells that must not be drawn now: token `tokens[i]` in row `rows[i]`. Their log-probabilities stay as they are."""
 
     rows: torch.Tensor
     tokens: torch.Tensor
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams, forbidden: Forbidden | None = None) -> Drawn:
+def sample(
+    logits: torch.Tensor, uniforms: torch.Tensor, params: BatchSamplingParams, forbidden: ForbiddenTokens | None = None
+) -> SampledTokens:
     """One token a row. `logits` [row, vocabulary], any float; `uniforms` [row] float64 in [0, 1)."""
     rows, vocabulary = logits.shape
     if vocabulary <= SMALL_VOCABULARY:
@@ -137,17 +141,19 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams, forbid
         normaliser = scaled.amax(-1) - weights.amax(-1).log()
         tokens[own] = _choose(scaled, weights, uniforms[own], params, forbidden, begin)
         logprobs[own] = scaled.gather(-1, tokens[own, None])[:, 0] - normaliser
-    return Drawn(tokens, logprobs)
+    return SampledTokens(tokens, logprobs)
 
 
-def _draw_small(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams, forbidden: Forbidden | None) -> Drawn:
+def _draw_small(
+    logits: torch.Tensor, uniforms: torch.Tensor, params: BatchSamplingParams, forbidden: ForbiddenTokens | None
+) -> SampledTokens:
     scaled = _scaled(logits, params.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)
     tokens = _choose(scaled, None if params.all_greedy else logprobs.exp(), uniforms, params, forbidden, 0)
-    return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0])
+    return SampledTokens(tokens, logprobs.gather(-1, tokens[:, None])[:, 0])
 
 
-def likeliest(logits: torch.Tensor, temperatures: Sequence[float], count: int) -> list[Top]:
+def top_logprobs(logits: torch.Tensor, temperatures: Sequence[float], count: int) -> list[Top]:
     """The `count` likeliest tokens of each row, of softmax(logits / T); temperature 0 reads as 1."""
     values, tokens = _tempered(logits, temperatures).topk(min(count, logits.shape[-1]), dim=-1)
     return [
@@ -155,7 +161,9 @@ def likeliest(logits: torch.Tensor, temperatures: Sequence[float], count: int) -
     ]
 
 
-def named(logits: torch.Tensor, temperatures: Sequence[float], tokens: Sequence[int]) -> list[tuple[float, ...]]:
+def token_logprobs(
+    logits: torch.Tensor, temperatures: Sequence[float], tokens: Sequence[int]
+) -> list[tuple[float, ...]]:
     """Log-probabilities of these tokens in each row, of softmax(logits / T); temperature 0 reads as 1."""
     picked = _tempered(logits, temperatures)[:, torch.tensor(tokens, device=logits.device)]
     return [tuple(row) for row in picked.cpu().tolist()]
@@ -175,8 +183,8 @@ def _choose(
     scaled: torch.Tensor,
     weights: torch.Tensor | None,
     uniforms: torch.Tensor,
-    params: RowParams,
-    forbidden: Forbidden | None,
+    params: BatchSamplingParams,
+    forbidden: ForbiddenTokens | None,
     first: int,
 ) -> torch.Tensor:
     """Tokens of the rows from `first` on. `weights`: probabilities; None when all rows are greedy."""
@@ -204,7 +212,7 @@ def _choose(
     return best if tokens is None else torch.where(params.greedy[first : first + rows], best, tokens)
 
 
-def _within(forbidden: Forbidden, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _within(forbidden: ForbiddenTokens, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     inside = (forbidden.rows >= first) & (forbidden.rows < first + rows)
     return forbidden.rows[inside] - first, forbidden.tokens[inside]
 
@@ -232,7 +240,7 @@ def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DrawPosition:
     """Where uniform numbers came to stand among weights. `column` [row, 1] int64; the others as in `_search`."""
 
     column: torch.Tensor
@@ -252,12 +260,12 @@ class Found:
         return into[:, 0].nan_to_num_(0.0).clamp_(0.0, BELOW_ONE)
 
 
-def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> Found:
+def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> DrawPosition:
     """The first index at which the cumulative weight passes uniform x total, by row."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms[:, None] * cumulative[:, -1:]
     column = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
-    return Found(column, weights, cumulative, target)
+    return DrawPosition(column, weights, cumulative, target)
 
 
 def _truncated(weights: torch.Tensor, uniforms: torch.Tensor, cut: Truncation) -> torch.Tensor:

@@ -18,11 +18,11 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from gcore.engines.request import Task, Work
+from gcore.engines.request import GenerationRequest, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
-class Refill:
+class Compaction:
     """Row `sources[i]` is copied to `holes[i]`; then the first `active` rows are those that stay."""
 
     holes: tuple[int, ...]
@@ -30,41 +30,41 @@ class Refill:
     active: int
 
 
-def refill(leaving: Sequence[int], active: int) -> Refill:
+def plan_compaction(leaving: Sequence[int], active: int) -> Compaction:
     """Which rows move into the places of those that leave, with as few copies as possible."""
     gone = set(leaving)
     stay = active - len(gone)
     holes = tuple(sorted(row for row in gone if row < stay))
     sources = tuple(row for row in range(stay, active) if row not in gone)
-    return Refill(holes, sources, stay)
+    return Compaction(holes, sources, stay)
 
 
-class Waiting:
+class WaitingQueue:
     """Tasks without a row, in the order in which they will get one."""
 
     def __init__(self) -> None:
-        self._queue: deque[Work] = deque()
+        self._queue: deque[SequenceState] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, works: Iterable[Work]) -> None:
+    def put(self, works: Iterable[SequenceState]) -> None:
         """At the end."""
         self._queue.extend(works)
 
-    def put_back(self, works: Sequence[Work]) -> None:
+    def put_back(self, works: Sequence[SequenceState]) -> None:
         """Before all others, in this order."""
         self._queue.extendleft(reversed(works))
 
-    def peek(self, count: int) -> list[Work]:
+    def peek(self, count: int) -> list[SequenceState]:
         """The first `count`, which stay."""
         return list(islice(self._queue, max(0, count)))
 
-    def take(self, count: int) -> list[Work]:
+    def take(self, count: int) -> list[SequenceState]:
         """The first `count`, or as many as there are."""
         return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
 
-    def drop(self, unwanted: Callable[[Task], bool]) -> list[Work]:
+    def drop(self, unwanted: Callable[[GenerationRequest], bool]) -> list[SequenceState]:
         """Take out those that are unwanted."""
         dropped = [work for work in self._queue if unwanted(work.task)]
         if dropped:
@@ -104,29 +104,29 @@ SMALLEST_PIECE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class BatchSize:
     """Of a set of rows: how many, the longest, and all their tokens together."""
 
     rows: int = 0
     longest: int = 0
     tokens: int = 0
 
-    def plus(self, length: int) -> Size:
+    def plus(self, length: int) -> BatchSize:
         """With one more row of `length` tokens."""
-        return Size(self.rows + 1, max(self.longest, length), self.tokens + length)
+        return BatchSize(self.rows + 1, max(self.longest, length), self.tokens + length)
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Size:
+    def of(cls, lengths: Sequence[int]) -> BatchSize:
         """Rows of these lengths."""
         return cls(len(lengths), max(lengths, default=0), sum(lengths))
 
 
-Footprint = Callable[[Size], int]
+Footprint = Callable[[BatchSize], int]
 """Cells that rows of this size take."""
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class Admission:
     """A waiting sample: tokens it has (prompt and what it made before), and the most it may still make."""
 
     length: int
@@ -138,12 +138,14 @@ class Want:
         return self.length + min(self.growth, RESERVE)
 
 
-def longest_alone(most: int, *, budget: int, footprint: Footprint) -> int:
+def longest_request(most: int, *, budget: int, footprint: Footprint) -> int:
     """The longest request, of at most `most` tokens, that can be served when nothing else runs; 0: none."""
-    return bisect_right(range(1, most + 1), budget, key=lambda length: footprint(Size().plus(length)))
+    return bisect_right(range(1, most + 1), budget, key=lambda length: footprint(BatchSize().plus(length)))
 
 
-def admissible(waiting: Sequence[Want], held: Size, *, free: int, budget: int, footprint: Footprint) -> int:
+def num_admissible(
+    waiting: Sequence[Admission], held: BatchSize, *, free: int, budget: int, footprint: Footprint
+) -> int:
     """How many of the first that wait may have a row, beside what is `held`; `free`: rows that are not taken.
 
     The first is admitted in any case when nothing is held.
@@ -157,21 +159,23 @@ def admissible(waiting: Sequence[Want], held: Size, *, free: int, budget: int, f
     return count
 
 
-def outgrown(lengths: Sequence[int], ages: Sequence[int], *, budget: int, footprint: Footprint) -> list[int]:
+def rows_to_preempt(lengths: Sequence[int], ages: Sequence[int], *, budget: int, footprint: Footprint) -> list[int]:
     """Which rows (as indices) give theirs back, youngest first, so that the others fit; the oldest stays in any case.
 
     `ages`: numbers in the order of arrival.
     """
-    if footprint(Size.of(lengths)) <= budget:
+    if footprint(BatchSize.of(lengths)) <= budget:
         return []
     stay = sorted(range(len(lengths)), key=lambda i: ages[i])
     gone = []
-    while len(stay) > 1 and footprint(Size.of([lengths[i] for i in stay])) > budget:
+    while len(stay) > 1 and footprint(BatchSize.of([lengths[i] for i in stay])) > budget:
         gone.append(stay.pop())
     return gone
 
 
-def portions(remaining: Sequence[int], *, budget: int, grid: int | None = None, done: Sequence[int] = ()) -> list[int]:
+def prefill_lengths(
+    remaining: Sequence[int], *, budget: int, grid: int | None = None, done: Sequence[int] = ()
+) -> list[int]:
     """How many tokens of each of these prompts are read in this cycle, in order; 0 from where the budget ends.
 
     `remaining`: their unread tokens. With a `grid` a prompt is only cut at multiples of it, counted from its beginning
@@ -219,7 +223,7 @@ BELOW_ONE = 1.0 - 2.0**-40
 """Largest uniform number, so that times a total it stays below that total."""
 
 
-class Uniforms:
+class PhiloxStreams:
     """Uniform numbers in [0, 1) from Philox streams. One generator, set to the key each time: four times as fast."""
 
     def __init__(self) -> None:
@@ -236,7 +240,7 @@ class Uniforms:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedRows:
     """Rows that ended with the token just recorded: at their limit, or at a stop token; `suspects` may have met a string.
 
     `replayed`: how many rows recorded a token that they had made before.
@@ -259,14 +263,14 @@ MOST_STOP_SETS = 64
 PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_known", "_limits", "_minimums", "_sets")
 
 
-class Rows:
+class RunningBatch:
     """The running sequences."""
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.works: list[SequenceState] = []
         self._streaming = 0
         self._replaying = False
-        self._uniform_source = Uniforms()
+        self._uniform_source = PhiloxStreams()
         self._stop_sets: dict[tuple[str, ...], int] = {}
         self._suspect_tokens: Flags = np.zeros((1, 1), dtype=np.bool_)
         self.counts: Ints = np.zeros(0, np.int64)
@@ -333,7 +337,7 @@ class Rows:
         """Whether `know_stop_strings` was told of them, or there are none."""
         return not stop or stop in self._stop_sets
 
-    def join(self, works: Sequence[Work], *, replay: bool = False) -> None:
+    def join(self, works: Sequence[SequenceState], *, replay: bool = False) -> None:
         """New rows at the end. With `replay` what they made before goes through the model again, token by token."""
         sampling = [work.task.sampling for work in works]
         before, after = self.active, self.active + len(works)
@@ -393,7 +397,7 @@ class Rows:
             self._stops = np.full((rows, max(stops, wide)), NO_TOKEN, np.int64)
             self._stops[: old.shape[0], : old.shape[1]] = old
 
-    def refill(self, refill: Refill) -> None:
+    def refill(self, refill: Compaction) -> None:
         """Rows left; the last ones move into the holes."""
         holes, sources = list(refill.holes), list(refill.sources)
         if holes:
@@ -420,7 +424,7 @@ class Rows:
         short = np.flatnonzero(self.counts[first : self.active] < self._minimums[first : self.active])
         return [(int(r), int(t)) for r in short for t in self._stops[first + r] if t != NO_TOKEN]
 
-    def record(self, first: int, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> Ended:
+    def record(self, first: int, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> FinishedRows:
         """Rows from `first` on made these tokens. Which of them ended?"""
         rows = np.arange(first, self.active)
         counts = self.counts[first : self.active]
@@ -443,7 +447,7 @@ class Rows:
             self._replaying = bool((self.counts[: self.active] < self._known[: self.active]).any())
         if ((counts >= self._tokens.shape[1]) & ~by_count).any():
             self._reserve(self.active, length=2 * self._tokens.shape[1], stops=0)
-        return Ended(
+        return FinishedRows(
             np.flatnonzero(by_count) + first, np.flatnonzero(by_token) + first, np.flatnonzero(suspected) + first, again
         )
 
@@ -453,7 +457,7 @@ class Rows:
         tail: list[int] = self._tokens[row, max(0, made - count) : made].tolist()
         return tail
 
-    def save(self, row: int) -> Work:
+    def save(self, row: int) -> SequenceState:
         """The row's work, with all that it has made."""
         work, made = self.works[row], self.made(row)
         work.tokens = self._tokens[row, :made].tolist()

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gcore.ledger.audit.chain import Audit, Found, Walk, check_chain, few, is_prompt
-from gcore.ledger.audit.receipts import HeldReceipts, Receipt, Receipts, check_receipts, check_tokens
+from gcore.ledger.audit.chain import Audit, ChainTotals, FindingCollector, check_chain, is_prompt, list_some_refs
+from gcore.ledger.audit.receipts import Receipt, Receipts, ReceiptsInMemory, check_receipts, check_tokens
 from gcore.ledger.records.chain import Checkpoint, Head, LogEntry, Offer, Seal, SealState
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor, is_over
@@ -41,7 +41,12 @@ MOST_MISSING = 100
 
 
 def check_open(
-    rules: StreamRules, head: Head, seals: Sequence[Seal], offers: Sequence[Offer], walk: Walk, found: Found
+    rules: StreamRules,
+    head: Head,
+    seals: Sequence[Seal],
+    offers: Sequence[Offer],
+    walk: ChainTotals,
+    found: FindingCollector,
 ) -> tuple[int, int]:
     """The balance, and that nothing open has ended already. Returns how many prompts were issued, and are in flight."""
     sealed: dict[PromptRef, int] = {}
@@ -57,7 +62,9 @@ def check_open(
         refs = _offered(rules, head, offer)
         strange = sorted(ref for ref in refs if not is_prompt(rules, ref))
         if strange:
-            found.add("open", f"{offer.incarnation} offers {few(strange)}, and the job has no such prompt", strange)
+            found.add(
+                "open", f"{offer.incarnation} offers {list_some_refs(strange)}, and the job has no such prompt", strange
+            )
         named |= {ref for ref in refs if is_prompt(rules, ref)}
     in_flight = {ref for ref in named if not walk.has_ended(ref)}
     whole = len(head.cursors.shards) == len(rules.shape.lengths)
@@ -74,7 +81,7 @@ def check_open(
     return issued, len(in_flight)
 
 
-def _check_seal(rules: StreamRules, head: Head, seal: Seal, walk: Walk, found: Found) -> None:
+def _check_seal(rules: StreamRules, head: Head, seal: Seal, walk: ChainTotals, found: FindingCollector) -> None:
     what = f"the open seal of step {seal.step}"
     refs = [ref for ref, _ in _held(seal)]
     if (seal.step, seal.lineage, seal.world) != (head.step + 1, head.lineage, head.world):
@@ -84,7 +91,7 @@ def _check_seal(rules: StreamRules, head: Head, seal: Seal, walk: Walk, found: F
         found.add("open", f"{what} has parts of {seal.parts} groups, and {len(seal.groups)} in all", refs)
     loose = [ref for ref in refs if ref not in {group.ref for group in seal.kept}]
     if seal.state is SealState.OPEN and loose:
-        found.add("open", f"{what} is {seal.state} and holds {few(loose)}", loose)
+        found.add("open", f"{what} is {seal.state} and holds {list_some_refs(loose)}", loose)
     for ref, versions in _held(seal):
         if not is_prompt(rules, ref):
             found.add("open", f"{what} holds prompt {ref}, and the job has none", [ref])
@@ -109,7 +116,7 @@ def _offered(rules: StreamRules, head: Head, offer: Offer) -> set[PromptRef]:
     return refs | {one.ref for one in offer.in_flight if is_acceptable(head, step, (one.version,), rules.staleness)}
 
 
-def check_checkpoints(checkpoints: Sequence[Checkpoint], log: Mapping[int, LogEntry], found: Found) -> None:
+def check_checkpoints(checkpoints: Sequence[Checkpoint], log: Mapping[int, LogEntry], found: FindingCollector) -> None:
     """Each is of the entry it names, which keeps what a rollback to it needs; the base is there."""
     if not any((one.seq, one.lineage, one.step, one.file) == (0, 0, 0, "") for one in checkpoints):
         found.add("checkpoint", "the checkpoints lack the base, without which a job may have nothing to go back to")
@@ -125,7 +132,7 @@ def check_checkpoints(checkpoints: Sequence[Checkpoint], log: Mapping[int, LogEn
             found.add("checkpoint", f"{what} is of log entry {one.seq}, which keeps no cursors")
 
 
-def check_end(rules: StreamRules, head: Head, walk: Walk, found: Found) -> None:
+def check_end(rules: StreamRules, head: Head, walk: ChainTotals, found: FindingCollector) -> None:
     """A job that has succeeded has made its last step, and left no prompt of its epochs without an outcome."""
     if rules.epochs is not None:
         missing: list[PromptRef] = []
@@ -138,13 +145,13 @@ def check_end(rules: StreamRules, head: Head, walk: Walk, found: Found) -> None:
         if missing:
             count = rules.epochs * sum(rules.shape.lengths) - walk.cursors.terminal_count
             what = f"the job has succeeded, and {count} prompts of its epochs have no outcome: "
-            found.add("end", what + few(missing, count), missing)
+            found.add("end", what + list_some_refs(missing, count), missing)
     elif not is_over(rules, head):
         found.add("end", f"the job has succeeded, and head is at step {head.step} of {rules.steps}")
 
 
 @dataclass(frozen=True)
-class Standing:
+class AuditInputs:
     """What stands in the store beside head and log. `checkpoints`, `phase` None: not looked at."""
 
     seals: Sequence[Seal] = ()
@@ -153,19 +160,19 @@ class Standing:
     phase: JobPhase | None = None
 
 
-def audit(
+def audit_records(
     rules: StreamRules,
     head: Head,
     log: Mapping[int, LogEntry],
     receipts: Receipts | Sequence[Receipt],
-    standing: Standing | None = None,
+    standing: AuditInputs | None = None,
 ) -> Audit:
     """Prove or refute, with the offending refs. `log`: every entry that was ever written, those of cut-off lineages too."""
-    found = Found()
-    papers = HeldReceipts(receipts) if isinstance(receipts, Sequence) else receipts
-    standing = standing or Standing()
+    found = FindingCollector()
+    papers = ReceiptsInMemory(receipts) if isinstance(receipts, Sequence) else receipts
+    standing = standing or AuditInputs()
     facts = check_chain(head, log, found)
-    walk = Walk(rules, head, facts, found, counted=_counts(log))
+    walk = ChainTotals(rules, head, facts, found, counted=_counts(log))
     for seq in facts.chain:
         entry = log[seq]
         walk.add(entry)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gcore.data.order import Cursors, ShardCursor
-from gcore.ledger.chain import digest_of
+from gcore.ledger.chain import entry_digest
 from gcore.ledger.records.chain import EndedRef, Head, Lineage, LogEntry, Tally
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
 from gcore.types import PromptRef, Version
@@ -85,7 +85,7 @@ class Audit:
         return not self.findings
 
 
-class Found:
+class FindingCollector:
     """Violations as they are found; the first of them are kept, the others counted."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Found:
             self.findings.append(Finding(kind, sentence, tuple(refs)[:MOST_REFS]))
 
 
-def few(refs: Sequence[PromptRef], count: int | None = None) -> str:
+def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
     """The first of `refs`, for a sentence; `count`: how many there are in all."""
     total = len(refs) if count is None else count
     named = ", ".join(map(str, refs[:5]))
@@ -121,7 +121,7 @@ class ChainFacts:
     since_step: tuple[int, ...]
 
 
-def check_chain(head: Head, log: Mapping[int, LogEntry], found: Found) -> ChainFacts:
+def check_chain(head: Head, log: Mapping[int, LogEntry], found: FindingCollector) -> ChainFacts:
     """Every entry up to head's, whatever lineage it is of, then the walk from head."""
     before: LogEntry | None = None
     whole = True
@@ -177,12 +177,12 @@ def _cut_off(head: Head, log: Mapping[int, LogEntry]) -> tuple[range, ...]:
     return tuple(range(one.follows + 1, one.seq) for one in rollbacks if one.follows is not None)
 
 
-def _tell_missing(first: int, last: int, found: Found) -> None:
+def _tell_missing(first: int, last: int, found: FindingCollector) -> None:
     what = f"log entry {first} is missing" if first == last else f"log entries {first} to {last} are missing"
     found.add("chain", what)
 
 
-def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: Found) -> None:
+def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, found: FindingCollector) -> None:
     """What an entry says of itself, given the entries before it."""
     if entry.seq != seq or (entry.parent is not None and entry.parent >= seq):
         found.add("chain", f"log entry {seq} says it is entry {entry.seq} after {entry.parent}")
@@ -196,22 +196,24 @@ def _check_place(seq: int, entry: LogEntry, lineage: int, world: str | None, fou
         found.add("chain", f"log entry {seq} ({entry.kind}) is of world {entry.world}, expected {world}")
 
 
-def _check_parent(entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: Found) -> None:
+def _check_parent(
+    entry: LogEntry, before: LogEntry | None, log: Mapping[int, LogEntry], found: FindingCollector
+) -> None:
     """The parent is the entry that was there when this one was written."""
     if not entry.parent_digest or entry.parent is None:
         return
     parent = before if before is not None and before.seq == entry.parent else log.get(entry.parent)
-    if parent is not None and digest_of(parent) != entry.parent_digest:
+    if parent is not None and entry_digest(parent) != entry.parent_digest:
         found.add("chain", f"log entry {entry.parent} is not what it was when entry {entry.seq} was written after it")
 
 
-def _check_head(head: Head, entry: LogEntry | None, found: Found) -> None:
+def _check_head(head: Head, entry: LogEntry | None, found: FindingCollector) -> None:
     """Head says of itself what its entry does."""
     if entry is None:
         return
     if entry.nonce != head.nonce:
         found.add("chain", f"log entry {head.seq} and head were written by different transactions")
-    elif head.digest and digest_of(entry) != head.digest:
+    elif head.digest and entry_digest(entry) != head.digest:
         found.add("chain", f"log entry {head.seq} is not what it was when head was written with it")
     for name in ("parent", "lineage", "step", "world"):
         of_head, of_entry = getattr(head, name), getattr(entry, name)
@@ -219,7 +221,9 @@ def _check_head(head: Head, entry: LogEntry | None, found: Found) -> None:
             found.add("chain", f"head is at {name} {of_head}, its log entry {head.seq} at {of_entry}")
 
 
-def _walk(head: Head, log: Mapping[int, LogEntry], lineages: tuple[Lineage, ...], found: Found) -> ChainFacts:
+def _walk(
+    head: Head, log: Mapping[int, LogEntry], lineages: tuple[Lineage, ...], found: FindingCollector
+) -> ChainFacts:
     chain: list[int] = []
     since: list[int] = []
     stepless = True
@@ -245,10 +249,12 @@ MOST_NAMED = 100
 """Refs of one difference that are looked for."""
 
 
-class Walk:
+class ChainTotals:
     """What the entries so far add up to. `counted`: whether the job has kept tallies from its beginning."""
 
-    def __init__(self, rules: StreamRules, head: Head, facts: ChainFacts, found: Found, *, counted: bool) -> None:
+    def __init__(
+        self, rules: StreamRules, head: Head, facts: ChainFacts, found: FindingCollector, *, counted: bool
+    ) -> None:
         self._rules = rules
         self._head = head
         self._facts = facts
@@ -377,7 +383,7 @@ class Walk:
             self._found.add("step", f"head is at step {head.step}, its chain at step {self.step}")
         if head.cursors != self.cursors:
             refs = self.differing(head.cursors)
-            told = f": {few(refs)}" if refs else ""
+            told = f": {list_some_refs(refs)}" if refs else ""
             what = f"head's cursors are not the sum of the entries along its chain{told}"
             self._found.add("cursors", what, refs)
         if not self._counted:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gcore.ledger.archive import Place, lines_of
-from gcore.ledger.audit.chain import Found, few
+from gcore.ledger.archive import LinePosition, index_lines
+from gcore.ledger.audit.chain import FindingCollector, list_some_refs
 from gcore.ledger.records.chain import EndedRef, LogEntry
 from gcore.types import PromptRef, Token
 
@@ -61,7 +61,7 @@ class Receipts(Protocol):
         ...
 
 
-class HeldReceipts:
+class ReceiptsInMemory:
     """Receipts at hand."""
 
     def __init__(self, receipts: Iterable[Receipt]) -> None:
@@ -84,8 +84,8 @@ class ReceiptFolder:
     def __init__(self, run_dir: Path) -> None:
         """Goes through all lines, without taking them apart. Raises OSError."""
         self.problems: list[str] = []
-        self._found: dict[tuple[str, Token], list[Place]] = {}
-        for place, line in lines_of(run_dir / FOLDER):
+        self._found: dict[tuple[str, Token], list[LinePosition]] = {}
+        for place, line in index_lines(run_dir / FOLDER):
             named = _NAMED.search(line, 0, 256)
             if named is None or not line.endswith(b"}"):
                 self.problems.append(f"{place} is no receipt")
@@ -115,7 +115,7 @@ class ReceiptFolder:
 # The audit of receipts: the ranks trained on exactly what was committed, each sample once. Pure.
 
 
-def check_receipts(entry: LogEntry, receipts: Receipts, found: Found) -> None:
+def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:
     """The ranks of the entry's world trained on its prompts and on nothing else, each sample once."""
     token = entry.token
     if token is None:
@@ -161,7 +161,7 @@ def _lacks(one: EndedRef, samples: Collection[int]) -> bool:
 
 
 def _check_ranks(
-    entry: LogEntry, papers: Sequence[Receipt], incomplete: Sequence[PromptRef], found: Found
+    entry: LogEntry, papers: Sequence[Receipt], incomplete: Sequence[PromptRef], found: FindingCollector
 ) -> frozenset[int]:
     """Every rank of the world left one receipt. `incomplete`: the prompts of which samples stand in none. Returns the ranks that
     left none."""
@@ -173,7 +173,7 @@ def _check_ranks(
     if entry.ranks is None:
         return frozenset()
     lost = frozenset(range(entry.ranks)) - set(ranks)
-    lacking = f"; samples of {few(incomplete)} stand in no other" if incomplete else ""
+    lacking = f"; samples of {list_some_refs(incomplete)} stand in no other" if incomplete else ""
     for rank in sorted(lost):
         what = f"rank {rank} left no receipt for step {entry.step} (token {entry.token})"
         found.add("receipt", what + lacking, incomplete)
@@ -188,7 +188,9 @@ def _named(papers: Iterable[Receipt]) -> list[PromptRef]:
     return sorted({ref for paper in papers for ref in paper.samples})
 
 
-def _check_samples(entry: LogEntry, ref: PromptRef, one: EndedRef | None, samples: list[int], found: Found) -> None:
+def _check_samples(
+    entry: LogEntry, ref: PromptRef, one: EndedRef | None, samples: list[int], found: FindingCollector
+) -> None:
     expected = one.samples if one is not None and one.samples else len(samples)
     if samples != list(range(expected)):
         of = f" of {expected}" if one is not None and one.samples else ""
@@ -196,7 +198,7 @@ def _check_samples(entry: LogEntry, ref: PromptRef, one: EndedRef | None, sample
         found.add("receipt", f"{only}samples {samples}{of} of prompt {ref} were trained at step {entry.step}", [ref])
 
 
-def check_tokens(receipts: Receipts, found: Found) -> None:
+def check_tokens(receipts: Receipts, found: FindingCollector) -> None:
     """No world trained one step under two tokens: after the first it can only be committed, or the world ends."""
     seen: dict[tuple[str, int], Token] = {}
     for world, token in sorted(receipts.tokens()):
@@ -204,4 +206,4 @@ def check_tokens(receipts: Receipts, found: Found) -> None:
         if first != token:
             refs = _named(receipts.of(world, token))
             what = f"world {world} trained step {token.step} under two tokens, {first} and {token}"
-            found.add("receipt", f"{what}: {few(refs)}" if refs else what, refs)
+            found.add("receipt", f"{what}: {list_some_refs(refs)}" if refs else what, refs)

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, Po
 
 from gcore.data.order import Cursors
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, SHARES_CAME
-from gcore.schema import Part, Record
+from gcore.schema import Record, RecordPart
 from gcore.types import OutcomeKind, PromptRef, Token, Version
 
 # -------------------- world_state
@@ -27,7 +27,7 @@ from gcore.types import OutcomeKind, PromptRef, Token, Version
 # rollback whose new world starts from them. Pure; reads no copies.
 
 
-class WorldState(Part):
+class WorldState(RecordPart):
     """The state of `world` after it applied the token (lineage, step, attempt). `attempt` 0: the one it began with."""
 
     world: str
@@ -41,7 +41,7 @@ class WorldState(Part):
         return f"step {self.step} of world {self.world}"
 
 
-class HeldState(Part):
+class HeldState(RecordPart):
     """The shards of a state that lie in one node's memory."""
 
     state: WorldState
@@ -69,7 +69,7 @@ class StateName(NamedTuple):
     attempt: int
 
 
-def names_of_head(head: Head, log: Mapping[int, LogEntry]) -> tuple[StateName, ...]:
+def head_state_names(head: Head, log: Mapping[int, LogEntry]) -> tuple[StateName, ...]:
     """What head's state is called, best known first; nothing if the log does not reach far enough back, or for the base.
 
     A commit names the world and the token it was trained by. After a rollback that no step has followed, head's state is
@@ -114,7 +114,7 @@ def _cursors(value: Any) -> Any:
 StoredCursors = Annotated[Cursors, BeforeValidator(_cursors), PlainSerializer(lambda c: c.encode(), return_type=list)]
 
 
-class EndedRef(Part):
+class EndedRef(RecordPart):
     """A ref and its outcome. `holder` and `versions` are kept for the audit; `step` is the entry's."""
 
     came_with: ClassVar[Mapping[str, int]] = {"digest": 2, "samples": 2}
@@ -135,7 +135,7 @@ class EndedRef(Part):
     """Of a trained group: how many there are."""
 
 
-class OfferedGroup(Part):
+class OfferedGroup(RecordPart):
     """A finished, kept group of one holder. No tokens: counts only.
 
     `prompt_tokens` and `response_tokens` (one number a sample) are what `balance()` weighs.
@@ -169,7 +169,7 @@ class OfferedGroup(Part):
         return tuple(total - told for total, told in zip(self.response_tokens, self.observed, strict=True))
 
 
-class InFlightRef(Part):
+class InFlightRef(RecordPart):
     """A ref that its holder has begun and not finished. `version`: the weights that made, or may make, its first token."""
 
     ref: PromptRef
@@ -267,7 +267,7 @@ class Seal(Record):
         return Token(self.lineage, self.step, self.attempt)
 
 
-class SourceTally(Part):
+class SourceTally(RecordPart):
     """What came of one source's prompts, along the chain. Sums, so that tallies can be subtracted."""
 
     kept: int = 0
@@ -283,7 +283,7 @@ class SourceTally(Part):
     """Sum of the groups' mean rewards."""
 
 
-class SinceStep(Part):
+class SinceStep(RecordPart):
     """What ended without a step since the newest one, along the chain: it counts for the step to come."""
 
     filtered: int = 0
@@ -301,7 +301,7 @@ class SinceStep(Part):
         return self.filtered + self.failed
 
 
-class Tally(Part):
+class Tally(RecordPart):
     """What came of all prompts along the chain, source by source: a pure function of its entries' seals and outcomes."""
 
     sources: dict[str, SourceTally] = Field(default_factory=dict)
@@ -312,7 +312,7 @@ class Tally(Part):
     """The newest data epoch of which a prompt was trained."""
 
 
-class Lineage(Part):
+class Lineage(RecordPart):
     """Lineage `number` went on from `base_step` of the one before."""
 
     came_with: ClassVar[Mapping[str, int]] = {"entry": 2}
@@ -395,7 +395,7 @@ class EpochRecord(Record):
     """The part of it that was committed since the epoch before began."""
 
 
-class Checkpoint(Part):
+class Checkpoint(RecordPart):
     """A whole checkpoint: made at (lineage, step), of log entry `seq`, in folder `file` under the run's folder."""
 
     lineage: int
@@ -456,7 +456,7 @@ class Member(Record):
 # outlive it. Pure.
 
 
-class HeldCheckpoint(Part):
+class HeldCheckpoint(RecordPart):
     """A checkpoint, and the digest of its manifest, which names its every file."""
 
     lineage: NonNegativeInt

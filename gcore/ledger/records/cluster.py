@@ -16,14 +16,14 @@ from typing import Any
 
 from pydantic import Field
 
-from gcore.schema import Part, Record
+from gcore.schema import Record, RecordPart
 from gcore.store.keys import DEFAULT_NAMESPACE
 
 SHARES_CAME = 2
 """The schema version from which on nodes keep to shares. While an older one is there, all jobs share all slots, as they did."""
 
 
-Slot = tuple[str, str]
+SlotKey = tuple[str, str]
 """A node's name, and a slot of it."""
 
 
@@ -58,16 +58,16 @@ class Claim(Record):
         return cls.decode(value, where) if value else cls()
 
 
-class Share(Part):
+class Share(RecordPart):
     """A job's slots, by node. `granted`: what it may plan with; `held`: what it may still be using. The first is within the second."""
 
     granted: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     held: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
-    def surplus(self) -> frozenset[Slot]:
+    def surplus(self) -> frozenset[SlotKey]:
         """What it has to give back."""
-        return slots_of(self.held) - slots_of(self.granted)
+        return slots_of_share(self.held) - slots_of_share(self.granted)
 
 
 class Shares(Record):
@@ -77,18 +77,18 @@ class Shares(Record):
     """By uid."""
 
     @property
-    def held(self) -> frozenset[Slot]:
+    def held(self) -> frozenset[SlotKey]:
         """The slots that some job has."""
-        return frozenset(slot for share in self.jobs.values() for slot in slots_of(share.held))
+        return frozenset(slot for share in self.jobs.values() for slot in slots_of_share(share.held))
 
-    def released(self, uid: str, slots: frozenset[Slot]) -> Shares:
+    def released(self, uid: str, slots: frozenset[SlotKey]) -> Shares:
         """After a job has given these back. Raises ValueError if it may still use one."""
         share = self.jobs[uid]
         if not slots <= share.surplus:
             raise ValueError(
                 f"job {uid} is granted {sorted(slots - share.surplus)}, and gives back only what it is not"
             )
-        left = share.model_copy(update={"held": by_node(slots_of(share.held) - slots)})
+        left = share.model_copy(update={"held": group_by_node(slots_of_share(share.held) - slots)})
         others = {other: one for other, one in self.jobs.items() if other != uid}
         return self.model_copy(update={"jobs": dict(sorted({**others, uid: left}.items())) if left.held else others})
 
@@ -97,7 +97,7 @@ NOTHING = Share()
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
+class QueuePosition:
     """A job that waits for slots. `position`: from 1 on. `reason`: why it has none, for people."""
 
     position: int
@@ -118,9 +118,9 @@ class KnownShare:
         return self.shares.jobs.get(self.uid, NOTHING)
 
     @property
-    def granted(self) -> frozenset[Slot]:
+    def granted(self) -> frozenset[SlotKey]:
         """What may be planned with."""
-        return slots_of(self.share.granted)
+        return slots_of_share(self.share.granted)
 
 
 class Quotas(Record):
@@ -143,12 +143,12 @@ class Drained(Record):
     """Seconds since the epoch."""
 
 
-def slots_of(share: Mapping[str, Iterable[str]]) -> frozenset[Slot]:
+def slots_of_share(share: Mapping[str, Iterable[str]]) -> frozenset[SlotKey]:
     """One by one."""
     return frozenset((node, slot) for node, slots in share.items() for slot in slots)
 
 
-def by_node(slots: Iterable[Slot]) -> dict[str, tuple[str, ...]]:
+def group_by_node(slots: Iterable[SlotKey]) -> dict[str, tuple[str, ...]]:
     """Sorted, so that the same slots are the same record."""
     found: dict[str, list[str]] = {}
     for node, slot in sorted(slots):
@@ -164,7 +164,7 @@ def by_node(slots: Iterable[Slot]) -> dict[str, tuple[str, ...]]:
 ConfigValue = bool | int | float | str
 
 
-class SlotFacts(Part):
+class SlotFacts(RecordPart):
     """A slot. `memory_gib`: of its own, as the driver says it; None: it has a part of its host's. `device`: what the driver calls it;
     empty of a CPU, and where that is not known."""
 
@@ -173,14 +173,14 @@ class SlotFacts(Part):
     device: str = ""
 
 
-class NodeFacts(Part):
+class NodeFacts(RecordPart):
     """A node. `host_memory_gib`: what of its host's memory is the node's."""
 
     host_memory_gib: float
     slots: tuple[SlotFacts, ...]
 
 
-class ModelConfigs(Part):
+class ModelConfigs(RecordPart):
     """What of the models' configurations says how large they are, as they were when the job was created. `critic` None: it has none, or
     starts from the policy's; `judges`: by name, those that the cluster serves."""
 

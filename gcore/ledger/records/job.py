@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, SHARES_CAME, ModelConfigs, NodeFacts
-from gcore.schema import Part, Record, cut_to
+from gcore.schema import Record, RecordPart, cut_text
 from gcore.store.keys import DEFAULT_NAMESPACE, full_name
 from gcore.types import Version
 
@@ -39,7 +39,7 @@ NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
 """Stretches without a move that the store keeps, and what one of them takes at most."""
 
 
-Reason = Annotated[str, cut_to(MOST_REASON)]
+Reason = Annotated[str, cut_text(MOST_REASON)]
 
 
 class Leader(Record):
@@ -108,7 +108,7 @@ class MoveKind(StrEnum):
     MEND = "mend"
 
 
-class SplitPart(Part):
+class SplitPart(RecordPart):
     """Slots of each pool (`placement.split.Split`)."""
 
     mode: Literal["coexisting", "colocated"]
@@ -117,7 +117,7 @@ class SplitPart(Part):
     train: NonNegativeInt
 
 
-class MoveOutcome(Part):
+class MoveOutcome(RecordPart):
     """What came of a move. `took_s`: until the engines that woke were asked again, or the new world served; `steps`: over which
     `step_s`, the mean seconds of a step after it, was measured; `before_s`: of the steps before it. What the work of these steps was:
     `tokens` of a response, `question_s` that a question took of a judge's engine, on average. None: not known."""
@@ -132,7 +132,7 @@ class MoveOutcome(Part):
     before_question_s: float | None = None
 
 
-class Move(Part):
+class Move(RecordPart):
     """One change of the plan, or one that was held to be worth it. Numbers are what was known when it was decided; None: not known."""
 
     generation: NonNegativeInt
@@ -168,7 +168,7 @@ class Move(Part):
     outcome: MoveOutcome | None = None
 
 
-class Foretold(Part):
+class ForecastAccuracy(RecordPart):
     """How well steps were foretold, of which the decision before each told what it expected. Seconds, of all of them: `off_s`, by how much
     each was off, whichever way."""
 
@@ -180,7 +180,7 @@ class Foretold(Part):
     off_s: float = 0.0
 
 
-class Stay(Part):
+class HoldPeriod(RecordPart):
     """A stretch of steps after each of which the policy was asked, and nothing moved. `since`, `step`: the first and the newest of them;
     `began`: when the policy was asked after the first, by which the stretch is known; `reason`: that of the newest decision;
     `expected_s`: what that expected of the next step, None where the policy says nothing of it."""
@@ -196,7 +196,7 @@ class Stay(Part):
     time: float = 0.0
     """Of the newest decision, in seconds since the epoch, for people."""
     expected_s: float | None = None
-    foretold: Foretold = Foretold()
+    foretold: ForecastAccuracy = ForecastAccuracy()
 
 
 class Moves(Record):
@@ -205,7 +205,7 @@ class Moves(Record):
     called: ClassVar[str] = "moves of a job"
     moves: tuple[Move, ...] = ()
     total: NonNegativeInt = 0
-    stays: tuple[Stay, ...] = ()
+    stays: tuple[HoldPeriod, ...] = ()
 
     @property
     def newest(self) -> Move | None:
@@ -221,7 +221,7 @@ MOST_SAID = 8192
 """Characters of what was wrong, in a record."""
 
 
-Said = Annotated[str, cut_to(MOST_SAID)]
+ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
 
 JUDGES_CAME = 2
@@ -315,7 +315,7 @@ class JobStatus(Record):
     """Seconds since the epoch, for people."""
 
 
-class EnginePlace(Part):
+class EnginePlace(RecordPart):
     """A replica that generates: of the rollout pool, or of the reward pool. It lies on one node; several may be resident on one slot."""
 
     came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME, "asleep": SLEEP_CAME, "further": SPANS_CAME}
@@ -345,7 +345,7 @@ class EnginePlace(Part):
         return "reward" if self.judge else "rollout"
 
 
-class RankPlace(Part):
+class RankPlace(RecordPart):
     """A train rank on one slot."""
 
     rank: int
@@ -380,7 +380,7 @@ class Plan(Record):
         return frozenset({place.node for place in self.ranks} | {place.node for place in self.engines})
 
 
-class EvalSample(Part):
+class EvalSample(RecordPart):
     """One held-out answer, shown to people."""
 
     prompt: str
@@ -394,7 +394,7 @@ class EvalSample(Part):
     """Whether the reward reaches the set's threshold; None in records of a time without thresholds."""
 
 
-class SourceScore(Part):
+class SourceScore(RecordPart):
     """How the prompts of one held-out set were answered."""
 
     accuracy: float
@@ -479,8 +479,8 @@ class FaultRecord(Record):
 
     node: str
     """Where it was seen first."""
-    what: Said
-    trace: Said = ""
+    what: ErrorText
+    trace: ErrorText = ""
     """The traceback of the plug-in's own code."""
 
 
@@ -518,7 +518,7 @@ class Trouble(Record):
     came_with: ClassVar[Mapping[str, int]] = {"time": 2}
     topic: str
     node: str
-    sentence: Said
+    sentence: ErrorText
     time: float = 0.0
     """Seconds since the epoch, for people; 0 if whoever wrote it was of a version that did not say."""
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from gcore.schema import Part, Record
-from gcore.system.files import number, object_in
+from gcore.schema import Record, RecordPart
+from gcore.system.files import parse_number, parse_object
 from gcore.types import Version
 
 # -------------------- books
@@ -35,11 +35,11 @@ MOST_SWITCHES = 16
 """Of one kind, in a step: the newest. More would be no news."""
 
 
-MOST_BOOK_BYTES = 8192
+MAX_ACCOUNT_BYTES = 8192
 """Of a step in the record: there are some forty states, and switches of a dozen kinds."""
 
 
-class EngineSums(Part):
+class EngineSums(RecordPart):
     """What the engines of a pool did, in sums, so that those of several nodes can be added.
 
     `active_s`: seconds in which an engine had anything to run; `running_s`: the same, counted as often as it had requests;
@@ -66,7 +66,7 @@ class EngineSums(Part):
         )
 
 
-class StepBook(Part):
+class StepAccount(RecordPart):
     """One step on one node: from when head moved to the step before until it moved to `version`, as this node heard of it.
 
     `booked`: seconds by state (`placement.books.State`, as text), over all slots; with `unbooked`, the slot-seconds of which nobody can
@@ -95,34 +95,34 @@ class StepBook(Part):
         return (self.unbooked + self.overbooked) / total if total else 0.0
 
 
-class NodeBooks(Record):
+class NodeAccounts(Record):
     """`placement/books/{node}`: the newest steps, oldest first."""
 
     called: ClassVar[str] = "books of a node"
 
     node: str
-    steps: tuple[StepBook, ...] = ()
+    steps: tuple[StepAccount, ...] = ()
 
-    def at(self, version: Version) -> StepBook | None:
+    def at(self, version: Version) -> StepAccount | None:
         """The step that made `version`, if it is still there."""
         return next((step for step in reversed(self.steps) if step.version == version), None)
 
-    def plus(self, step: StepBook) -> NodeBooks:
+    def plus(self, step: StepAccount) -> NodeAccounts:
         """With one step more, and without the oldest where there are too many."""
         kept = [one for one in self.steps if one.version != step.version]
         return self.model_copy(update={"steps": (*kept, step)[-NEWEST_STEPS:]})
 
 
-def by_version(books: Mapping[str, NodeBooks]) -> dict[Version, dict[str, StepBook]]:
+def group_by_version(books: Mapping[str, NodeAccounts]) -> dict[Version, dict[str, StepAccount]]:
     """All that there is, step by step, by node."""
-    found: dict[Version, dict[str, StepBook]] = {}
+    found: dict[Version, dict[str, StepAccount]] = {}
     for node, book in sorted(books.items()):
         for step in book.steps:
             found.setdefault(step.version, {})[node] = step
     return found
 
 
-def engines_of(books: Iterable[StepBook]) -> dict[str, EngineSums]:
+def sum_engines(books: Iterable[StepAccount]) -> dict[str, EngineSums]:
     """By pool, all nodes together."""
     parts: dict[str, list[EngineSums]] = {}
     for book in books:
@@ -143,7 +143,7 @@ MOST_SLOTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StepSpan:
     """From `begin` to `end`, in seconds since the step began on the node: how many of them were what."""
 
     begin: float
@@ -159,7 +159,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class WorkerTotals:
     """What a worker had summed up at `at`, by the machine's monotonic clock: seconds, and counts, by name."""
 
     slot: str
@@ -168,14 +168,14 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class BookLine:
+class AccountLine:
     """A step on a node. `phases`: of the job, as the node saw it; `spans`: by slot."""
 
     node: str
-    book: StepBook
-    phases: Sequence[Stretch] = ()
-    spans: Mapping[str, Sequence[Stretch]] = field(default_factory=dict)
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    book: StepAccount
+    phases: Sequence[StepSpan] = ()
+    spans: Mapping[str, Sequence[StepSpan]] = field(default_factory=dict)
+    kept: Mapping[str, WorkerTotals] = field(default_factory=dict)
     """By instance: what engines and ranks had summed up by its end, from which another life of the node's controller goes on."""
 
     @property
@@ -184,7 +184,7 @@ class BookLine:
         return self.book.began + self.book.seconds
 
 
-def line_of(line: BookLine) -> str:
+def encode_line(line: AccountLine) -> str:
     """As it stands in the file, with its end."""
     tree = {
         "node": line.node,
@@ -198,19 +198,19 @@ def line_of(line: BookLine) -> str:
     return json.dumps(tree, separators=(",", ":")) + "\n"
 
 
-def _tree(one: Stretch) -> list[Any]:
+def _tree(one: StepSpan) -> list[Any]:
     told = {state: round(seconds, 4) for state, seconds in one.seconds.items() if seconds >= 5e-5}
     return [round(one.begin, 4), round(one.end, 4), told]
 
 
-def parse(line: str) -> BookLine | None:
+def parse_line(line: str) -> AccountLine | None:
     """Inverse of `line_of`; None for what cannot be read, or says what nobody can have booked."""
     try:
-        tree = object_in(line) or {}
-        book = StepBook.model_validate_json(json.dumps(tree["book"]))
+        tree = parse_object(line) or {}
+        book = StepAccount.model_validate_json(json.dumps(tree["book"]))
         if book.slots > MOST_SLOTS:
             return None
-        return BookLine(
+        return AccountLine(
             str(tree["node"]),
             book,
             [_stretch(one) for one in tree["phases"]],
@@ -221,27 +221,29 @@ def parse(line: str) -> BookLine | None:
         return None
 
 
-def _stretch(tree: Any) -> Stretch:
+def _stretch(tree: Any) -> StepSpan:
     begin, end, seconds = tree
-    return Stretch(number(begin), number(end), {state: number(told) for state, told in seconds.items()})
+    return StepSpan(
+        parse_number(begin), parse_number(end), {state: parse_number(told) for state, told in seconds.items()}
+    )
 
 
-def _kept(tree: Any) -> Kept:
+def _kept(tree: Any) -> WorkerTotals:
     slot, at, sums = tree
     if not isinstance(slot, str):
         raise TypeError(f"{slot!r} is no slot")
-    return Kept(slot, number(at), {name: number(told) for name, told in sums.items()})
+    return WorkerTotals(slot, parse_number(at), {name: parse_number(told) for name, told in sums.items()})
 
 
-def append(run_dir: Path, line: BookLine) -> None:
+def append_line(run_dir: Path, line: AccountLine) -> None:
     """Write a step down. Raises OSError. Blocks."""
     path = run_dir / FOLDER / f"{line.node}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(line_of(line))
+        file.write(encode_line(line))
 
 
-def newest(run_dir: Path, node: str) -> BookLine | None:
+def newest_line(run_dir: Path, node: str) -> AccountLine | None:
     """The last step that a node has booked; None: it has booked none. Raises OSError. Blocks."""
     try:
         with (run_dir / FOLDER / f"{node}.jsonl").open("rb") as file:
@@ -249,15 +251,15 @@ def newest(run_dir: Path, node: str) -> BookLine | None:
             texts = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return None
-    return next((line for text in reversed(texts) if (line := parse(text)) is not None), None)
+    return next((line for text in reversed(texts) if (line := parse_line(text)) is not None), None)
 
 
-def lines_of(run_dir: Path, step: int | None = None) -> Iterator[BookLine]:
+def read_lines(run_dir: Path, step: int | None = None) -> Iterator[AccountLine]:
     """All that nodes have booked (of one step), node by node, oldest first. Raises OSError. Blocks."""
     return (line for _, _, line in _lines(run_dir, step))
 
 
-def step_lines(run_dir: Path, step: int) -> Iterator[BookLine]:
+def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
     """A step of the newest lineage that anybody has booked, node by node; each is read when it is asked for. Raises OSError. Blocks."""
     newest, places = Version(0, step), dict[Path, int]()
     for path, offset, line in _lines(run_dir, step):
@@ -268,12 +270,12 @@ def step_lines(run_dir: Path, step: int) -> Iterator[BookLine]:
     for path, offset in sorted(places.items()):
         with path.open("rb") as file:
             file.seek(offset)
-            again = parse(file.readline().decode(errors="replace"))
+            again = parse_line(file.readline().decode(errors="replace"))
         if again is not None:
             yield again
 
 
-def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, BookLine]]:
+def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, AccountLine]]:
     """With where each begins in which file."""
     mark = None if step is None else f'"step":{step},'.encode()
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
@@ -282,6 +284,6 @@ def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, BookLin
             for text in file:
                 begin, offset = offset, offset + len(text)
                 if mark is None or mark in text[: len(path.stem.encode()) + 64]:
-                    line = parse(text.decode(errors="replace"))
+                    line = parse_line(text.decode(errors="replace"))
                     if line is not None and step in (None, line.book.version.step):
                         yield path, begin, line

@@ -33,10 +33,10 @@ import httpx
 
 from gcore.config.reward import ExternalJudge, Fallback, JudgeSpec
 from gcore.errors import DataError
-from gcore.reward.judges.rate_limit import Gate, InARow, Purse, Told
+from gcore.reward.judges.rate_limit import Budget, FailureStreak, JudgeRequestObserver, RateLimiter
 from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.system.clock import Clock
-from gcore.system.concurrency import end_all, in_time
+from gcore.system.concurrency import cancel_all, wait_within
 
 # -------------------- completions
 # OpenAI's chat completions, as a judge is asked through them: the request, and what its answer says. Pure.
@@ -56,23 +56,23 @@ MOST_WORDS = 300
 """Characters of what a server says of a failure."""
 
 
-Fate = Literal["answered", "refused", "key", "away"]
+RequestFate = Literal["answered", "refused", "key", "away"]
 """Of a request: there is an answer; it will not be taken however often it is sent; the key is not; it may be taken later."""
 
 
-class Garbled(Exception):
+class InvalidCompletion(Exception):
     """What came is no chat completion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class JudgeCompletion:
     """`counted`: whether the server said how many tokens there are."""
 
     answer: Answer
     counted: bool
 
 
-def request_of(judge: JudgeSpec, external: ExternalJudge, question: str, seed: int) -> dict[str, Any]:
+def completion_request(judge: JudgeSpec, external: ExternalJudge, question: str, seed: int) -> dict[str, Any]:
     """What is sent for one answer."""
     messages = [{"role": "system", "content": judge.system}] if judge.system is not None else []
     body: dict[str, Any] = {
@@ -92,7 +92,7 @@ def _sendable(question: str) -> str:
     return question.encode(errors="backslashreplace").decode()
 
 
-def fate_of(status: int) -> Fate:
+def classify_status(status: int) -> RequestFate:
     """What a status says. 401: the key is wrong; 402: its account is empty. 403 may be about one question alone."""
     if 200 <= status < 300:
         return "answered"
@@ -101,15 +101,15 @@ def fate_of(status: int) -> Fate:
     return "away" if status >= 500 or status in (403, 408, 409, 425, 429) else "refused"
 
 
-def completion_of(tree: Any) -> Completion:
+def parse_completion(tree: Any) -> JudgeCompletion:
     """Raises Garbled."""
     try:
         choice = tree["choices"][0]
         content = choice["message"].get("content")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise Garbled("it has no choices[0].message") from error
+        raise InvalidCompletion("it has no choices[0].message") from error
     if not isinstance(content, str | None):
-        raise Garbled("its content is no text")
+        raise InvalidCompletion("its content is no text")
     usage = tree.get("usage")
     tokens_in, tokens_out = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
     answer = Answer(
@@ -118,10 +118,10 @@ def completion_of(tree: Any) -> Completion:
         tokens_out=tokens_out or 0,
         truncated=choice.get("finish_reason") == "length",
     )
-    return Completion(answer, tokens_in is not None and tokens_out is not None)
+    return JudgeCompletion(answer, tokens_in is not None and tokens_out is not None)
 
 
-def words_of(tree: Any, text: str) -> str:
+def error_text(tree: Any, text: str) -> str:
     """What a server says of a failure, in whichever shape: `tree` is its body as JSON, if it is that, `text` as it came."""
     said = tree.get("error", tree.get("message", tree.get("detail"))) if isinstance(tree, Mapping) else None
     said = said.get("message", said) if isinstance(said, Mapping) else said
@@ -175,15 +175,15 @@ MOST_KEPT = 4096
 """Answers that wait for the others to their question."""
 
 
-class TooLarge(Exception):
+class AnswerTooLarge(Exception):
     """An answer is larger than any of a judge."""
 
 
-class Forbidden(JudgeAway):
+class QuestionForbidden(JudgeAway):
     """The server is there, and does not let the question pass: it may be about the question or the key."""
 
 
-def key_of(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | None:
+def judge_key(judge: JudgeSpec, environ: Mapping[str, str], where: str) -> str | None:
     """The judge's key, from the environment of this process or a file of its node; None if it needs none. Raises DataError."""
     if judge.external is None or judge.external.key_reference is None:
         return None
@@ -251,16 +251,16 @@ def _key_in(file: Path, judge: str, where: str) -> str:
     return key
 
 
-class ExternalAsk:
+class ExternalJudgeClient:
     """Puts the questions of one judge. Implements `gcore.reward.generative.asking.Ask`. It times its requests itself."""
 
     def __init__(
         self,
         judge: JudgeSpec,
         key: str | None,
-        gate: Gate,
-        purse: Purse,
-        told: Told,
+        gate: RateLimiter,
+        purse: Budget,
+        told: JudgeRequestObserver,
         clock: Clock,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -277,8 +277,8 @@ class ExternalAsk:
         """Host and port, and nothing that must not be told."""
         self._kept: OrderedDict[tuple[str, int], Answer] = OrderedDict()
         self._uncounted = False
-        self._unanswered = InARow(MOST_AWAY)
-        self._denied = InARow(MOST_DENIED)
+        self._unanswered = FailureStreak(MOST_AWAY)
+        self._denied = FailureStreak(MOST_DENIED)
         """Those of status 403."""
         self._http = new_client(judge, key, transport)
 
@@ -292,7 +292,7 @@ class ExternalAsk:
         try:
             outcomes = await asyncio.gather(*asking, return_exceptions=True)
         finally:
-            await end_all(asking)
+            await cancel_all(asking)
         have |= {seed: one for seed, one in zip(missing, outcomes, strict=True) if isinstance(one, Answer)}
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
@@ -309,12 +309,12 @@ class ExternalAsk:
         await self._http.aclose()
 
     async def _one(self, question: str, seed: int) -> Answer:
-        body = request_of(self._judge, self._external, question, seed)
+        body = completion_request(self._judge, self._external, question, seed)
         while True:
             async with self._gate.turn():
                 try:
                     answer = await self._asked(question, body)
-                except Forbidden:
+                except QuestionForbidden:
                     raise
                 except JudgeAway as error:
                     if not self._is_outage(question, error):
@@ -334,7 +334,7 @@ class ExternalAsk:
     async def _asked(self, question: str, body: Mapping[str, object]) -> Answer | None:
         """None: the server does not take the key."""
         try:
-            response, raw = await in_time(self._posted(body), self._judge.timeout_s, self._clock)
+            response, raw = await wait_within(self._posted(body), self._judge.timeout_s, self._clock)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise JudgeLate(
                 f"judge {self._judge.name!r} gave no answer within {self._judge.timeout_s:g} s",
@@ -348,7 +348,7 @@ class ExternalAsk:
                 where=self._url,
                 fix="See whether its external.url is right, and the controllers reach it",
             ) from error
-        except TooLarge as error:
+        except AnswerTooLarge as error:
             self._heard()
             raise JudgeError(
                 f"judge {self._judge.name!r} gave an answer of more than {LARGEST_ANSWER_BYTES} bytes",
@@ -358,20 +358,20 @@ class ExternalAsk:
         return self._read(question, response, raw)
 
     async def _posted(self, body: Mapping[str, object]) -> tuple[httpx.Response, bytes]:
-        """The response, and the bytes of its body. Raises TooLarge."""
+        """The response, and the bytes of its body. Raises AnswerTooLarge."""
         raw = bytearray()
         async with self._http.stream("POST", self._url, json=body) as response:
             async for chunk in response.aiter_bytes():
                 raw += chunk
                 if len(raw) > LARGEST_ANSWER_BYTES:
-                    raise TooLarge
+                    raise AnswerTooLarge
         return response, bytes(raw)
 
     def _read(self, question: str, response: httpx.Response, raw: bytes) -> Answer | None:
         """What a response says. None: the server does not take the key. Raises JudgeAway, JudgeError."""
         status, tree, name = response.status_code, _parsed(raw), self._judge.name
-        fate = fate_of(status)
-        said = self._hidden(words_of(tree, raw.decode(errors="replace")))
+        fate = classify_status(status)
+        said = self._hidden(error_text(tree, raw.decode(errors="replace")))
         words = f" (status {status}{f': {said}' if said else ''})"
         if fate in ("key", "refused") or status == 403:
             self._heard()
@@ -385,7 +385,7 @@ class ExternalAsk:
             asked_for = retry_after_s(response.headers.get("retry-after"), self._clock.wall())
             self._gate.hold(asked_for if asked_for is not None else BUSY_S if status == 429 else 0.0)
             fix = {429: "Lower external.requests_per_s", 403: "See whether the key may use this model"}.get(status)
-            failure = Forbidden if status == 403 else JudgeAway
+            failure = QuestionForbidden if status == 403 else JudgeAway
             raise failure(f"judge {name!r} does not answer now{words}", where=self._url, fix=fix)
         if fate == "refused":
             raise JudgeError(
@@ -395,9 +395,9 @@ class ExternalAsk:
             )
         self._gate.accepted()
         try:
-            found = completion_of(tree)
+            found = parse_completion(tree)
             self._heard()
-        except Garbled as error:
+        except InvalidCompletion as error:
             raise JudgeAway(
                 f"judge {name!r} gave no chat completion ({error})", where=self._url, fix="See what answers there"
             ) from error

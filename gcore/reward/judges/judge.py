@@ -27,17 +27,17 @@ from gcore.reward.judges.parsers import CheckedParser, find_parser
 from gcore.reward.judges.template import Question
 from gcore.reward.judges.types import (
     Answer,
-    Ask,
+    ChatCall,
     JudgeAway,
     JudgeError,
     JudgeLate,
-    Seen,
+    JudgeObserver,
+    ScoreCall,
     Unjudgeable,
     Unreadable,
-    Value,
 )
 from gcore.system.clock import Clock, retry_delay
-from gcore.system.concurrency import all_or_none
+from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Prompt, PromptRef
 
 # -------------------- votes
@@ -67,7 +67,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRead:
+class UnreadAnswer:
     """An answer without a verdict. `example`: how it begins."""
 
     example: str
@@ -80,18 +80,18 @@ class NotRead:
         return f"{self.why}{', and it was cut off at max_new_tokens' * self.truncated}"
 
 
-def read_all(answers: Sequence[Answer], read: Read) -> tuple[float | NotRead, ...]:
+def read_answers(answers: Sequence[Answer], read: Read) -> tuple[float | UnreadAnswer, ...]:
     """What each answer says. Raises JudgeError if the parser itself is broken."""
     return tuple(_read(answer, read) for answer in answers)
 
 
-def judgement(votes: Sequence[float | NotRead]) -> Judgement:
+def average_votes(votes: Sequence[float | UnreadAnswer]) -> Judgement:
     """The verdict. Raises JudgeError if no answer can be read."""
-    values = [vote for vote in votes if not isinstance(vote, NotRead)]
-    lost = [vote for vote in votes if isinstance(vote, NotRead)]
+    values = [vote for vote in votes if not isinstance(vote, UnreadAnswer)]
+    lost = [vote for vote in votes if isinstance(vote, UnreadAnswer)]
     if values:
         example = lost[0].example if lost else ""
-        return Judgement(mean(values), len(values), len(lost), example)
+        return Judgement(bounded_mean(values), len(values), len(lost), example)
     if not lost:
         raise JudgeError("the judge gave no answer")
     first = lost[0]
@@ -102,16 +102,16 @@ def judgement(votes: Sequence[float | NotRead]) -> Judgement:
     )
 
 
-def mean(values: Sequence[float]) -> float:
+def bounded_mean(values: Sequence[float]) -> float:
     """Of at least one; never beyond the smallest and the largest of them, whatever rounding does."""
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
-def _read(answer: Answer, read: Read) -> float | NotRead:
+def _read(answer: Answer, read: Read) -> float | UnreadAnswer:
     try:
         return read(answer.text)
     except Unreadable as error:
-        return NotRead(answer.text.strip()[:LONGEST_EXAMPLE], error.what, answer.truncated)
+        return UnreadAnswer(answer.text.strip()[:LONGEST_EXAMPLE], error.what, answer.truncated)
 
 
 # -------------------- pairs
@@ -129,7 +129,7 @@ Verdicts = Mapping[Pair, float]
 """(first, second) → how much better the first is, from 0 to 1. What could not be judged is not there."""
 
 
-def pairs_of(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
+def choose_pairs(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
     """The pairs (i < j) of n responses that are held against each other, the same ones always.
 
     All of them; or each response against `opponents` others: those next to it in a ring. Where n and `opponents` are both
@@ -145,31 +145,31 @@ def pairs_of(n: int, opponents: int | None = None) -> tuple[Pair, ...]:
     return tuple(sorted(near))
 
 
-def orders(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+def both_orders(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
     """Both orders of each pair."""
     return tuple(order for i, j in pairs for order in ((i, j), (j, i)))
 
 
-def values_of(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[float | None, ...]:
+def pair_values(n: int, pairs: Sequence[Pair], verdicts: Verdicts) -> tuple[float | None, ...]:
     """What each response is worth; None where none of its pairs has a verdict."""
     won: list[list[float]] = [[] for _ in range(n)]
     for i, j in pairs:
-        result = result_of((i, j), verdicts)
+        result = pair_result((i, j), verdicts)
         if result is not None:
             won[i].append(result)
             won[j].append(1.0 - result)
-    return tuple(mean(results) if results else None for results in won)
+    return tuple(bounded_mean(results) if results else None for results in won)
 
 
-def result_of(pair: Pair, verdicts: Verdicts) -> float | None:
+def pair_result(pair: Pair, verdicts: Verdicts) -> float | None:
     """How much better the pair's first is, over both orders; None if neither has a verdict."""
     i, j = pair
     told = [verdicts[i, j]] if (i, j) in verdicts else []
     told += [1.0 - verdicts[j, i]] if (j, i) in verdicts else []
-    return mean(told) if told else None
+    return bounded_mean(told) if told else None
 
 
-def disagreed(pairs: Sequence[Pair], verdicts: Verdicts) -> float | None:
+def disagreement(pairs: Sequence[Pair], verdicts: Verdicts) -> float | None:
     """The share of pairs whose orders contradict each other, of those with both; None if there are none.
 
     They do if both prefer the first place, or both the second.
@@ -217,7 +217,7 @@ class _Asking(Generic[T]):
     end: list[T] | _End = _End.FAILED
 
 
-class Remembered(Generic[T]):
+class VerdictCache(Generic[T]):
     """`most` verdicts. Belongs to one event loop."""
 
     def __init__(self, most: int) -> None:
@@ -290,7 +290,13 @@ class Judge:
     """One judge of a job, as one controller asks it. `Judge.of` makes it."""
 
     def __init__(
-        self, spec: JudgeSpec, question: Question, parser: CheckedParser, ask: Ask | Value, seen: Seen, clock: Clock
+        self,
+        spec: JudgeSpec,
+        question: Question,
+        parser: CheckedParser,
+        ask: ChatCall | ScoreCall,
+        seen: JudgeObserver,
+        clock: Clock,
     ) -> None:
         """`ask`: a `Value` if the judge is a classifier, else an `Ask`."""
         self.spec = spec
@@ -300,14 +306,16 @@ class Judge:
         self._clock = clock
         self._parser = parser
         self._digest = spec_digest(spec)
-        self._remembered: Remembered[Judgement | JudgeError] = Remembered(spec.remembered)
+        self._remembered: VerdictCache[Judgement | JudgeError] = VerdictCache(spec.remembered)
         self._in_vain: OrderedDict[PromptRef, set[bytes]] = OrderedDict()
         """By prompt: the questions that were asked and cannot be judged."""
         self._once = self._classified if spec.kind == "classifier" else self._written
         self._open = 0
 
     @classmethod
-    def of(cls, spec: JudgeSpec, ask: Ask | Value, seen: Seen, clock: Clock, *, where: str = "judges") -> Judge:
+    def of(
+        cls, spec: JudgeSpec, ask: ChatCall | ScoreCall, seen: JudgeObserver, clock: Clock, *, where: str = "judges"
+    ) -> Judge:
         """The judge of a section, which messages call `where`. Raises SpecError."""
         parser = find_parser(spec.verdict.parser, f"{where}.verdict.parser")
         return cls(spec, Question.compile(spec, where), parser, ask, seen, clock)
@@ -327,20 +335,22 @@ class Judge:
         """What each response of a group is worth, or why it could not be judged."""
         if self.spec.mode == "pairwise":
             return await self._held_together(prompt, responses)
-        return tuple(await all_or_none([caught(self.value(prompt, response)) for response in responses]))
+        return tuple(await gather_or_cancel([return_error(self.value(prompt, response)) for response in responses]))
 
     async def _held_together(self, prompt: Prompt, responses: Sequence[str]) -> tuple[Judgement | JudgeError, ...]:
         n = len(responses)
-        pairs = pairs_of(n, self.spec.opponents)
-        asked = orders(pairs)
-        outcomes = await all_or_none([caught(self._compared(prompt, responses[i], responses[j])) for i, j in asked])
+        pairs = choose_pairs(n, self.spec.opponents)
+        asked = both_orders(pairs)
+        outcomes = await gather_or_cancel(
+            [return_error(self._compared(prompt, responses[i], responses[j])) for i, j in asked]
+        )
         told = dict(zip(asked, outcomes, strict=True))
         verdicts = {order: one.value for order, one in told.items() if isinstance(one, Judgement)}
         different = [(i, j) for i, j in pairs if responses[i] != responses[j]]
-        share = disagreed(different, verdicts)
+        share = disagreement(different, verdicts)
         if share is not None:
             self._seen.disagreed(self.spec.name, share)
-        values = values_of(n, pairs, verdicts)
+        values = pair_values(n, pairs, verdicts)
         return tuple(self._of_response(i, values[i], told) for i in range(n))
 
     def _of_response(
@@ -395,25 +405,25 @@ class Judge:
             self._remembered.forget(key)
 
     async def _written(self, question: str) -> Judgement:
-        ask = cast(Ask, self._ask)
+        ask = cast(ChatCall, self._ask)
         seeds = [vote_seed(self.spec.name, question, vote) for vote in range(self.spec.votes)]
         began, answers = await self._tried(lambda: self._answers(ask, question, seeds))
         tokens_in, tokens_out = sum(a.tokens_in for a in answers), sum(a.tokens_out for a in answers)
         self._seen.asked(self.spec.name, self._clock.monotonic() - began, tokens_in, tokens_out)
-        votes = read_all(answers, lambda answer: self._parser(answer, self.spec.verdict))
+        votes = read_answers(answers, lambda answer: self._parser(answer, self.spec.verdict))
         for vote in votes:
-            if isinstance(vote, NotRead):
+            if isinstance(vote, UnreadAnswer):
                 self._seen.unreadable(self.spec.name, vote.example, vote.reason)
-        return self._told(judgement(votes))
+        return self._told(average_votes(votes))
 
-    async def _answers(self, ask: Ask, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
+    async def _answers(self, ask: ChatCall, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
         answers = await ask(question, seeds)
         if len(answers) != len(seeds):
             raise JudgeError(f"judge {self.spec.name!r} gave {len(answers)} answers where {len(seeds)} were asked for")
         return answers
 
     async def _classified(self, question: str) -> Judgement:
-        value = cast(Value, self._ask)
+        value = cast(ScoreCall, self._ask)
         began, said = await self._tried(lambda: value(question))
         self._seen.asked(self.spec.name, self._clock.monotonic() - began, said.tokens_in, 0)
         number = said.number
@@ -447,7 +457,7 @@ class Judge:
             self._open -= 1
 
 
-async def caught(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
+async def return_error(judged: Awaitable[Judgement]) -> Judgement | JudgeError:
     """The verdict, or why there is none."""
     try:
         return await judged

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from gcore.config.base import shortened
+from gcore.config.base import shorten_text
 from gcore.config.reward import VerdictSpec
-from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.reward.judges.types import JudgeError, Unjudgeable, Unreadable
 from gcore.reward.rules import LONGEST_NUMBER, last_number
 
@@ -77,13 +77,13 @@ class CheckedParser:
             raise
         except RAISED as error:  # the edge to foreign code: one odd answer must not end the process
             raise Unjudgeable(
-                f"verdict parser {self._name!r} raised {sentence_of(error)}",
+                f"verdict parser {self._name!r} raised {error_sentence(error)}",
                 fix="Correct the parser",
-                trace=trace_of(error),
+                trace=plugin_trace(error),
             ) from error
         if not spec.least <= number <= spec.most:  # NaN is not either
             raise Unreadable(f"{number:g} is not from {spec.least:g} to {spec.most:g}")
-        return scaled(number, spec) if spec.scale else number
+        return scale_number(number, spec) if spec.scale else number
 
     def _number(self, value: Any) -> float:
         try:
@@ -91,13 +91,13 @@ class CheckedParser:
         except OverflowError:
             return math.inf
         except (TypeError, ValueError) as error:
-            shown = shortened(repr(value))
+            shown = shorten_text(repr(value))
             raise Unjudgeable(
                 f"verdict parser {self._name!r} gave {shown}, no number", fix="Correct the parser"
             ) from error
 
 
-def scaled(number: float, spec: VerdictSpec) -> float:
+def scale_number(number: float, spec: VerdictSpec) -> float:
     """`number` moved from least..most to 0..1."""
     return min(max((number - spec.least) / (spec.most - spec.least), 0.0), 1.0)
 
@@ -142,7 +142,7 @@ def json_field(answer: str, spec: VerdictSpec) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _float(value)
     known = f"no number and none of {', '.join(spec.words)}" if spec.words else "no number"
-    raise Unreadable(f"{spec.field!r} is {shortened(json.dumps(value, ensure_ascii=False))}, {known}")
+    raise Unreadable(f"{spec.field!r} is {shorten_text(json.dumps(value, ensure_ascii=False))}, {known}")
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:

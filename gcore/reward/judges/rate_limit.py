@@ -23,7 +23,7 @@ from gcore.system.clock import Clock
 # -------------------- rate
 # How often something may be done: a token bucket. Pure; the moments are the caller's, and so is who waits for whom.
 #
-# It holds what may be done at once. It fills at the rate, up to `burst_of` it, and each deed takes one out; what lacks is waited
+# It holds what may be done at once. It fills at the rate, up to `burst_size` it, and each deed takes one out; what lacks is waited
 # for. When the rate changes, the time since the last look counts at the smaller of the two, so that over any time no more is
 # done than the rates allow and one burst.
 
@@ -35,13 +35,13 @@ _WHOLE = 1.0 - 1e-9
 """What a deed takes, but for rounding."""
 
 
-def burst_of(rate: float) -> float:
+def burst_size(rate: float) -> float:
     """The most that a bucket of this rate, in deeds a second, holds."""
     return max(1.0, rate * BURST_S)
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class TokenBucket:
     """`level` deeds might be done at moment `at`; it has filled at `rate`, in deeds a second, until then."""
 
     rate: float
@@ -49,25 +49,25 @@ class Bucket:
     at: float
 
     @classmethod
-    def full(cls, rate: float, now: float) -> Bucket:
+    def full(cls, rate: float, now: float) -> TokenBucket:
         """One that begins now."""
-        return cls(rate, burst_of(rate), now)
+        return cls(rate, burst_size(rate), now)
 
-    def filled(self, rate: float, now: float) -> Bucket:
+    def filled(self, rate: float, now: float) -> TokenBucket:
         """As it is now, and of this rate from now on."""
         gained = max(0.0, now - self.at) * min(rate, self.rate)
-        return Bucket(rate, min(burst_of(rate), self.level + gained), max(now, self.at))
+        return TokenBucket(rate, min(burst_size(rate), self.level + gained), max(now, self.at))
 
     @property
     def wait_s(self) -> float:
         """Seconds until the next deed may be done, if the rate stays."""
         return 0.0 if self.level >= _WHOLE else (1.0 - self.level) / self.rate
 
-    def taken(self) -> Bucket:
+    def taken(self) -> TokenBucket:
         """After a deed. Raises ValueError if it must wait."""
         if self.wait_s > 0:
             raise ValueError(f"nothing may be done for {self.wait_s:g} s")
-        return Bucket(self.rate, max(0.0, self.level - 1.0), self.at)
+        return TokenBucket(self.rate, max(0.0, self.level - 1.0), self.at)
 
 
 LOOK_AGAIN_S = 1.0
@@ -93,7 +93,7 @@ Cause = Literal["pace", "server", "away", "key", "cost"]
 """Why the next request is held back."""
 
 
-class Told(Protocol):
+class JudgeRequestObserver(Protocol):
     """Is told what becomes of the requests to a judge, by its name. It neither waits nor raises."""
 
     def held(self, judge: str, cause: Cause, seconds: float) -> None:
@@ -109,7 +109,7 @@ class Told(Protocol):
         ...
 
 
-class Purse(Protocol):
+class Budget(Protocol):
     """What the whole job has spent."""
 
     def overdrawn(self, judge: str) -> str:
@@ -148,15 +148,15 @@ class _Away:
         return replace(self, why=why, until=now + delay_s, delay_s=delay_s)
 
 
-class Gate:
+class RateLimiter:
     """Of one judge, on one controller. Mutable; one event loop."""
 
     def __init__(
         self,
         judge: str,
         spec: ExternalJudge,
-        purse: Purse,
-        told: Told,
+        purse: Budget,
+        told: JudgeRequestObserver,
         clock: Clock,
         peers: Callable[[], int] = lambda: 1,
     ) -> None:
@@ -167,7 +167,7 @@ class Gate:
         self._told = told
         self._clock = clock
         self._peers = peers
-        self._bucket = Bucket.full(self._share, clock.monotonic())
+        self._bucket = TokenBucket.full(self._share, clock.monotonic())
         self._places = asyncio.Semaphore(spec.in_flight)
         self._line = asyncio.Lock()
         self._held_until = clock.monotonic()
@@ -267,7 +267,7 @@ class Gate:
 # One question that always fails, however often it is tried, says nothing of the others.
 
 
-class InARow:
+class FailureStreak:
     """Counts different questions that failed with no answer between them. Mutable."""
 
     def __init__(self, most: int) -> None:

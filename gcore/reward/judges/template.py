@@ -24,7 +24,7 @@ from jinja2.utils import missing
 from jinja2.visitor import NodeTransformer
 
 from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
-from gcore.data.templates import FOREIGN_FAILURES, UNCOMPILED, Sandbox, problem_of
+from gcore.data.templates import FOREIGN_FAILURES, UNCOMPILED, Sandbox, template_problem
 from gcore.errors import SpecError, did_you_mean
 from gcore.reward.judges.types import JudgeError, Unjudgeable
 from gcore.types import Prompt
@@ -116,11 +116,11 @@ _REFUSED: dict[type[nodes.Node], str] = {
 }
 
 
-class TooMuch(jinja2.TemplateRuntimeError):
+class TemplateTooLarge(jinja2.TemplateRuntimeError):
     """A template writes too much, or takes too many turns."""
 
 
-class Turns:
+class RenderBudget:
     """How many turns the loops of one rendering may still take, and how much its filters may still be handed."""
 
     def __init__(self) -> None:
@@ -128,16 +128,16 @@ class Turns:
         self._work = MOST_WORK
 
     def works(self, work: int) -> None:
-        """Somebody is handed so much. Raises TooMuch."""
+        """Somebody is handed so much. Raises TemplateTooLarge."""
         self._work -= work
         if self._work < 0:
-            raise TooMuch(f"its filters and methods are handed more than {MOST_WORK} characters")
+            raise TemplateTooLarge(f"its filters and methods are handed more than {MOST_WORK} characters")
 
     def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """`items`, each of them a turn. Raises TooMuch."""
+        """`items`, each of them a turn. Raises TemplateTooLarge."""
         for item in items:
             if self._left == 0:
-                raise TooMuch(f"its loops take more than {MOST_TURNS} turns")
+                raise TemplateTooLarge(f"its loops take more than {MOST_TURNS} turns")
             self._left -= 1
             yield item
 
@@ -149,8 +149,8 @@ class BoundedSandbox(Sandbox):
 
     def __init__(self) -> None:
         super().__init__(undefined=_Missing)
-        self.finalize = text_of
-        own = {"join": _joined, "replace": _replaced, "string": text_of, "tojson": _as_json, "round": _rounded}
+        self.finalize = render_value
+        own = {"join": _joined, "replace": _replaced, "string": render_value, "tojson": _as_json, "round": _rounded}
         own["list"] = _listed
         self.filters = {name: self.filters[name] for name in _FILTERS.split()} | own
         self.filters |= {_COUNTED: _counted, _TOGETHER: _together, _MADE: _made, _LONG: _long, _WHOLE: _whole}
@@ -166,7 +166,7 @@ class BoundedSandbox(Sandbox):
     @staticmethod
     def turns() -> dict[str, Any]:
         """What a rendering is given beside its own variables."""
-        return {_TURNS: Turns()}
+        return {_TURNS: RenderBudget()}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`fields.items` is the entry's field of that name, if it has one."""
@@ -183,7 +183,7 @@ class BoundedSandbox(Sandbox):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """What can grow, looked at before it does."""
         if operator == "%" and isinstance(left, str):
-            raise TooMuch("it formats with %; write text with ~")
+            raise TemplateTooLarge("it formats with %; write text with ~")
         if operator == "+":
             (items, letters), (more, others) = _size(context, left), _size(context, right)
             _check_size(items + more, letters + others)
@@ -198,14 +198,14 @@ class BoundedSandbox(Sandbox):
         return super().call_binop(context, operator, left, right)
 
 
-def text_of(value: Any) -> str:
-    """How a value is shown: text as it is, anything else as JSON. Raises TooMuch, TypeError, or for what is not there."""
+def render_value(value: Any) -> str:
+    """How a value is shown: text as it is, anything else as JSON. Raises TemplateTooLarge, TypeError, or for what is not there."""
     if isinstance(value, str | Undefined):
         return str(value)
     return _as_json(value)
 
 
-class NoField(jinja2.UndefinedError):
+class MissingField(jinja2.UndefinedError):
     """The entry lacks a field."""
 
 
@@ -221,7 +221,7 @@ class _Missing(jinja2.StrictUndefined):
         name: str | None = None,
         exc: type[jinja2.TemplateRuntimeError] = jinja2.UndefinedError,
     ) -> None:
-        super().__init__(hint, obj, name, NoField if hint is None and isinstance(obj, dict) else exc)
+        super().__init__(hint, obj, name, MissingField if hint is None and isinstance(obj, dict) else exc)
 
     @property
     def _undefined_message(self) -> str:
@@ -317,8 +317,8 @@ def _whole(context: Context, value: Any) -> Any:
     return value
 
 
-def _turns(context: Context) -> Turns:
-    turns: Turns = context[_TURNS]
+def _turns(context: Context) -> RenderBudget:
+    turns: RenderBudget = context[_TURNS]
     return turns
 
 
@@ -349,21 +349,21 @@ def _joined(values: Iterable[Any], separator: str = "", attribute: str | None = 
         values = (value[attribute] for value in values)
     texts, length = [], 0
     for value in values:
-        texts.append(text_of(value))
+        texts.append(render_value(value))
         length += len(texts[-1]) + len(separator)
         _check_length(length)
     return separator.join(texts)
 
 
 def _replaced(value: Any, old: str, new: str) -> str:
-    text = text_of(value)
+    text = render_value(value)
     _check_length(len(text) + text.count(old) * max(0, len(new) - len(old)))
     return text.replace(old, new)
 
 
 def _as_json(value: Any, indent: int | None = None) -> str:
     if indent is not None and not 0 <= indent <= 8:
-        raise TooMuch(f"it indents by {indent}; at most 8")
+        raise TemplateTooLarge(f"it indents by {indent}; at most 8")
     pieces, length = [], 0
     for piece in json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value):
         pieces.append(piece)
@@ -374,19 +374,19 @@ def _as_json(value: Any, indent: int | None = None) -> str:
 
 def _rounded(value: float, precision: int = 0) -> float:
     if abs(precision) > 15:
-        raise TooMuch(f"it rounds to {precision} places; at most 15")
+        raise TemplateTooLarge(f"it rounds to {precision} places; at most 15")
     return round(value, precision)
 
 
 def _range(*bounds: int) -> range:
     made = range(*bounds)
     if made[MOST_TURNS:]:
-        raise TooMuch(f"it takes a range of more than {MOST_TURNS} numbers")
+        raise TemplateTooLarge(f"it takes a range of more than {MOST_TURNS} numbers")
     return made
 
 
 def _size(context: Context, value: Any) -> tuple[int, int]:
-    """Items and characters of a value, with all that is in it. Raises TooMuch."""
+    """Items and characters of a value, with all that is in it. Raises TemplateTooLarge."""
     if isinstance(value, str):
         return 0, len(value)
     items, letters, left = 0, 0, [value]
@@ -417,18 +417,18 @@ def _bits(value: Any) -> int:
 
 def _check_size(items: int, letters: int) -> None:
     if items > MOST_TURNS:
-        raise TooMuch(f"it makes a list of more than {MOST_TURNS} items, with those in its items")
+        raise TemplateTooLarge(f"it makes a list of more than {MOST_TURNS} items, with those in its items")
     _check_length(letters)
 
 
 def _check_length(letters: int) -> None:
     if letters > LONGEST_TEXT:
-        raise TooMuch(f"it makes more than {LONGEST_TEXT} characters")
+        raise TemplateTooLarge(f"it makes more than {LONGEST_TEXT} characters")
 
 
 def _check_bits(bits: int) -> None:
     if bits > LARGEST_BITS:
-        raise TooMuch(f"it works out a whole number of more than {LARGEST_BITS} bits")
+        raise TemplateTooLarge(f"it works out a whole number of more than {LARGEST_BITS} bits")
 
 
 RESPONSES = {"pointwise": ("response",), "pairwise": ("first", "second")}
@@ -454,7 +454,7 @@ class Question:
             return cls(sandbox.bounded(tree), spec.name)
         except UNCOMPILED as error:
             raise SpecError(
-                f"the template is not valid ({problem_of(error)})", where=where, fix="Correct it"
+                f"the template is not valid ({template_problem(error)})", where=where, fix="Correct it"
             ) from error
 
     def about(self, prompt: Prompt, response: str) -> str:
@@ -473,10 +473,10 @@ class Question:
                 pieces.append(piece)
                 length += len(piece)
                 if length > LONGEST_TEXT:
-                    raise TooMuch(f"it makes more than {LONGEST_TEXT} characters")
+                    raise TemplateTooLarge(f"it makes more than {LONGEST_TEXT} characters")
         except FOREIGN_FAILURES as error:
             said = f"{error}" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            failure = Unjudgeable if isinstance(error, NoField) else JudgeError
+            failure = Unjudgeable if isinstance(error, MissingField) else JudgeError
             raise failure(
                 f"the template of judge {self._judge!r} does not take the entry ({said})",
                 fix="Change the template, or the data",

@@ -41,7 +41,7 @@ class JudgeLate(JudgeAway):
     """It gave no answer in time."""
 
 
-def unanswered(error: EngineError) -> JudgeAway:
+def judge_away(error: EngineError) -> JudgeAway:
     """What an engine's error is that did not answer a question."""
     failure = JudgeLate if isinstance(error, EngineLate) else JudgeAway
     return failure(error.what, where=error.where, fix=error.fix)
@@ -68,7 +68,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Valued:
+class ClassifierAnswer:
     """What a classifier says."""
 
     number: float
@@ -76,7 +76,7 @@ class Valued:
     """Of the question."""
 
 
-class Ask(Protocol):
+class ChatCall(Protocol):
     """Asks a judge that writes. One that others serve is not timed by who asks: it waits for its turn, and times its requests itself."""
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
@@ -84,15 +84,15 @@ class Ask(Protocol):
         ...
 
 
-class Value(Protocol):
+class ScoreCall(Protocol):
     """Asks a judge of `kind: classifier`."""
 
-    async def __call__(self, question: str) -> Valued:
+    async def __call__(self, question: str) -> ClassifierAnswer:
         """The number it gives, and for what. Raises JudgeAway or JudgeError, as `Ask` does."""
         ...
 
 
-class Seen(Protocol):
+class JudgeObserver(Protocol):
     """Is told what happens between a judge and its questions, by the judge's name. It neither waits nor raises."""
 
     def asked(self, judge: str, seconds: float, tokens_in: int, tokens_out: int) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gcore.config.reward import LARGEST
-from gcore.plugins import RAISED, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.rollout.environments.api import EnvironmentFault
 
 MODEL = "policy"
@@ -48,7 +48,7 @@ class AgentFault(EnvironmentFault):
     """An agent raised, took too long, died, or never asked. `trace`: the traceback of its own code, or empty."""
 
 
-class Refused(Exception):
+class AgentRequestRefused(Exception):
     """A request of an agent is not answered, or not so. `code`: what is written into the answer beside the sentence."""
 
     def __init__(self, status: int, code: str, what: str, *, param: str | None = None) -> None:
@@ -71,18 +71,18 @@ def find_agent(name: str) -> Agent:
     return found
 
 
-def called(agent: Agent, rollout: AgentRollout) -> dict[str, Any]:
+def call_agent(agent: Agent, rollout: AgentRollout) -> dict[str, Any]:
     """What it returns, as `{"reward": ...}`, or what went wrong. Blocks; an agent that is async has a loop of its own."""
     try:
         made: Any = agent(rollout)
         if inspect.isawaitable(made):
             made = asyncio.run(_awaited(made))
     except (*RAISED, asyncio.CancelledError) as error:  # the edge to foreign code
-        return {"what": f"raised {sentence_of(error)}", "trace": trace_of(error)}
-    return result_of(made)
+        return {"what": f"raised {error_sentence(error)}", "trace": plugin_trace(error)}
+    return parse_result(made)
 
 
-def result_of(made: Any) -> dict[str, Any]:
+def parse_result(made: Any) -> dict[str, Any]:
     """The reward in what an agent returned; None is fine."""
     if made is None:
         return {"reward": None}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gcore.rollout.agents.api import MODEL, Refused
+from gcore.rollout.agents.api import MODEL, AgentRequestRefused
 
 # -------------------- words
 # Messages, as agents send them and as they are compared, and answers, as agents are sent them. Pure.
@@ -34,7 +34,7 @@ _KEPT = ("name", "tool_call_id")
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-def message_of(given: Any, number: int) -> Message:
+def parse_message(given: Any, number: int) -> Message:
     """One message in its form. `number`: its place, for what is said of it. Raises Refused."""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise _bad(number, f"is no object with a role of {', '.join(ROLES)}")
@@ -49,7 +49,7 @@ def message_of(given: Any, number: int) -> Message:
     return message
 
 
-def answer_of(text: str, prefix: str, *, tools: bool) -> dict[str, Any]:
+def format_answer(text: str, prefix: str, *, tools: bool) -> dict[str, Any]:
     """The assistant's message that says `text`. With `tools`, the calls in it are told apart; those that are no JSON stay text.
 
     `prefix`: of what the calls are named.
@@ -109,8 +109,8 @@ def _calls(given: Any, number: int) -> list[dict[str, Any]]:
     return calls
 
 
-def _bad(number: int, what: str) -> Refused:
-    return Refused(400, "bad_messages", f"message {number} {what}", param=f"messages[{number}]")
+def _bad(number: int, what: str) -> AgentRequestRefused:
+    return AgentRequestRefused(400, "bad_messages", f"message {number} {what}", param=f"messages[{number}]")
 
 
 HARMLESS = frozenset(
@@ -148,7 +148,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SamplingRules:
     """What the job draws with, first of what an agent may say that it wants. `most`: tokens of one answer at most; `ignored`: fields of
     `agent.ignore`."""
 
@@ -159,7 +159,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ChatRequest:
     """A request that can be answered."""
 
     messages: tuple[Message, ...]
@@ -173,14 +173,14 @@ class Question:
     model: str = ""
 
 
-def question_of(raw: bytes, rules: Rules) -> Question:
+def parse_request(raw: bytes, rules: SamplingRules) -> ChatRequest:
     """What the body asks. Raises Refused."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "not_json", f"the body is no JSON ({str(error)[:100]})") from None
+        raise AgentRequestRefused(400, "not_json", f"the body is no JSON ({str(error)[:100]})") from None
     if not isinstance(body, dict):
-        raise Refused(400, "not_json", f"the body is a JSON {type(body).__name__}, no object")
+        raise AgentRequestRefused(400, "not_json", f"the body is a JSON {type(body).__name__}, no object")
     body = {name: value for name, value in body.items() if value is not None}
     most = _most(body, rules)
     for name in ("temperature", "top_p"):
@@ -190,7 +190,7 @@ def question_of(raw: bytes, rules: Rules) -> Question:
         if name.removeprefix("top_") not in rules.ignored and value not in plain:
             raise _unsupported(name, f"{name} {value!r:.100} is not to be had here; leave it out")
     stream_options = body.get("stream_options")
-    question = Question(
+    question = ChatRequest(
         messages=_messages(body.pop("messages", None)),
         tools=_tools(body.pop("tools", [])),
         most=most,
@@ -206,7 +206,7 @@ def question_of(raw: bytes, rules: Rules) -> Question:
     return question
 
 
-def _most(body: dict[str, Any], rules: Rules) -> int | None:
+def _most(body: dict[str, Any], rules: SamplingRules) -> int | None:
     wanted: list[Any] = [body.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in body]
     for value in wanted:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -236,10 +236,10 @@ def _check_sampling(name: str, asked: Any, ours: tuple[float, ...], ignored: fro
 
 def _messages(given: Any) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
-        raise Refused(400, "bad_messages", "messages is no list of messages", param="messages")
-    messages = tuple(message_of(message, number) for number, message in enumerate(given))
+        raise AgentRequestRefused(400, "bad_messages", "messages is no list of messages", param="messages")
+    messages = tuple(parse_message(message, number) for number, message in enumerate(given))
     if messages[-1]["role"] == "assistant":
-        raise Refused(
+        raise AgentRequestRefused(
             400,
             "bad_messages",
             "the last message is the assistant's: words are not put into its mouth here",
@@ -269,28 +269,28 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _unsupported(param: str, what: str) -> Refused:
-    return Refused(400, "unsupported_parameter", what, param=param)
+def _unsupported(param: str, what: str) -> AgentRequestRefused:
+    return AgentRequestRefused(400, "unsupported_parameter", what, param=param)
 
 
 # -------------------- written
 # What an agent is sent: chat completions, whole or as a stream of events, and refusals, in OpenAI's forms. Pure.
 
-Finish = Literal["stop", "length", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 JSON, EVENTS = "application/json", "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class ChatCompletion:
     """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch."""
 
     name: str
     model: str
     made_at: int
     message: Mapping[str, Any]
-    finish: Finish
+    finish: ChatFinishReason
     tokens_in: int
     tokens_out: int
 
@@ -301,14 +301,14 @@ class Completion:
         return {"prompt_tokens": self.tokens_in, "completion_tokens": self.tokens_out, "total_tokens": total}
 
 
-def whole(answer: Completion) -> bytes:
+def encode_answer(answer: ChatCompletion) -> bytes:
     """As one object."""
     choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish}
     head = _head(answer, "chat.completion")
     return json.dumps({**head, "choices": [choice], "usage": answer.usage}).encode("ascii")
 
 
-def events(answer: Completion, *, usage: bool) -> bytes:
+def encode_stream(answer: ChatCompletion, *, usage: bool) -> bytes:
     """As a stream: the whole answer at once, for it is complete when it is recorded."""
     head = _head(answer, "chat.completion.chunk")
     delta = {name: value for name, value in answer.message.items() if name != "tool_calls"}
@@ -324,18 +324,18 @@ def events(answer: Completion, *, usage: bool) -> bytes:
     return "".join(f"data: {line}\n\n" for line in lines).encode("ascii")
 
 
-def refusal(refused: Refused) -> bytes:
+def encode_refusal(refused: AgentRequestRefused) -> bytes:
     """Why there is no answer."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     error = {"message": refused.what, "type": kind, "param": refused.param, "code": refused.code}
     return json.dumps({"error": error}).encode("ascii")
 
 
-def models() -> bytes:
+def encode_models() -> bytes:
     """The one model there is."""
     one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gcore"}
     return json.dumps({"object": "list", "data": [one]}).encode("ascii")
 
 
-def _head(answer: Completion, kind: str) -> dict[str, Any]:
+def _head(answer: ChatCompletion, kind: str) -> dict[str, Any]:
     return {"id": answer.name, "object": kind, "created": answer.made_at, "model": answer.model or MODEL}

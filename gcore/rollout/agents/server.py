@@ -21,14 +21,14 @@ import h11
 
 from gcore.config.rollout import AgentSpec
 from gcore.plugins import PluginFault
-from gcore.rollout.agents.api import AgentFault, Refused
-from gcore.rollout.agents.chat_protocol import EVENTS, JSON, events, models, refusal, whole
-from gcore.rollout.agents.session import Served
+from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
+from gcore.rollout.agents.chat_protocol import EVENTS, JSON, encode_answer, encode_models, encode_refusal, encode_stream
+from gcore.rollout.agents.session import AgentSession
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.concurrency import end_all
+from gcore.system.concurrency import cancel_all
 from gcore.system.process import CannotStart
-from gcore.worker.sandbox.pool import Crew, Program, Scoring
-from gcore.worker.sandbox.process import ProcessEnded, RewardProcess, Unagreed, line_of
+from gcore.worker.sandbox.pool import PoolStatus, SandboxProgram, WorkerPool
+from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken, SandboxProcess, encode_line
 
 log = logging.getLogger(__name__)
 
@@ -59,18 +59,18 @@ Reply = tuple[int, str, bytes]
 """Status, content type, body."""
 
 
-class Endpoint:
+class AgentHttpServer:
     """Of one job, on one controller. Opened by the first response; close it."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
         self._port = 0
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, AgentSession] = {}
         self._lines: dict[asyncio.Task[None], str] = {}
         """The token that each connection asked for last."""
 
-    async def begin(self, served: Served) -> str:
+    async def begin(self, served: AgentSession) -> str:
         """The token of a response that may be asked for from now on."""
         async with self._opening:
             if self._server is None:
@@ -87,14 +87,14 @@ class Endpoint:
     async def end(self, token: str) -> None:
         """The response is over: nobody asks for it any more."""
         self._served.pop(token, None)
-        await end_all([line for line, asked in self._lines.items() if asked == token])
+        await cancel_all([line for line, asked in self._lines.items() if asked == token])
 
     async def close(self) -> None:
         """No address is answered any more."""
         self._served.clear()
         if self._server is not None:
             self._server.close()
-        await end_all(list(self._lines))
+        await cancel_all(list(self._lines))
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A task of its own: of one that asyncio makes itself, its cancellation is logged as an error.
@@ -128,7 +128,7 @@ class Endpoint:
             elif isinstance(event, h11.Data):
                 body += event.data
                 if len(body) > MOST_BODY:
-                    too_large = Refused(413, "too_large", f"a question has more than {MOST_BODY >> 20} MiB")
+                    too_large = AgentRequestRefused(413, "too_large", f"a question has more than {MOST_BODY >> 20} MiB")
                     await _send(writer, protocol, _refusal(too_large), close=True)
                     return
             elif isinstance(event, h11.EndOfMessage) and head is not None:
@@ -164,37 +164,37 @@ class Endpoint:
                 return None
             return await answer
         finally:
-            await end_all((answer, more))
+            await cancel_all((answer, more))
 
     async def _reply(self, head: h11.Request, body: bytes) -> Reply:
         try:
             return await self._answered(head, body)
-        except Refused as refused:
+        except AgentRequestRefused as refused:
             return _refusal(refused)
         except Exception:  # the edge to a client: it is told, and the connection serves on
             log.exception("a question of an agent could not be answered")
-            return _refusal(Refused(500, "defect", "gcore made a mistake; its log says which"))
+            return _refusal(AgentRequestRefused(500, "defect", "gcore made a mistake; its log says which"))
 
     async def _answered(self, head: h11.Request, body: bytes) -> Reply:
         found = _path(head)
         if found is None:
-            raise Refused(
+            raise AgentRequestRefused(
                 404, "no_such_route", "there are chat/completions and models below a rollout's base_url, nothing else"
             )
         token, route = found.groups()
         served = self._served.get(token)
         if served is None:
-            raise Refused(404, "no_such_rollout", "this rollout is over, or never was")
+            raise AgentRequestRefused(404, "no_such_rollout", "this rollout is over, or never was")
         wanted = "GET" if route == "models" else "POST"
         if head.method.decode("ascii", errors="replace") != wanted:
-            raise Refused(405, "wrong_method", f"ask with {wanted}")
+            raise AgentRequestRefused(405, "wrong_method", f"ask with {wanted}")
         if route == "models":
-            return 200, JSON, models()
+            return 200, JSON, encode_models()
         again = any(name == _RETRY and value.strip() not in (b"", b"0") for name, value in head.headers)
         question, completion = await served.complete(body, again=again)
         if question.stream:
-            return 200, EVENTS, events(completion, usage=question.usage)
-        return 200, JSON, whole(completion)
+            return 200, EVENTS, encode_stream(completion, usage=question.usage)
+        return 200, JSON, encode_answer(completion)
 
 
 async def _is_gone(
@@ -219,8 +219,8 @@ def _path(head: h11.Request) -> re.Match[str] | None:
     return _PATH.fullmatch(head.target.decode("ascii", errors="replace").partition("?")[0])
 
 
-def _refusal(refused: Refused) -> Reply:
-    return refused.status, JSON, refusal(refused)
+def _refusal(refused: AgentRequestRefused) -> Reply:
+    return refused.status, JSON, encode_refusal(refused)
 
 
 async def _send(writer: asyncio.StreamWriter, protocol: h11.Connection, reply: Reply, *, close: bool = False) -> None:
@@ -255,9 +255,9 @@ class AgentPool:
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
         """`group`: the control group of the processes."""
-        setup = line_of({"agent": spec.name, "memory_mb": spec.memory_mb})
-        program = Program("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s, group)
-        self._crew = Crew(program, spec.workers, clock)
+        setup = encode_line({"agent": spec.name, "memory_mb": spec.memory_mb})
+        program = SandboxProgram("gcore.agents", setup, f"agent {spec.name!r}", "agent", spec.start_timeout_s, group)
+        self._crew = WorkerPool(program, spec.workers, clock)
 
     async def warm(self) -> None:
         """Have one process loaded. Raises PluginFault for an agent that cannot be had, CannotStart."""
@@ -276,7 +276,7 @@ class AgentPool:
             try:
                 said = await self._said(loan.process, watch())
                 told = _told(said)
-            except Unagreed:
+            except ProtocolBroken:
                 raise _unagreed() from None
             except ProcessEnded:
                 raise AgentFault(
@@ -290,7 +290,7 @@ class AgentPool:
             return told
 
     @property
-    def waits(self) -> Scoring:
+    def waits(self) -> PoolStatus:
         """Who waits for a process of an agent, and how many have been served."""
         return self._crew.waits
 
@@ -298,7 +298,7 @@ class AgentPool:
         """End every process."""
         await self._crew.close()
 
-    async def _said(self, process: RewardProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
+    async def _said(self, process: SandboxProcess, watch: Coroutine[Any, Any, NoReturn]) -> Any:
         """What the process answers, unless `watch` raises first."""
         answer, watching = asyncio.ensure_future(process.told(NEVER_S)), asyncio.ensure_future(watch)
         try:
@@ -307,7 +307,7 @@ class AgentPool:
                 watching.result()
             return answer.result()
         finally:
-            await end_all((answer, watching))
+            await cancel_all((answer, watching))
 
 
 def _told(said: Any) -> float | AgentFault | None:

@@ -23,22 +23,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from gcore.data.tokenizer import TooLong, aside, check_length
+from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError, GcoreError
-from gcore.rollout.agents.api import AgentFault, Refused
+from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
 from gcore.rollout.agents.chat_protocol import (
-    Completion,
-    Finish,
+    ChatCompletion,
+    ChatFinishReason,
+    ChatRequest,
     Message,
-    Question,
-    Rules,
-    answer_of,
-    message_of,
-    question_of,
+    SamplingRules,
+    format_answer,
+    parse_message,
+    parse_request,
 )
-from gcore.rollout.environments.episode import Renderer, Transcript, text_behind
+from gcore.rollout.environments.episode import ObservationRenderer, Transcript, decode_suffix
 from gcore.system.clock import Clock
-from gcore.system.concurrency import in_time
+from gcore.system.concurrency import wait_within
 from gcore.types import FinishReason, Sample
 
 # -------------------- dialogue
@@ -53,7 +53,7 @@ from gcore.types import FinishReason, Sample
 T = TypeVar("T")
 
 
-class ChatRenderer(Renderer, Protocol):
+class ChatRenderer(ObservationRenderer, Protocol):
     """What the template makes of messages (`gcore.prompts.render.PromptRenderer`)."""
 
     def render(self, value: Sequence[Message], fields: Mapping[str, Any]) -> str:
@@ -70,7 +70,7 @@ class ChatRenderer(Renderer, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class DialogueDelta:
     """What is new in a question, as tokens and as words."""
 
     ids: tuple[int, ...]
@@ -80,9 +80,9 @@ class Shown:
 class Dialogue:
     """Grows by `answered`; `shown` looks only."""
 
-    def __init__(self, renderer: ChatRenderer, question: Question, room: int | None = None) -> None:
+    def __init__(self, renderer: ChatRenderer, question: ChatRequest, room: int | None = None) -> None:
         """Of the first question, for which there is room for so many tokens. Raises Refused if the template or the tokenizer does not
-        take it, TooLong if it is far too long."""
+        take it, TextTooLong if it is far too long."""
         self._renderer = renderer
         self._tools = question.tools
         self._messages: tuple[Message, ...] = ()
@@ -91,7 +91,9 @@ class Dialogue:
         self.before = self._taken(lambda: self._first(question, room))
         """The tokens of the first question."""
         if not self.before:
-            raise Refused(400, "bad_messages", "the template makes nothing of the messages", param="messages")
+            raise AgentRequestRefused(
+                400, "bad_messages", "the template makes nothing of the messages", param="messages"
+            )
 
     @property
     def turns(self) -> int:
@@ -108,7 +110,7 @@ class Dialogue:
         """All tokens."""
         return self.before + self._whole.token_ids
 
-    def goes_on(self, question: Question) -> bool:
+    def goes_on(self, question: ChatRequest) -> bool:
         """Whether it holds all that was said so far, and more."""
         said = len(self._messages)
         return (
@@ -117,7 +119,7 @@ class Dialogue:
             and question.messages[:said] == self._messages
         )
 
-    def changed(self, question: Question) -> str:
+    def changed(self, question: ChatRequest) -> str:
         """Where it departs from what was said so far, for people."""
         if question.tools != self._tools:
             return "its tools are others than before"
@@ -126,36 +128,36 @@ class Dialogue:
                 return f"message {number} was another before"
         return f"it has {len(question.messages)} messages, and {len(self._messages)} were there before"
 
-    def shown(self, question: Question, room: int | None = None) -> Shown:
-        """What a question that goes on adds, for which there is room for so many tokens. Raises Refused, TooLong."""
+    def shown(self, question: ChatRequest, room: int | None = None) -> DialogueDelta:
+        """What a question that goes on adds, for which there is room for so many tokens. Raises Refused, TextTooLong."""
         if not self._messages:
-            return Shown((), "")
+            return DialogueDelta((), "")
         last = len(self._messages) - 1
 
-        def added() -> Shown:
+        def added() -> DialogueDelta:
             text = self._renderer.continued(question.messages, last, self._fields, ended=self._ended)
             check_length(text, room, self._renderer.encode)
             ids = self._renderer.encode_behind(self.token_ids, text)
-            return Shown(ids, text_behind(ids, self.token_ids, self._renderer))
+            return DialogueDelta(ids, decode_suffix(ids, self.token_ids, self._renderer))
 
         return self._taken(added)
 
-    def answered(self, question: Question, shown: Shown, sample: Sample, text: str, answer: Message) -> None:
+    def answered(self, question: ChatRequest, shown: DialogueDelta, sample: Sample, text: str, answer: Message) -> None:
         """The policy was shown that, said `sample`, which reads `text`, and the agent was sent `answer`."""
         self._whole.observe(shown.ids, shown.text)
         self._whole.turn(sample, text)
         self._ended = sample.token_ids[-1:] == (self._renderer.eos_token_id,)
-        self._messages = (*question.messages, message_of(answer, len(question.messages)))
+        self._messages = (*question.messages, parse_message(answer, len(question.messages)))
 
-    def text_of(self, sample: Sample, shown: Shown) -> str:
+    def text_of(self, sample: Sample, shown: DialogueDelta) -> str:
         """What `sample` says behind what is shown."""
-        return text_behind(sample.token_ids, self.token_ids + shown.ids, self._renderer)
+        return decode_suffix(sample.token_ids, self.token_ids + shown.ids, self._renderer)
 
     def sample(self, finish_reason: FinishReason) -> Sample:
         """The whole, as it is trained. At least one turn."""
         return replace(self._whole.sample(finish_reason), prompt_ids=self.before)
 
-    def _first(self, question: Question, room: int | None) -> tuple[int, ...]:
+    def _first(self, question: ChatRequest, room: int | None) -> tuple[int, ...]:
         text = self._renderer.render(question.messages, self._fields)
         check_length(text, room, self._renderer.encode)
         return self._renderer.encode(text)
@@ -168,7 +170,7 @@ class Dialogue:
         try:
             return made()
         except DataError as error:
-            raise Refused(400, "bad_messages", error.what, param="messages") from error
+            raise AgentRequestRefused(400, "bad_messages", error.what, param="messages") from error
 
 
 OVER = 429
@@ -183,7 +185,7 @@ Say = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DialogueLimits:
     """What one response may take. `own`: tokens that the policy makes; `room`: all behind the first question; `context`: of the
     model; `own_s`: seconds of the agent's own."""
 
@@ -194,28 +196,28 @@ class Limits:
     own_s: float
 
 
-class Served:
+class AgentSession:
     """One response. One event loop."""
 
     def __init__(
         self,
         renderer: ChatRenderer,
         say: Say,
-        rules: Rules,
-        limits: Limits,
+        rules: SamplingRules,
+        limits: DialogueLimits,
         clock: Clock,
         *,
         restarts: bool = False,
         stop: tuple[str, ...] = (),
         name: str = "",
-        refused: Callable[[Refused], None] = lambda why: None,
+        refused: Callable[[AgentRequestRefused], None] = lambda why: None,
     ) -> None:
         """`restarts`: with `history: last`; `stop`: of the job; `name`: what completions are called; `refused` is told of refusals."""
         self._renderer, self._say, self._rules, self._limits, self._clock = renderer, say, rules, limits, clock
         self._restarts, self._stop, self._name, self._refused = restarts, stop, name, refused
         self._dialogue: Dialogue | None = None
         self._turns, self._made = 0, 0
-        self._last: tuple[Question, Completion] | None = None
+        self._last: tuple[ChatRequest, ChatCompletion] | None = None
         self._asking = False
         self._changed = asyncio.Event()
         self._own_s, self._since = 0.0, clock.monotonic()
@@ -224,20 +226,22 @@ class Served:
         self.failed: GcoreError | None = None
         """Why it cannot go on, through no fault of the agent's."""
 
-    async def complete(self, raw: bytes, *, again: bool = False) -> tuple[Question, Completion]:
+    async def complete(self, raw: bytes, *, again: bool = False) -> tuple[ChatRequest, ChatCompletion]:
         """The answer to a request's body. `again`: the client says that it asks for the second time. Raises Refused."""
         if self._asking:
             raise self._told(
-                Refused(409, "busy", "a question is being answered; one at a time, for they are one sequence")
+                AgentRequestRefused(
+                    409, "busy", "a question is being answered; one at a time, for they are one sequence"
+                )
             )
         self._turn_clock(asking=True)
         try:
             return await self._complete(raw, again=again)
-        except Refused as error:
+        except AgentRequestRefused as error:
             raise self._told(error) from error.__cause__
         except GcoreError as error:
             self.failed = self.failed or error
-            raise Refused(503, "engine_failed", f"the policy cannot be asked now: {error.what}") from error
+            raise AgentRequestRefused(503, "engine_failed", f"the policy cannot be asked now: {error.what}") from error
         finally:
             self._turn_clock(asking=False)
 
@@ -256,7 +260,7 @@ class Served:
                 await self._changed.wait()
             elif left > 0:
                 with suppress(TimeoutError):
-                    await in_time(self._changed.wait(), left, self._clock)
+                    await wait_within(self._changed.wait(), left, self._clock)
             else:
                 raise AgentFault(
                     f"took longer than {self._limits.own_s:g} s by itself",
@@ -275,11 +279,11 @@ class Served:
         reason: FinishReason = "length" if self.cut else "stop"
         return self._dialogue.sample(reason)
 
-    async def _complete(self, raw: bytes, *, again: bool) -> tuple[Question, Completion]:
-        question = question_of(raw, self._rules)
+    async def _complete(self, raw: bytes, *, again: bool) -> tuple[ChatRequest, ChatCompletion]:
+        question = parse_request(raw, self._rules)
         if again and self._last is not None and self._last[0] == question:
             return self._last
-        dialogue, shown = await aside(len(raw), lambda: self._placed(question))
+        dialogue, shown = await run_by_size(len(raw), lambda: self._placed(question))
         left = self._left(dialogue, shown)
         most = left if question.most is None else min(left, question.most)
         stop = tuple(dict.fromkeys((*self._stop, *question.stop)))
@@ -288,27 +292,27 @@ class Served:
         said, stopped = _until(text, stop)
         self._turns += 1
         self._made += len(sample.token_ids)
-        answer = answer_of(said, f"call-{self._turns}", tools=bool(question.tools))
+        answer = format_answer(said, f"call-{self._turns}", tools=bool(question.tools))
         tokens_in = len(dialogue.token_ids) + len(shown.ids)
         dialogue.answered(question, shown, sample, text, answer)
         is_long = sample.finish_reason == "length" and not stopped
         self.cut = self.cut or (is_long and most == left)
-        finish: Finish = "length" if is_long else "tool_calls" if "tool_calls" in answer else "stop"
+        finish: ChatFinishReason = "length" if is_long else "tool_calls" if "tool_calls" in answer else "stop"
         name, made_at = f"chatcmpl-{self._name}-{self._turns}", int(self._clock.wall())
-        completion = Completion(name, question.model, made_at, answer, finish, tokens_in, len(sample.token_ids))
+        completion = ChatCompletion(name, question.model, made_at, answer, finish, tokens_in, len(sample.token_ids))
         self._dialogue, self._last = dialogue, (question, completion)
         return self._last
 
-    def _placed(self, question: Question) -> tuple[Dialogue, Shown]:
+    def _placed(self, question: ChatRequest) -> tuple[Dialogue, DialogueDelta]:
         """The conversation that it belongs to, and what it adds. Raises Refused. Changes nothing: it may run in a thread."""
         now, room = self._dialogue, self._limits.room
         if now is not None and now.goes_on(question):
             try:
                 return now, now.shown(question, room - now.length)
-            except TooLong:
+            except TextTooLong:
                 raise _over(_TOO_LONG.format(room)) from None
         if now is not None and not self._restarts:
-            raise Refused(
+            raise AgentRequestRefused(
                 409,
                 "history_changed",
                 f"the question does not go on with what was said before: {now.changed(question)}; send all messages as they were "
@@ -318,14 +322,14 @@ class Served:
         context = self._limits.context
         try:
             begun = Dialogue(self._renderer, question, None if context is None else context - room)
-        except TooLong as error:
+        except TextTooLong as error:
             raise self._unheld(str(error)) from None
         if context is not None and len(begun.before) + room > context:
             raise self._unheld(f"{len(begun.before)} tokens")
-        return begun, Shown((), "")
+        return begun, DialogueDelta((), "")
 
-    def _unheld(self, has: str) -> Refused:
-        return Refused(
+    def _unheld(self, has: str) -> AgentRequestRefused:
+        return AgentRequestRefused(
             400,
             "context_length_exceeded",
             f"the first question has {has}, and with {self._limits.room} for the response (agent.max_tokens) the model's context of "
@@ -333,7 +337,7 @@ class Served:
             param="messages",
         )
 
-    def _left(self, dialogue: Dialogue, shown: Shown) -> int:
+    def _left(self, dialogue: Dialogue, shown: DialogueDelta) -> int:
         """Tokens that the policy may still make. Raises Refused if there are none."""
         limits = self._limits
         why = ""
@@ -347,7 +351,7 @@ class Served:
             raise _over(why)
         return min(limits.own - self._made, limits.room - dialogue.length - len(shown.ids))
 
-    def _told(self, why: Refused) -> Refused:
+    def _told(self, why: AgentRequestRefused) -> AgentRequestRefused:
         if why.status == OVER:
             self.cut = True
         else:
@@ -362,8 +366,8 @@ class Served:
         self._changed.set()
 
 
-def _over(why: str) -> Refused:
-    return Refused(OVER, "rollout_limit", f"the response is over: {why}")
+def _over(why: str) -> AgentRequestRefused:
+    return AgentRequestRefused(OVER, "rollout_limit", f"the response is over: {why}")
 
 
 def _until(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:

@@ -18,9 +18,9 @@ import sys
 import threading
 
 from gcore.plugins import PluginFault
-from gcore.reward.worker import failed_line, keep_from_children, limit_memory
-from gcore.rollout.agents.api import AgentRollout, called, find_agent
-from gcore.worker.sandbox.process import line_of
+from gcore.reward.worker import failed_line, guard_answers, limit_memory
+from gcore.rollout.agents.api import AgentRollout, call_agent, find_agent
+from gcore.worker.sandbox.process import encode_line
 
 ENDING_S = 0.2
 
@@ -31,26 +31,26 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 def main() -> None:
     """The process."""
     line = socket.socket(fileno=int(sys.argv[1]))
-    keep_from_children(line)
+    guard_answers(line)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with line, line.makefile("rb") as heard:
         setup = json.loads(heard.readline())
         limit_memory(setup["memory_mb"])
-        keep_from_proxies()
+        bypass_proxies()
         try:
             agent = find_agent(setup["agent"])
         except PluginFault as fault:
             line.sendall(failed_line(fault))
             return
-        line.sendall(line_of({"ready": True}))
+        line.sendall(encode_line({"ready": True}))
         try:
             ours = frozenset(threading.enumerate())
             for call in heard:
                 number, asked = json.loads(call)
                 rollout = AgentRollout(**asked)
                 os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = rollout.base_url, rollout.api_key
-                said = called(agent, rollout)
-                line.sendall(line_of((number, {**said, "threads": threads_left(ours)})))
+                said = call_agent(agent, rollout)
+                line.sendall(encode_line((number, {**said, "threads": threads_left(ours)})))
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
 
@@ -63,7 +63,7 @@ def threads_left(ours: frozenset[threading.Thread]) -> int:
     return sum(one.is_alive() for one in others)
 
 
-def keep_from_proxies() -> None:
+def bypass_proxies() -> None:
     """What a proxy is named for does not go for the policy's address, which no proxy reaches."""
     if any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES):
         for name in ("NO_PROXY", "no_proxy"):

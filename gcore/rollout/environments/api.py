@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from gcore.config.reward import LARGEST
 from gcore.errors import GcoreError
-from gcore.plugins import RAISED, PluginFault, PluginKind, find_plugin, sentence_of, trace_of
+from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.system.concurrency import is_cancelled
 from gcore.types import FinishReason
 
@@ -256,8 +256,8 @@ class CheckedEnvironment:
         return EnvironmentFault(f"environment {self._name!r} {what}", fix=fix)
 
     def _raised(self, error: BaseException, when: str) -> EnvironmentFault:
-        said = f"environment {self._name!r} raised {sentence_of(error)} {when}"
-        return EnvironmentFault(said, fix="Correct the environment", trace=trace_of(error))
+        said = f"environment {self._name!r} raised {error_sentence(error)} {when}"
+        return EnvironmentFault(said, fix="Correct the environment", trace=plugin_trace(error))
 
 
 def _its_own(setting: Setting) -> Setting:

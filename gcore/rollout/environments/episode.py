@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from gcore.data.tokenizer import TooLong, aside, check_length
+from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError
 from gcore.rollout.environments.api import (
     ENVIRONMENT,
@@ -26,7 +26,7 @@ from gcore.rollout.environments.api import (
     Turn,
 )
 from gcore.system.clock import Clock
-from gcore.system.concurrency import Hold, Unending, in_time
+from gcore.system.concurrency import Pausable, TaskHung, wait_within
 from gcore.types import FinishReason, Range, Sample, Version, VersionSpan
 
 # -------------------- transcript
@@ -40,7 +40,7 @@ TOLD = ("⟦", "⟧")
 """Around what of a response was observed, where people read it."""
 
 
-def bracketed(text: str, observed: Iterable[Range]) -> str:
+def mark_observed(text: str, observed: Iterable[Range]) -> str:
     """`text` with marks around what a tool or an environment said."""
     parts, at = [], 0
     for start, end in observed:
@@ -126,7 +126,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Renderer(Protocol):
+class ObservationRenderer(Protocol):
     """The words of an observation as tokens (`gcore.prompts.render.PromptRenderer`)."""
 
     @property
@@ -157,7 +157,7 @@ Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """What one response may take. `own`: tokens that the policy makes, `room`: all of them."""
 
     turns: int
@@ -167,19 +167,19 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class EpisodeSetting:
     """Where a response takes place. `prompt_ids`: what stands in front of it; `fields`: the prompt's entry; `hold`: time that does not
     count as the environment's, while it waits for a tool's process."""
 
     prompt_ids: tuple[int, ...]
     fields: Mapping[str, Any]
-    renderer: Renderer
-    limits: Limits
+    renderer: ObservationRenderer
+    limits: EpisodeLimits
     clock: Clock
-    hold: Hold | None = None
+    hold: Pausable | None = None
 
 
-async def played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sample:
+async def play_episode(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
     """The whole response; what the environment says it is worth is its part `environment`.
 
     One with finish reason "abort" was given up by its engine. Raises EnvironmentFault, and what `say` raises.
@@ -190,7 +190,7 @@ async def played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sam
         await _closed(environment, scene)
 
 
-async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sample:
+async def _played(environment: CheckedEnvironment, say: Say, scene: EpisodeSetting) -> Sample:
     limits, whole = scene.limits, Transcript()
     shown = await _encoded(await _in_time(environment.reset(), scene), whole, scene, ended=False)
     if shown is None or len(shown[0]) >= limits.room:
@@ -204,7 +204,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sa
         whole.observe(*shown)
         left = min(limits.own - whole.own_tokens, limits.room - len(whole.token_ids))
         made = await say(whole.token_ids, left, whole.turns + 1)
-        text = text_behind(made.token_ids, whole.token_ids or scene.prompt_ids, scene.renderer)
+        text = decode_suffix(made.token_ids, whole.token_ids or scene.prompt_ids, scene.renderer)
         whole.turn(made, text)
         if made.finish_reason != "stop":
             return whole.sample(made.finish_reason)
@@ -218,7 +218,7 @@ async def _played(environment: CheckedEnvironment, say: Say, scene: Scene) -> Sa
             return whole.sample(cut)
 
 
-def _is_cut_off(whole: Transcript, shown: int, limits: Limits) -> bool:
+def _is_cut_off(whole: Transcript, shown: int, limits: EpisodeLimits) -> bool:
     """Whether no turn follows, behind an observation of so many tokens."""
     return whole.turns >= limits.turns or whole.own_tokens >= limits.own or len(whole.token_ids) + shown >= limits.room
 
@@ -231,45 +231,45 @@ Shown = tuple[tuple[int, ...], str]
 """The tokens and the text of an observation behind what there is."""
 
 
-async def _encoded(found: Observation, whole: Transcript, scene: Scene, *, ended: bool) -> Shown | None:
+async def _encoded(found: Observation, whole: Transcript, scene: EpisodeSetting, *, ended: bool) -> Shown | None:
     """None if there is no room for it by far. A long one is tokenized in a thread."""
     before, room = whole.token_ids, scene.limits.room - len(whole.token_ids)
     try:
-        return await aside(_characters(found), lambda: _shown(found, before, room, scene, ended=ended))
-    except TooLong:
+        return await run_by_size(_characters(found), lambda: _shown(found, before, room, scene, ended=ended))
+    except TextTooLong:
         return None
     except DataError as error:
         raise EnvironmentFault(f"what is to be shown cannot be ({error.what})", fix=error.fix) from error
 
 
-def _shown(found: Observation, made: tuple[int, ...], room: int, scene: Scene, *, ended: bool) -> Shown:
-    """Raises DataError, TooLong."""
+def _shown(found: Observation, made: tuple[int, ...], room: int, scene: EpisodeSetting, *, ended: bool) -> Shown:
+    """Raises DataError, TextTooLong."""
     renderer, before = scene.renderer, scene.prompt_ids + made
     text = renderer.behind(found.messages, scene.fields, ended=ended) if found.messages else found.text
     if not text:
         return (), ""
     check_length(text, room, lambda part: renderer.encode_behind(before, part))
     ids = renderer.encode_behind(before, text)
-    return ids, text_behind(ids, before, renderer) if found.messages else text
+    return ids, decode_suffix(ids, before, renderer) if found.messages else text
 
 
 def _characters(found: Observation) -> int:
     return len(found.text) + sum(len(str(message)) for message in found.messages)
 
 
-def text_behind(ids: Sequence[int], before: Sequence[int], renderer: Renderer) -> str:
+def decode_suffix(ids: Sequence[int], before: Sequence[int], renderer: ObservationRenderer) -> str:
     """What `ids` say behind `before`: some tokenizers leave out a space at the beginning of what they decode."""
     near = tuple(before[-16:])
     begin, both = renderer.decode(near), renderer.decode((*near, *ids))
     return both.removeprefix(begin) if both.startswith(begin) else renderer.decode(ids)
 
 
-async def _in_time(answer: Coroutine[Any, Any, T], scene: Scene) -> T:
+async def _in_time(answer: Coroutine[Any, Any, T], scene: EpisodeSetting) -> T:
     seconds = scene.limits.step_s
     try:
-        return await in_time(answer, seconds, scene.clock, scene.hold)
-    except Unending:
-        raise unending(seconds) from None
+        return await wait_within(answer, seconds, scene.clock, scene.hold)
+    except TaskHung:
+        raise hung_environment(seconds) from None
     except TimeoutError:
         raise EnvironmentFault(
             f"the environment took longer than {seconds:g} s to answer",
@@ -278,7 +278,7 @@ async def _in_time(answer: Coroutine[Any, Any, T], scene: Scene) -> T:
         ) from None
 
 
-def unending(seconds: float) -> EnvironmentFault:
+def hung_environment(seconds: float) -> EnvironmentFault:
     """Of one that keeps its cancellation to itself. It is left to itself, and may do harm yet."""
     return EnvironmentFault(
         f"the environment took longer than {seconds:g} s to answer, and does not end when it is told to",
@@ -287,7 +287,7 @@ def unending(seconds: float) -> EnvironmentFault:
     )
 
 
-async def _closed(environment: CheckedEnvironment, scene: Scene) -> None:
+async def _closed(environment: CheckedEnvironment, scene: EpisodeSetting) -> None:
     """What goes wrong while it ends harms no response: it is over."""
     try:
         await _in_time(environment.close(), scene)

@@ -27,12 +27,12 @@ from gcore.rollout.environments.api import (
     Tools,
     find_environment,
 )
-from gcore.rollout.environments.episode import unending
+from gcore.rollout.environments.episode import hung_environment
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.concurrency import Unending, in_time, told_to_end
+from gcore.system.concurrency import TaskHung, cancel_task, wait_within
 from gcore.system.process import CannotStart
-from gcore.worker.sandbox.pool import Crew, Holding, Program, Scoring
-from gcore.worker.sandbox.process import ProcessEnded, Unagreed, line_of
+from gcore.worker.sandbox.pool import Holding, PoolStatus, SandboxProgram, WorkerPool
+from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken, encode_line
 
 LONGEST_ARGUMENT = 1 << 16
 """Characters: no tool is handed more."""
@@ -51,9 +51,11 @@ class ToolPool:
         """`on_fault` is told every time; whoever listens knows what was told before. `group`: the control group of the processes."""
         self._spec = spec
         self._on_fault = on_fault
-        setup = line_of({"tools": list(spec.names), "memory_mb": spec.memory_mb})
-        program = Program("gcore.environments", setup, "the tools", "environment.tools", spec.start_timeout_s, group)
-        self._crew = Crew(program, spec.workers, clock)
+        setup = encode_line({"tools": list(spec.names), "memory_mb": spec.memory_mb})
+        program = SandboxProgram(
+            "gcore.environments", setup, "the tools", "environment.tools", spec.start_timeout_s, group
+        )
+        self._crew = WorkerPool(program, spec.workers, clock)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,7 +84,7 @@ class ToolPool:
                 told = self._told(await loan.process.told(self._spec.timeout_s))
             except TimeoutError:
                 return self._failed(f"tool {name!r} took longer than {self._spec.timeout_s:g} s")
-            except Unagreed:
+            except ProtocolBroken:
                 return self._failed(f"tool {name!r} let its process say what no such process says")
             except ProcessEnded:
                 return self._failed(f"tool {name!r} took the process that ran it with it")
@@ -90,7 +92,7 @@ class ToolPool:
             return told
 
     @property
-    def waits(self) -> Scoring:
+    def waits(self) -> PoolStatus:
         """Who waits for a process of the tools, and how many have been served."""
         return self._crew.waits
 
@@ -106,7 +108,7 @@ class ToolPool:
                 return _error(text)
             case {"what": str(what), "trace": str(trace)}:
                 return self._failed(what, trace)
-        raise Unagreed("it said what no such process says")
+        raise ProtocolBroken("it said what no such process says")
 
     def _failed(self, what: str, trace: str = "") -> Said:
         self._on_fault(what, trace)
@@ -151,14 +153,14 @@ async def _tried(spec: EnvironmentSpec, maker: EnvironmentMaker, fields: Mapping
     try:
         await tools.warm()
         environment = CheckedEnvironment(spec.name, maker, Setting(spec.options, fields, 0, tools, chat))
-        await in_time(environment.reset(), spec.step_timeout_s, clock)
-        await in_time(environment.close(), spec.step_timeout_s, clock)
+        await wait_within(environment.reset(), spec.step_timeout_s, clock)
+        await wait_within(environment.close(), spec.step_timeout_s, clock)
     except EnvironmentFault as error:
         raise _refused(error) from error
     except CannotStart as error:
         raise PluginFault(error.what, where="environment.tools", fix=error.fix) from error
-    except Unending as error:
-        raise _refused(unending(spec.step_timeout_s)) from error
+    except TaskHung as error:
+        raise _refused(hung_environment(spec.step_timeout_s)) from error
     except TimeoutError as error:
         raise PluginFault(
             f"environment {spec.name!r} took longer than {spec.step_timeout_s:g} s to begin",
@@ -168,7 +170,7 @@ async def _tried(spec: EnvironmentSpec, maker: EnvironmentMaker, fields: Mapping
     finally:
         await tools.close()
         for left in asyncio.all_tasks() - {asyncio.current_task()}:
-            await told_to_end(left, clock)
+            await cancel_task(left, clock)
 
 
 def _refused(error: EnvironmentFault) -> PluginFault:

@@ -25,7 +25,7 @@ LONGEST_RESULT = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A tool that a model wants. `problem`: why it cannot be had as it is written; else empty."""
 
     name: str
@@ -33,7 +33,7 @@ class Call:
     problem: str = ""
 
 
-class Form(Protocol):
+class CallFormat(Protocol):
     """One way of writing calls."""
 
     @property
@@ -41,17 +41,17 @@ class Form(Protocol):
         """The text that ends a call, and a turn."""
         ...
 
-    def call(self, text: str) -> Call | None:
+    def call(self, text: str) -> ToolCall | None:
         """The call that a turn ends in."""
         ...
 
-    def result(self, call: Call, said: Said) -> Observation:
+    def result(self, call: ToolCall, said: Said) -> Observation:
         """What the model is shown of it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class TagCallFormat:
     """Calls of one tool between two texts."""
 
     tool: str
@@ -67,19 +67,19 @@ class Tags:
         """The text that ends a call."""
         return self.close
 
-    def call(self, text: str) -> Call | None:
+    def call(self, text: str) -> ToolCall | None:
         """What stands between the last opening text and the closing one."""
         inner = _between(text, self.open, self.close)
-        return None if inner is None else Call(self.tool, inner)
+        return None if inner is None else ToolCall(self.tool, inner)
 
-    def result(self, call: Call, said: Said) -> Observation:
+    def result(self, call: ToolCall, said: Said) -> Observation:
         """Behind the call."""
         text = self.failed if said.failed and self.failed is not None else said.text[:LONGEST_RESULT]
         return Observation(f"{self.before}{text}{self.after}")
 
 
 @dataclass(frozen=True, slots=True)
-class Json:
+class JsonCallFormat:
     """Calls of any tool as JSON."""
 
     tools: tuple[str, ...]
@@ -92,7 +92,7 @@ class Json:
         """The text that ends a call."""
         return self.close
 
-    def call(self, text: str) -> Call | None:
+    def call(self, text: str) -> ToolCall | None:
         """The name, and the arguments: of one argument that is a text, that text; else all of them as JSON."""
         inner = _between(text, self.open, self.close)
         if inner is None:
@@ -100,15 +100,15 @@ class Json:
         try:
             tree = json.loads(inner)
         except (ValueError, RecursionError):
-            return Call("", "", "the call is no JSON")
+            return ToolCall("", "", "the call is no JSON")
         if not isinstance(tree, dict) or not isinstance(tree.get("name"), str):
-            return Call("", "", 'the call is no object with a "name"')
+            return ToolCall("", "", 'the call is no object with a "name"')
         name = tree["name"]
         if name not in self.tools:
-            return Call("", "", f"there is no tool {name[:100]!r}; there are {', '.join(self.tools)}")
-        return Call(name, _argument(tree.get("arguments", {})))
+            return ToolCall("", "", f"there is no tool {name[:100]!r}; there are {', '.join(self.tools)}")
+        return ToolCall(name, _argument(tree.get("arguments", {})))
 
-    def result(self, call: Call, said: Said) -> Observation:
+    def result(self, call: ToolCall, said: Said) -> Observation:
         """As a message of the tool."""
         text = said.text[:LONGEST_RESULT]
         if self.chat:
@@ -116,7 +116,7 @@ class Json:
         return Observation(f"\n<tool_response>\n{text}\n</tool_response>\n")
 
 
-def form_of(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> Form:
+def call_format(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -> CallFormat:
     """What the options of the environment `tools` say. Raises EnvironmentFault."""
     form = options.get("form", "json")
     known = {"tags": ("open", "close", "before", "after", "failed"), "json": ()}
@@ -135,7 +135,7 @@ def form_of(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -
             "environment 'tools' has no tool", where="environment.tools", fix="Name one, such as calculator"
         )
     if form == "json":
-        return Json(tools, chat)
+        return JsonCallFormat(tools, chat)
     texts = {"open": "<<", "close": ">>", "before": "", "after": ""}
     texts |= {name: value for name, value in options.items() if name != "form"}
     for name, value in texts.items():
@@ -151,7 +151,7 @@ def form_of(options: Mapping[str, Any], tools: tuple[str, ...], *, chat: bool) -
             where="environment.tools",
             fix="Name one, or use form: json",
         )
-    return Tags(tools[0], **texts)
+    return TagCallFormat(tools[0], **texts)
 
 
 def _between(text: str, opening: str, closing: str) -> str | None:
@@ -183,7 +183,7 @@ class ToolEnvironment:
 
     def __init__(self, setting: Setting) -> None:
         self._tools = setting.tools
-        self._form = form_of(setting.options, setting.tools.names, chat=setting.chat)
+        self._form = call_format(setting.options, setting.tools.names, chat=setting.chat)
         self.stop = (self._form.stop,)
 
     async def reset(self) -> Observation:

@@ -16,17 +16,17 @@ import socket
 import sys
 from typing import Any
 
-from gcore.plugins import RAISED, PluginFault, sentence_of, trace_of
-from gcore.reward.worker import failed_line, keep_from_children, limit_memory
+from gcore.plugins import RAISED, PluginFault, error_sentence, plugin_trace
+from gcore.reward.worker import failed_line, guard_answers, limit_memory
 from gcore.rollout.environments.api import BadArgument, Tool, find_tool
 from gcore.rollout.environments.tools import LONGEST_RESULT
-from gcore.worker.sandbox.process import line_of
+from gcore.worker.sandbox.process import encode_line
 
 
 def main() -> None:
     """The process."""
     line = socket.socket(fileno=int(sys.argv[1]))
-    keep_from_children(line)
+    guard_answers(line)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with line, line.makefile("rb") as heard:
         setup = json.loads(heard.readline())
@@ -36,23 +36,23 @@ def main() -> None:
         except PluginFault as fault:
             line.sendall(failed_line(fault))
             return
-        line.sendall(line_of({"ready": True}))
+        line.sendall(encode_line({"ready": True}))
         try:
             for call in heard:
                 number, (name, argument) = json.loads(call)
-                line.sendall(line_of((number, answer(tools[name], name, argument))))
+                line.sendall(encode_line((number, call_tool(tools[name], name, argument))))
         except (BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
             pass
 
 
-def answer(tool: Tool, name: str, argument: str) -> dict[str, Any]:
+def call_tool(tool: Tool, name: str, argument: str) -> dict[str, Any]:
     """What the tool says, or why it says nothing."""
     try:
         said: object = tool(argument)
     except BadArgument as error:
         return {"refused": str(error)[:LONGEST_RESULT]}
     except RAISED as error:  # the edge to foreign code
-        return {"what": f"tool {name!r} raised {sentence_of(error)}", "trace": trace_of(error)}
+        return {"what": f"tool {name!r} raised {error_sentence(error)}", "trace": plugin_trace(error)}
     if not isinstance(said, str):
         return {"what": f"tool {name!r} gave a {type(said).__name__}, no text", "trace": ""}
     return {"said": said[:LONGEST_RESULT]}

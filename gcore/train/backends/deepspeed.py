@@ -46,7 +46,7 @@ from torch.nn import functional
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.models.replicas import Extent
 from gcore.train.batching import Feeding, LogitsOf, make_dummy
-from gcore.train.hf_models import evaluate, logits_of, parameter_groups
+from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
 
 LARGEST_BUCKET = 500_000_000
 
@@ -75,7 +75,7 @@ class UpdateResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizing:
+class OptimizerSettings:
     """What DeepSpeed is told of a model: its arithmetic, its ZeRO stage, and Adam's settings."""
 
     zero_stage: int
@@ -85,17 +85,17 @@ class Optimizing:
     max_grad_norm: float
 
     @classmethod
-    def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> Optimizing:
+    def of(cls, train: TrainSpec, own: TrainSpec | CriticSpec) -> OptimizerSettings:
         """`own`: the section that the model's own settings stand in."""
         return cls(train.zero_stage, train.dtype == "bf16", train.betas, own.weight_decay, own.max_grad_norm)
 
 
-class TrainedModel:
+class DeepSpeedBackend:
     """A model being trained. All methods but `shapes` and `buffers` are collectives."""
 
-    def __init__(self, module: nn.Module, how: Optimizing, feeding: Feeding) -> None:
+    def __init__(self, module: nn.Module, how: OptimizerSettings, feeding: Feeding) -> None:
         """A module in float32, ready to train, Adam's state zero. The module is this one's from now on."""
-        quieten()
+        silence_deepspeed()
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         # DeepSpeed rounds all of the module, and makes its float32 copy from that. What is lost is put back below: of
         # parameters the lost bits, of buffers all of them, since rotary frequencies are no good in half precision.
@@ -107,7 +107,7 @@ class TrainedModel:
             model_parameters=parameter_groups(module, how.weight_decay),
             config=_config(how, parameters),
         )
-        evaluate(engine)
+        set_evaluation_mode(engine)
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(buffer.device)
         self._engine = engine
@@ -254,7 +254,7 @@ class TrainedModel:
                 state["step"].fill_(steps)
 
 
-def quieten() -> None:
+def silence_deepspeed() -> None:
     """DeepSpeed without its chatter, its compiler, and the optimizer that nobody asked for. Before `initialize`."""
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -272,7 +272,7 @@ def _leave_muon_out() -> None:
     sys.modules.setdefault(name, stand_in)
 
 
-def _config(how: Optimizing, parameters: int) -> dict[str, Any]:
+def _config(how: OptimizerSettings, parameters: int) -> dict[str, Any]:
     # The default would set two gigabytes aside for any model. DeepSpeed wants an even number.
     bucket = 2 * max(1, min(LARGEST_BUCKET, parameters + 1) // 2)
     return {

@@ -37,12 +37,12 @@ class WorldDiverged(GcoreError):
     """The ranks of a world are not about to do the same thing."""
 
 
-class CannotMeet(GcoreError):
+class RendezvousFailed(GcoreError):
     """The ranks did not come together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where and as whom a rank joins. `host`: its own address."""
 
     rank: int
@@ -67,13 +67,13 @@ class Collective:
         self.device = device
 
     @classmethod
-    def join(cls, meeting: Meeting, store: TCPStore) -> Collective:
-        """Join the world that meets in `store`; returns when all have. Raises CannotMeet."""
+    def join(cls, meeting: Rendezvous, store: TCPStore) -> Collective:
+        """Join the world that meets in `store`; returns when all have. Raises RendezvousFailed."""
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        name = interface_of(meeting.host)
+        name = find_interface(meeting.host)
         if name is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
@@ -119,7 +119,7 @@ class Collective:
         return [float(value) for value in tensor.tolist()]
 
 
-def interface_of(host: str) -> str | None:
+def find_interface(host: str) -> str | None:
     """The network interface that has the address of `host`; None if none has (then the libraries choose)."""
     try:
         address = socket.gethostbyname(host)
@@ -138,8 +138,8 @@ def interface_of(host: str) -> str | None:
     return None
 
 
-def open_store(meeting: Meeting) -> OpenStore:
-    """Rank 0's store, listening at its own address. Raises CannotMeet."""
+def open_store(meeting: Rendezvous) -> OpenStore:
+    """Rank 0's store, listening at its own address. Raises RendezvousFailed."""
     with _meeting_errors(meeting):
         # The store would listen on every interface; handed a socket, it listens where we say.
         listener = socket.create_server((meeting.host, 0), backlog=128)
@@ -156,19 +156,19 @@ def open_store(meeting: Meeting) -> OpenStore:
     return OpenStore(store, f"{meeting.host}:{port}")
 
 
-def find_store(address: str, meeting: Meeting) -> TCPStore:
-    """Rank 0's store, from another rank. Raises CannotMeet."""
+def find_store(address: str, meeting: Rendezvous) -> TCPStore:
+    """Rank 0's store, from another rank. Raises RendezvousFailed."""
     host, _, port = address.rpartition(":")
     with _meeting_errors(meeting):
         return TCPStore(host, int(port), meeting.size, is_master=False, timeout=MEETING_TIMEOUT, wait_for_workers=False)
 
 
 @contextlib.contextmanager
-def _meeting_errors(meeting: Meeting) -> Iterator[None]:
+def _meeting_errors(meeting: Rendezvous) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's own errors are RuntimeErrors
-        raise CannotMeet(
+        raise RendezvousFailed(
             f"rank {meeting.rank} of {meeting.size} could not meet the others ({_first_line(error)})",
             where=meeting.host,
         ) from error

@@ -31,7 +31,7 @@ NAME = "gcore_packed"
 Varlen = Callable[..., Any]
 
 
-class UnsupportedAttention(Exception):
+class UnsupportedPackedAttention(Exception):
     """The model wants something of its attention that this one does not do; the text says what."""
 
 
@@ -127,13 +127,13 @@ class PackedAttention:
     ) -> tuple[Tensor, None]:
         """`query` [1, head, token, dim] → [1, token, head, dim], as transformers wants it."""
         if softcap is not None or s_aux is not None or position_bias is not None:
-            raise UnsupportedAttention("a soft cap, attention sinks or a position bias")
+            raise UnsupportedPackedAttention("a soft cap, attention sinks or a position bias")
         if sliding_window is not None and sliding_window < max(self.context, self._longest):
-            raise UnsupportedAttention(f"a sliding window of {sliding_window} tokens")
+            raise UnsupportedPackedAttention(f"a sliding window of {sliding_window} tokens")
         if query.shape[0] != 1 or query.shape[2] != sum(self._sizes) or key.shape[2] != query.shape[2]:
-            raise UnsupportedAttention(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
+            raise UnsupportedPackedAttention(f"queries {tuple(query.shape)} over keys {tuple(key.shape)}")
         if attention_mask is not None or getattr(module, "is_causal", True) is False:
-            raise UnsupportedAttention("a mask of its own")
+            raise UnsupportedPackedAttention("a mask of its own")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attend = self._by_rectangle if self._varlen is None else self._at_once
         return attend(query, key, value, scale), None

@@ -29,12 +29,22 @@ from torch import Tensor, nn
 
 from gcore.errors import GcoreError
 from gcore.ledger.records.chain import WorldState
-from gcore.models.replicas import BYTES, KINDS, CopyHeader, data_file, drop, header_file, keepers, lying, shard_bytes
-from gcore.system.fault_injection import At, point
-from gcore.train.backends.deepspeed import NamedTensor, TrainedModel
+from gcore.models.replicas import (
+    BYTES,
+    KINDS,
+    CopyHeader,
+    data_file,
+    drop_copies,
+    header_file,
+    list_copies,
+    second_keepers,
+    shard_bytes,
+)
+from gcore.system.fault_injection import FaultPoint, fault_point
+from gcore.train.backends.deepspeed import DeepSpeedBackend, NamedTensor
 from gcore.train.backends.distributed import Collective
-from gcore.train.checkpoint.writer import Progress
-from gcore.train.models import Models
+from gcore.train.checkpoint.writer import UpdateCounts
+from gcore.train.models import RankModels
 from gcore.train.rank.launch import RankLaunch
 
 log = logging.getLogger("gcore.train")
@@ -52,15 +62,15 @@ SHARE = 4
 """Of what is free in a node's memory, copies take one part in so many, if the spec does not say how much."""
 
 
-class Copier:
+class StateReplicator:
     """One rank's part in copying. All methods are collectives."""
 
-    def __init__(self, launch: RankLaunch, collective: Collective, models: Models) -> None:
+    def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels) -> None:
         self._launch = launch
         self._collective = collective
-        self._models: Mapping[str, TrainedModel] = trained_models(models)
+        self._models: Mapping[str, DeepSpeedBackend] = trained_models(models)
         self._folder = Path(launch.memory_dir)
-        self._keepers = keepers(launch.nodes)
+        self._keepers = second_keepers(launch.nodes)
         self._group = host_group(collective)
         self._extents = {name: tuple(one.extents()) for name, one in self._models.items()}
         self._settle()
@@ -91,9 +101,9 @@ class Copier:
 
     def _drop(self, unwanted: Callable[[WorldState], bool]) -> None:
         if self._launch.memory_dir:
-            drop(self._folder, self._launch.job_uid, unwanted)
+            drop_copies(self._folder, self._launch.job_uid, unwanted)
 
-    def keep(self, step: int, attempt: int, progress: Progress, tell: Callable[[], None]) -> int:
+    def keep(self, step: int, attempt: int, progress: UpdateCounts, tell: Callable[[], None]) -> int:
         """Copy the state after (step, attempt). The bytes that lie on this node then, of this state."""
         if not self.wanted:
             return 0
@@ -101,10 +111,10 @@ class Copier:
         of = WorldState(
             world=launch.world, lineage=launch.lineage, step=step, attempt=attempt, shards=launch.world_size
         )
-        point(At.COPIES, "before")
+        fault_point(FaultPoint.COPIES, "before")
         mine = self._write(of, progress, tell)
         size = (mine.size if mine is not None else 0) + self._exchange(of, mine, tell)
-        point(At.COPIES, "after")
+        fault_point(FaultPoint.COPIES, "after")
         return size
 
     def _fits(self) -> bool:
@@ -137,12 +147,12 @@ class Copier:
     def _lying(self) -> float:
         """Bytes of this job's copies on this node, when each of its ranks has settled."""
         return (
-            float(sum(one.size for one in lying(self._folder, self._launch.job_uid)))
+            float(sum(one.size for one in list_copies(self._folder, self._launch.job_uid)))
             if self._launch.memory_dir
             else 0.0
         )
 
-    def _write(self, of: WorldState, progress: Progress, tell: Callable[[], None]) -> CopyHeader | None:
+    def _write(self, of: WorldState, progress: UpdateCounts, tell: Callable[[], None]) -> CopyHeader | None:
         """This rank's own shard; None if there was no room."""
         path, digest, size = data_file(self._folder, of, self._launch.rank), hashlib.sha256(), 0
         try:
@@ -245,9 +255,9 @@ class Copier:
         return False
 
 
-def trained_models(models: Models) -> dict[str, TrainedModel]:
+def trained_models(models: RankModels) -> dict[str, DeepSpeedBackend]:
     """What a rank trains, under the names that copies call it by."""
-    named: dict[str, TrainedModel] = {"policy": models.policy}
+    named: dict[str, DeepSpeedBackend] = {"policy": models.policy}
     return named if models.critic is None else {**named, "critic": models.critic}
 
 
@@ -282,7 +292,7 @@ class CopiesLost(GcoreError):
     """A state is not there whole, in the memory of the nodes of this world."""
 
 
-class Copies:
+class ReplicaRestore:
     """A state that is there whole, from one rank. All methods are collectives."""
 
     def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
@@ -314,7 +324,7 @@ class Copies:
             for one in self._values(model, "master", {name: p.shape for name, p in parameters.items()}):
                 parameters[one.name].copy_(one.tensor)
 
-    def restore(self, models: Models) -> None:
+    def restore(self, models: RankModels) -> None:
         """Put Adam's state back, of all models."""
         done = {
             "policy": self.progress.updates - self.progress.skipped,
@@ -329,7 +339,7 @@ class Copies:
     def _find(self) -> list[int]:
         """By shard, the rank that reads it."""
         rank, size, shards = self._collective.rank, self._collective.size, self._of.shards
-        held = {header.shard for header in lying(self._folder, self._job_uid) if header.of == self._of}
+        held = {header.shard for header in list_copies(self._folder, self._job_uid) if header.of == self._of}
         mine = [float(rank == r and s in held) for s in range(shards) for r in range(size)]
         found = self._collective.sum(mine)
         sources = [next((r for r in range(size) if found[s * size + r]), None) for s in range(shards)]
@@ -353,11 +363,11 @@ class Copies:
         self._spread(encoded, source)
         return CopyHeader.decode(encoded.numpy().tobytes(), f"shard {shard} of {self._of}")
 
-    def _agreed(self) -> Progress:
+    def _agreed(self) -> UpdateCounts:
         counts = {(h.updates, h.skipped, h.critic_updates, h.critic_skipped) for h in self._headers}
         if len(counts) != 1:
             raise CopiesLost(f"the shards of {self._of} do not count the same updates: {sorted(counts)}")
-        return Progress(*counts.pop())
+        return UpdateCounts(*counts.pop())
 
     def _values(self, model: str, kind: str, shapes: Mapping[str, torch.Size]) -> Iterator[NamedTensor]:
         """Every parameter of a model whole, in the order of `shapes`, in host memory, on every rank."""
@@ -400,7 +410,7 @@ class _Shard:
     @classmethod
     def open(cls, folder: Path, job_uid: str, of: WorldState, shard: int, tell: Callable[[], None]) -> _Shard | None:
         """None if it is gone by now, or its digest is another."""
-        header = next((h for h in lying(folder, job_uid) if h.of == of and h.shard == shard), None)
+        header = next((h for h in list_copies(folder, job_uid) if h.of == of and h.shard == shard), None)
         if header is None:
             return None
         if not header.size:

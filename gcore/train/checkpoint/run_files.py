@@ -26,9 +26,9 @@ from gcore.errors import GcoreError
 from gcore.ledger.balance import SampleSlot
 from gcore.models.layout import checkpoint_folder, manifest_digest, receipts_file
 from gcore.schema import SCHEMA_VERSION
-from gcore.system.fault_injection import At, point
-from gcore.system.files import DiskFull, sync, whole_folder
-from gcore.train.rank.feed import Work
+from gcore.system.fault_injection import FaultPoint, fault_point
+from gcore.system.files import DiskFull, replace_folder, sync_path
+from gcore.train.rank.feed import StepInput
 from gcore.types import Version
 
 # -------------------- run_folder
@@ -71,7 +71,7 @@ class RunFolder:
 log = logging.getLogger("gcore.train")
 
 
-AGAIN_S = 5.0
+WRITE_AGAIN_S = 5.0
 """After a try that failed, until the next."""
 
 
@@ -83,14 +83,14 @@ Highest = Callable[[Sequence[float]], list[float]]
 """Each number's largest over the ranks; a collective."""
 
 
-class NotTaken(GcoreError):
+class WriteRefused(GcoreError):
     """The run's folder did not take what training cannot go on without."""
 
 
-class Insisting:
+class RetryingWriter:
     """Of one rank. `show` hears what is tried again, and nothing when it is over; `limit_s`: so long is waited at most."""
 
-    def __init__(self, show: Callable[[str], None], limit_s: float, again_s: float = AGAIN_S) -> None:
+    def __init__(self, show: Callable[[str], None], limit_s: float, again_s: float = WRITE_AGAIN_S) -> None:
         self._show = show
         self._limit_s = limit_s
         self._again_s = again_s
@@ -98,7 +98,7 @@ class Insisting:
     def until_taken(
         self, what: str, where: Path, attempt: Callable[[], None], highest: Highest, tell: Callable[[], None]
     ) -> None:
-        """Have `attempt` made by all ranks until none of them fails. A collective. Raises NotTaken, on every rank.
+        """Have `attempt` made by all ranks until none of them fails. A collective. Raises WriteRefused, on every rank.
 
         `attempt` raises OSError or DiskFull when it has taken part in all that is collective about it.
         """
@@ -111,7 +111,7 @@ class Insisting:
                 return
             why = f"{what} cannot be written ({os.strerror(int(number))})"
             if waited >= self._limit_s:
-                raise NotTaken(
+                raise WriteRefused(
                     f"{why}, and could not be for {waited:.0f} s",
                     where=str(where),
                     fix="Free some space on this disk, or mend it; train.watchdog_s says how long is waited",
@@ -147,7 +147,7 @@ def _tried(attempt: Callable[[], None], where: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptBook:
+class ReceiptWriter:
     """Where one rank of a world writes."""
 
     run_dir: Path
@@ -161,7 +161,7 @@ class ReceiptBook:
         """The file of this rank."""
         return receipts_file(self.run_dir, self.world, self.rank)
 
-    def write(self, work: Work, loss: float | None) -> None:
+    def write(self, work: StepInput, loss: float | None) -> None:
         """Append the receipt of a step that was trained on, and wait until it is on the disk. Raises OSError; then nothing of
         it is there, and it may be written again."""
         if self.folder is not None:
@@ -176,13 +176,13 @@ class ReceiptBook:
                 _write_all(file, line.encode())
                 os.fsync(file.fileno())
                 if is_new:  # its name, too
-                    sync(path.parent)
+                    sync_path(path.parent)
             except OSError:
                 with contextlib.suppress(OSError):
                     file.truncate(before)
                 raise
 
-    def _fields(self, work: Work, loss: float | None) -> dict[str, object]:
+    def _fields(self, work: StepInput, loss: float | None) -> dict[str, object]:
         by_group: dict[int, list[int]] = {}
         slot: SampleSlot
         for slot in work.layout.of_rank(work.rank):
@@ -204,7 +204,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-WRITING_AGAIN_S = 10.0
+CHECKPOINT_AGAIN_S = 10.0
 """After a try that failed, until one that insists begins the next."""
 
 
@@ -212,16 +212,16 @@ CHECKPOINT = "checkpoint"
 """The phase of a rank that copies a checkpoint, waits until the one before is written, or writes with nothing else to do."""
 
 
-Tick = Callable[[int], None]
+WriteCallback = Callable[[int], None]
 """Told how many more bytes are on their way to the disk."""
 
 
-Fill = Callable[[Path, Tick], None]
+Fill = Callable[[Path, WriteCallback], None]
 """Writes all of a checkpoint into the folder it is given. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class WrittenCheckpoint:
     """A checkpoint that is whole and on the disk: its folder, relative to the run's, and the digest of its manifest."""
 
     version: Version
@@ -230,7 +230,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class WriteProgress:
     """How the newest write stands. Bytes of `total`; `error`: why the last try failed, empty if none did yet.
 
     `over`: nothing more comes of it; without an error it is saved, or was given up.
@@ -247,7 +247,7 @@ class _GivenUp(Exception):
     """The process is about to end."""
 
 
-class CheckpointWriter:
+class BackgroundWriter:
     """One rank's. `saved`, `writing` and `trouble` may be read from any thread; `show` is called from the writing one at each change."""
 
     def __init__(self, run_dir: Path, owner: str, show: Callable[[], None] | None = None) -> None:
@@ -258,9 +258,9 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
         self._given_up = threading.Event()
-        self.again_s = WRITING_AGAIN_S
-        self.saved: Saved | None = None
-        self.writing: Writing | None = None
+        self.again_s = CHECKPOINT_AGAIN_S
+        self.saved: WrittenCheckpoint | None = None
+        self.writing: WriteProgress | None = None
         self.trouble = ""
         """What else the run's folder does not take, and is tried again."""
 
@@ -278,7 +278,7 @@ class CheckpointWriter:
         """Write the checkpoint of `version`, of about `total` bytes, in the background. Only when not busy."""
         if self.busy:
             raise ValueError(f"{version} is to be written while another checkpoint is")
-        self.writing = Writing(version, total)
+        self.writing = WriteProgress(version, total)
         self._write = self._thread.submit(self._run, version, fill, insist)
         self._write.add_done_callback(lambda _: self._show())
 
@@ -318,28 +318,28 @@ class CheckpointWriter:
                 self._note(replace(self._now, error="", over=True))
                 return
 
-    def _once(self, version: Version, fill: Fill) -> Saved:
+    def _once(self, version: Version, fill: Fill) -> WrittenCheckpoint:
         target = checkpoint_folder(self._run_dir, version)
         self.folder.check()
-        with whole_folder(target, owner=self._owner, durable=True) as folder:
+        with replace_folder(target, owner=self._owner, durable=True) as folder:
             fill(folder, self._tick)
             digest = manifest_digest(folder)
-        point(At.CHECKPOINT, "after")
-        return Saved(version, str(target.relative_to(self._run_dir)), digest)
+        fault_point(FaultPoint.CHECKPOINT, "after")
+        return WrittenCheckpoint(version, str(target.relative_to(self._run_dir)), digest)
 
     def _tick(self, count: int) -> None:
         if self._given_up.is_set():
             raise _GivenUp
         if not self._now.written:
-            point(At.CHECKPOINT, "before")  # something of it is on the disk, and no name
+            fault_point(FaultPoint.CHECKPOINT, "before")  # something of it is on the disk, and no name
         self._note(replace(self._now, written=self._now.written + count))
 
     @property
-    def _now(self) -> Writing:
+    def _now(self) -> WriteProgress:
         assert self.writing is not None
         return self.writing
 
-    def _note(self, writing: Writing) -> None:
+    def _note(self, writing: WriteProgress) -> None:
         self.writing = writing
         self._show()
 

@@ -32,18 +32,18 @@ from gcore.models.layout import (
     Manifest,
     TensorsFile,
     TensorShape,
-    companions,
+    companion_files,
     critic_folder,
+    delete_old_staged,
     file_entry,
-    keep_newest_staged,
     sweep_unfinished,
     weights_folder,
 )
-from gcore.system.files import whole_folder
-from gcore.train.backends.deepspeed import Kind, NamedTensor, TrainedModel
-from gcore.train.checkpoint.run_files import CheckpointWriter, Highest, Insisting, Tick
+from gcore.system.files import replace_folder
+from gcore.train.backends.deepspeed import DeepSpeedBackend, Kind, NamedTensor
+from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
 from gcore.train.critic import Critic
-from gcore.train.models import Policy
+from gcore.train.models import PolicyModel
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
@@ -78,7 +78,7 @@ ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedTensor:
+class SnapshotTensor:
     """A tensor's shape and type in the file, and its bytes."""
 
     shape: TensorShape
@@ -86,11 +86,11 @@ class CopiedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedFile:
+class SnapshotFile:
     """What becomes a safetensors file: tensors by name, in the file's order."""
 
     name: str
-    tensors: Mapping[str, CopiedTensor]
+    tensors: Mapping[str, SnapshotTensor]
 
     @property
     def nbytes(self) -> int:
@@ -98,15 +98,15 @@ class CopiedFile:
         return sum(one.shape.nbytes for one in self.tensors.values())
 
 
-class HostCopy:
+class HostSnapshot:
     """One model's."""
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: DeepSpeedBackend) -> None:
         self._model = model
         self._memory: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, tell: Callable[[], None]) -> tuple[CopiedFile, ...]:
+    def take(self, tell: Callable[[], None]) -> tuple[SnapshotFile, ...]:
         """The model's weights and its optimizer's state as they are now. A collective. What was taken before is overwritten."""
         return tuple(self._file(name, kind, tell) for name, kind in CHECKPOINT_KINDS.items())
 
@@ -116,7 +116,7 @@ class HostCopy:
             for _ in self._model.tensors(kind):
                 tell()
 
-    def _file(self, name: str, kind: Kind, tell: Callable[[], None]) -> CopiedFile:
+    def _file(self, name: str, kind: Kind, tell: Callable[[], None]) -> SnapshotFile:
         extra = list(self._model.buffers()) if name == MODEL_FILE else []
         sizes = [4 * torch.Size(shape).numel() for shape in self._model.shapes.values()]
         sizes += [one.tensor.numel() * one.tensor.element_size() for one in extra]
@@ -126,10 +126,10 @@ class HostCopy:
             size = one.tensor.numel() * dtype.itemsize
             place = memory[at : at + size]
             place.view(dtype).copy_(one.tensor.detach().reshape(-1))
-            copied[one.name] = CopiedTensor(TensorShape(CODES[dtype], tuple(one.tensor.shape)), place.numpy().data)
+            copied[one.name] = SnapshotTensor(TensorShape(CODES[dtype], tuple(one.tensor.shape)), place.numpy().data)
             at += _aligned(size)
             tell()
-        return CopiedFile(name, copied)
+        return SnapshotFile(name, copied)
 
     def _all(self, kind: Kind, extra: list[NamedTensor]) -> Iterator[tuple[NamedTensor, torch.dtype]]:
         for one in self._model.tensors(kind):
@@ -165,7 +165,7 @@ NAMES: Mapping[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class UpdateCounts:
     """Optimizer updates so far in the job, and those of them that were left out because of their gradient; the policy's,
     and the critic's."""
 
@@ -175,34 +175,38 @@ class Progress:
     critic_skipped: int = 0
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Progress:
+    def of(cls, manifest: Manifest) -> UpdateCounts:
         """As a checkpoint has it."""
         return cls(manifest.updates, manifest.skipped, manifest.critic_updates, manifest.critic_skipped)
 
 
-class Saver:
+class CheckpointWriter:
     """Writes for one rank of a world.
 
     `tell` hears of each tensor, because a large model takes longer than a hang is given.
     """
 
     def __init__(
-        self, launch: RankLaunch, policy: Policy, critic: Critic | None = None, writer: CheckpointWriter | None = None
+        self,
+        launch: RankLaunch,
+        policy: PolicyModel,
+        critic: Critic | None = None,
+        writer: BackgroundWriter | None = None,
     ) -> None:
         self._launch = launch
         self._policy = policy
         self._dtype = model_dtype(launch.model_path)
         self._writes = launch.rank == 0
-        self._copies = [_Model("", HostCopy(policy), launch.model_path)]
+        self._copies = [_Model("", HostSnapshot(policy), launch.model_path)]
         if critic is not None:
-            self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostCopy(critic), launch.critic_path))
-        self.writer = writer or CheckpointWriter(launch.run_path, launch.world)
-        self.insisting = Insisting(self.writer.hindered, launch.spec.train.watchdog_s)
+            self._copies.append(_Model(f"{CRITIC_FOLDER}/", HostSnapshot(critic), launch.critic_path))
+        self.writer = writer or BackgroundWriter(launch.run_path, launch.world)
+        self.insisting = RetryingWriter(self.writer.hindered, launch.spec.train.watchdog_s)
         if self._writes:
             sweep_unfinished(launch.run_path, launch.lineage)
 
     def stage(self, version: Version, tell: Callable[[], None], highest: Highest) -> str:
-        """Write the weights of `version` for engines; the folder relative to the run's. A collective. Raises NotTaken."""
+        """Write the weights of `version` for engines; the folder relative to the run's. A collective. Raises WriteRefused."""
         target = weights_folder(self._launch.run_path, version)
         what = f"the weights of step {version.step}"
         self.insisting.until_taken(what, target.parent, lambda: self._stage(target, tell), highest, tell)
@@ -214,11 +218,11 @@ class Saver:
         try:
             if self._writes:
                 self.writer.folder.check()
-                with whole_folder(target, owner=self._launch.world, durable=False) as folder:
-                    for source in companions(self._launch.model_path):
+                with replace_folder(target, owner=self._launch.world, durable=False) as folder:
+                    for source in companion_files(self._launch.model_path):
                         _link_or_copy(source, folder / source.name)
                     self._write_served(folder / MODEL_FILE, tensors, tell)
-                keep_newest_staged(target.parent)
+                delete_old_staged(target.parent)
         finally:
             for _ in tensors:
                 tell()
@@ -239,7 +243,9 @@ class Saver:
                 tell()
             known = written
 
-    def checkpoint(self, version: Version, count: Progress, tell: Callable[[], None], *, insist: bool = False) -> None:
+    def checkpoint(
+        self, version: Version, count: UpdateCounts, tell: Callable[[], None], *, insist: bool = False
+    ) -> None:
         """Copy the state as `version`'s and begin to write it; `insist`: until the disk takes it. A collective.
 
         Only when none is being written.
@@ -260,7 +266,7 @@ class Saver:
             "critic_skipped": count.critic_skipped,
         }
 
-        def fill(folder: Path, tick: Tick) -> None:
+        def fill(folder: Path, tick: WriteCallback) -> None:
             files: dict[str, FileEntry] = {}
             for model, copies in taken:
                 inner = folder / model.prefix
@@ -290,11 +296,11 @@ class _Model:
     """A model in a checkpoint: before its files' names, its copy, and the folder its config and tokenizer come from."""
 
     prefix: str
-    copy: HostCopy
+    copy: HostSnapshot
     source: Path
 
 
-def _write_copy(path: Path, copied: CopiedFile, tick: Tick) -> FileEntry:
+def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEntry:
     """A safetensors file of what was copied. What lies in the machine's memory goes to the disk on the way, not at the end:
     so progress is what the disk took, and the end is short."""
     with TensorsFile(path, {name: one.shape for name, one in copied.tensors.items()}) as file:
@@ -304,7 +310,7 @@ def _write_copy(path: Path, copied: CopiedFile, tick: Tick) -> FileEntry:
     return file.entry
 
 
-def restore_optimizer(policy: Policy, folder: Path, manifest: Manifest) -> None:
+def restore_optimizer(policy: PolicyModel, folder: Path, manifest: Manifest) -> None:
     """Put Adam's state back from a checkpoint that was verified. A collective."""
     _restore(policy, folder, manifest.updates - manifest.skipped)
 
@@ -314,7 +320,7 @@ def restore_critic(critic: Critic, folder: Path, manifest: Manifest) -> None:
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 
 
-def _restore(model: TrainedModel, folder: Path, adam_steps: int) -> None:
+def _restore(model: DeepSpeedBackend, folder: Path, adam_steps: int) -> None:
     model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
 
 
@@ -332,7 +338,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 def _copied(model: Path, to: Path) -> Iterator[tuple[str, FileEntry]]:
     """What belongs to a model besides its weights, copied."""
-    for source in companions(model):
+    for source in companion_files(model):
         shutil.copyfile(source, to / source.name)
         yield source.name, file_entry(to / source.name)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from gcore.ledger.balance import SampleSlot, StepLayout, balance, digests_of, layout_of, up_to
+from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples, part_digests, part_layout, seal_up_to
 from gcore.ledger.records.chain import Seal, SealState
 from gcore.types import PromptRef, Range, Token
 
@@ -46,7 +46,7 @@ class WorldName:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldSample:
+class TrainSample:
     """A sample as training needs it: token ids [n] int32, the engine's log-probabilities [n] float32, the reward.
 
     `masked`: its tokens are left out of the loss; its reward counts for the group all the same.
@@ -66,7 +66,7 @@ class HeldSample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldGroup:
+class TrainGroup:
     """The samples of a group that were fed, by index.
 
     `prompt_ids` [n] int32; `temperature` is what it was sampled at, `baseline` what its rewards are held against, if the
@@ -76,16 +76,16 @@ class HeldGroup:
     ref: PromptRef
     digest: str
     prompt_ids: NDArray[np.int32]
-    samples: Mapping[int, HeldSample]
+    samples: Mapping[int, TrainSample]
     temperature: float = 1.0
     baseline: float | None = None
 
-    def joined(self, other: HeldGroup) -> HeldGroup:
+    def joined(self, other: TrainGroup) -> TrainGroup:
         """With the samples of both; they are parts of the same group, since the digests are equal."""
         return replace(self, samples={**self.samples, **other.samples})
 
 
-Listing = Mapping[str, frozenset[int]]
+SampleListing = Mapping[str, frozenset[int]]
 """Group digest to sample indexes."""
 
 
@@ -94,7 +94,7 @@ def _nothing() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepInput:
     """A step to train on: its seal and layout, and this rank's groups by digest.
 
     `begun`: so many of its parts were begun before, and their groups are not among these.
@@ -103,25 +103,25 @@ class Work:
     seal: Seal
     layout: StepLayout
     rank: int
-    groups: Mapping[str, HeldGroup]
+    groups: Mapping[str, TrainGroup]
     begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class PartWork:
+class StepPartInput:
     """Part `number` of a streamed step, from 0: a step of that part alone, with the slot cut down to it."""
 
     number: int
-    work: Work
+    work: StepInput
 
 
-def parts_left(work: Work) -> Iterator[PartWork]:
+def remaining_parts(work: StepInput) -> Iterator[StepPartInput]:
     """The parts of a streamed step that were not begun before."""
     for number in range(work.begun, len(work.seal.parts)):
         yield _part(work.seal, number, work.rank, work.groups)
 
 
-def applied(state: FeedState) -> FeedState:
+def finish_step(state: FeedState) -> FeedState:
     """The token that was being applied is applied, with everything that belongs to it. ValueError if there was none."""
     if state.applying is None:
         raise ValueError("no token is being applied")
@@ -137,8 +137,8 @@ class FeedState:
     world_size: int
     done: int
     holding: Token | None = None
-    held: Listing = field(default_factory=_nothing)
-    groups: Mapping[str, HeldGroup] = field(default_factory=_nothing, repr=False)
+    held: SampleListing = field(default_factory=_nothing)
+    groups: Mapping[str, TrainGroup] = field(default_factory=_nothing, repr=False)
     applying: Token | None = None
     applied: Token | None = None
     streams: bool = False
@@ -148,7 +148,7 @@ class FeedState:
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class FeedTaken:
     """A feed was taken, or dropped because its attempt or step is past. Either way this is what is held."""
 
     state: FeedState
@@ -159,7 +159,7 @@ class Begin:
     """Train on this now."""
 
     state: FeedState
-    work: Work
+    work: StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,42 +167,44 @@ class BeginParts:
     """Add these parts to the step's gradients, in this order."""
 
     state: FeedState
-    parts: tuple[PartWork, ...]
+    parts: tuple[StepPartInput, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Already:
+class AlreadyApplied:
     """Being applied, or applied already: nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RankRefusal:
     """Not with this rank, and why."""
 
     reason: str
 
 
-def admit(state: FeedState, name: WorldName, token: Token | None = None) -> Refused | None:
+def check_caller(state: FeedState, name: WorldName, token: Token | None = None) -> RankRefusal | None:
     """Whether the caller means this world; and, with `token`, whether that can be a token of it."""
     if name != state.name:
-        return Refused(f"this is rank {state.rank} of {state.name}, not of {name}")
+        return RankRefusal(f"this is rank {state.rank} of {state.name}, not of {name}")
     if token is not None and token.lineage != state.name.lineage:
-        return Refused(f"token {token} is not of lineage {state.name.lineage}")
+        return RankRefusal(f"token {token} is not of lineage {state.name.lineage}")
     return None
 
 
-def feed(state: FeedState, name: WorldName, token: Token, groups: Mapping[str, HeldGroup]) -> Fed | Refused:
+def feed_samples(
+    state: FeedState, name: WorldName, token: Token, groups: Mapping[str, TrainGroup]
+) -> FeedTaken | RankRefusal:
     """Samples came for `token`."""
-    refused = admit(state, name, token)
+    refused = check_caller(state, name, token)
     if refused is not None:
         return refused
     if token.step > state.done + 1:
-        return Refused(f"step {token.step} cannot come before step {state.done + 1} was applied")
+        return RankRefusal(f"step {token.step} cannot come before step {state.done + 1} was applied")
     if token.step <= state.done or state.applying is not None:
-        return Fed(state)
+        return FeedTaken(state)
     if state.holding is not None and state.holding.step == token.step:
         if token < state.holding:
-            return Fed(state)
+            return FeedTaken(state)
         if token > state.holding and not state.streams:
             state = _emptied(state)
     else:
@@ -214,58 +216,60 @@ def feed(state: FeedState, name: WorldName, token: Token, groups: Mapping[str, H
             merged[digest] = merged[digest].joined(group) if digest in merged else group
     listed = {digest: samples for digest, samples in state.held.items() if digest in over}
     held = listed | {digest: frozenset(group.samples) for digest, group in merged.items()}
-    return Fed(replace(state, holding=token, groups=merged, held=held))
+    return FeedTaken(replace(state, holding=token, groups=merged, held=held))
 
 
-def accumulate(state: FeedState, name: WorldName, token: Token, seal: Seal) -> BeginParts | Already | Refused:
+def accumulate_parts(
+    state: FeedState, name: WorldName, token: Token, seal: Seal
+) -> BeginParts | AlreadyApplied | RankRefusal:
     """The READY parts of `seal`, which is what the store says of `token`, shall be added to their step's gradients."""
-    refused = admit(state, name, token)
+    refused = check_caller(state, name, token)
     if refused is not None:
         return refused
     if token.step <= state.done or state.applying is not None:
-        return Already()
+        return AlreadyApplied()
     ready = _ready_parts(seal)
     wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, ready)
     if wrong:
-        return Refused(wrong)
+        return RankRefusal(wrong)
     if ready <= len(state.begun):
-        return Already()
+        return AlreadyApplied()
     held = _held_of(state, token)
     lacking = _share_lacking(state, held, seal, range(len(state.begun), ready))
     if lacking:
-        return Refused(lacking)
+        return RankRefusal(lacking)
     parts = tuple(_part(seal, number, state.rank, held) for number in range(len(state.begun), ready))
-    begun = digests_of(seal, ready)
+    begun = part_digests(seal, ready)
     over = {digest for part in begun for digest in part}
     left = {digest: group for digest, group in held.items() if digest not in over}
     return BeginParts(replace(state, begun=begun, groups=left), parts)
 
 
-def apply(state: FeedState, name: WorldName, token: Token, seal: Seal) -> Begin | Already | Refused:
+def apply_step(state: FeedState, name: WorldName, token: Token, seal: Seal) -> Begin | AlreadyApplied | RankRefusal:
     """`token` shall be trained on; `seal` is what the store says of it."""
-    refused = admit(state, name, token)
+    refused = check_caller(state, name, token)
     if refused is not None:
         return refused
     if token in (state.applying, state.applied):
-        return Already()
+        return AlreadyApplied()
     if token.step <= state.done:
-        return Refused(f"step {token.step} was applied already, with another token than {token}")
+        return RankRefusal(f"step {token.step} was applied already, with another token than {token}")
     if state.applying is not None:
-        return Refused(f"token {state.applying} is being applied, not {token}")
+        return RankRefusal(f"token {state.applying} is being applied, not {token}")
     if seal.state is not SealState.READY:
-        return Refused(f"the seal of {token} is {seal.state}, not READY")
+        return RankRefusal(f"the seal of {token} is {seal.state}, not READY")
     wrong = _seal_fault(state, token, seal) or _parts_fault(state, seal, len(seal.parts))
     if wrong:
-        return Refused(wrong)
+        return RankRefusal(wrong)
     if state.holding is not None and state.holding > token:
-        return Refused(f"token {state.holding} is held, which is newer than {token}")
-    layout, held = balance(seal), _held_of(state, token)
+        return RankRefusal(f"token {state.holding} is held, which is newer than {token}")
+    layout, held = balance_samples(seal), _held_of(state, token)
     left = range(len(state.begun), layout.mini_batches)
     lacking = _share_lacking(state, held, seal, left)
     if lacking:
-        return Refused(lacking)
+        return RankRefusal(lacking)
     used = {seal.groups[slot.group].digest for chunk in left for slot in layout.share(chunk, state.rank)}
-    work = Work(seal, layout, state.rank, {digest: held[digest] for digest in used}, len(state.begun))
+    work = StepInput(seal, layout, state.rank, {digest: held[digest] for digest in used}, len(state.begun))
     return Begin(replace(state, holding=token, applying=token, groups=_nothing()), work)
 
 
@@ -291,7 +295,7 @@ def _parts_fault(state: FeedState, seal: Seal, parts: int) -> str:
     """Whether the first `parts` parts of `seal`, which are READY, are not those that were begun here, as far as they go."""
     if _ready_parts(seal) < parts:
         return f"{seal.ready_parts} parts of the seal of {seal.token} are READY, not {parts}"
-    stated = digests_of(seal, parts)
+    stated = part_digests(seal, parts)
     common = min(len(stated), len(state.begun))
     if stated[:common] != state.begun[:common]:
         return f"other parts of step {seal.step} were begun here than the seal of {seal.token} holds"
@@ -307,16 +311,16 @@ def _ready_parts(seal: Seal) -> int:
     return seal.ready_parts
 
 
-def _held_of(state: FeedState, token: Token) -> Mapping[str, HeldGroup]:
+def _held_of(state: FeedState, token: Token) -> Mapping[str, TrainGroup]:
     """What is held that may be trained under `token`."""
     if state.streams and state.holding is not None and state.holding.step == token.step:
         return state.groups
     return state.groups if state.holding == token else _nothing()
 
 
-def _share_lacking(state: FeedState, held: Mapping[str, HeldGroup], seal: Seal, chunks: range) -> str:
+def _share_lacking(state: FeedState, held: Mapping[str, TrainGroup], seal: Seal, chunks: range) -> str:
     """What of this rank's share of some mini-batches, or parts, is not there as the seal says, or nothing."""
-    layout = balance(seal)
+    layout = balance_samples(seal)
     for chunk in chunks:
         slot: SampleSlot
         for slot in layout.share(chunk, state.rank):
@@ -329,13 +333,15 @@ def _share_lacking(state: FeedState, held: Mapping[str, HeldGroup], seal: Seal, 
     return ""
 
 
-def _part(seal: Seal, number: int, rank: int, held: Mapping[str, HeldGroup]) -> PartWork:
-    layout = layout_of(seal, number)
+def _part(seal: Seal, number: int, rank: int, held: Mapping[str, TrainGroup]) -> StepPartInput:
+    layout = part_layout(seal, number)
     used = {seal.groups[slot.group].digest for slot in layout.of_rank(rank)}
-    return PartWork(number, Work(up_to(seal, number + 1), layout, rank, {digest: held[digest] for digest in used}))
+    return StepPartInput(
+        number, StepInput(seal_up_to(seal, number + 1), layout, rank, {digest: held[digest] for digest in used})
+    )
 
 
-def _lacking(group: HeldGroup | None, seal: Seal, number: int, sample: int) -> str:
+def _lacking(group: TrainGroup | None, seal: Seal, number: int, sample: int) -> str:
     """What of a sample is not as the seal says, or nothing."""
     sealed = seal.groups[number]
     if group is None or sample not in group.samples:

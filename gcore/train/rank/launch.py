@@ -14,12 +14,12 @@ from gcore.api.tls import ServingTls
 from gcore.config.spec import JobSpec
 from gcore.errors import GcoreError
 from gcore.ledger.records.chain import WorldState
-from gcore.schema import Part
+from gcore.schema import RecordPart
 from gcore.system.clock import Clock
-from gcore.train.rank.feed import FeedState, Refused
+from gcore.train.rank.feed import FeedState, RankRefusal
 
 
-class Start(Part):
+class WorldStart(RecordPart):
     """What the world goes on from: the step it has done, and where the state of it is.
 
     Copies of `state` in the memory of the world's nodes; else a checkpoint; else (empty) the job's model as it was.
@@ -30,7 +30,7 @@ class Start(Part):
     state: WorldState | None = None
 
 
-class RankLaunch(Part):
+class RankLaunch(RecordPart):
     """First line on the control line. `host`: the address to serve at, and to meet the other ranks from."""
 
     kind: Literal["rank"]
@@ -41,7 +41,7 @@ class RankLaunch(Part):
     world_size: PositiveInt
     spec: JobSpec
     run_dir: str
-    start: Start
+    start: WorldStart
     host: str = "127.0.0.1"
     tls: ServingTls | None = None
     """With it the rank serves over mutual TLS, to nodes of the cluster alone."""
@@ -117,7 +117,7 @@ class StepResult:
     weights_file: str
 
 
-class PhaseTimer:
+class PhaseStopwatch:
     """Seconds by phase."""
 
     def __init__(self, clock: Clock) -> None:
@@ -142,29 +142,29 @@ class PhaseTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PhaseTotals:
     """Until `at`, monotonic seconds: seconds by phase since the rank began."""
 
     at: float
     seconds: Mapping[str, float]
 
 
-class Phases:
+class PhaseMeter:
     """One thread tells, any may read: what they share is replaced, never changed."""
 
     def __init__(self, phase: str, now: float) -> None:
-        self._state: tuple[str, Told] = phase, Told(now, {})
+        self._state: tuple[str, PhaseTotals] = phase, PhaseTotals(now, {})
 
     def tell(self, phase: str, now: float) -> None:
         """It is in this phase from now on."""
         if phase != self._state[0]:
             self._state = phase, self.read(now)
 
-    def read(self, now: float) -> Told:
+    def read(self, now: float) -> PhaseTotals:
         """Everything until now."""
         phase, told = self._state
         passed = max(now - told.at, 0.0)
-        return Told(told.at + passed, {**told.seconds, phase: told.seconds.get(phase, 0.0) + passed})
+        return PhaseTotals(told.at + passed, {**told.seconds, phase: told.seconds.get(phase, 0.0) + passed})
 
 
 # -------------------- rest_rules
@@ -181,29 +181,29 @@ PARTS = frozenset({OPTIMIZER, WEIGHTS})
 """All that a rank can release."""
 
 
-class CannotRest(GcoreError):
+class CannotOffload(GcoreError):
     """There is no room to put aside what a rank holds; it is as it was."""
 
 
-def unknown(what: Collection[str]) -> str:
+def unknown_parts(what: Collection[str]) -> str:
     """What of `what` no rank has, in one sentence; empty if there is nothing."""
     strange = sorted(set(what) - PARTS)
     return f"a rank has no part {strange[0]!r}; it releases {' and '.join(sorted(PARTS))}" if strange else ""
 
 
-def refuse_release(state: FeedState, step: int) -> Refused | None:
+def refuse_release(state: FeedState, step: int) -> RankRefusal | None:
     """Why nothing may be released now, by a caller who knows `step` as the last that is done."""
     if state.applying is not None:
-        return Refused(f"token {state.applying} is being applied, which needs all of the rank's memory")
+        return RankRefusal(f"token {state.applying} is being applied, which needs all of the rank's memory")
     if state.begun:
-        return Refused(f"parts of step {state.done + 1} were begun, and their gradients stay in memory")
+        return RankRefusal(f"parts of step {state.done + 1} were begun, and their gradients stay in memory")
     if step != state.done:
-        return Refused(f"step {state.done} is the last that is done here, not {step}")
+        return RankRefusal(f"step {state.done} is the last that is done here, not {step}")
     return None
 
 
-def refuse_restore(state: FeedState) -> Refused | None:
+def refuse_restore(state: FeedState) -> RankRefusal | None:
     """Why there is nothing to restore by hand now."""
     if state.applying is not None:
-        return Refused(f"token {state.applying} is being applied, which takes the rank's memory by itself")
+        return RankRefusal(f"token {state.applying} is being applied, which takes the rank's memory by itself")
     return None

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from gcore.api.rpc import VersionGate
-from gcore.api.tls import NodesOnly, Watched, server_credentials
+from gcore.api.tls import NodesOnlyInterceptor, ReloadingFiles, server_credentials
 from gcore.api.v1 import train_pb2_grpc
 from gcore.config.train import STORED
 from gcore.errors import GcoreError
@@ -36,16 +36,16 @@ from gcore.ledger.balance import content_sha256
 from gcore.models.layout import Manifest, has_critic, read_manifest, verify_checkpoint
 from gcore.system import daemon as logs
 from gcore.system.clock import Clock
-from gcore.train.checkpoint.run_files import CHECKPOINT, CheckpointWriter
-from gcore.train.rank.feed import FeedState, PartWork, Work, WorldName
-from gcore.train.rank.launch import CannotRest, Phases, RankLaunch, StepResult, Told
-from gcore.train.rank.service import RankBoard, TrainRankService
+from gcore.train.checkpoint.run_files import CHECKPOINT, BackgroundWriter
+from gcore.train.rank.feed import FeedState, StepInput, StepPartInput, WorldName
+from gcore.train.rank.launch import CannotOffload, PhaseMeter, PhaseTotals, RankLaunch, StepResult
+from gcore.train.rank.service import RankStatus, TrainRankService
 from gcore.types import Version
-from gcore.worker.control import Control
+from gcore.worker.control import ControlLine
 
 if TYPE_CHECKING:
     from gcore.train.backends.distributed import Collective
-    from gcore.train.models import Fill, Models
+    from gcore.train.models import Fill, RankModels
 
 # -------------------- loading
 # Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it starts from.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class RendezvousCalls:
     """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks)."""
 
     publish: Callable[[str], None]
@@ -63,19 +63,21 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedRank:
     """A rank that can train. `run` applies a step, `accumulate` adds a part of the next to its gradients, `rest` has exactly the
     named parts of its memory given back, `leave` says farewell to the others; all in the loading thread. `released`: which parts
     are, for any thread."""
 
-    run: Callable[[Work, Callable[[str], None]], StepResult]
+    run: Callable[[StepInput, Callable[[str], None]], StepResult]
     leave: Callable[[], None]
-    accumulate: Callable[[PartWork, Callable[[str], None]], None]
+    accumulate: Callable[[StepPartInput, Callable[[str], None]], None]
     rest: Callable[[Collection[str], Callable[[str], None]], None]
     released: Callable[[], frozenset[str]]
 
 
-def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], None], writer: CheckpointWriter) -> Loaded:
+def load_rank(
+    launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Callable[[str], None], writer: BackgroundWriter
+) -> LoadedRank:
     """Everything up to serving; `tell` hears of progress, `writer` writes the checkpoints. Raises GcoreError."""
     began = clock.monotonic()
     manifest = _manifest(launch)
@@ -88,7 +90,7 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     tell("loading")
     torch.set_num_threads(launch.threads)
     torch.set_num_interop_threads(1)  # nothing here runs operators side by side
-    meeting = meeting_place.Meeting(launch.rank, launch.world_size, launch.host)
+    meeting = meeting_place.Rendezvous(launch.rank, launch.world_size, launch.host)
     if launch.rank == 0:
         opened = meeting_place.open_store(meeting)
         meet.publish(opened.address)
@@ -100,17 +102,17 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
     collective = meeting_place.Collective.join(meeting, store)
     tell("loading")
 
-    from gcore.train.checkpoint.replicas import Copier, Copies
-    from gcore.train.checkpoint.writer import Progress, Saver, restore_critic, restore_optimizer
-    from gcore.train.offload import Resting, RestingTrainer
+    from gcore.train.checkpoint.replicas import ReplicaRestore, StateReplicator
+    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
+    from gcore.train.offload import MemoryOffloader, OffloadingTrainer
     from gcore.train.step import StepTrainer
 
     def loading() -> None:
         tell("loading")
 
-    copies = None if launch.start.state is None else Copies(launch, launch.start.state, collective, loading)
+    copies = None if launch.start.state is None else ReplicaRestore(launch, launch.start.state, collective, loading)
     models = _models(launch, collective, tell, None if copies is None else copies.fill)
-    progress = Progress(0, 0)
+    progress = UpdateCounts(0, 0)
     folder = launch.checkpoint_path
     if copies is not None:
         copies.restore(models)
@@ -119,27 +121,27 @@ def load(launch: RankLaunch, meet: Meet, clock: Clock, tell: Callable[[str], Non
         restore_optimizer(models.policy, folder, manifest)
         if models.critic is not None:
             restore_critic(models.critic, folder, manifest)
-        progress = Progress.of(manifest)
-    saver = Saver(launch, models.policy, models.critic, writer)
+        progress = UpdateCounts.of(manifest)
+    saver = CheckpointWriter(launch, models.policy, models.critic, writer)
     saver.stage(Version(launch.lineage, launch.start.step), loading, collective.max)
     loading()
-    copier = Copier(launch, collective, models)
+    copier = StateReplicator(launch, collective, models)
     if launch.resumes:
         copier.keep(launch.start.step, 0, progress, loading)
     trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
-    resting = Resting(models, launch.spec.train, collective.device, clock)
-    rested = RestingTrainer(resting, collective, trainer)
-    return Loaded(rested.run, collective.leave, rested.accumulate, resting.rest, lambda: resting.released)
+    resting = MemoryOffloader(models, launch.spec.train, collective.device, clock)
+    rested = OffloadingTrainer(resting, collective, trainer)
+    return LoadedRank(rested.run, collective.leave, rested.accumulate, resting.rest, lambda: resting.released)
 
 
-def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> Models:
+def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> RankModels:
     """All that the spec asks for. One reading of the files serves them all at the first start."""
     import torch
 
-    from gcore.train.hf_models import explained
+    from gcore.train.hf_models import explain_memory_error
     from gcore.train.models import load_models
 
-    with explained("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
+    with explain_memory_error("loading the model", launch.spec.train, ("zero_stage", "offload_reference")):
         models = load_models(launch, collective.device, collective.max, lambda: tell("loading"), fill)
     if collective.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -192,7 +194,7 @@ MESSAGE_BYTES = 8 << 20
 """An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
 
 
-Loader = Callable[[RankLaunch, Meet, Clock, Callable[[str], None], CheckpointWriter], Loaded]
+Loader = Callable[[RankLaunch, RendezvousCalls, Clock, Callable[[str], None], BackgroundWriter], LoadedRank]
 """Everything up to serving, in the thread that trains."""
 
 
@@ -200,10 +202,10 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemot
 """What gloo and NCCL say, amid much else, when a rank they wait for has ended. The log has all of it."""
 
 
-class Orders:
+class ControlListener:
     """What the supervisor says, sorted: where rank 0 is, and that it is time to stop."""
 
-    def __init__(self, control: Control, stop: Callable[[], None]) -> None:
+    def __init__(self, control: ControlLine, stop: Callable[[], None]) -> None:
         self._control = control
         self._stop = stop
         self._rendezvous: queue.Queue[str] = queue.Queue()
@@ -222,17 +224,17 @@ class Orders:
                 self._stop()
 
 
-class Pulse:
+class ProgressReporter:
     """Progress, told to the supervisor and shown to watchers: every phase, and now and then within one. Any thread."""
 
-    def __init__(self, control: Control, clock: Clock, show: Callable[[str, int], None]) -> None:
+    def __init__(self, control: ControlLine, clock: Clock, show: Callable[[str, int], None]) -> None:
         self._control = control
         self._clock = clock
         self._show = show
         self._phase = ""
         self._progress = 0
         self._shown = 0.0
-        self._phases = Phases("loading", clock.monotonic())
+        self._phases = PhaseMeter("loading", clock.monotonic())
 
     def tell(self, phase: str) -> None:
         """There is progress, in `phase`. From one thread at a time."""
@@ -245,7 +247,7 @@ class Pulse:
         self._control.send("progress", phase=phase, progress=self._progress)
         self._show(phase, self._progress)
 
-    def told(self) -> Told:
+    def told(self) -> PhaseTotals:
         """What the time until now was."""
         return self._phases.read(self._clock.monotonic())
 
@@ -253,7 +255,7 @@ class Pulse:
 class RankProcess:
     """One rank's life, in the event loop."""
 
-    def __init__(self, launch: RankLaunch, control: Control, clock: Clock, loader: Loader = load) -> None:
+    def __init__(self, launch: RankLaunch, control: ControlLine, clock: Clock, loader: Loader = load_rank) -> None:
         self._launch = launch
         self._loader = loader
         self._control = control
@@ -263,15 +265,15 @@ class RankProcess:
         self._end: asyncio.Future[int] = self._loop.create_future()
         name = WorldName(launch.job_uid, launch.world, launch.lineage)
         state = FeedState(name, launch.rank, launch.world_size, launch.start.step, streams=launch.spec.train.stream)
-        self._pulse = Pulse(control, clock, self._note_soon)
-        self._board = RankBoard(state, clock, self._pulse.told)
-        self._orders = Orders(control, self._stop_soon)
+        self._pulse = ProgressReporter(control, clock, self._note_soon)
+        self._board = RankStatus(state, clock, self._pulse.told)
+        self._orders = ControlListener(control, self._stop_soon)
         self._server = grpc.aio.server(
-            interceptors=[*([NodesOnly()] if launch.tls else []), VersionGate()],
+            interceptors=[*([NodesOnlyInterceptor()] if launch.tls else []), VersionGate()],
             options=[("grpc.max_receive_message_length", MESSAGE_BYTES)],
         )
-        self._loaded: Loaded | None = None
-        self._writer = CheckpointWriter(launch.run_path, launch.world, self._wrote_soon)
+        self._loaded: LoadedRank | None = None
+        self._writer = BackgroundWriter(launch.run_path, launch.world, self._wrote_soon)
         self._busy = asyncio.create_task(self._load())
         self._busy.add_done_callback(self._finished)
 
@@ -288,7 +290,7 @@ class RankProcess:
         return code
 
     async def _load(self) -> None:
-        meet = Meet(lambda address: self._control.send("store", address=address), self._orders.rendezvous)
+        meet = RendezvousCalls(lambda address: self._control.send("store", address=address), self._orders.rendezvous)
         self._loaded = await self._loop.run_in_executor(
             self._thread, self._loader, self._launch, meet, self._clock, self._pulse.tell, self._writer
         )
@@ -305,19 +307,19 @@ class RankProcess:
         tls = self._launch.tls
         if tls is None:
             return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, server_credentials(Watched(tls.material), mutual=True))
+        return self._server.add_secure_port(address, server_credentials(ReloadingFiles(tls.material), mutual=True))
 
-    def _begin(self, work: Work) -> None:
+    def _begin(self, work: StepInput) -> None:
         self._busy = asyncio.create_task(self._apply(work))
         self._busy.add_done_callback(self._finished)
 
-    def _begin_part(self, part: PartWork) -> None:
+    def _begin_part(self, part: StepPartInput) -> None:
         # One thread does all of it, so what is begun later comes later.
         self._busy = asyncio.create_task(self._accumulate(part))
         self._busy.add_done_callback(self._finished)
 
     async def _rest(self, what: Collection[str]) -> None:
-        """Have exactly these parts released. Raises CannotRest, and what fails otherwise is the process's failure."""
+        """Have exactly these parts released. Raises CannotOffload, and what fails otherwise is the process's failure."""
         task = self._busy = asyncio.create_task(self._go_to_rest(what))
         task.add_done_callback(self._rested)
         await asyncio.shield(task)  # it goes on, whoever does not wait for it any more
@@ -333,16 +335,16 @@ class RankProcess:
 
     def _rested(self, task: asyncio.Task[None]) -> None:
         """What finds no room is told to whoever asked for it, and the rank goes on as it was."""
-        if task.cancelled() or not isinstance(task.exception(), CannotRest):
+        if task.cancelled() or not isinstance(task.exception(), CannotOffload):
             self._finished(task)
 
-    async def _accumulate(self, part: PartWork) -> None:
+    async def _accumulate(self, part: StepPartInput) -> None:
         assert self._loaded is not None
         await self._loop.run_in_executor(self._thread, self._loaded.accumulate, part, self._pulse.tell)
         if self._busy is asyncio.current_task():  # or the thread tells already of what was begun since
             self._pulse.tell(self._resting)
 
-    async def _apply(self, work: Work) -> None:
+    async def _apply(self, work: StepInput) -> None:
         assert self._loaded is not None
         result: StepResult = await self._loop.run_in_executor(self._thread, self._loaded.run, work, self._pulse.tell)
         self._pulse.tell(self._resting)
@@ -379,7 +381,7 @@ class RankProcess:
     def _failed(self, error: BaseException) -> None:
         if not self._end.done() and not self._board.error:
             log.error("rank %d fails in phase %s", self._launch.rank, self._board.phase, exc_info=error)
-            self._board.failed(reason_of(error, self._board.phase))
+            self._board.failed(failure_reason(error, self._board.phase))
             self._busy = asyncio.create_task(self._fail())
 
     async def _fail(self) -> None:
@@ -405,7 +407,7 @@ class RankProcess:
         self._board.show()
 
 
-def reason_of(error: BaseException, phase: str) -> str:
+def failure_reason(error: BaseException, phase: str) -> str:
     """A failure as one sentence."""
     if isinstance(error, GcoreError):
         return str(error)
@@ -415,10 +417,10 @@ def reason_of(error: BaseException, phase: str) -> str:
     return f"{type(error).__name__} in phase {phase}" + (f": {lines[0]}" if lines else "")
 
 
-def main(clock: Clock, loader: Loader = load) -> None:
+def main(clock: Clock, loader: Loader = load_rank) -> None:
     """Run the rank whose launch document comes over the control line; does not return."""
-    logs.set_up()
-    control = Control.inherit()
+    logs.set_up_logging()
+    control = ControlLine.inherit()
     if control is None:
         sys.exit("gcore.train is started by gcore-worker, with a launch document; to train, use gcore run")
     launch = RankLaunch.model_validate(control.launch, context=STORED)

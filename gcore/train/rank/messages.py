@@ -20,9 +20,9 @@ from gcore.api.v1 import train_pb2 as pb
 from gcore.errors import GcoreError
 from gcore.ledger.balance import parts_sha256
 from gcore.schema import SCHEMA_VERSION
-from gcore.train.checkpoint.run_files import Saved, Writing
-from gcore.train.rank.feed import FeedState, HeldGroup, HeldSample, Listing, WorldName
-from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, misplaced
+from gcore.train.checkpoint.run_files import WriteProgress, WrittenCheckpoint
+from gcore.train.rank.feed import FeedState, SampleListing, TrainGroup, TrainSample, WorldName
+from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, range_problem
 
 CHUNK_BYTES = 1 << 20
 
@@ -55,13 +55,13 @@ def write_token(token: Token) -> pb.StepToken:
     return pb.StepToken(lineage=token.lineage, step=token.step, attempt=token.attempt)
 
 
-def write_held(held: Listing) -> list[pb.HeldGroup]:
+def write_sample_listing(held: SampleListing) -> list[pb.HeldGroup]:
     """What is held, by digest."""
     return [pb.HeldGroup(digest=digest, samples=sorted(samples)) for digest, samples in sorted(held.items())]
 
 
-def read_held(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
-    """Inverse of `write_held`."""
+def read_sample_listing(held: Iterable[pb.HeldGroup]) -> dict[str, frozenset[int]]:
+    """Inverse of `write_sample_listing`."""
     return {group.digest: frozenset(group.samples) for group in held}
 
 
@@ -72,7 +72,7 @@ def write_state(state: FeedState) -> pb.RankState:
         world=write_world(state.name),
         rank=state.rank,
         world_size=state.world_size,
-        held=write_held(state.held),
+        held=write_sample_listing(state.held),
     )
     if state.holding is not None:
         message.holding.CopyFrom(write_token(state.holding))
@@ -84,19 +84,19 @@ def write_state(state: FeedState) -> pb.RankState:
     return message
 
 
-def write_saved(saved: Saved) -> pb.SavedCheckpoint:
+def write_saved_checkpoint(saved: WrittenCheckpoint) -> pb.SavedCheckpoint:
     """A checkpoint that is on the disk."""
     return pb.SavedCheckpoint(
         lineage=saved.version.lineage, step=saved.version.step, file=saved.file, sha256=saved.sha256
     )
 
 
-def read_saved(message: pb.SavedCheckpoint) -> Saved:
-    """Inverse of `write_saved`."""
-    return Saved(Version(message.lineage, message.step), message.file, message.sha256)
+def read_saved_checkpoint(message: pb.SavedCheckpoint) -> WrittenCheckpoint:
+    """Inverse of `write_saved_checkpoint`."""
+    return WrittenCheckpoint(Version(message.lineage, message.step), message.file, message.sha256)
 
 
-def write_writing(writing: Writing) -> pb.CheckpointWrite:
+def write_checkpoint_progress(writing: WriteProgress) -> pb.CheckpointWrite:
     """How the newest write of a checkpoint stands."""
     return pb.CheckpointWrite(
         lineage=writing.version.lineage,
@@ -108,9 +108,9 @@ def write_writing(writing: Writing) -> pb.CheckpointWrite:
     )
 
 
-def read_writing(message: pb.CheckpointWrite) -> Writing:
-    """Inverse of `write_writing`."""
-    return Writing(
+def read_checkpoint_progress(message: pb.CheckpointWrite) -> WriteProgress:
+    """Inverse of `write_checkpoint_progress`."""
+    return WriteProgress(
         version=Version(message.lineage, message.step),
         total=message.total,
         written=message.written,
@@ -124,7 +124,7 @@ def write_payload(groups: Iterable[tuple[Group, frozenset[int]]]) -> bytes:
     return pb.FeedPayload(groups=[_part(group, samples) for group, samples in groups]).SerializeToString()
 
 
-def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, HeldGroup]:
+def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, TrainGroup]:
     """The groups of a feed, by digest. `data` is all chunks, joined. Raises FeedDamaged."""
     if len(data) != header.total_bytes or hashlib.sha256(data).digest() != header.sha256:
         raise FeedDamaged(
@@ -134,7 +134,7 @@ def read_payload(header: pb.FeedHeader, data: bytes) -> Mapping[str, HeldGroup]:
         payload = pb.FeedPayload.FromString(data)
     except DecodeError as error:
         raise FeedDamaged(f"not a FeedPayload ({error})", where=header.sender) from error
-    groups: dict[str, HeldGroup] = {}
+    groups: dict[str, TrainGroup] = {}
     for part in payload.groups:
         group = _group(part, header.sender)
         groups[group.digest] = groups[group.digest].joined(group) if group.digest in groups else group
@@ -174,7 +174,7 @@ def _part(group: Group, samples: frozenset[int]) -> pb.GroupPart:
     )
 
 
-def _group(part: pb.GroupPart, sender: str) -> HeldGroup:
+def _group(part: pb.GroupPart, sender: str) -> TrainGroup:
     ref = PromptRef(part.ref.data_epoch, part.ref.shard, part.ref.seq)
     where = f"group {part.digest} of prompt {ref} from {sender}"
     if not part.prompt_ids or len(part.prompt_ids) % 4:
@@ -193,10 +193,10 @@ def _group(part: pb.GroupPart, sender: str) -> HeldGroup:
         if sample.index >= len(part.sample_digests):
             raise FeedDamaged(f"sample {sample.index} of {len(part.sample_digests)}", where=where)
         samples[sample.index] = _sample(sample, part.sample_digests[sample.index], where)
-    return HeldGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline)
+    return TrainGroup(ref, part.digest, prompt_ids, samples, part.temperature, baseline)
 
 
-def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:
+def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> TrainSample:
     if len(sample.token_ids) % 4 or len(sample.token_ids) != len(sample.logprobs):
         raise FeedDamaged(
             f"sample {sample.index} has {len(sample.token_ids)} bytes of token ids and "
@@ -212,7 +212,7 @@ def _sample(sample: pb.SamplePart, digest: bytes, where: str) -> HeldSample:
     if not (np.isfinite(logprobs).all() and math.isfinite(sample.reward)):
         raise FeedDamaged(f"sample {sample.index} has a log-probability or reward that is not finite", where=where)
     token_ids = np.frombuffer(sample.token_ids, dtype="<i4").astype(np.int32)
-    return HeldSample(token_ids, logprobs, sample.reward, sample.masked, _observed(sample, len(token_ids), where))
+    return TrainSample(token_ids, logprobs, sample.reward, sample.masked, _observed(sample, len(token_ids), where))
 
 
 def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...]:
@@ -221,6 +221,6 @@ def _observed(sample: pb.SamplePart, count: int, where: str) -> tuple[Range, ...
         raise FeedDamaged(f"sample {sample.index} has {len(sample.observed)} bytes of observed ranges", where=where)
     edges = np.frombuffer(sample.observed, dtype="<i4").tolist()
     ranges = tuple(zip(edges[::2], edges[1::2], strict=True))
-    if why := misplaced(ranges, count):
+    if why := range_problem(ranges, count):
         raise FeedDamaged(f"sample {sample.index}: {why}", where=where)
     return ranges

@@ -15,16 +15,33 @@ from typing import NoReturn
 
 import grpc
 
-from gcore.api.rpc import refusal
+from gcore.api.rpc import version_refusal
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.ledger.records.chain import Seal
 from gcore.schema import UnreadableRecord
 from gcore.system.clock import Clock
-from gcore.train.checkpoint.run_files import Saved, Writing
+from gcore.train.checkpoint.run_files import WriteProgress, WrittenCheckpoint
 from gcore.train.rank import feed as feed_state
-from gcore.train.rank.feed import Already, Begin, BeginParts, FeedState, PartWork, Refused, Work, WorldName
-from gcore.train.rank.launch import PARTS, CannotRest, StepResult, Told, refuse_release, refuse_restore, unknown
+from gcore.train.rank.feed import (
+    AlreadyApplied,
+    Begin,
+    BeginParts,
+    FeedState,
+    RankRefusal,
+    StepInput,
+    StepPartInput,
+    WorldName,
+)
+from gcore.train.rank.launch import (
+    PARTS,
+    CannotOffload,
+    PhaseTotals,
+    StepResult,
+    refuse_release,
+    refuse_restore,
+    unknown_parts,
+)
 from gcore.train.rank.messages import (
     CHUNK_BYTES,
     LARGEST_PAYLOAD,
@@ -32,10 +49,10 @@ from gcore.train.rank.messages import (
     read_payload,
     read_token,
     read_world,
-    write_held,
-    write_saved,
+    write_checkpoint_progress,
+    write_sample_listing,
+    write_saved_checkpoint,
     write_state,
-    write_writing,
 )
 
 COALESCE_S = 0.05
@@ -49,13 +66,13 @@ PARTS_S = 0.5
 CONTEXT = grpc.aio.ServicerContext[object, object]
 
 
-class RankBoard:
+class RankStatus:
     """What the rank shows: its state, phase, last report. Used in the event loop only.
 
     `progress` alone is not worth a message each; whoever runs the clock decides when to `show` it.
     """
 
-    def __init__(self, state: FeedState, clock: Clock, told: Callable[[], Told] | None = None) -> None:
+    def __init__(self, state: FeedState, clock: Clock, told: Callable[[], PhaseTotals] | None = None) -> None:
         """`told`: what the rank's time was."""
         self.state = state
         self._clock = clock
@@ -63,8 +80,8 @@ class RankBoard:
         self.phase = "waiting"
         self.progress = 0
         self.error = ""
-        self.saved: Saved | None = None
-        self.writing: Writing | None = None
+        self.saved: WrittenCheckpoint | None = None
+        self.writing: WriteProgress | None = None
         self.trouble = ""
         self.released: frozenset[str] = frozenset()
         """The parts of its memory that it has given back."""
@@ -90,7 +107,7 @@ class RankBoard:
 
     def reported(self, result: StepResult, content: bytes) -> None:
         """The token that was being applied is applied."""
-        self.state = feed_state.applied(self.state)
+        self.state = feed_state.finish_step(self.state)
         self.phase = "waiting"
         self._report = pb.StepReport(
             content_sha256=content,
@@ -119,9 +136,9 @@ class RankBoard:
         if self._report is not None:
             message.report.CopyFrom(self._report)
         if self.saved is not None:
-            message.saved.CopyFrom(write_saved(self.saved))
+            message.saved.CopyFrom(write_saved_checkpoint(self.saved))
         if self.writing is not None:
-            message.writing.CopyFrom(write_writing(self.writing))
+            message.writing.CopyFrom(write_checkpoint_progress(self.writing))
         return message
 
     async def messages(self) -> AsyncIterator[pb.RankState]:
@@ -161,9 +178,9 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
 
     def __init__(
         self,
-        board: RankBoard,
-        begin: Callable[[Work], None],
-        begin_part: Callable[[PartWork], None],
+        board: RankStatus,
+        begin: Callable[[StepInput], None],
+        begin_part: Callable[[StepPartInput], None],
         rest: Callable[[Collection[str]], Awaitable[None]],
     ) -> None:
         """`rest` returns when exactly the parts that it names are released."""
@@ -189,29 +206,29 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         except FeedDamaged as error:
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         token = read_token(header.token)
-        answer = feed_state.feed(self._board.state, read_world(header.world), token, groups)
-        if isinstance(answer, Refused):
+        answer = feed_state.feed_samples(self._board.state, read_world(header.world), token, groups)
+        if isinstance(answer, RankRefusal):
             await _refused(context, answer)
         if answer.state != self._board.state:
             self._board.state = answer.state
             held = sum(len(samples) for samples in answer.state.held.values())
             self._board.show(wanted=held >= header.share)
         state = self._board.state
-        return pb.FeedReply(held=write_held(state.held) if state.holding == token else [])
+        return pb.FeedReply(held=write_sample_listing(state.held) if state.holding == token else [])
 
     async def Apply(self, request: pb.ApplyRequest, context: CONTEXT) -> pb.ApplyReply:
         """Train on a sealed step."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
-        answer = feed_state.apply(self._board.state, name, token, seal)
+        answer = feed_state.apply_step(self._board.state, name, token, seal)
         match answer:
-            case Refused():
+            case RankRefusal():
                 await _refused(context, answer)
             case Begin(state, work):
                 self._board.state = state
                 self._board.show()
                 self._begin(work)
-            case Already():
+            case AlreadyApplied():
                 pass
         return pb.ApplyReply()
 
@@ -219,23 +236,23 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         """Train on the READY parts of a step, up to their gradients."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
-        answer = feed_state.accumulate(self._board.state, name, token, seal)
+        answer = feed_state.accumulate_parts(self._board.state, name, token, seal)
         match answer:
-            case Refused():
+            case RankRefusal():
                 await _refused(context, answer)
             case BeginParts(state, parts):
                 self._board.state = state
                 self._board.show()
                 for part in parts:
                     self._begin_part(part)
-            case Already():
+            case AlreadyApplied():
                 pass
         return pb.ApplyReply()
 
     async def Release(self, request: pb.ReleaseRequest, context: CONTEXT) -> pb.RestReply:
         """Give memory back."""
         await self._admit(read_world(request.world), context)
-        if wrong := unknown(request.what):
+        if wrong := unknown_parts(request.what):
             await _invalid(context, wrong)
         refused = refuse_release(self._board.state, request.step)
         if refused is not None:
@@ -253,13 +270,13 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
     async def _put_to_rest(self, what: frozenset[str], context: CONTEXT) -> pb.RestReply:
         try:
             await self._rest(what)
-        except CannotRest as error:
+        except CannotOffload as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return pb.RestReply(released=sorted(self._board.released))
 
     async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
         """The seal that a caller of this world brings."""
-        refused = feed_state.admit(self._board.state, read_world(request.world), read_token(request.token))
+        refused = feed_state.check_caller(self._board.state, read_world(request.world), read_token(request.token))
         if refused is not None:
             await _refused(context, refused)
         await _served(request.schema_version, context)
@@ -287,21 +304,21 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return chunk.header
 
     async def _admit(self, name: WorldName, context: CONTEXT) -> None:
-        refused = feed_state.admit(self._board.state, name)
+        refused = feed_state.check_caller(self._board.state, name)
         if refused is not None:
             await _refused(context, refused)
 
 
-async def _refused(context: CONTEXT, refused: Refused) -> NoReturn:
+async def _refused(context: CONTEXT, refused: RankRefusal) -> NoReturn:
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refused.reason)
     raise AssertionError("abort raises")
 
 
 async def _served(version: int, context: CONTEXT) -> None:
     """Refuse a message of a schema version that is not served."""
-    why = refusal(str(version))
+    why = version_refusal(str(version))
     if why is not None:
-        await _refused(context, Refused(why))
+        await _refused(context, RankRefusal(why))
 
 
 async def _invalid(context: CONTEXT, what: str) -> NoReturn:

@@ -52,7 +52,7 @@ PROOF_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """What became of a program. `error`: what it raised, or how it was ended; `refused`: why it was not even begun."""
 
     output: str = ""
@@ -61,7 +61,7 @@ class Ran:
     refused: str = ""
 
 
-class Box:
+class ProgramSandbox:
     """Runs programs. `memory_mb`: what one may take; `packages`: whether it may import what is installed beside gcore."""
 
     def __init__(self, memory_mb: int, *, packages: bool = False, clock: Clock | None = None) -> None:
@@ -90,7 +90,7 @@ class Box:
         if ways:
             raise RewardError(f"programs cannot be shut in here: one could {', '.join(ways)}", fix=fix)
 
-    def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> Ran:
+    def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> ProgramResult:
         """Run a program, and then tests in its names. `given`: what it reads from standard input. Raises nothing of its own."""
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         uid = _spare_user()
@@ -111,7 +111,7 @@ class Box:
             process = self._spawn(json.dumps(request).encode("ascii"), theirs)
         except OSError as error:
             os.close(ours)
-            return Ran(refused=f"no process can be started ({error.strerror or error})")
+            return ProgramResult(refused=f"no process can be started ({error.strerror or error})")
         finally:
             os.close(theirs)
         assert process.stdout is not None
@@ -173,21 +173,21 @@ class Box:
         return bytes(output), bytes(report), cut
 
 
-def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> Ran:
+def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> ProgramResult:
     text = output.decode("utf-8", errors="replace")
     if cut:
-        return Ran(output=text, error=cut)
+        return ProgramResult(output=text, error=cut)
     begun = said.startswith(BEGUN)
     report: Any = None
     with contextlib.suppress(ValueError, RecursionError):  # a program may have written it
         report = json.loads(said.removeprefix(BEGUN))
-    ended = death.sentence(code, "", out_of_memory=False)
+    ended = death.exit_sentence(code, "", out_of_memory=False)
     match report:
         case {"refused": str(why)} if not begun:
-            return Ran(refused=why)
+            return ProgramResult(refused=why)
         case {"error": str(error), "passed": list(passed)} if begun:
-            return Ran(output=text, passed=tuple(bool(one) for one in passed[:tests]), error=error)
-    return Ran(output=text, error=ended) if begun else Ran(refused=f"its process was {ended}")
+            return ProgramResult(output=text, passed=tuple(bool(one) for one in passed[:tests]), error=error)
+    return ProgramResult(output=text, error=ended) if begun else ProgramResult(refused=f"its process was {ended}")
 
 
 def _spare_user() -> int | None:

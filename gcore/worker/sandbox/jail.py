@@ -95,30 +95,30 @@ def main() -> None:
     try:
         os.dup2(_given_input(request["input"]), 0)
         os.chdir("/")
-        shut_in(request)
+        enter_jail(request)
     except OSError as error:
         os.write(request["report"], json.dumps({"refused": str(error)}).encode())
         os._exit(1)
     os.write(request["report"], BEGUN)
-    run(request["program"], request["tests"], request["report"])
+    run_program(request["program"], request["tests"], request["report"])
 
 
-def shut_in(request: dict[str, Any]) -> None:
+def enter_jail(request: dict[str, Any]) -> None:
     """Give up all that the program must not have. Raises OSError if a step of it cannot be done."""
     sys.path.extend(request["paths"])
     # Libraries are opened before the files they lie in are out of reach.
     libc, seccomp = ctypes.CDLL(None, use_errno=True), ctypes.CDLL("libseccomp.so.2", use_errno=True)
     limit_resources(request["memory_mb"], request["cpu_s"], request["threads"])
-    drop_rank(libc, request["uid"])
+    drop_privileges(libc, request["uid"])
     _checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
     if os.getppid() != request["parent"]:  # it died before we asked
         os._exit(70)
     _checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "give up new privileges")
-    shut_files(libc, request["readable"])
-    shut_calls(seccomp)
+    restrict_files(libc, request["readable"])
+    restrict_calls(seccomp)
 
 
-def run(program: str, tests: list[str], report: int) -> None:
+def run_program(program: str, tests: list[str], report: int) -> None:
     """Run the program, then each test in its names; say what became of them."""
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     error, passed = "", []
@@ -167,7 +167,7 @@ def limit_resources(memory_mb: int, cpu_s: int, threads: int) -> None:
         resource.setrlimit(limit, (most, most))
 
 
-def drop_rank(libc: Any, uid: int | None) -> None:
+def drop_privileges(libc: Any, uid: int | None) -> None:
     """Become `uid`, of no group but its own; keep no capability but to look into folders."""
     header = ctypes.create_string_buffer(struct.pack("<II", CAPABILITY_VERSION_3, 0))
     data = ctypes.create_string_buffer(24)
@@ -187,7 +187,7 @@ def drop_rank(libc: Any, uid: int | None) -> None:
     _checked(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "be nobody's to debug")
 
 
-def shut_files(libc: Any, readable: list[str]) -> None:
+def restrict_files(libc: Any, readable: list[str]) -> None:
     """From now on only what is `readable` can be opened, and only for reading."""
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
@@ -219,7 +219,7 @@ class Argument(ctypes.Structure):
     _fields_ = [("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64)]
 
 
-def shut_calls(seccomp: Any) -> None:
+def restrict_calls(seccomp: Any) -> None:
     """From now on only the calls that are listed here can be made."""
     seccomp.seccomp_init.restype = ctypes.c_void_p
     seccomp.seccomp_init.argtypes = (ctypes.c_uint32,)

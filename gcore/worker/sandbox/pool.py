@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from gcore.plugins import PluginFault
 from gcore.system.clock import Clock
 from gcore.system.process import CannotStart
-from gcore.worker.sandbox.process import ProcessEnded, RewardProcess, check_ready
+from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, check_ready
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class PoolStatus:
     """What a pool of rewards, or of other processes, is at: responses that wait, those it has served so far, and a sentence."""
 
     waiting: int
@@ -44,7 +44,7 @@ Holding = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class SandboxProgram:
     """`module` is run with `python -m`, and told `setup` first. `what`: what it loads, for people; `section`: of the spec, which has
     its `start_timeout_s` and `memory_mb`."""
 
@@ -57,15 +57,15 @@ class Program:
     """The control group (a folder) in which it runs; empty: this process's."""
 
 
-class Starter:
+class ProcessStarter:
     """Starts the processes of one pool. One event loop."""
 
-    def __init__(self, program: Program, clock: Clock) -> None:
+    def __init__(self, program: SandboxProgram, clock: Clock) -> None:
         self._program = program
         self._clock = clock
         self._has_loaded = False
 
-    async def started(self) -> RewardProcess:
+    async def started(self) -> SandboxProcess:
         """A process that has loaded its program, after a few tries. Raises PluginFault, CannotStart."""
         for _ in range(START_TRIES - 1):
             try:
@@ -74,9 +74,9 @@ class Starter:
                 await self._clock.sleep(START_AGAIN_S)
         return await self._loaded()
 
-    async def _loaded(self) -> RewardProcess:
+    async def _loaded(self) -> SandboxProcess:
         program = self._program
-        process = await RewardProcess.of(program.module, program.setup, program.group)
+        process = await SandboxProcess.of(program.module, program.setup, program.group)
         try:
             check_ready(await process.answer(program.start_timeout_s))
         except TimeoutError:
@@ -104,31 +104,31 @@ class Starter:
         )
 
 
-class Loan:
+class Lease:
     """A process that a caller has to itself. `fit`: whether the next may have it: it has answered what it was asked."""
 
-    def __init__(self, process: RewardProcess) -> None:
+    def __init__(self, process: SandboxProcess) -> None:
         self.process = process
         self.fit = False
 
 
-class Crew:
+class WorkerPool:
     """As many processes as there are `workers`, lent to one caller each at a time. One event loop; close it.
 
     One that is not given back fit is ended: its answer would be taken for that to another's question. So is one that a caller's
     question has made start processes which still run: what is left running belongs to nobody. No more are started than are needed at once.
     """
 
-    def __init__(self, program: Program, workers: int, clock: Clock) -> None:
+    def __init__(self, program: SandboxProgram, workers: int, clock: Clock) -> None:
         self._program = program
         self._clock = clock
-        self._starter = Starter(program, clock)
-        self._free: asyncio.LifoQueue[RewardProcess | None] = asyncio.LifoQueue()
+        self._starter = ProcessStarter(program, clock)
+        self._free: asyncio.LifoQueue[SandboxProcess | None] = asyncio.LifoQueue()
         """A place each; None: its process is still to be started."""
         for _ in range(workers):
             self._free.put_nowait(None)
         self._ending: set[asyncio.Task[str]] = set()
-        self._running: dict[RewardProcess, frozenset[int]] = {}
+        self._running: dict[SandboxProcess, frozenset[int]] = {}
         """And what each had started when it was loaded, which stays for all that it is asked."""
         self._waiting = 0
         self._done = 0
@@ -143,10 +143,10 @@ class Crew:
             self._free.put_nowait(place)
 
     @asynccontextmanager
-    async def lent(self, holding: Holding = nullcontext) -> AsyncIterator[Loan]:
+    async def lent(self, holding: Holding = nullcontext) -> AsyncIterator[Lease]:
         """A process to oneself. Who finds none waits, within `holding()`. Raises PluginFault: this node does not have the program."""
         with holding():
-            loan = Loan(await self._taken())
+            loan = Lease(await self._taken())
         try:
             yield loan
         finally:
@@ -157,11 +157,11 @@ class Crew:
             self._free.put_nowait(loan.process if fit else None)
 
     @property
-    def waits(self) -> Scoring:
+    def waits(self) -> PoolStatus:
         """Who waits for a process now, and how many have been served."""
         count = "1 response waits" if self._waiting == 1 else f"{self._waiting} responses wait"
         why = f" ({self._lacks})" if self._lacks else ""
-        return Scoring(self._waiting, self._done, f"{count} for a free process of {self._program.what}{why}")
+        return PoolStatus(self._waiting, self._done, f"{count} for a free process of {self._program.what}{why}")
 
     async def close(self) -> None:
         """End every process."""
@@ -169,18 +169,18 @@ class Crew:
             self._end(process)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    async def how_ended(self, process: RewardProcess) -> str:
+    async def how_ended(self, process: SandboxProcess) -> str:
         """How a process died, in a sentence; it is ended if it has not."""
         task = self._end(process)
         return "ended with all the others" if task is None else await asyncio.shield(task)
 
-    def _is_clean(self, process: RewardProcess) -> bool:
+    def _is_clean(self, process: SandboxProcess) -> bool:
         """Whether nothing is left in it of what it was asked last."""
         if left := process.started() - self._running.get(process, frozenset()):
             log.info("a process of %s is ended: what it was asked left %d processes", self._program.what, len(left))
         return not left and not process.says_more
 
-    def _end(self, process: RewardProcess) -> asyncio.Task[str] | None:
+    def _end(self, process: SandboxProcess) -> asyncio.Task[str] | None:
         """Kill it, in the background; None: that has been begun before."""
         if process not in self._running:
             return None
@@ -190,7 +190,7 @@ class Crew:
         task.add_done_callback(self._ended)
         return task
 
-    async def _taken(self) -> RewardProcess:
+    async def _taken(self) -> SandboxProcess:
         self._waiting += 1
         try:
             place = await self._free.get()
@@ -205,7 +205,7 @@ class Crew:
         finally:
             self._waiting -= 1
 
-    async def _found(self) -> RewardProcess:
+    async def _found(self) -> SandboxProcess:
         """A process, as soon as one can be started. Raises PluginFault."""
         while True:
             try:
@@ -219,7 +219,7 @@ class Crew:
                 self._lacks = ""
                 return process
 
-    async def _started(self) -> RewardProcess:
+    async def _started(self) -> SandboxProcess:
         process = await self._starter.started()
         self._running[process] = process.started()
         return process

@@ -25,20 +25,20 @@ MEBIBYTE = 1 << 20
 KEYCTL = 250 if os.uname().machine == "x86_64" else 219
 
 
-def reads(path: str) -> Callable[[], object]:
+def attempt_read(path: str) -> Callable[[], object]:
     return lambda: open(path, "rb").read(1)
 
 
-def writes(path: str) -> Callable[[], object]:
+def attempt_write(path: str) -> Callable[[], object]:
     return lambda: open(path, "wb").write(b"x")
 
 
-def forks() -> None:
+def attempt_fork() -> None:
     if os.fork() == 0:
         os._exit(0)
 
 
-def starts_many_threads() -> None:
+def attempt_many_threads() -> None:
     threading.stack_size(64 * 1024)
     stop = threading.Event()
     started = []
@@ -53,11 +53,11 @@ def starts_many_threads() -> None:
             thread.join()
 
 
-def takes_memory(flags: int) -> Callable[[], object]:
+def attempt_memory(flags: int) -> Callable[[], object]:
     return lambda: mmap.mmap(-1, (KNOWN["memory_mb"] + 64) * MEBIBYTE, flags=flags)
 
 
-def calls(name: str, *arguments: int) -> Callable[[], object]:
+def attempt_call(name: str, *arguments: int) -> Callable[[], object]:
     """A call of the C library that must fail."""
 
     def call() -> None:
@@ -67,7 +67,7 @@ def calls(name: str, *arguments: int) -> Callable[[], object]:
     return call
 
 
-def raises_a_limit() -> None:
+def attempt_raise_limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -76,38 +76,38 @@ WAYS: dict[str, Callable[[], object]] = {
     "open a datagram socket": lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM),
     "open a local socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
     "open a pair of sockets": socket.socketpair,
-    "read another's file": lambda: reads(KNOWN["secret"])(),
-    "read /etc/passwd": reads("/etc/passwd"),
-    "read about processes": reads("/proc/self/status"),
+    "read another's file": lambda: attempt_read(KNOWN["secret"])(),
+    "read /etc/passwd": attempt_read("/etc/passwd"),
+    "read about processes": attempt_read("/proc/self/status"),
     "list folders": lambda: os.listdir("/tmp"),
-    "write where it is": writes("gcore-probe"),
-    "write temporary files": writes("/tmp/gcore-probe"),
-    "write shared memory": writes("/dev/shm/gcore-probe"),
-    "change another's file": lambda: writes(KNOWN["secret"])(),
+    "write where it is": attempt_write("gcore-probe"),
+    "write temporary files": attempt_write("/tmp/gcore-probe"),
+    "write shared memory": attempt_write("/dev/shm/gcore-probe"),
+    "change another's file": lambda: attempt_write(KNOWN["secret"])(),
     "empty a file that it may read": lambda: os.open("/dev/null", os.O_RDONLY | os.O_TRUNC),
     "change a file's mode": lambda: os.chmod(KNOWN["secret"], 0o600),
     "remove a file": lambda: os.remove(KNOWN["secret"]),
     "make a folder": lambda: os.mkdir("/tmp/gcore-probe-folder"),
     "make files in memory": lambda: os.memfd_create("probe"),
-    "fork": forks,
+    "fork": attempt_fork,
     "start a program": lambda: subprocess.run(["/bin/true"], check=False),
     "replace itself by a program": lambda: os.execv("/bin/true", ["true"]),
-    "start a thousand threads": starts_many_threads,
-    "take more memory than it may": takes_memory(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-    "take more shared memory than it may": takes_memory(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
-    "raise its limits": raises_a_limit,
+    "start a thousand threads": attempt_many_threads,
+    "take more memory than it may": attempt_memory(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    "take more shared memory than it may": attempt_memory(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
+    "raise its limits": attempt_raise_limit,
     "signal another process": lambda: os.kill(KNOWN["parent"], 0),
     "signal all processes": lambda: os.kill(-1, 0),
-    "make a namespace": calls("unshare", 0x10000000),
-    "be debugged": calls("ptrace", 0, 0, 0, 0),
-    "make shared memory segments": calls("shmget", 0, 4096, 0o1600),
-    "make message queues": calls("msgget", 0, 0o1600),
-    "use io_uring": calls("syscall", 425, 1, 0),
-    "use the kernel's keys": calls("syscall", KEYCTL, 0, -3, 0),
+    "make a namespace": attempt_call("unshare", 0x10000000),
+    "be debugged": attempt_call("ptrace", 0, 0, 0, 0),
+    "make shared memory segments": attempt_call("shmget", 0, 4096, 0o1600),
+    "make message queues": attempt_call("msgget", 0, 0o1600),
+    "use io_uring": attempt_call("syscall", 425, 1, 0),
+    "use the kernel's keys": attempt_call("syscall", KEYCTL, 0, -3, 0),
 }
 
 
-def open_ways() -> Iterator[str]:
+def find_open_ways() -> Iterator[str]:
     for name, attempt in WAYS.items():
         try:
             attempt()
@@ -117,4 +117,4 @@ def open_ways() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(list(open_ways())))
+    sys.stdout.write(json.dumps(list(find_open_ways())))

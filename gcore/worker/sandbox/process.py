@@ -24,7 +24,7 @@ from gcore.errors import GcoreError
 from gcore.plugins import MAX_TRACE, PluginFault
 from gcore.reward.api import Response
 from gcore.system import process as death
-from gcore.system.process import CannotStart, child_ended, identify, thread_environment
+from gcore.system.process import CannotStart, identify_process, thread_environment, wait_child_ended
 from gcore.worker.control import ENTER, TETHER, WARDEN
 
 # -------------------- lines
@@ -42,11 +42,11 @@ LONGEST_WORDS = 2000
 """Characters of what an error says, where, and what to do: a reward's own may hold any text."""
 
 
-Call = tuple[int, Mapping[str, Any], Response]
+ScoringCall = tuple[int, Mapping[str, Any], Response]
 """The number of a reward, a prompt's entry, a response."""
 
 
-class Begun:
+class ProgressCell:
     """Which response of which batch a process has begun last: memory that it shares with its controller."""
 
     def __init__(self, fd: int) -> None:
@@ -72,7 +72,7 @@ _BEGUN = struct.Struct("<QQ")
 BEGUN_BYTES = _BEGUN.size
 
 
-def line_of(value: Any) -> bytes:
+def encode_line(value: Any) -> bytes:
     """One line. ASCII, so that nothing in a text can end it or cannot be written."""
     return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
 
@@ -109,11 +109,11 @@ class ProcessEnded(GcoreError):
     """The process has died, by itself or because it did not keep to what was agreed."""
 
 
-class Unagreed(ProcessEnded):
+class ProtocolBroken(ProcessEnded):
     """It said what no such process says; it is of no use any more."""
 
 
-class RewardProcess(asyncio.Protocol):
+class SandboxProcess(asyncio.Protocol):
     """A started process. `of` makes it."""
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class RewardProcess(asyncio.Protocol):
         self._closed = False
         self._transport: asyncio.Transport | None = None
         self._warden: subprocess.Popen[bytes] | None = None
-        self._begun: Begun | None = None
+        self._begun: ProgressCell | None = None
         self._pid = 0
         self._batches, self._asked = 0, 0
         self._oom_kills = 0
 
     @classmethod
-    async def of(cls, module: str, setup: bytes, group: str = "") -> RewardProcess:
+    async def of(cls, module: str, setup: bytes, group: str = "") -> SandboxProcess:
         """Start `python -m module FD BEGUN` in the control group `group`, and tell it `setup`. Raises CannotStart."""
         ours, begun, warden = _spawn(module, group)
         ours.setblocking(False)
@@ -176,14 +176,14 @@ class RewardProcess(asyncio.Protocol):
     def ask(self, call: Any) -> None:
         """Send a call, after the one before has been answered or given up. Calls have numbers, which their answers repeat."""
         self._asked += 1
-        self.send(line_of((self._asked, call)))
+        self.send(encode_line((self._asked, call)))
 
     async def told(self, timeout_s: float) -> Any:
         """What it answers to the call. Raises as `answer`, and Unagreed: what foreign code has written to the socket is no answer."""
         match await self.answer(timeout_s):
             case [int() as number, said] if number == self._asked:
                 return said
-        raise Unagreed("it said what no such process says")
+        raise ProtocolBroken("it said what no such process says")
 
     @property
     def says_more(self) -> bool:
@@ -212,7 +212,7 @@ class RewardProcess(asyncio.Protocol):
             warden.kill()  # nothing happens to one that has ended; the process dies with it
             warden.wait()
         out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        return death.sentence(warden.returncode, "", out_of_memory=out_of_memory)
+        return death.exit_sentence(warden.returncode, "", out_of_memory=out_of_memory)
 
     @property
     def has_ended(self) -> bool:
@@ -232,7 +232,7 @@ class RewardProcess(asyncio.Protocol):
         assert self._warden is not None
         own = self.pid
         found = {*_children(self._warden.pid), *_children(own)} - {own}
-        return frozenset(pid for pid in found if identify(pid) is not None)
+        return frozenset(pid for pid in found if identify_process(pid) is not None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
@@ -271,7 +271,7 @@ async def _ended_within(child: subprocess.Popen[bytes], limit_s: float) -> None:
     with contextlib.suppress(TimeoutError, RuntimeError):  # nor is a thread to be had
         async with asyncio.timeout(limit_s):
             try:
-                await child_ended(child.pid)
+                await wait_child_ended(child.pid)
             except OSError:  # no descriptor is left to wait with
                 await asyncio.to_thread(child.wait)
 
@@ -285,7 +285,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _spawn(module: str, group: str) -> tuple[socket.socket, Begun, subprocess.Popen[bytes]]:
+def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
     warden: tuple[str, ...] = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
     if group:
@@ -296,7 +296,7 @@ def _spawn(module: str, group: str) -> tuple[socket.socket, Begun, subprocess.Po
             undo.callback(ours.close)
             with theirs, open(os.memfd_create("begun", os.MFD_CLOEXEC), "r+b", buffering=0) as memory:
                 memory.truncate(BEGUN_BYTES)
-                begun = Begun(memory.fileno())
+                begun = ProgressCell(memory.fileno())
                 process = subprocess.Popen(
                     [*warden, sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory.fileno())],
                     env={**os.environ, **thread_environment(1)},
