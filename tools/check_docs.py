@@ -36,6 +36,7 @@ from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.schema import NEWEST_VERSION
 from tools.documents import Block, blocks, commands, documents, inline_commands
+from tools.draw_architecture import drawings
 from tools.problem import Problem, line_of, main, relative
 
 CLI: Any = typer.main.get_command(app)
@@ -80,6 +81,7 @@ def check(root: Path) -> Iterator[Problem]:
         yield from names_exist(file, root)
     yield from index_is_complete(root)
     yield from map_is_complete(root)
+    yield from drawings_are_current(root)
     yield from protocol_page_is_complete(root)
     yield from failures_page_is_right(root)
     yield from names_are_listed(root)
@@ -278,6 +280,13 @@ def map_is_complete(root: Path) -> Iterator[Problem]:
             alias = init.read_text(encoding="utf-8").startswith(ALIAS)
             if not alias and f"`{package}`" not in page:
                 yield Problem("docs/architecture.md", 1, f"the map does not name {package}: say what it is for")
+
+
+def drawings_are_current(root: Path) -> Iterator[Problem]:
+    for path, content in drawings().items():
+        file = root / path
+        if not file.exists() or file.read_text(encoding="utf-8") != content:
+            yield Problem(path, 1, "it is not what its program draws: run python -m tools.draw_architecture")
 
 
 def protocol_page_is_complete(root: Path) -> Iterator[Problem]:
