@@ -181,7 +181,7 @@ def test_examples_can_be_planned(spec: str, cluster: str, tmp_path: Path) -> Non
     judged = ("--set", f"judges.0.model.path={tmp_path}") if "judge" in spec else ()
     done = plan(
         ROOT, "-o", "yaml", "--set", f"model.path={tmp_path}", *judged,
-        spec=f"examples/{spec}", cluster=f"examples/clusters/{cluster}.yaml",
+        spec=f"examples/{spec}", cluster=f"deploy/local/clusters/{cluster}.yaml",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["placement"]["policy"] in ("colocated", "static")
