@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from gcore.config.data import ResolvedSource, eval_sources, training_sources
+from gcore.config.data import ResolvedSource
 from gcore.config.reward import RewardSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.curriculum import (
     Curriculum,
     CurriculumView,

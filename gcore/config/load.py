@@ -257,7 +257,7 @@ def _checked(
     try:
         spec = JobSpec.model_validate(tree, context=context)
     except ValidationError as error:
-        problems = blame(list(explain_errors(error)))
+        problems = blame(list(explain_errors(error, JobSpec, root="spec")))
         more = len(problems) - MAX_PROBLEMS
         text = "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
         raise SpecError(text, where=where, fix="See `gcore schema` for every field") from error
@@ -268,7 +268,7 @@ def _problems(tree: dict[str, Any]) -> list[str]:
     try:
         JobSpec.model_validate(tree)
     except ValidationError as error:
-        return list(explain_errors(error))
+        return list(explain_errors(error, JobSpec, root="spec"))
     return []
 
 

@@ -12,8 +12,8 @@ import pytest
 from controllers.flow.evaluation import part_total, score_answers
 from controllers.flow.job_data import JobData, SourcePipeline, rewards_of, sampling_of
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import training_sources
 from gcore.config.reward import RewardPart, RewardSpec, VerdictSpec
+from gcore.config.spec import training_sources
 from gcore.data.stream import PromptStream
 from gcore.errors import EngineError, EngineUnreachable, SpecError
 from gcore.plugins import plugin_trace
