@@ -32,9 +32,9 @@ from gcore.data.curriculum import (
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream, ShardPermutation
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records.chain import EpochRecord, SourceTally
-from gcore.reward.api import Response, RewardError, RewardResult
+from gcore.reward.api import Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
-from gcore.reward.pool import FunctionScorer, Scored
+from gcore.reward.pool import FunctionScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT
