@@ -47,7 +47,7 @@ from controllers.storage.run_folder import LocalRunFolder, staged_versions
 from controllers.telemetry.notices import WarningLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.config import NodeConfig
-from gcore.config.data import training_sources
+from gcore.config.spec import training_sources
 from gcore.data.stream import PromptStream
 from gcore.ledger.selection import rules_of
 from gcore.reward.pool import DirectScorer

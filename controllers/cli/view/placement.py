@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from controllers.accounting.states import add_times
 from controllers.cli.output import format_seconds, printable_text
-from gcore.config.spec import FIXED_POLICIES
+from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
 from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, sum_engines
 from placement.assign import engine_slots, split_of
