@@ -97,12 +97,13 @@ class Submitter:
                 existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
                 if existing is not None:
                     return existing
-            check_engine(spec, (await self._jobs.cluster()).nodes)
+            nodes = (await self._jobs.cluster()).nodes
+            check_engine(spec, nodes)
             check_ranks(spec, self._most_slots())
-            check_served_judges(spec, (await self._jobs.cluster()).nodes)
+            check_served_judges(spec, nodes)
             check_streamed_steps(spec)
             check_moving(spec)
-            check_spans(spec, (await self._jobs.cluster()).nodes)
+            check_spans(spec, nodes)
             check_copies(spec, local=self._local)
             check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
