@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from placement.simulator.replay import ReplayScenario
     from placement.simulator.run import JobRun
 
+
+DEFAULT_COST_S = 5.0
+MOST_COST_S = 1e6
+
+MOST_SLOTS, MOST_STEPS = 4096, 100_000
+"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
+
+MOST_SEED = 2**63 - 1
+
+MOST_SHOWN = 2000
+"""Characters of what a scenario calls itself."""
+
 SIMULATE_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -37,23 +49,6 @@ gcore simulate --run arithmetic-judge --slots 16
 
 gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json
 """
-
-
-DEFAULT_COST_S = 5.0
-
-
-MOST_COST_S = 1e6
-
-
-MOST_SLOTS, MOST_STEPS = 4096, 100_000
-"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
-
-
-MOST_SEED = 2**63 - 1
-
-
-MOST_SHOWN = 2000
-"""Characters of what a scenario calls itself."""
 
 
 def simulate(
@@ -312,10 +307,7 @@ gcore plan grpo.yaml --cluster examples/clusters/eight-h100.yaml
 [dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700
 """
 
-
 MOST_CLUSTER_BYTES = 1 << 16
-
-
 MOST_TOKENS = 1 << 24
 
 

@@ -91,7 +91,6 @@ class PlanReport:
 MOST_MISFITS = 8
 """Sentences about what does not fit that a table shows; JSON has all."""
 
-
 LONG = 500
 """Characters of a sentence that are shown."""
 
@@ -292,7 +291,6 @@ def _table(headings: tuple[str, ...]) -> Table:
 # The placement that was found, as a spec says it.
 
 YamlSection = dict[str, dict[str, Any]]
-
 
 JUDGES = "judges"
 """In a section: by the judge's name, what to write into its `serving`."""
