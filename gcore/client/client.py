@@ -52,7 +52,6 @@ from gcore.system.clock import Clock, SystemClock
 
 JobRef = Job | str
 HOUR_S = 3600.0
-
 T = TypeVar("T")
 P = ParamSpec("P")
 
