@@ -61,7 +61,6 @@ from controllers.rules.actions import (
     Warn,
 )
 from controllers.rules.view import JobView
-from controllers.storage import replication as own_folder
 from controllers.workers.ranks import RankNotConnected
 from gcore.errors import EngineError
 from gcore.ledger import transactions
@@ -108,7 +107,9 @@ async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionR
         case ForgetEvaluations():
             return await tidying.forget_evaluations(action, view, hands)
         case SayFolder() | FetchWeights() | FetchCheckpoint() | BringStart() | Gather() | Archive() | Discard():
-            return await own_folder.carry_out_folder_action(action, view, hands)
+            if hands.replicator is None:
+                return ActionResult(TxnOutcome.STALE, f"{type(action).__name__}: nodes share a folder")
+            return await hands.replicator.carry_out(action, view)
         case _:
             txn = _transaction(action, view, hands)
             report = await hands.ledger.run(txn)

@@ -298,7 +298,7 @@ class Reconciler:
             self._staff_up(view, now)
             if now >= self._shown + SHOW_S:
                 self._shown = now
-                show_in_flight(self._metrics, view.mirror, self._job.holdings, now)
+                self._show_in_flight(view, now)
             intents = decide(view)
             self._telling.look(view, (i.condition for i in intents), now)
             delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
@@ -321,6 +321,12 @@ class Reconciler:
                     await self._job.changes.wait(min(delays) - rest)
                 if self._deeds.held_off:
                     self._job.look_anew()
+
+    def _show_in_flight(self, view: JobView, now: float) -> None:
+        if view.mirror.head is not None:
+            buffer, head = self._job.holdings, view.head
+            versions = buffer.in_flight.versions(head).values()
+            show_in_flight(self._metrics, view.mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(now))
 
     def _staff_up(self, view: JobView, now: float) -> None:
         """Start and stop this node's workers of the job."""
