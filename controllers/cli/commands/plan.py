@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from placement.simulator.replay import ReplayScenario
     from placement.simulator.run import JobRun
 
+
+DEFAULT_COST_S = 5.0
+MOST_COST_S = 1e6
+
+MOST_SLOTS, MOST_STEPS = 4096, 100_000
+"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
+
+MOST_SEED = 2**63 - 1
+
+MOST_SHOWN = 2000
+"""Characters of what a scenario calls itself."""
+
 SIMULATE_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -37,23 +49,6 @@ gcore simulate --run arithmetic-judge --slots 16
 
 gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json
 """
-
-
-DEFAULT_COST_S = 5.0
-
-
-MOST_COST_S = 1e6
-
-
-MOST_SLOTS, MOST_STEPS = 4096, 100_000
-"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
-
-
-MOST_SEED = 2**63 - 1
-
-
-MOST_SHOWN = 2000
-"""Characters of what a scenario calls itself."""
 
 
 def simulate(
@@ -309,15 +304,10 @@ gcore plan grpo.yaml --cluster deploy/local/clusters/eight-h100.yaml
 
 [dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml
 
-[dim]Write it there:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --write grpo.yaml
-
 [dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700
 """
 
-
 MOST_CLUSTER_BYTES = 1 << 16
-
-
 MOST_TOKENS = 1 << 24
 
 
@@ -341,10 +331,6 @@ def plan(
         float | None,
         typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a response; default: half of the longest."),
     ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option("--write", help="Write the spec with the best placement to this file, beside the spec."),
-    ] = None,
     show: Annotated[int, typer.Option(min=1, max=1000, help="Placements that are shown.")] = 5,
     output: Annotated[
         PlanOutput, typer.Option("--output", "-o", help="How the answer is printed; yaml: what to write into the spec.")
@@ -361,7 +347,6 @@ def plan(
         placement_section,
         plan_tree,
         print_tables,
-        write_spec,
     )
 
     planned = make_plan(spec, cluster, set_, prompt_tokens, response_tokens)
@@ -372,19 +357,14 @@ def plan(
         print_tables(planned, show, stdout_console())
     if first is None:
         raise _nothing_fits(planned, cluster)
-    section = placement_section(planned.spec, first)
     if output is PlanOutput.YAML:
         import yaml
 
+        section = placement_section(planned.spec, first)
         by_hand, besides = paste_section(section)
         typer.echo(yaml.safe_dump(by_hand, sort_keys=False).rstrip())
         for line in (*besides, *cache_hints(first), *lines_to_delete(planned.spec, section)):
             typer.echo(f"# {line}.")
-    if write is not None:
-        write_spec(spec, write, section, set_ or ())
-        typer.echo(f"{write} has {first.way}.", err=True)
-        for line in cache_hints(first):
-            typer.echo(f"{line}.", err=True)
 
 
 def make_plan(
