@@ -31,7 +31,8 @@ from controllers.rules.waits import PATIENCE_S
 from gcore.config import NodeConfig, parse_spec
 from gcore.config.node import GarbageSection, JobLimits, KeepPolicy
 from gcore.config.rollout import RolloutSpec
-from gcore.config.spec import PlacementSpec
+from gcore.config.placement import PlacementSpec
+from gcore.config.spec import 
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.schema import NEWEST_VERSION
