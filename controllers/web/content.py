@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 CURVES_MOST_BYTES = 4 << 20
 """Of the file's end."""
 
-
 MOST_POINTS = 400
-
 
 NAMES = (
     "reward",
@@ -146,13 +144,10 @@ def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) ->
 TIMELINES_MOST_BYTES = 512 << 10
 """Of the end of a node's books."""
 
-
 MOST_STEPS, MOST_LINES = 8, 128
 """Of each node's books; and of all of them together: with many nodes fewer steps are drawn."""
 
-
 MOST_NODES = 64
-
 
 MOST_SLOTS = 256
 """Rows of the picture, of all nodes."""
@@ -222,11 +217,7 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 # daemon has few threads, and other work for them than pages.
 
 MOST_RUNS = 16
-
-
 TURN_S = 1.0
-
-
 T = TypeVar("T")
 
 
@@ -257,18 +248,13 @@ class FileCache(Generic[T]):
 
 
 MOST_JOBS = 200
-
-
 MOST_EVENTS = 200
-
 
 MOST_SAID = 2000
 """Characters of one event's message."""
 
-
 LIST_ANEW_S = 5.0
 """So long is a list of the jobs good: it takes reading the records of each."""
-
 
 Tree = dict[str, Any]
 

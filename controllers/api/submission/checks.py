@@ -326,18 +326,14 @@ def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
 MIN_FREE_BYTES = 64 << 20
 """On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
 
-
 LENGTH_SAMPLE = 10_000
 """Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
 alone."""
 
-
 REWARDS_TRIED = 3
-
 
 MOST_FOR_EVER = 1000
 """Checkpoints that a job may keep for ever: each stands in one record of the store, and keeps its log entry there."""
-
 
 CheckProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
