@@ -326,7 +326,7 @@ def test_where_seccomp_does_not_hold_the_proof_refuses(monkeypatch: pytest.Monke
     """A jail that believes it has shut the calls, and has not."""
     jail = tmp_path / "jail.py"
     source = Path(sys.modules["gcore.worker.sandbox.box"].__file__ or "").with_name("jail.py").read_text()
-    jail.write_text(source.replace("    shut_calls(seccomp)\n", ""))
+    jail.write_text(source.replace("    restrict_calls(seccomp)\n", ""))
     assert jail.read_text() != source
     monkeypatch.setattr("gcore.worker.sandbox.box.JAIL", jail)
     with pytest.raises(Exception, match="programs cannot be shut in here: one could open a socket"):

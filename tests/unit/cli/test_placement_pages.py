@@ -11,7 +11,7 @@ from documents import ROOT, blocks, commands, mismatch
 from typer.testing import CliRunner
 
 from controllers.cli.main import app
-from gcore.config.spec import PlacementSpec
+from gcore.config.placement import PlacementSpec
 from gcore.errors import Unreachable
 from placement.simulator.scenario import SECTIONS, Scenario
 

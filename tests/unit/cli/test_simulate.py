@@ -17,7 +17,7 @@ from gcore import plugins
 from gcore.errors import SpecError, UsageError
 from gcore.ledger import archive as store_copy
 from gcore.ledger.records.job import JobRecord
-from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, append_line
+from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, Span, StepAccount, append_line
 from gcore.observability import samples as samples_folder
 from gcore.observability.samples import KeptGroup, KeptSample, KeptText
 from gcore.store.keys import JobKeys
@@ -88,8 +88,8 @@ def a_run(folder: Path, steps: int = 8, slots: int = 3, **more: float) -> Path:
             switches={"none>rollout": (9.0,), "rollout>reward": (1.5,)},
         )
         spans = {
-            "cpu:0": [StepSpan(0.0, 4.0, {"busy rollout": 2.0})],
-            "cpu:1": [StepSpan(0.0, 1.0, {"busy train": 1.0})],
+            "cpu:0": [Span(0.0, 4.0, {"busy rollout": 2.0})],
+            "cpu:1": [Span(0.0, 1.0, {"busy train": 1.0})],
         }
         append_line(folder, AccountLine("node-0", book, (), spans))
     text = "\n".join(json.dumps(line) for line in lines)
@@ -218,7 +218,7 @@ def test_the_same_run_is_replayed_the_same_and_what_is_left_over_of_a_step_is_dr
 
 def test_of_a_run_whose_train_world_changed_each_step_is_known_by_the_world_that_it_had(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
-    wide = {f"cpu:{number}": [StepSpan(0.0, 1.0, {"busy train": 1.0})] for number in range(3)}
+    wide = {f"cpu:{number}": [Span(0.0, 1.0, {"busy train": 1.0})] for number in range(3)}
     book = StepAccount(version=Version(0, 8), began=0.0, seconds=4.0, slots=3, booked={})
     append_line(folder, AccountLine("node-1", book, (), wide))
     replay = read_run(folder)

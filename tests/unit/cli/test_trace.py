@@ -26,8 +26,8 @@ from gcore.ledger.records.job import Move, MoveKind, Moves, SplitPart
 from gcore.ledger.records.slot_accounting import (
     AccountLine,
     EngineSums,
+    Span,
     StepAccount,
-    StepSpan,
     append_line,
     encode_line,
     newest_line,
@@ -53,10 +53,10 @@ def line(node: str = "a", step: int = 3, lineage: int = 0, began: float = 100.0)
         engines=engines,
     )
     spans = {
-        "cpu:0": (StepSpan(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0}), StepSpan(4.0, 5.0, {})),
-        "cpu:1": (StepSpan(0.0, 5.0, {"busy train": 5.0}),),
+        "cpu:0": (Span(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0}), Span(4.0, 5.0, {})),
+        "cpu:1": (Span(0.0, 5.0, {"busy train": 5.0}),),
     }
-    return AccountLine(node, book, (StepSpan(0.0, 4.0, {"collect": 4.0}), StepSpan(4.0, 5.0, {"train": 1.0})), spans)
+    return AccountLine(node, book, (Span(0.0, 4.0, {"collect": 4.0}), Span(4.0, 5.0, {"train": 1.0})), spans)
 
 
 def move(time: float) -> Move:
@@ -95,7 +95,7 @@ EDGES = st.lists(st.floats(0.0, 1e5, allow_nan=False), min_size=2, max_size=8, u
 def test_a_trace_is_of_the_trace_event_format_and_slices_of_a_track_do_not_overlap(
     edges: list[float], began: float
 ) -> None:
-    spans = tuple(StepSpan(begin, end, {"busy rollout": end - begin}) for begin, end in pairwise(edges))
+    spans = tuple(Span(begin, end, {"busy rollout": end - begin}) for begin, end in pairwise(edges))
     one, other = line("a", began=1.6e9), line("b", began=began)
     lines = {"a": replace(one, phases=spans), "b": replace(other, spans={**other.spans, "cpu:0": spans})}
     found = json.loads(json.dumps(build_trace("j", lines, [move(1.6e9), move(began)])))

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from controllers.cli import picture
 from controllers.cli.output import (
     bin_points,
     distinguish_texts,
@@ -25,6 +24,7 @@ from controllers.cli.view.live import render_view
 from controllers.cli.view.state import BestPoint, JobSnapshot, ViewState, WaitPoint
 from gcore.errors import UsageError
 from gcore.observability.events import JobEvent
+from tools import draw_view
 
 STATS = {
     "reward": 0.62, "response_length": 3.14, "tokens_per_second": 812.4, "seconds": 1.0,
@@ -162,22 +162,22 @@ def test_a_picture_is_drawn_from_recorded_events(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_text("".join(one.to_line() + "\n" for one in SCRIPT))
     (tmp_path / "summary.json").write_text('{"job": "sums", "uid": "u1"}')
-    state = picture.replay_events(file)
+    state = draw_view.replay_events(file)
     assert (state.job, state.state) == ("sums", "SUCCEEDED")
-    assert picture.replay_events(file, until=6).state == "RUNNING"
-    image = picture.render_svg(state)
+    assert draw_view.replay_events(file, until=6).state == "RUNNING"
+    image = draw_view.render_svg(state)
     assert image.startswith("<svg")
     assert "SUCCEEDED" in image
-    assert image == picture.render_svg(state)
+    assert image == draw_view.render_svg(state)
 
 
 def test_a_picture_of_something_else_is_refused(tmp_path):
     file = tmp_path / "events.jsonl"
     file.write_text("no event\n")
     with pytest.raises(UsageError, match="no event"):
-        picture.replay_events(file)
+        draw_view.replay_events(file)
     with pytest.raises(UsageError, match="cannot read"):
-        picture.replay_events(tmp_path / "none")
+        draw_view.replay_events(tmp_path / "none")
 
 
 @given(st.text(max_size=80), st.integers(2, 100))

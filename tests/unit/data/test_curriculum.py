@@ -17,7 +17,7 @@ from controllers.changes import ChangeSignal
 from controllers.flow.job_data import CurriculumOrders, check_curriculum, curriculum_view
 from gcore import plugins
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import training_sources
+from gcore.config.spec import training_sources
 from gcore.data.curriculum import (
     CheckedCurriculum,
     CurriculumError,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from controllers.flow.evaluation import clip_for_record
 from controllers.rules.step import TAKEOVER_S, evaluation_order, evaluation_turn, parts_to_take
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import MOST_SETS, EvalSampling, eval_sets
+from gcore.config.data import MOST_SETS, EvalSampling
+from gcore.config.spec import eval_sets
 from gcore.errors import SpecError
 from gcore.ledger.chain import ChainWriter, base_entry
 from gcore.ledger.evaluation import (

@@ -118,10 +118,10 @@ async def test_what_this_controller_holds_of_a_ready_batch_is_written_with_promp
     one, other = group(0), group(1)
     held, both = holding(one), [sealed(one), sealed(other, "node-1.def")]
     samples = keeper(tmp_path)
-    samples.note(mirror(seal(both)), held)
+    samples.note(mirror(seal(both)), held.group)
     await samples.write()
     assert folder.kept_steps(tmp_path) == []
-    samples.note(mirror(seal(both, SealState.READY)), held)
+    samples.note(mirror(seal(both, SealState.READY)), held.group)
     await samples.write()
     (kept,) = folder.read_groups(tmp_path, Version(0, 1))
     assert (kept.prompt.text, kept.answer, kept.source, kept.holder) == ("prompt 0/0/0", "7", "sums", ME)
@@ -134,8 +134,8 @@ async def test_a_batch_whose_commit_comes_with_its_ready_is_written_too(tmp_path
     one = group(0)
     batch = seal([sealed(one)])
     samples = keeper(tmp_path)
-    samples.note(mirror(batch), holding(one))
-    samples.note(mirror(step=1, log=(committed(batch),)), GroupBuffer())
+    samples.note(mirror(batch), holding(one).group)
+    samples.note(mirror(step=1, log=(committed(batch),)), GroupBuffer().group)
     await samples.write()
     assert folder.kept_steps(tmp_path) == [Version(0, 1)]
 
@@ -143,10 +143,10 @@ async def test_a_batch_whose_commit_comes_with_its_ready_is_written_too(tmp_path
 async def test_a_batch_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
     one, other = group(0), group(1)
     samples = keeper(tmp_path)
-    samples.note(mirror(seal([sealed(one)])), holding(one, other))
+    samples.note(mirror(seal([sealed(one)])), holding(one, other).group)
     again = seal([sealed(other)], SealState.READY, attempt=2)
-    samples.note(mirror(again), holding(one, other))
-    samples.note(mirror(step=1, log=(committed(again),)), GroupBuffer())
+    samples.note(mirror(again), holding(one, other).group)
+    samples.note(mirror(step=1, log=(committed(again),)), GroupBuffer().group)
     await samples.write()
     assert [kept.ref.shard for kept in folder.read_groups(tmp_path, Version(0, 1))] == [1]
 
@@ -154,9 +154,9 @@ async def test_a_batch_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
 async def test_a_rollback_forgets_what_was_sealed(tmp_path: Path) -> None:
     one = group(0)
     samples = keeper(tmp_path)
-    samples.note(mirror(seal([sealed(one)])), holding(one))
-    samples.note(mirror(lineage=1), GroupBuffer())
-    samples.note(mirror(seal([sealed(one)], SealState.READY), lineage=1), GroupBuffer())
+    samples.note(mirror(seal([sealed(one)])), holding(one).group)
+    samples.note(mirror(lineage=1), GroupBuffer().group)
+    samples.note(mirror(seal([sealed(one)], SealState.READY), lineage=1), GroupBuffer().group)
     await samples.write()
     assert folder.kept_steps(tmp_path) == []
 
@@ -166,7 +166,7 @@ async def test_steps_that_are_not_due_leave_nothing_and_the_oldest_go(tmp_path: 
     for step in range(1, 9):
         one = group(0, step)
         batch = seal([sealed(one)], SealState.READY, step)
-        samples.note(mirror(batch, step=step - 1), holding(one))
+        samples.note(mirror(batch, step=step - 1), holding(one).group)
         await samples.write()
     assert folder.kept_steps(tmp_path) == [Version(0, 6), Version(0, 8)]
 
@@ -179,7 +179,7 @@ async def test_a_folder_that_takes_nothing_disturbs_nobody_and_is_told_of_once(t
 
     async def keep(step: int) -> None:
         one = group(0, step)
-        samples.note(mirror(seal([sealed(one)], SealState.READY, step), step=step - 1), holding(one))
+        samples.note(mirror(seal([sealed(one)], SealState.READY, step), step=step - 1), holding(one).group)
         await samples.write()
 
     await keep(1)

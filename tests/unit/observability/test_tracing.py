@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trace_collector import Collector
 
 from gcore.errors import UsageError
-from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, StepSpan
+from gcore.ledger.records.slot_accounting import AccountLine, Span, StepAccount
 from gcore.observability import tracing as otel
 from gcore.observability.tracing import StepTraces, step_span, trace_id
 from gcore.types import Version
@@ -27,7 +27,7 @@ def line(node: str, step: int = 7, lineage: int = 0, began: float = 1000.0) -> A
         booked={"busy rollout": 5.0, "idle rollout tail": 2.5},
         unbooked=0.5,
     )
-    phases = (StepSpan(0.0, 3.0, {"tail": 3.0}), StepSpan(3.0, 3.0, {"barrier": 0.0}), StepSpan(3.0, 4.0, {}))
+    phases = (Span(0.0, 3.0, {"tail": 3.0}), Span(3.0, 3.0, {"barrier": 0.0}), Span(3.0, 4.0, {}))
     return AccountLine(node, book, phases)
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from gcore.config.load import parse_spec
 from gcore.config.spec import TrackerSpec
 from gcore.errors import SpecError
+from gcore.ledger.archive import METRICS_FILE
 from gcore.observability import tracking as registry
-from gcore.observability.metrics_file import FILE, encode_lines
+from gcore.observability.metrics_file import encode_lines
 from gcore.observability.tracking import (
     Cursor,
     Feeder,
@@ -87,13 +88,13 @@ EVERYTHING[0] = ("log", 0, 0, 0, ("eval/accuracy", 0.25))
 
 
 def write(run_dir: Path, lines: list[dict[str, Any]] = STEPS) -> Path:
-    file = run_dir / FILE
+    file = run_dir / METRICS_FILE
     file.write_bytes(encode_lines(lines))
     return file
 
 
 def feeder(run_dir: Path, tracker: Any) -> Feeder:
-    return Feeder(run_dir / FILE, run_dir / "cursor.json", tracker, lambda cursor: None)
+    return Feeder(run_dir / METRICS_FILE, run_dir / "cursor.json", tracker, lambda cursor: None)
 
 
 def test_a_tracker_is_told_each_step_evaluation_rollback_and_the_end(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_a_process_feeds_what_comes_and_ends_with_the_job(tmp_path: Path) -> Non
     process.until("ready")
     write(tmp_path, STEPS[:4])
     process.wake()
-    size = (tmp_path / FILE).stat().st_size
+    size = (tmp_path / METRICS_FILE).stat().st_size
     assert process.until("offset")["offset"] == size
     write(tmp_path)
     process.wake()

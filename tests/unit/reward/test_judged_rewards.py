@@ -12,16 +12,16 @@ import pytest
 from controllers.flow.evaluation import part_total, score_answers
 from controllers.flow.job_data import JobData, SourcePipeline, rewards_of, sampling_of
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import training_sources
 from gcore.config.reward import RewardPart, RewardSpec, VerdictSpec
+from gcore.config.spec import training_sources
 from gcore.data.stream import PromptStream
 from gcore.errors import EngineError, EngineUnreachable, SpecError
 from gcore.plugins import plugin_trace
-from gcore.reward.api import Response, RewardError, RewardResult
+from gcore.reward.api import Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge, Judgement
 from gcore.reward.judges.parsers import CheckedParser
 from gcore.reward.judges.types import JudgeAway, JudgeError
-from gcore.reward.pool import DirectScorer, Scored
+from gcore.reward.pool import DirectScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.testing import FakeClock
 from gcore.testing.judges import FakeJudge, RecordingObserver

@@ -14,9 +14,9 @@ from plug_in_package import Install, installer
 
 from gcore.config.reward import RewardSpec
 from gcore.errors import SpecError
+from gcore.reward.__main__ import answer_line
 from gcore.reward.api import CheckedReward, RewardError, RewardResult, find_reward
 from gcore.reward.pool import parse_answer
-from gcore.reward.worker import answer_line
 
 SPEC = RewardSpec()
 

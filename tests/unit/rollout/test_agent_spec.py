@@ -10,8 +10,8 @@ import pytest
 from controllers.api.submission.checks import check_environment
 from controllers.flow.job_data import make_response
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import training_sources
 from gcore.config.reward import RewardSpec
+from gcore.config.spec import training_sources
 from gcore.errors import SpecError
 from gcore.flows.filters import untrainable_reason
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward

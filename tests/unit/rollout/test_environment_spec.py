@@ -17,9 +17,9 @@ from gcore.config.rollout import EnvironmentSpec
 from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import SpecError
+from gcore.reward.__main__ import parse_batch
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
 from gcore.reward.pool import batch_line
-from gcore.reward.worker import parse_batch
 from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.testing.judges import group_of
 

@@ -14,8 +14,8 @@ from controllers.planning.history import NAME, MovesFile, read_lines_by_number, 
 from gcore.ledger.records.job import Move, MoveKind, Moves, SplitPart
 from gcore.ledger.records.slot_accounting import (
     AccountLine,
+    Span,
     StepAccount,
-    StepSpan,
     WorkerTotals,
     append_line,
     encode_line,
@@ -30,8 +30,8 @@ BOOK = StepAccount(version=Version(0, 3), began=100.0, seconds=5.0, slots=1, boo
 LINE = AccountLine(
     "a",
     BOOK,
-    (StepSpan(0.0, 5.0, {"collect": 5.0}),),
-    {"cpu:0": (StepSpan(0.0, 5.0, {"unallocated": 5.0}),)},
+    (Span(0.0, 5.0, {"collect": 5.0}),),
+    {"cpu:0": (Span(0.0, 5.0, {"unallocated": 5.0}),)},
     {"e": WorkerTotals("cpu:0", 4.0, {"busy_s": 1.0})},
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(

@@ -70,6 +70,7 @@ def test_each_fault_of_a_page_is_found_with_its_line(tmp_path: Path) -> None:
 FAULTS: list[Fault] = [
     ("docs/index.md", "](data.md)", "](model.md)", "docs/index.md:1: no link leads to data.md"),
     ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),
+    ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
     ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
     ("docs/protocol.md", "reads version", "knows version", "docs/protocol.md:1: the page does not say 'this gcore"),
@@ -88,16 +89,37 @@ FAULTS: list[Fault] = [
 def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) -> None:
     root = repository(tmp_path, "docs", "gcore", "controllers")
     plant(root, FAULTS)
-    (root / "controllers" / "planted.py").touch()
-    (root / "gcore" / "train" / "planted.py").touch()
+    (root / "gcore" / "planted").mkdir()
+    (root / "gcore" / "planted" / "__init__.py").touch()
     algorithms = root / "docs" / "algorithms.md"
     algorithms.write_text(algorithms.read_text().replace("`gspo`", "`gpso`"))
     rules = (
-        *(check_docs.index_is_complete, check_docs.map_is_complete, check_docs.protocol_page_is_complete),
-        *(check_docs.failures_page_is_right, check_docs.names_are_listed),
+        *(check_docs.index_is_complete, check_docs.map_is_complete, check_docs.drawings_are_current),
+        *(check_docs.protocol_page_is_complete, check_docs.failures_page_is_right, check_docs.names_are_listed),
     )
     found = [problem for rule in rules for problem in rule(root)]
     assert not_found(found, FAULTS) == []
+
+
+NAMES = """`gcore.errors`, `gcore.errors.GcoreError.exit_code`, `gcore.Client`, `placement.policy`, `gcore.flows`: there.
+`gcore.errors.NoSuchError`, `controllers.deeds`, `placement.slots.Slot.colour`.
+`gcore/errors.py`, `unit/test_check_docs.py`, `decide.py` are there;
+`gcore/deeds.py` and `deeds.py` are not. `gcore.api.v1.Jobs` is a service, `gcore.api.v1.Deeds` is none.
+"""
+
+
+def test_names_of_modules_and_files_that_do_not_exist_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(NAMES)
+    found = [f"{problem.line}: {problem.message}" for problem in check_docs.names_exist(page, ROOT)]
+    assert found == [
+        "2: there is no gcore.errors.NoSuchError: write today's name",
+        "2: there is no controllers.deeds: write today's name",
+        "2: there is no placement.slots.Slot.colour: write today's name",
+        "4: there is no file gcore/deeds.py: write today's path",
+        "4: there is no file deeds.py: write today's path",
+        "4: there is no gcore.api.v1.Deeds: write today's name",
+    ]
 
 
 @pytest.mark.parametrize(

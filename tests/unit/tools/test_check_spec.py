@@ -48,13 +48,13 @@ MARKS = ("class Bad(", "    steps: int = 1", "    rate: float")
 
 
 def test_an_example_cluster_that_is_not_valid_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "examples" / "clusters"
+    folder = tmp_path / "deploy" / "local" / "clusters"
     folder.mkdir(parents=True)
-    good = (ROOT / "examples" / "clusters").glob("*.yaml")
+    good = (ROOT / "deploy" / "local" / "clusters").glob("*.yaml")
     for file in good:
         (folder / file.name).write_text(file.read_text())
     assert list(check_spec.example_clusters_are_valid(tmp_path)) == []
     (folder / "bad.yaml").write_text("nodes: [{accelerators: many, device: h100}]\n")
     (problem,) = check_spec.example_clusters_are_valid(tmp_path)
-    assert problem.path == "examples/clusters/bad.yaml"
+    assert problem.path == "deploy/local/clusters/bad.yaml"
     assert "accelerators" in problem.message

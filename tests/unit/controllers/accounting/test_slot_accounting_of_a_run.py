@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from booked_run import check_sums
 
-from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, StepSpan
+from gcore.ledger.records.slot_accounting import AccountLine, Span, StepAccount
 from gcore.types import Version
 
 WORK, REST = "busy rollout", "idle rollout tail"
 SPANS = {
-    "cpu:0": (StepSpan(0.0, 3.0, {WORK: 3.0}), StepSpan(3.0, 4.0, {REST: 0.9})),
-    "cpu:1": (StepSpan(0.0, 4.0, {WORK: 1.0, REST: 3.0}),),
+    "cpu:0": (Span(0.0, 3.0, {WORK: 3.0}), Span(3.0, 4.0, {REST: 0.9})),
+    "cpu:1": (Span(0.0, 4.0, {WORK: 1.0, REST: 3.0}),),
 }
 
 
@@ -30,7 +30,7 @@ def booked(**update: object) -> AccountLine:
     return replace(line(), book=line().book.model_copy(update=update))
 
 
-def spanned(slot: str, *spans: StepSpan) -> AccountLine:
+def spanned(slot: str, *spans: Span) -> AccountLine:
     return replace(line(), spans={**SPANS, slot: spans})
 
 
@@ -46,9 +46,9 @@ def test_books_that_sum_are_right() -> None:
         pytest.param(lambda: booked(seconds=5.0, unbooked=2.1), id="the step was longer"),
         pytest.param(lambda: booked(slots=3, unbooked=4.1), id="a slot is missing"),
         pytest.param(lambda: spanned("cpu:0", *SPANS["cpu:0"][:1]), id="a span is missing"),
-        pytest.param(lambda: spanned("cpu:1", StepSpan(0.0, 4.0, {WORK: 2.0, REST: 3.0})), id="more than there was"),
+        pytest.param(lambda: spanned("cpu:1", Span(0.0, 4.0, {WORK: 2.0, REST: 3.0})), id="more than there was"),
         pytest.param(
-            lambda: spanned("cpu:0", StepSpan(0.0, 2.9, {WORK: 3.0}), SPANS["cpu:0"][1]), id="a gap between spans"
+            lambda: spanned("cpu:0", Span(0.0, 2.9, {WORK: 3.0}), SPANS["cpu:0"][1]), id="a gap between spans"
         ),
     ],
 )

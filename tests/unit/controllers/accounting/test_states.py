@@ -64,9 +64,9 @@ def test_what_is_booked_is_never_more_than_there_was_nor_than_was_claimed(
 def test_booked_and_unbooked_are_exactly_the_time_that_passed(told: list[TimeReport], until: float) -> None:
     book = SlotAccount(0.0)
     for one in told:
-        book.tell(one)
+        book.add(one)
     book.settle(until)
-    times = book.cut()
+    times = book.close()
     assert sum(times.booked.values()) + times.unbooked == pytest.approx(until)
     assert min([*times.booked.values(), times.unbooked, times.overbooked]) >= 0
     assert times.spans[0].begin == 0.0
@@ -81,9 +81,9 @@ def test_the_order_in_which_workers_tell_is_of_no_matter(told: list[TimeReport],
     books = SlotAccount(0.0), SlotAccount(0.0)
     for book, order in zip(books, (told, mixed), strict=True):
         for one in order:
-            book.tell(one)
+            book.add(one)
         book.settle(until)
-    one, other = (book.cut() for book in books)
+    one, other = (book.close() for book in books)
     assert one.booked == pytest.approx(other.booked)
     assert one.unbooked == pytest.approx(other.unbooked)
     assert one.overbooked == pytest.approx(other.overbooked)
@@ -93,18 +93,18 @@ def test_the_order_in_which_workers_tell_is_of_no_matter(told: list[TimeReport],
 def test_cutting_the_time_into_steps_changes_no_sum(told: list[TimeReport], cuts: list[float]) -> None:
     whole, cut = SlotAccount(0.0), SlotAccount(0.0)
     for one in told:
-        whole.tell(one)
-        cut.tell(one)
+        whole.add(one)
+        cut.add(one)
     whole.settle(21.0)
     total: dict[str, float] = {}
     unbooked = 0.0
     for at in [*sorted(cuts), 21.0]:
         cut.settle(at)
-        part = cut.cut()
+        part = cut.close()
         unbooked += part.unbooked
         for state, seconds in part.booked.items():
             total[state] = total.get(state, 0.0) + seconds
-    expected = whole.cut()
+    expected = whole.close()
     # Two tellings of one stretch may have had their turns within it anywhere; what is cut there is told of each side alone.
     assert sum(total.values()) + unbooked == pytest.approx(21.0)
     assert sum(total.values()) == pytest.approx(sum(expected.booked.values()))
@@ -113,7 +113,7 @@ def test_cutting_the_time_into_steps_changes_no_sum(told: list[TimeReport], cuts
 def book_of(*told: TimeReport, until: float = 10.0) -> SlotAccount:
     book = SlotAccount(0.0)
     for one in told:
-        book.tell(one)
+        book.add(one)
     book.settle(until)
     return book
 
@@ -122,28 +122,28 @@ def test_a_rank_that_computes_has_the_slot_whatever_engines_on_it_do() -> None:
     rank = TimeReport("rank", 0, 10, {busy("train"): 4.0, idle("train", "no_work"): 6.0})
     engine = TimeReport("engine", 0, 10, {busy("rollout"): 5.0, idle("rollout", "tail"): 5.0})
     judge = TimeReport("judge", 0, 10, {busy("reward"): 3.0, idle("reward", "no_work"): 7.0})
-    times = book_of(rank, engine, judge).cut()
+    times = book_of(rank, engine, judge).close()
     assert times.booked == pytest.approx({busy("train"): 4.0, busy("rollout"): 5.0, busy("reward"): 1.0})
 
 
 def test_a_slot_is_idle_only_as_far_as_nobody_on_it_was_at_anything() -> None:
     rank = TimeReport("rank", 0, 10, {busy("train"): 4.0, idle("train", "no_work"): 6.0})
     engine = TimeReport("engine", 0, 10, {busy("rollout"): 3.0, idle("rollout", "barrier"): 7.0})
-    assert book_of(rank, engine).cut().booked == pytest.approx(
+    assert book_of(rank, engine).close().booked == pytest.approx(
         {busy("train"): 4.0, busy("rollout"): 3.0, idle("rollout", "barrier"): 3.0}
     )
 
 
 def test_one_that_sleeps_lays_no_claim_to_its_slot() -> None:
-    times = book_of(TimeReport("engine", 0, 10, {}), TimeReport("judge", 0, 10, {busy("reward"): 10.0})).cut()
+    times = book_of(TimeReport("engine", 0, 10, {}), TimeReport("judge", 0, 10, {busy("reward"): 10.0})).close()
     assert times.booked == {busy("reward"): 10.0}
     assert times.unbooked == 0
 
 
 def test_what_nobody_told_is_unbooked_and_not_given_to_anybody() -> None:
-    times = book_of(TimeReport("engine", 2, 6, {busy("rollout"): 4.0})).cut()
+    times = book_of(TimeReport("engine", 2, 6, {busy("rollout"): 4.0})).close()
     assert (times.booked, times.unbooked) == ({busy("rollout"): 4.0}, 6.0)
-    assert [(span.begin, span.end, span.state) for span in times.spans] == [
+    assert [(span.begin, span.end, span.longest(precedence)) for span in times.spans] == [
         (0, 2, ""),
         (2, 6, busy("rollout")),
         (6, 10, ""),
@@ -151,28 +151,28 @@ def test_what_nobody_told_is_unbooked_and_not_given_to_anybody() -> None:
 
 
 def test_what_a_worker_tells_beyond_its_own_time_is_cut_off_and_counted() -> None:
-    times = book_of(TimeReport("engine", 0, 10, {busy("rollout"): 15.0, SYNCING: 5.0})).cut()
+    times = book_of(TimeReport("engine", 0, 10, {busy("rollout"): 15.0, SYNCING: 5.0})).close()
     assert times.booked == pytest.approx({busy("rollout"): 7.5, SYNCING: 2.5})
     assert times.overbooked == pytest.approx(10.0)
 
 
 def test_what_is_told_of_a_time_that_is_settled_comes_too_late() -> None:
     book = book_of()
-    book.cut()
-    book.tell(TimeReport("engine", 5, 10, {busy("rollout"): 5.0}))
-    book.tell(TimeReport("engine", 8, 12, {busy("rollout"): 4.0}))
+    book.close()
+    book.add(TimeReport("engine", 5, 10, {busy("rollout"): 5.0}))
+    book.add(TimeReport("engine", 8, 12, {busy("rollout"): 4.0}))
     book.settle(12.0)
-    assert book.cut().booked == pytest.approx({busy("rollout"): 2.0})
+    assert book.close().booked == pytest.approx({busy("rollout"): 2.0})
 
 
 def test_how_long_a_change_of_role_took_is_known_when_it_is_over_also_over_the_end_of_a_step() -> None:
     change = switching("rollout", "reward")
     book = book_of(TimeReport("judge", 6, 10, {change: 4.0}), TimeReport("engine", 0, 6, {busy("rollout"): 6.0}))
-    assert book.cut().switches == {}
-    book.tell(TimeReport("judge", 10, 11, {change: 1.0}))
-    book.tell(TimeReport("judge", 11, 20, {busy("reward"): 9.0}))
+    assert book.close().switches == {}
+    book.add(TimeReport("judge", 10, 11, {change: 1.0}))
+    book.add(TimeReport("judge", 11, 20, {busy("reward"): 9.0}))
     book.settle(20.0)
-    assert book.cut().switches == {"rollout>reward": (5.0,)}
+    assert book.close().switches == {"rollout>reward": (5.0,)}
 
 
 def test_a_slot_that_flickers_is_told_in_spans_that_are_bounded_and_leave_nothing_out() -> None:
@@ -180,7 +180,7 @@ def test_a_slot_that_flickers_is_told_in_spans_that_are_bounded_and_leave_nothin
         TimeReport("engine", at, at + 1, {busy("rollout") if at % 2 else idle("rollout", "tail"): 1.0})
         for at in range(1000)
     ]
-    spans = book_of(*told, until=1000.0).cut().spans
+    spans = book_of(*told, until=1000.0).close().spans
     assert len(spans) <= MOST_SPANS
     assert sum(sum(span.seconds.values()) for span in spans) == pytest.approx(1000.0)
 
@@ -200,8 +200,8 @@ def test_every_state_has_a_place_in_the_order() -> None:
 def test_a_line_says_what_was_so_at_every_moment(marks: list[tuple[float, int]], begin: float, length: float) -> None:
     line = Timeline(0, 0.0)
     for at, value in sorted(marks):
-        line.note(value, at)
-    assert sum(seconds for _, seconds in line.over(begin, begin + length)) == pytest.approx(length)
-    before = list(line.over(begin, begin + length))
+        line.set(value, at)
+    assert sum(seconds for _, seconds in line.between(begin, begin + length)) == pytest.approx(length)
+    before = list(line.between(begin, begin + length))
     line.forget(begin)
-    assert list(line.over(begin, begin + length)) == before
+    assert list(line.between(begin, begin + length)) == before

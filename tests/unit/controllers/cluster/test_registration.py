@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from controllers.changes import ChangeSignal
-from controllers.cluster.registration import NodeRegistration
-from controllers.daemon.life import DaemonState
+from controllers.cluster.registration import NodeFactsReader, NodeRegistration
+from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity
 from gcore.config import NodeConfig
 from gcore.ledger.records.cluster import SickSlots
@@ -48,8 +48,8 @@ class Node:
         config = NodeConfig(
             node="n", home=str(folder), run_root=str(folder), etcd=StoreRef(endpoints=("h:1",)), slots=("cpu:0",)
         )
-        self.own = DaemonState(config, self.clock)
-        self.own.spoken = written_version()
+        self.config = config
+        self.health = SlotHealth(config.node, config.slots, self.clock)
         self.changes = ChangeSignal()
         self.told: list[tuple[bool, str]] = []
 
@@ -61,7 +61,19 @@ class Node:
         async def ready(can: bool, status: str) -> None:
             self.told.append((can, status))
 
-        registration = NodeRegistration(self.own, self.store, identity, "h:2", self.changes, session, ready)
+        registration = NodeRegistration(
+            self.config,
+            self.health,
+            NodeFactsReader(self.config),
+            lambda: True,
+            self.clock,
+            self.store,
+            identity,
+            "h:2",
+            self.changes,
+            session,
+            ready,
+        )
         return asyncio.create_task(registration.run())
 
     async def sick(self) -> dict[str, str]:
@@ -87,7 +99,7 @@ async def test_a_slot_that_falls_sick_while_the_answer_to_the_registration_is_lo
     node.network.fates = [Fate.LOSE_REPLY]
     task = await node.begin()
     await node.network.asked.wait()
-    node.own.health.sick = {"cpu:0": "it is gone"}
+    node.health.sick = {"cpu:0": "it is gone"}
     node.changes.notify()
     await node.until_ready()
     for _ in range(10):
@@ -101,9 +113,9 @@ async def test_a_slot_that_is_sick_from_the_beginning_is_told_before_anything_ca
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def found() -> None:
-        node.own.health.sick = {"cpu:0": "it is gone"}
+        node.health.sick = {"cpu:0": "it is gone"}
 
-    monkeypatch.setattr(node.own.health, "check", found)
+    monkeypatch.setattr(node.health, "check", found)
     task = await node.begin()
     await node.until_ready()
     assert await node.sick() == {"cpu:0": "it is gone"}
@@ -119,7 +131,7 @@ async def test_sick_slots_are_told_with_the_registration_and_when_they_change(no
     await node.until_ready()
     assert await node.sick() == {}
     for sick in ({"cpu:0": "one"}, {"cpu:0": "two"}, {}):
-        node.own.health.sick = sick
+        node.health.sick = sick
         node.changes.notify()
         await node.clock.settle()
         assert await node.sick() == sick

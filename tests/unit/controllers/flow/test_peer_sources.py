@@ -22,8 +22,8 @@ from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.config import JobSpec, parse_spec
-from gcore.config.data import training_sources
 from gcore.config.reward import JudgeSpec, RewardSpec
+from gcore.config.spec import training_sources
 from gcore.data.stream import open_prompts
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.flows import find_filters

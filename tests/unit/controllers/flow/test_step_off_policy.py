@@ -164,7 +164,8 @@ def test_the_age_of_the_oldest_in_flight_is_a_metric_in_seconds_and_steps() -> N
     holdings.in_flight.begin(REF, NEW, 10.0)
     holdings.in_flight.note_version(REF, NEW)
     holdings.in_flight.begin(PromptRef(0, 1, 0), Version(0, 3), 14.0)
-    show_in_flight(metrics, mirror, holdings, 15.5)
+    versions = holdings.in_flight.versions(mirror.head.record).values()
+    show_in_flight(metrics, mirror, versions, len(holdings.offers), holdings.in_flight.oldest_s(15.5))
     values = {
         name: metrics.registry.get_sample_value(f"gcore_{name}", {"job": "j"})
         for name in ("groups_in_flight", "oldest_in_flight_seconds", "oldest_in_flight_steps")
@@ -201,8 +202,8 @@ class Peer:
         self.rules = replace(RULES, staleness=staleness)
 
     def look(self) -> Any:
-        mirror = SimpleNamespace(head=SimpleNamespace(record=self.head), status=None)
-        return SimpleNamespace(me=ME, rules=self.rules, mirror=mirror, seal=None)
+        mirror = SimpleNamespace(head=SimpleNamespace(record=self.head), has_ended=False)
+        return SimpleNamespace(head=self.head, me=ME, rules=self.rules, mirror=mirror, seal=None)
 
     def check_filtered(self, group: Group) -> None:
         return None

@@ -156,7 +156,7 @@ async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, Recorded]:
     """What head is after a rollback, and what was written."""
     ledger = Recorded()
     hands: Any = SimpleNamespace(
-        own=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
+        replicator=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
     )
     done = await apply_action(Rollback("rank 0 is gone"), seen, hands)
     assert done.outcome is TxnOutcome.WON
@@ -245,7 +245,11 @@ async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_pa
     (run_dir / "logs").mkdir(parents=True)  # as a worker's log makes it
     ledger, told_of = Recorded(), dict[str, str]()
     hands: Any = SimpleNamespace(
-        own=None, ledger=ledger, run_dir=run_dir, away=partial(folder_loss, run_dir, "node-0"), tell=told_of.__setitem__
+        replicator=None,
+        ledger=ledger,
+        run_dir=run_dir,
+        away=partial(folder_loss, run_dir, "node-0"),
+        tell=told_of.__setitem__,
     )
     done = await apply_action(Rollback("rank 0 is gone"), view(newest), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.UNKNOWN, [])
@@ -265,7 +269,9 @@ async def test_for_a_larger_world_nothing_that_was_trained_is_given_up(tmp_path:
     if newest == 7:  # of head's own step, and damaged
         cut_off(tmp_path / one.file / "config.json")
     ledger = Recorded()
-    hands: Any = SimpleNamespace(own=None, ledger=ledger, run_dir=tmp_path, away=str, tell=lambda topic, sentence: None)
+    hands: Any = SimpleNamespace(
+        replicator=None, ledger=ledger, run_dir=tmp_path, away=str, tell=lambda topic, sentence: None
+    )
     done = await apply_action(Rollback("2 ranks instead of 1", between_steps=True), view(older, one), hands)
     assert (done.outcome, ledger.made) == (TxnOutcome.STALE, [])
 

@@ -136,7 +136,7 @@ async def test_a_folder_that_cannot_be_listed_is_told_and_nothing_is_forgotten(
 
     monkeypatch.setattr(tidying, "versions_in", stale)
     told: dict[str, str] = {}
-    hands: Any = SimpleNamespace(own=None, run_dir=Path("run"), tell=told.__setitem__)
+    hands: Any = SimpleNamespace(replicator=None, run_dir=Path("run"), tell=told.__setitem__)
     action: Any = SimpleNamespace(kept=(), swept=SweptKeys())
     done = await getattr(tidying, deed)(action, running_job(), hands)
     assert done.outcome is TxnOutcome.UNKNOWN

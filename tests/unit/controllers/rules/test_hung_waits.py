@@ -125,7 +125,9 @@ async def test_a_folder_that_takes_no_old_records_is_told_once_until_it_takes_th
         return SimpleNamespace(outcome=TxnOutcome.WON, revision=1)
 
     monkeypatch.setattr(tidying.archive, "append_entries", append)
-    hands: Any = SimpleNamespace(own=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run), away=str)
+    hands: Any = SimpleNamespace(
+        replicator=None, run_dir=Path(), tell=book.hold, ledger=SimpleNamespace(run=run), away=str
+    )
     prune: Any = SimpleNamespace(seqs=(0,))
     for _ in range(3):
         assert (await tidying.prune_log(prune, running_job(), hands)).outcome is TxnOutcome.UNKNOWN

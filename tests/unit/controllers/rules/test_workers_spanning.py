@@ -223,10 +223,10 @@ def test_what_an_engine_did_is_booked_on_every_slot_of_it_and_the_books_sum() ->
         view, mirror=replace(view.mirror, plan=stored(plan)), nodes=there_, workers={"e": worker}, engines={}, judges={}
     )
     books = StepAccountBuilder(SPEC, 0.0, 1000.0)
-    books.look(view, "no_work", 0.0)
-    books.read("e", EngineReading(10.0, EngineTimeSums(10.0, 4.0, 6.0, 0.0, 0.0), 0, 0, 0, 0))
+    books.update(view, "no_work", 0.0)
+    books.engine_read("e", EngineReading(10.0, EngineTimeSums(10.0, 4.0, 6.0, 0.0, 0.0), 0, 0, 0, 0))
     books.head_moved(Version(0, 1), 10.0, 1010.0)
-    books.read("e", EngineReading(10.5, EngineTimeSums(10.5, 4.5, 6.0, 0.0, 0.0), 0, 0, 0, 0))
+    books.engine_read("e", EngineReading(10.5, EngineTimeSums(10.5, 4.5, 6.0, 0.0, 0.0), 0, 0, 0, 0))
     (closed,) = books.close(11.0)
     booked = closed.book.booked
     assert closed.book.slots == 4
@@ -302,8 +302,8 @@ def test_slots_whose_engine_sleeps_for_a_rank_on_another_of_them_wait_for_the_st
         "it says itself what it does until it sleeps"
     )
     places = VacantPlaces()
-    places.note(view, here, 0.0, slots_left_by_ranks(view, here, ["policy_cpu0"]))
-    told = dict(places.told(dict.fromkeys(("cpu:0", "cpu:1"), 0.0), 3.0))
+    places.update(view, here, 0.0, slots_left_by_ranks(view, here, ["policy_cpu0"]))
+    told = dict(places.reports(dict.fromkeys(("cpu:0", "cpu:1"), 0.0), 3.0))
     assert told["cpu:1"].seconds == {"idle rollout barrier": 3.0}
 
 

@@ -27,7 +27,7 @@ from controllers.rules.actions import (
 )
 from controllers.rules.view import JobView, SavedCheckpoint
 from controllers.storage.peer_files import PeerFiles
-from controllers.storage.replication import verify_files
+from controllers.storage.replication import Replicator, verify_files
 from controllers.storage.run_folder import LocalRunFolder
 from gcore.ledger import archive
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, HeldCheckpoint, LogEntry, NodeFolder
@@ -47,6 +47,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def wall(self) -> float:
+        return self.now
+
     async def sleep(self, seconds: float) -> None:
         """Not at all."""
 
@@ -64,17 +67,21 @@ class Node:
 
     async def does(self, action: Any, view: JobView) -> TxnOutcome:
         self.lease = self.lease or await self.store.grant(60)
-        hands: Any = SimpleNamespace(
+        return (await apply_action(action, view, self.effects(TransactionExecutor(self.store, KEYS)))).outcome
+
+    def effects(self, ledger: Any) -> Any:
+        """What its actions are carried out with."""
+        clock: Any = self.clock
+        tell = self.told.__setitem__
+        return SimpleNamespace(
             store=self.store,
-            ledger=TransactionExecutor(self.store, KEYS),
-            lease=self.lease,
+            ledger=ledger,
             run_dir=self.run_dir,
-            own=self.own,
-            tell=self.told.__setitem__,
+            replicator=Replicator(self.store, ledger, self.lease, clock, self.run_dir, tell, self.own),
+            tell=tell,
             away=str,
-            clock=self.clock,
+            clock=clock,
         )
-        return (await apply_action(action, view, hands)).outcome
 
     async def said(self) -> NodeFolder:
         kv = await self.store.get(KEYS.folder("node-0"))
@@ -209,15 +216,8 @@ async def test_a_world_goes_back_to_the_newest_that_some_node_has_whole(tmp_path
 
     async with serving(tmp_path / "theirs") as address:
         seen = going_back(view({"node-1": address}, {"node-1": has}), {4: older, 6: newer})
-        hands: Any = SimpleNamespace(
-            ledger=SimpleNamespace(run=run),
-            run_dir=node.run_dir,
-            own=node.own,
-            tell=node.told.__setitem__,
-            away=str,
-            clock=FakeClock(),
-        )
-        done = await apply_action(Rollback("rank 0 is gone"), seen, hands)
+        effects = node.effects(SimpleNamespace(run=run))
+        done = await apply_action(Rollback("rank 0 is gone"), seen, effects)
     assert done.outcome is TxnOutcome.WON
     head = next(Head.decode(put.value) for put in written if put.key == KEYS.head)
     assert head.step == step
@@ -308,7 +308,7 @@ async def test_discarded_copies_are_gone_and_no_longer_said(tmp_path: Path) -> N
 
 
 async def test_where_nodes_share_a_folder_nothing_of_this_is_done(tmp_path: Path) -> None:
-    hands: Any = SimpleNamespace(own=None)
+    hands: Any = SimpleNamespace(replicator=None)
     assert (await apply_action(SayFolder(), running_job(), hands)).outcome is TxnOutcome.STALE
 
 

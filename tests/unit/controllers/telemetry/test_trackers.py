@@ -19,11 +19,12 @@ from controllers.telemetry.events import EventLog
 from controllers.telemetry.run_recorder import MetricsFileWriter
 from controllers.telemetry.trackers import TrackerProcess, TrackerTimeouts
 from gcore.config.spec import TrackerSpec
+from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Member
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Trouble
 from gcore.ledger.transactions import Versioned
-from gcore.observability.metrics_file import FILE, encode_lines
+from gcore.observability.metrics_file import encode_lines
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.system.clock import SystemClock
@@ -115,7 +116,7 @@ class Job:
         self._line({"kind": "end", "state": "SUCCEEDED", "reason": "done", "time": 1.0})
 
     def _line(self, line: dict[str, Any]) -> None:
-        with (self.run_dir / FILE).open("ab") as file:
+        with (self.run_dir / METRICS_FILE).open("ab") as file:
             file.write(encode_lines([line]))
         self.told.notify()
 
@@ -303,16 +304,16 @@ async def test_a_folder_that_takes_no_lines_is_told_once_and_tried_again(
 ) -> None:
     monkeypatch.setattr("controllers.telemetry.run_recorder.RETRY_S", 0.05)
     job, changes = Job(run_dir), ChangeSignal()
-    (run_dir / FILE).mkdir()
+    (run_dir / METRICS_FILE).mkdir()
     job.phase = JobPhase.SUCCEEDED
     recorder = MetricsFileWriter(ME, job.mirror, changes, job.warn, SystemClock())
     recording = asyncio.create_task(recorder.run())
     await until(lambda: job.warned)
-    (run_dir / FILE).rmdir()
-    await until((run_dir / FILE).exists)
-    await until(lambda: (run_dir / FILE).read_text())
+    (run_dir / METRICS_FILE).rmdir()
+    await until((run_dir / METRICS_FILE).exists)
+    await until(lambda: (run_dir / METRICS_FILE).read_text())
     recording.cancel()
-    assert json.loads((run_dir / FILE).read_text())["kind"] == "end"
+    assert json.loads((run_dir / METRICS_FILE).read_text())["kind"] == "end"
     assert len(job.warned) == 1
 
 
@@ -323,7 +324,7 @@ async def test_a_peer_writes_the_lines_when_who_is_first_does_not(run_dir: Path)
     last = max(job.members, key=lambda name: turn_of(job.members, name, "metrics"))
     recorders = [MetricsFileWriter(last, job.mirror, ChangeSignal(), job.warn, SystemClock()) for _ in range(2)]
     recording = [asyncio.create_task(one.run()) for one in recorders]
-    file = run_dir / FILE
+    file = run_dir / METRICS_FILE
     await until(lambda: file.exists() and file.read_text())
     for task, one in zip(recording, recorders, strict=True):
         task.cancel()

@@ -23,7 +23,7 @@ from controllers.web import content as timeline
 from controllers.web.app import MOST_AT_ONCE, PageApp, content_security_policy, load_page, parse_after
 from controllers.web.content import MOST_RUNS, FileCache, reachable_address
 from gcore.errors import GcoreError, StoreUnavailable
-from gcore.ledger.records.slot_accounting import AccountLine, StepAccount, StepSpan, append_line
+from gcore.ledger.records.slot_accounting import AccountLine, Span, StepAccount, append_line
 from gcore.types import Version
 
 FINITE = st.floats(-1e6, 1e6)
@@ -232,7 +232,7 @@ def test_numbers_that_are_none_are_left_out_and_the_end_of_a_long_file_is_enough
 
 
 def book(tmp_path: Path, node: str, number: int, slots: int) -> None:
-    spans = {f"cpu:{at}": [StepSpan(0.0, 1.5, {"busy rollout": 1.5}), StepSpan(1.5, 2.0, {})] for at in range(slots)}
+    spans = {f"cpu:{at}": [Span(0.0, 1.5, {"busy rollout": 1.5}), Span(1.5, 2.0, {})] for at in range(slots)}
     made = StepAccount(version=Version(0, number), began=100.0 + 2 * number, seconds=2.0, slots=slots)
     append_line(tmp_path, AccountLine(node, made, (), spans))
 

@@ -1,9 +1,8 @@
-"""What a fleet's owner asks: is everything there, is it at work? What a metric means stands in `gcore/metrics`."""
+"""The dashboard of the owner of a fleet: is everything there, and is it at work? The meaning of each metric is in `gcore/observability`."""
 
 from __future__ import annotations
 
-from describing import Dashboard, Row, areas, line, stat
-from selecting import NODE, RATE
+from deploy.tools.dashboard import NODE, RATE, Dashboard, Row, areas, line, stat
 
 FLEET = Dashboard(
     "fleet",

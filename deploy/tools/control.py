@@ -1,9 +1,8 @@
-"""What whoever runs the daemons and the store asks. What a metric means stands in `gcore/metrics`."""
+"""The dashboard of the people who run the daemons and the store. The meaning of each metric is in `gcore/observability`."""
 
 from __future__ import annotations
 
-from describing import Dashboard, Row, line
-from selecting import NODE, OF_JOB, RATE, of_job
+from deploy.tools.dashboard import NODE, OF_JOB, RATE, Dashboard, Row, line, of_job
 
 CONTROL = Dashboard(
     "control",

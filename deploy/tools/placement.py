@@ -1,9 +1,8 @@
-"""What whoever shares slots out asks: what do they do, and were the moves worth it? What a metric means stands in `gcore/metrics`."""
+"""The dashboard of placement: what do the slots do, and were the moves worth it? The meaning of each metric is in `gcore/observability`."""
 
 from __future__ import annotations
 
-from describing import Dashboard, Row, areas, line
-from selecting import NODE, OF_JOB, RATE, of_job
+from deploy.tools.dashboard import NODE, OF_JOB, RATE, Dashboard, Row, areas, line, of_job
 
 PLACEMENT = Dashboard(
     "placement",

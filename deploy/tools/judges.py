@@ -1,9 +1,8 @@
-"""What is asked of judges. What a metric means stands in `gcore/metrics`."""
+"""The dashboard of judges. The meaning of each metric is in `gcore/observability`."""
 
 from __future__ import annotations
 
-from describing import Dashboard, Row, heatmap, line
-from selecting import RATE
+from deploy.tools.dashboard import RATE, Dashboard, Row, heatmap, line
 
 BY_JUDGE = '{judge=~"$judge"}'
 JUDGES = Dashboard(

@@ -1,4 +1,4 @@
-"""What a dashboard is made of, and how it stands in Grafana's JSON.
+"""The parts of a dashboard, and Grafana's JSON of it.
 
 A dashboard is rows of panels; a panel has a title, a sentence that says how to read it, a unit, and its queries. Panels of a row
 share its width. Queries may use `$job`, `$node`, `$judge` and `$__rate_interval`, where the dashboard has such a variable.
@@ -6,10 +6,14 @@ share its width. Queries may use `$job`, `$node`, `$judge` and `$__rate_interval
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+RATE = "[$__rate_interval]"
+OF_JOB = '{job=~"$job"}'
+NODE = '{node=~"$node"}'
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, STAT_HEIGHT, HEIGHT = 24, 4, 8
 VARIABLES: Mapping[str, tuple[str, str]] = {
@@ -60,6 +64,11 @@ class Dashboard:
     rows: Sequence[Row]
 
 
+def of_job(metric: str) -> str:
+    """The query for a metric of a job. Each controller reports the same value or an older one, so the greatest is right."""
+    return f"max by (job) ({metric}{OF_JOB})"
+
+
 def line(title: str, description: str, unit: str, *queries: tuple[str, str], **more: Any) -> Panel:
     """A panel of lines."""
     return Panel(title, description, unit, [Query(*one) for one in queries], **more)
@@ -80,8 +89,13 @@ def heatmap(title: str, description: str, unit: str, expr: str) -> Panel:
     return Panel(title, description, unit, [Query(expr, "{{le}}")], kind="heatmap")
 
 
+def text_of(dashboard: Dashboard) -> str:
+    """The content of a dashboard's file."""
+    return json.dumps(tree_of(dashboard), indent=1) + "\n"
+
+
 def tree_of(dashboard: Dashboard) -> dict[str, Any]:
-    """As Grafana reads it."""
+    """The dashboard as Grafana reads it."""
     return {
         "uid": f"gcore-{dashboard.name}",
         "title": f"gcore: {dashboard.title}",

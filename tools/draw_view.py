@@ -1,8 +1,7 @@
-"""`python -m controllers.cli.picture EVENTS.jsonl --out FILE.svg`: the live view's last state, as a picture.
+"""Draw the live view of a recorded run as a picture: `python -m tools.draw_view EVENTS.jsonl --out FILE.svg`.
 
-Drawn from the events that `gcore run` recorded, by the same code that draws the terminal: a picture of the program, not
-of a drawing program. The job's name is taken from the `summary.json` beside the events, if there is one. `--sequence`
-draws an earlier moment.
+The code that draws the terminal draws the picture too, from the events that `gcore run` recorded. The job's name is taken
+from the `summary.json` beside the events, if there is one. `--sequence` draws an earlier moment.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def _named(state: ViewState, summary: Path) -> ViewState:
 
 
 @app.command()
-def picture(
+def draw(
     events: Annotated[Path, typer.Argument(help="events.jsonl of a run folder")],
     out: Annotated[Path, typer.Option(help="Where the SVG goes")],
     sequence: Annotated[int | None, typer.Option(help="Draw the moment of this event instead of the last")] = None,
@@ -91,5 +90,5 @@ if __name__ == "__main__":
     try:
         app()
     except GcoreError as error:
-        typer.echo(f"picture: {error}", err=True)
+        typer.echo(f"draw_view: {error}", err=True)
         raise SystemExit(error.exit_code) from None

@@ -1,9 +1,8 @@
-"""What a researcher asks of a job: is it learning, and why is it slow? What a metric means stands in `gcore/metrics`."""
+"""The dashboard of a researcher: is the job learning, and why is it slow? The meaning of each metric is in `gcore/observability`."""
 
 from __future__ import annotations
 
-from describing import Dashboard, Row, areas, line, stat
-from selecting import OF_JOB, of_job
+from deploy.tools.dashboard import OF_JOB, Dashboard, Row, areas, line, of_job, stat
 
 JOB = Dashboard(
     "job",
