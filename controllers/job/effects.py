@@ -151,7 +151,7 @@ async def sweep_keys(action: Sweep, view: JobView, hands: Effects) -> ActionResu
     assert mirror.checkpoints is not None
     txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
-    return await _left(txn, mirror.checkpoints.record.entries, sentence, view, hands)
+    return await _left(txn, view.checkpoints, sentence, view, hands)
 
 
 async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Effects) -> ActionResult:

@@ -133,13 +133,12 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
             )
         case MakeSeal():
             assert mirror.plan is not None
-            assert mirror.job is not None
-            mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
+            mini_batches, weight = view.spec.train.mini_batches, view.job.attention_equals_at
             return transactions.seal(
                 keys,
                 open_slots(view),
                 action.chosen,
-                mirror.plan.record,
+                view.plan,
                 mini_batches,
                 view.me,
                 weight,

@@ -55,7 +55,6 @@ from controllers.workers.ranks import RankConnections
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import JobPhase
 from gcore.ledger.transactions import TxnOutcome
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
@@ -330,7 +329,7 @@ class Reconciler:
 
     def _staff_up(self, view: JobView, now: float) -> None:
         """Start and stop this node's workers of the job."""
-        if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
+        if not view.mirror.is_running:
             return
         # Whether a process lives is asked of the kernel, for each of them: not at every look.
         lines = {**view.engines, **view.judges}

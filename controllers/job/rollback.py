@@ -44,13 +44,10 @@ LEFT_OUT_CAME = 2
 
 async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionResult:
     """Load and verify first, then one transaction: weights and cursors always come from the same record."""
-    mirror = view.mirror
-    assert mirror.checkpoints is not None
-    assert mirror.plan is not None
     head = open_slots(view).head.record
     world = new_world_name()
     try:
-        generation = mirror.plan.record.generation + 1
+        generation = view.plan.generation + 1
         if action.stands_still:
             plan = Plan(
                 generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True
@@ -75,7 +72,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
         )
         return ActionResult(report.outcome, sentence, report.revision)
     skipped: list[str] = []
-    for target in resumable_checkpoints(head, mirror.checkpoints.record.entries):
+    for target in resumable_checkpoints(head, view.checkpoints):
         if action.between_steps and target.step != head.step:
             # Head's own checkpoint is damaged, or copies went since it was decided: no training is given up for a larger world.
             return ActionResult(

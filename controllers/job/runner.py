@@ -192,7 +192,7 @@ class JobRunner(ABC):
         return self._view[1]
 
     def _ended(self) -> bool:
-        return self.mirror.status is not None and self.mirror.status.record.phase.ended
+        return self.mirror.has_ended
 
     def _rules_or_none(self) -> StreamRules | None:
         if self.mirror.job is None:
@@ -386,10 +386,10 @@ class JobSession(JobRunner):
         try:
             while self.mirror.job is None or self.mirror.status is None:
                 await self._unless(watching, self.changes.wait())
-            if not self.mirror.status.record.phase.ended:
+            if not self.mirror.has_ended:
                 self._reading.begin()
                 await self._unless(watching, self._work())
-            if self.mirror.status.record.phase.ended:
+            if self.mirror.has_ended:
                 await self._reading.finish()
         finally:
             self.closed, self.is_working = True, False

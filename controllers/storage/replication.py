@@ -262,9 +262,8 @@ class Replicator:
 
     async def _fetch_receipts(self, action: Gather, view: JobView) -> ActionResult:
         """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
-        assert view.mirror.plan is not None
         peers = peer_addresses(view)
-        nodes = {place.node for place in view.mirror.plan.record.ranks} & peers.keys()
+        nodes = {place.node for place in view.plan.ranks} & peers.keys()
         sentence = f"gather the receipts of {action.token}"
         if wrong := await extend_files(self.own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
             return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")

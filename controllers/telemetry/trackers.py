@@ -224,8 +224,7 @@ class TrackerProcess:
         return self._me in members and turn_of(members, self._me, f"tracker {self._tracker.name}") == 0
 
     def _ended(self) -> bool:
-        status = self._look().status
-        return status is not None and status.record.phase.ended
+        return self._look().has_ended
 
     def _job(self) -> JobRecord:
         job = self._look().job

@@ -202,8 +202,8 @@ class Peer:
         self.rules = replace(RULES, staleness=staleness)
 
     def look(self) -> Any:
-        mirror = SimpleNamespace(head=SimpleNamespace(record=self.head), status=None)
-        return SimpleNamespace(me=ME, rules=self.rules, mirror=mirror, seal=None)
+        mirror = SimpleNamespace(head=SimpleNamespace(record=self.head), has_ended=False)
+        return SimpleNamespace(head=self.head, me=ME, rules=self.rules, mirror=mirror, seal=None)
 
     def check_filtered(self, group: Group) -> None:
         return None

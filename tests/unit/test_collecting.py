@@ -53,8 +53,8 @@ class Peer:
         self._head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
 
     def look(self) -> Any:
-        mirror = SimpleNamespace(head=SimpleNamespace(record=self._head), status=None)
-        return SimpleNamespace(me="a", mirror=mirror, seal=self.seal)
+        mirror = SimpleNamespace(head=SimpleNamespace(record=self._head), has_ended=False)
+        return SimpleNamespace(head=self._head, me="a", mirror=mirror, seal=self.seal)
 
 
 async def test_when_a_batch_is_sealed_whatever_is_in_flight_is_aborted_at_its_engine(tmp_path: Path) -> None:

@@ -183,7 +183,10 @@ class Job:
     def look(self) -> Any:
         rules = StreamRules(shard_lengths(8, 2), 4, 2)
         return SimpleNamespace(
-            me="a", rules=rules, mirror=SimpleNamespace(head=SimpleNamespace(record=self.head), status=None)
+            me="a",
+            rules=rules,
+            head=self.head,
+            mirror=SimpleNamespace(head=SimpleNamespace(record=self.head), has_ended=False),
         )
 
     filter = JobPeer.filter

@@ -18,9 +18,12 @@ from gcore.data.order import shard_lengths
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
+from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Head, Member
-from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.job import JobPhase, JobStatus
 from gcore.ledger.selection import StreamRules
+from gcore.ledger.transactions import Versioned
+from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.system.concurrency import gather_or_cancel
 from gcore.testing.flows import Asked
@@ -74,7 +77,10 @@ class Present:
 
     def look(self) -> Any:
         return SimpleNamespace(
-            me="a", rules=RULES, mirror=SimpleNamespace(head=SimpleNamespace(record=self.head), status=None)
+            me="a",
+            rules=RULES,
+            head=self.head,
+            mirror=SimpleNamespace(head=SimpleNamespace(record=self.head), has_ended=False),
         )
 
 
@@ -142,9 +148,9 @@ def test_whoever_has_all_shards_brings_the_whole_quota_however_many_members_ther
 async def test_an_ended_job_has_no_more_steps() -> None:
     """Nothing of it is waited for any more, so a flow that went on would never let anything else run."""
     peer: Any = Present()
-    ended = SimpleNamespace(record=SimpleNamespace(phase=JobPhase.CANCELLED))
-    mirror = SimpleNamespace(head=SimpleNamespace(record=peer.head), status=ended)
-    peer.look = lambda: SimpleNamespace(mirror=mirror, is_over=False)
+    status = Versioned(JobStatus(phase=JobPhase.CANCELLED, reason="", changed=0.0), 1)
+    mirror = JobMirror(JobKeys("u"), head=Versioned(peer.head, 1), status=status)
+    peer.look = lambda: SimpleNamespace(mirror=mirror, head=peer.head, is_over=False)
     peer.changes = ChangeSignal()
     peer.collectives = SimpleNamespace(begin=lambda at: None)
     assert [step async for step in JobPeer.steps(peer)] == []
