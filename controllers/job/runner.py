@@ -61,12 +61,12 @@ from controllers.workers.launcher import JobGroups, WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
-from gcore.config.load import stored_spec
+from gcore.config.load import find_flow, stored_spec
 from gcore.config.node import NodeConfig
 from gcore.config.spec import JobSpec
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
-from gcore.flows.api import Flow, Peer, find_flow
+from gcore.flows.api import Flow, Peer
 from gcore.flows.filters import find_filters
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import SHARES_CAME, Claim

@@ -46,7 +46,7 @@ from controllers.storage.run_folder import (
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder
 from gcore.api.tls import PLAIN
 from gcore.config import JobSpec, NodeConfig
-from gcore.config.data import training_sources
+from gcore.config.spec import training_sources
 from gcore.data.stream import PromptStream
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
