@@ -45,7 +45,7 @@ from gcore.system.clock import Clock
 
 if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
-    from controllers.job.runner import JobSession
+    from controllers.job.runner import JobRunner
 
 # -------------------- claiming
 # What people change of a job's claim to slots, and how a job stands that has none: queued, paused, about to end.
@@ -497,7 +497,7 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
         self,
         jobs: StoreReader,
         submissions: Callable[[], Awaitable[Submitter]],
-        runner: Callable[[str], JobSession | None],
+        runner: Callable[[str], JobRunner | None],
         clock: Clock,
         trouble: Callable[[], str] = str,
         room: StreamLimiter | None = None,

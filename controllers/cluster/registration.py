@@ -1,7 +1,14 @@
-"""A node's registration in the store, under the lease of one life of its daemon: its record, and which of its slots are sick.
+"""A node's registration in the store, under the lease of one incarnation of its daemon: its record, its sick slots, the schema version.
 
-It is put in place after an earlier life's has gone, and written anew when another schema version is spoken: the version after that
-must be able to read it. Whether the daemon can work follows: it can while its lease surely lives and its node is registered.
+The record is written once that of an earlier incarnation has gone, and again when another schema version is spoken. The daemon is ready while
+its lease surely lives and its node is registered.
+
+Facts of the machine: the driver's own program is asked once in a daemon's life, and only where a slot is a GPU; torch is not imported. Where
+the GPUs of a machine differ, each slot reports the least memory and no name, since CUDA may number them differently from the driver. What is
+uncertain (a driver that does not answer, divided GPUs, emulated slots) is left out.
+
+Schema version: a daemon writes what all daemons read, and the store names the version before anything is written in it. Otherwise a new daemon
+that hears of an older node could write an older version beside peers who long write the next, and lose what the older cannot express.
 """
 
 from __future__ import annotations
@@ -31,13 +38,6 @@ from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.memory import host_memory
 from gcore.system.slots import is_cuda
-
-# -------------------- machine
-# What a daemon tells of its node: how much memory its accelerators and its host have, and what its accelerators are called.
-#
-# The driver's own program is asked, once in a daemon's life, and only where a slot is a GPU; no torch. Where GPUs of one machine differ,
-# each slot is told the least memory of them and no name, for CUDA numbers them otherwise than the driver. What cannot be told for
-# sure (a driver that does not answer, GPUs in parts, emulated slots) is not told: who plans does without it then.
 
 log = logging.getLogger(__name__)
 
@@ -278,14 +278,6 @@ class NodeRegistration:
             sglang=config.sglang_python is not None,
             facts=facts,
         )
-
-
-# -------------------- speaking
-# From one schema version to the next: a daemon writes what everybody reads, and the store says so before.
-#
-# Whoever begins anew could otherwise not know it. It may hear of an older node that came back, and would write as that one reads,
-# beside peers who have long written the next version; what has no words in the older one, such as the parts that a step came in,
-# would be gone from what it writes.
 
 
 async def raise_version(

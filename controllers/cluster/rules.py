@@ -1,14 +1,12 @@
-"""Which slots of this node are sick: a device that is not there, or on which workers fail to start that start elsewhere. Pure.
+"""Which slots of this node are sick, and which schema version is written.
 
-A start that fails says little by itself: the job may be wrong, the disk full, the store away. So a slot is only called sick after
-`FAILURES` starts in a row have failed on it *while a worker of the same job and kind serves on another slot*, here or elsewhere. A
-worker that spans slots speaks for all of them: which of them it was nobody knows. A slot that is sick for that reason is tried again
-after a rest (`REST_S`, and twice as long after each relapse); one start that lasts makes it well, and one that fails sick again. Who
-knows that it was repaired starts the daemon again, which remembers nothing.
+A failed start says little: the job may be wrong, the disk full, the store away. A slot is sick after `FAILURES` failed starts in a row on it
+*while a worker of the same job and kind serves on another slot*, here or elsewhere. A worker that spans slots speaks for all of them. Such a
+slot is tried again after `REST_S`, and twice as long after each relapse; one start that lasts makes it well. A restarted daemon remembers
+nothing. A device that the driver no longer lists, or a core that this process may not use, is sick until it is there again.
 
-A device that the driver does not list any more, or a core that this process may not run on, is sick until it is there again.
-
-What follows for jobs is `gcore.ledger.claims`' business; what is asked of the machine, `controllers.device_check`'s.
+The schema version is the newest that every controller reads, so that nodes can be replaced one by one. It is never older than one that was
+written before, by any controller: the store holds that version (`gcore.store.keys.WRITTEN`).
 """
 
 from __future__ import annotations
@@ -176,17 +174,6 @@ def _failed_to_start(worker: WorkerRecord) -> bool:
 def _kind(worker: WorkerRecord) -> Kind:
     return worker.job_uid, worker.role, worker.judge
 
-
-# -------------------- versions
-# Which schema version the controllers of a cluster write: the newest that every one of them reads.
-#
-# While nodes are replaced one by one by such of the next version, both work: the newer ones write as the older ones do until
-# the last of these has gone. From then on an older one could not read what is written; it leaves such jobs to the others.
-#
-# It is never an older version than was written before, by whomever: a step that came in parts, say, has no words in it. So the
-# store says which that is (`gcore.store.keys.WRITTEN`), before anything is written in it.
-#
-# Pure.
 
 N = TypeVar("N")
 

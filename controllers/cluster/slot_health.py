@@ -1,7 +1,11 @@
-"""Keeps an eye on this node's slots: asks the machine now and then, and looks at what becomes of workers at each change.
+"""Watches this node's slots: asks the machine from time to time, and looks at the starts of workers at each change.
 
-Which slots are sick follows from the two (`controllers.device_check`, `controllers.ailing`); a daemon's next life goes on with what
-this one knew. Emulated slots are never sick. Does not write anything: the store is told by the life that holds the lease.
+`controllers.cluster.rules` says which slots are sick; a daemon's next incarnation keeps what this one knew. Emulated slots are never sick.
+The incarnation that holds the lease writes it to the store.
+
+Devices: GPUs as the driver's own program lists them (asked only where a slot is a GPU), cores as the kernel lets this process use them. A driver
+that answered and does not any more, or takes longer than `ASK_S`, has `SILENT` more tries before all its GPUs count as gone, since a machine
+under load is slow. Without such a program nothing is known, and no slot is sick for it, unless the machine shows no GPU at all.
 """
 
 from __future__ import annotations
@@ -22,13 +26,6 @@ from gcore.engines.emulated.launch import is_emulated
 from gcore.system.clock import Clock
 from gcore.system.slots import bound_cores, is_cuda
 from gcore.worker.records import WorkerRecord
-
-# -------------------- device_check
-# Which devices of this machine are there: GPUs as the driver lists them, cores as the kernel lets this process use them.
-#
-# The driver's own program is asked now and then, and only where a slot is a GPU; no torch. A driver that answered and does not any
-# more, or takes longer than `ASK_S`, is given `SILENT` more tries before all its GPUs count as gone: a machine under load is slow.
-# Where there is no such program nothing is known, and nothing is said against a slot, unless the machine shows no GPU at all.
 
 ASK = ("nvidia-smi", "-L")
 

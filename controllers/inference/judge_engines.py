@@ -1,9 +1,14 @@
-"""The engines of a job's judges: any controller asks any of them, for their weights never change and nothing is published to them.
+"""The engines of a job's judges, and the clients that ask them.
 
-One book of lines a judge (`controllers.engines`): the least busy engine gets a question, one that answers nothing is left and its
-questions go to another, one that was distrusted is asked what it serves before it is used again. Which engines run where is the
-plan's to say, to end one that hangs its node's (`controllers.staffing`). One that the plan puts to sleep is asked nothing; its
-node's controller sees to its memory, and the others find out that it has woken by asking it.
+Any controller asks any of them: their weights never change and nothing is published to them.
+
+There is one pool for each judge (`controllers.inference.pool`): the least busy engine gets a request; an engine that does not answer is left, and
+its requests go to another; an engine whose version is in doubt is asked for it before it is used again. The plan says which engines run where
+and which sleep. The controller of an engine's node frees its memory; the others find out by asking that it has woken.
+
+Requests to a `kind: classifier` judge are batched: those of one moment go as one request, of at most as many as an engine takes through its
+model at once. If the engine of a batch is lost, all of it is asked again; if a batch is refused, each question is asked alone, since only one of
+them need be at fault.
 """
 
 from __future__ import annotations
@@ -33,14 +38,6 @@ from gcore.rollout.client import EngineReach, SamplingParams, plain_reach
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
 from gcore.worker.records import WorkerRecord
-
-# -------------------- judge_values
-# Scores from the engines of a judge of `kind: classifier`.
-#
-# Questions of the same moment go as one request, of at most as many as an engine takes through its model at once: a group is
-# judged together, and a request costs more than a question. So one request's fate is that of several questions: if its engine is
-# lost, all of them are asked again; if it is refused, each is asked for itself, for only one of them need be what was refused.
-# Which engine is asked, and what becomes of one that does not answer, is the book's (`controllers.engines`).
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,14 @@
-"""The judges of a job on one controller, opened: each with what it is shown, and with what puts its questions."""
+"""The judges of a job on one controller: opened, counted, and, for judges that others serve, paced and paid for.
+
+Every controller asks external judges itself. Their rate is for the whole cluster, so each takes the rate divided by the number of members; while
+one comes or goes the shares may briefly add up to a little more or less.
+
+Cost: each controller adds what it has spent to its node's record, the first answer at once, further ones every `WRITE_S`, and the rest at the
+end. All controllers see all records, and none asks any more once the sum has reached `most_cost`. It may be exceeded by the requests in
+flight at that moment and by what was answered since the last write of each controller (or while the store is away). The same may be
+forgotten, once, for each controller that is killed. A request counts when its answer has come. The first member reports for all that a
+judge's budget is spent; each node reports for itself that its key is refused.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +39,6 @@ from gcore.store.keys import JobKeys
 from gcore.store.types import KeyValue, Store
 from gcore.system.clock import Clock
 from gcore.worker.sandbox.pool import PoolStatus
-
-# -------------------- judge_counts
-# What becomes of the questions that this controller puts to judges, counted and told: metrics, what waits, and one event for answers
-# that cannot be read. Of judges that others serve also what they cost, and what holds requests back. Decides nothing.
 
 TOLD_AT = 10
 """Unreadable answers are told at the first, and each time that there are so many times as many."""
@@ -131,17 +137,6 @@ class JudgeMetricsObserver:
         """To be told in an event."""
         self._tell(f"judge-{topic}-{judge}", sentence)
 
-
-# -------------------- spending
-# What a job spends on judges that others serve, as one controller sees and writes it (`gcore.ledger.spending`).
-#
-# Each controller adds what it has asked to its node's record: the first answer at once, further ones every `WRITE_S`, and what is left
-# when the job or the controller ends. All controllers see all records, so each knows what the whole job has spent, but for what the
-# others have not written yet. Nothing more is asked for once that has reached `most_cost`.
-#
-# So it may be exceeded by what is under way when that is seen: the requests of all controllers that are in flight (`in_flight` of
-# each), and what the others had answered in the last `WRITE_S` seconds, or since the store was away from them. The same is what may
-# be forgotten, once, of each controller that is killed. No request is counted before its answer has come.
 
 WRITE_S = 2.0
 """Between two writes of one controller."""
@@ -269,16 +264,6 @@ def _read(kv: KeyValue | None) -> NodeSpent | None:
     except UnreadableRecord:
         return None
 
-
-# -------------------- external_judges
-# The judges of a job that others serve, on one controller: what asks each, and what is told of all of them.
-#
-# Every controller asks for itself. The pace is for the whole cluster, so each takes its share: the rate, divided by how many controllers
-# work on the job as its records say. While one comes or goes they may see that at different moments, and for so long the shares of
-# all may add up to a little more or less than the whole. What may be spent is for the whole job too (`controllers.spending`).
-#
-# That a judge may cost no more is told once for all, by the first of the members; that its key is not taken, by each node for
-# itself. What to ask, and what becomes of it, is others' business.
 
 LOOK_S = 1.0
 """It is looked so often whether all is spent."""

@@ -1,7 +1,7 @@
-"""Responses and scores from engines: a seat at one that serves the right weights, the request, and another one's seat when it is lost,
-or when the request waits there while another has room.
+"""Responses and scores from engines: wait for an engine that serves the right weights, send the request, and repeat it at another engine when
+that one is lost, or when the request waits there while another has room. Requests are counted by result, with their latency and tokens.
 
-Which engines there are, and what they serve, is `controllers.engines`' business.
+`controllers.inference.pool` says which engines there are, and what they serve.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
 from gcore.system.clock import Clock, retry_delay
 from gcore.types import Sample, Version
-
-# -------------------- engine_counts
-# What is asked of engines, counted: requests by result, how long they took, and what they brought. Decides nothing.
 
 T = TypeVar("T")
 
@@ -75,10 +72,6 @@ async def count_request(
         metrics.engine_open.labels(pool).dec()
         metrics.engine_requests.labels(pool, result).inc()
         metrics.engine_seconds.labels(pool).observe(max(clock.monotonic() - begun, 0.0))
-
-
-# -------------------- engine_lines
-# The line to each engine that this controller is responsible for: its client, what is known of it, what is under way there.
 
 
 @dataclass

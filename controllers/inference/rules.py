@@ -1,13 +1,19 @@
-"""Whether an engine gets anywhere with what it was asked: found by its answers, not by whether it lives. Pure.
+"""Which engine a request goes to, what it still owes, when requests move to another engine, and whether an engine gets anywhere.
 
-A sign is any answer, also to a question that is put only for one (`probe_s` after the last). An engine that owes something and
-gives no sign for `silent_s` is silent: it is left, what it was asked goes to others, and it is asked on, and used again once it
-answers. Silent for `watchdog_s` in all, it is hung: to be ended, and not before, since to load a model again may take minutes.
+Health is found by answers, not by whether a process lives. Any answer is a sign, also to a probe (`probe_s` after the last). An engine that
+owes something and gives no sign for `silent_s` is silent: its requests go to others, and it is used again once it answers. Silent for
+`watchdog_s` in all, it is hung, and is ended, not before, since to load a model again may take minutes. An engine that gives signs, but of
+which two requests in a row ran out of time without a response in between, is hung too. An engine that owes nothing is not probed.
 
-One that gives signs, but of whose requests one ran out of its time, and after that another, without a response in between, gets
-nowhere either, and is hung too.
+Outstanding work is counted in responses, or in the tokens expected of them (`rollout.balance`), in units of one request, so that requests of
+both kinds can be added up. It falls as responses grow and finish; of an engine that reports no progress, all is owed until it answers.
 
-An engine that owes nothing is not asked: 1,000 idle engines cost nothing. Does not ask or end anything itself.
+Routing: to the engine that owes least, of those that serve the wanted weights or are being brought to them. Otherwise the first engine to be
+ready in a step would get the whole step. A request on an engine that is still on its way goes to a serving one as soon as that is no busier.
+
+Rebalancing: an engine that wakes, starts or is lent later gets the newest requests of others, with the tokens that they have, which it reads
+once more. It is worth it for requests that wait, or where an engine is so much busier that each token comes sooner by
+it. No engine gives to one as busy.
 """
 
 from __future__ import annotations
@@ -17,14 +23,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from gcore.types import Sample, Version
-
-# -------------------- owing
-# What an engine still owes of one request: responses, or the tokens that are expected of them. For routing, and for whoever decides
-# whether slots are lent (`placement.loads`).
-#
-# Where nothing is expected a response counts as one of the request before, so that requests of both kinds can be added up; where
-# nobody expects anything all count 1. As responses grow, and the first of them are finished, less is owed, and more is known of
-# the others. Of an engine that tells nothing on the way, all is owed until it answers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +167,6 @@ class EngineHealth:
         return ""
 
 
-# -------------------- rebalancing
-# Which requests are taken back from an engine where they wait or crowd, since another that serves the same weights has room. Pure.
-#
-# A request is given to an engine when it comes (`controllers.routing`), and stays there. An engine that wakes, starts or is lent later
-# would get only what comes after it: so the newest requests, which are the last in their engine's queue, go there. What they have made
-# comes with them, and is read once more there. That is worth it for what waits, or where an engine is so much busier than the other that
-# each token of all its requests comes sooner by it. None gives to one that is as busy.
-
 CROWDED, TIMES = 0.25, 2
 """An engine that runs at least such a share of what it can gives of what it runs, while it keeps so many times what the other has."""
 
@@ -224,16 +214,6 @@ def _giver(busy: dict[str, int], left: dict[str, list[tuple[str, int]]], taker: 
         if waits or crowds:
             return name
     return None
-
-
-# -------------------- routing
-# Which engine a request goes to. Pure.
-#
-# The one that owes least of those that serve the wanted weights or are being brought to them at this moment. What they owe is
-# counted in responses, or in the tokens that are expected of them (`rollout.balance`). When a step begins, one
-# engine is ready a little before the others, and would be given the whole step. A request that was given to an engine on its
-# way waits for it there; as soon as one that serves is no busier, it goes there instead, so that an engine which does not
-# come up holds nothing back.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
-"""Carries out what keeps the store and the run's folder small: see `controllers.housekeeping` and `controllers.sweeping`.
+"""What actions are carried out with; the start of a job; what keeps the store and the run's folder small.
 
-What leaves the store stands in the run's folder before; what leaves the folder is named by no record any more. Each is one
-guarded transaction, and it may be cut off anywhere: what it left is seen and done by whoever looks next. Decides nothing.
+Retention: what leaves the store is in the run's folder before; what leaves the folder is named by no record any more. Each is one guarded
+transaction and may be cut off anywhere: the next controller that looks sees what it left and finishes it.
+
+Start: base entry, base checkpoint and first plan in one transaction, with the reason for the plan if the job's slots move. A warning about
+estimates is reported and delays nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +44,6 @@ from placement.slots import PlacementRequest
 if TYPE_CHECKING:
     from controllers.inference.judge_engines import JudgePools
     from controllers.storage.replication import Replicator
-
-# -------------------- hands
-# What actions are carried out with, and the small things that several of them need. Decides nothing, writes nothing.
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ async def retain_checkpoints(action: Retain, view: JobView, hands: Effects) -> A
 
 async def prune_log(action: Prune, view: JobView, hands: Effects) -> ActionResult:
     """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
-    folder, enough of them have written it down by now (`controllers.spreading`)."""
+    folder, enough of them have written it down by now (`controllers.rules.replication`)."""
     mirror = view.mirror
     assert mirror.head is not None
     assert mirror.checkpoints is not None
@@ -226,11 +226,6 @@ async def _delete(versions: Iterable[Version], hands: Effects) -> None:
         await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
         fault_point(FaultPoint.FORGET, "after")
 
-
-# -------------------- starting
-# A job begins: base entry, base checkpoint and first plan in one transaction, and, of a job whose slots move, why it is that plan.
-#
-# What it begins with is `placement.beginning`'s to say. What is wrong with it by what is estimated is told to people, and holds nothing up.
 
 START_TOPIC = "beginning"
 """What a warning of what a job begins with is called in the store."""

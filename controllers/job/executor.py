@@ -1,7 +1,7 @@
 """Carries decisions out: each action becomes one guarded transaction, or one call to a rank or an engine.
 
-A lost compare is an outcome, not an error: the caller looks again. Nothing here decides anything; where an action needs
-what the view does not hold (a log entry, a checkpoint's files), it is read here and the transaction compares it.
+A lost compare is an outcome, not an error: the caller looks again. Where an action needs what the view does not hold (a log entry, a
+checkpoint's files), it is read here and the transaction compares it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What a node must have before it works on a job: the folder that all its nodes see, the model, and the data as they were when
-the job was created.
+"""What a node must have before it works on a job: the run's folder, the model, and the data as they were when the job was created.
 
-What is wrong ends the job, with a sentence: nothing could be made here. With exceptions. Data that have changed are looked at
-again and again, and so is whatever is wrong once the job has trained a step: its progress would be lost for a file that can
-be put back, or for a disk that is mounted later than the daemon is started. A store that does not answer, and a lease that
-has ended (and with it, soon, this life of the controller), say nothing of the job. And a node that the plan does not name,
-because it came later, only stays away, and tries again: the others get on without it. Whatever is waited for so is told.
+What is wrong ends the job with a sentence, but for these cases, which are reported and tried again: data that have changed; anything, once
+the job has trained a step, for its progress would be lost for a file that can be restored or a disk that is mounted late; a store that does
+not answer, and a lease that has ended; and anything on a node that the plan does not name, for the others get on without it.
+
+The model is fetched before anything of the job starts here. A model of a hub is fetched by a process of its own (`python -m gcore.models`)
+at the commit that the job was created with, so that all nodes load the same weights; the process dies with this controller, and what it
+fetched stays in the hub's cache. Its progress is in the store under the controller's lease, for people.
 """
 
 from __future__ import annotations
@@ -71,13 +72,6 @@ def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "
             found.append(f"{prefix}{key}")
     return found
 
-
-# -------------------- fetching
-# Brings a job's model to this node before anything of the job starts here, and tells how far it is.
-#
-# A folder is looked at and that is all. A model of a hub is fetched by a process of its own (`python -m gcore.models`),
-# at the commit that the job was created with, so that all nodes load the same weights; it dies with this controller, and
-# what it fetched stays in the hub's cache. Progress stands in the store under the controller's lease, for people.
 
 STEPS = 20
 """So many times is progress written to the store, at most."""

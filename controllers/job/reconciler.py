@@ -1,7 +1,7 @@
-"""The driver of one job on one controller: decide at every change, carry out what is ripe, wake up when something becomes so.
+"""The loop of one job on one controller: decide at every change, carry out what is due, wake up when something becomes due.
 
-It also keeps the lines to engines and ranks pointed at those of head's world, and starts and stops this node's workers as
-`controllers.staffing` says. What is decided is `controllers.decide`'s, how it is carried out `controllers.deeds`'.
+It also keeps the connections to engines and ranks on those of head's world, and starts and stops this node's workers. Each action is under
+way at most once, and is not decided on again before its result was heard of. Actions that move or read many bytes run in the background.
 """
 
 from __future__ import annotations
@@ -61,11 +61,6 @@ from gcore.system.clock import Clock
 from gcore.system.process import send_signal
 from gcore.train.rank.feed import WorldName
 
-# -------------------- deeds
-# What a driver has under way: each decision at most once at a time, and not again before what it did has been heard.
-#
-# What moves or reads many bytes goes on beside the driver, which must not wait for it. Nothing is decided here.
-
 log = logging.getLogger(__name__)
 
 
@@ -93,9 +88,14 @@ class ActionOwner(Protocol):
 
     uid: str
     changes: ChangeSignal
-    mirror: JobMirror
 
-    def hands(self) -> Effects:
+    @property
+    def mirror(self) -> JobMirror:
+        """Its records as last heard."""
+        ...
+
+    @property
+    def effects(self) -> Effects:
         """What actions are carried out with."""
         ...
 
@@ -161,7 +161,7 @@ class ActionsInFlight:
 
     async def _now(self, intent: Intent, view: JobView) -> None:
         try:
-            done = await apply_action(intent.action, view, self._job.hands())
+            done = await apply_action(intent.action, view, self._job.effects)
         except StoreUnavailable as error:
             done = ActionResult(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
         except GcoreError as error:
@@ -210,15 +210,15 @@ class ReconciledJob(Protocol):
     """What is driven."""
 
     uid: str
+    me: str
     changes: ChangeSignal
-    mirror: JobMirror
     holdings: GroupBuffer
     waits: Timers
     troubles: WarningLog
 
     @property
-    def me(self) -> str:
-        """This incarnation."""
+    def mirror(self) -> JobMirror:
+        """Its records as last heard."""
         ...
 
     def look(self) -> JobView:

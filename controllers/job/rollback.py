@@ -1,8 +1,11 @@
-"""A new world, in one transaction: on from copies of head's own state if the nodes have them in memory, else back to a
-checkpoint, the newest whole one on the chain, with its cursors and tally.
+"""A new world, in one transaction: from copies of head's own state if the nodes have them in memory, else from the newest whole
+checkpoint on the chain, with its cursors and tally. And the account of outcomes without a step.
 
-Where nodes share no folder, it is fetched first, from a node that has it. One that cannot be reached has damaged nothing; it is
-asked again. Only what every node that is there has damaged, or what none has, is skipped.
+Where nodes share no folder, the checkpoint is fetched first. A peer that cannot be reached has damaged nothing, and is asked again. Only a
+checkpoint that all present nodes have damaged, or that none has, is skipped.
+
+While head's train world is lost, the store may have been restored from an older backup, and a rollback is about to find that. An account
+written before would take a sequence number under which the run's folder has another entry, so it waits for the rollback.
 """
 
 from __future__ import annotations
@@ -179,14 +182,6 @@ async def _entry_of(target: Checkpoint, view: JobView, hands: Effects) -> LogEnt
         return known.record
     kv = await hands.store.get(view.mirror.keys.log(target.seq))
     return LogEntry.decode(kv.value, kv.key) if kv is not None else None
-
-
-# -------------------- accounting
-# Writing down outcomes without a step, in one transaction.
-#
-# While head's train world is lost, the store may have been put back to an older state, and a rollback is about to say so
-# (`controllers.rolling`). What is written before that would take a number under which the run's folder has something else: so it
-# waits for the rollback. A world that is well has trained what head says, and there is nothing to look for.
 
 
 async def account_outcomes(action: Account, view: JobView, hands: Effects) -> ActionResult:

@@ -1,12 +1,10 @@
-"""A daemon's part in one job: it works on it, leaves it when it cannot read its records, its spec or its data any more, or meets
-a defect of gcore, and takes it up again when it can.
+"""A daemon's part in one job: it works on the job, leaves it when it cannot, and tries again every `AGAIN_S`.
 
-What could not be read may be another by now: whoever wrote it is gone, and it with its lease; it was put right; a plug-in was
-installed; a data file was put back (for which whoever takes the job up waits, and says so: `controllers.preparing`). Nobody would tell, and a job that all daemons have left says of itself only how it stood, so each looks again.
+It leaves a job whose records, spec or data it cannot read, and one in which it meets a defect of gcore. The cause may be gone later: a
+peer of another version has ended, a plug-in was installed, a data file was restored. No record would say so, so each daemon looks again.
 
-A defect is met by one job and not by all, so it ends that job's runner and not the daemon: all that was believed of the job is thrown
-away, as at the daemon's own end. Its traceback is in the log. Who meets one again and again, and is the last to leave, ends the job as
-failed: nobody else would say why it stands.
+A defect ends that job's runner and not the daemon; all that was believed of the job is thrown away. A daemon that meets a defect again and
+again, and is the last member to leave, ends the job as failed. Leaving goes by the store alone, for nothing is heard of the job by then.
 """
 
 from __future__ import annotations
@@ -134,12 +132,6 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
             yield from _leaves(error)
         else:
             yield error
-
-
-# -------------------- quitting
-# What is said to the store by a controller that cannot work on a job: that it is no member, and, where nobody is left, the end.
-#
-# Goes by the store alone, for nothing is heard of the job here by then. When that is so is `controllers.retaking`'s to say.
 
 
 async def withdraw_member(store: Store, keys: JobKeys, identity: Identity, clock: Clock) -> None:

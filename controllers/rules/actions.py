@@ -1,4 +1,4 @@
-"""What a cycle may decide to do. Data only; `controllers.apply` carries it out."""
+"""What one cycle of a job may decide to do. `controllers.job.executor` carries it out."""
 
 from __future__ import annotations
 

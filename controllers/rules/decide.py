@@ -1,8 +1,14 @@
-"""What a controller should do for a job, from one look at it: a pure function.
+"""Which rules apply to a job, in which order, from one view of it; the assignment of shards; the hand-over of a leaving controller.
 
-Each rule stands alone and returns intents. None awaits, reads a clock or draws a number; whose turn it is follows from a
-hash, how long a condition has held is `controllers.turns`' business. A rule may be wrong about the present, since its
-view may be old: the transaction that follows compares, and a lost compare means to look again.
+Each rule stands alone and yields intents. Whose turn it is follows from a hash; `Timers` say how long a condition has held. The view may
+be old, so a rule may be wrong about the present: the transaction that follows compares, and after a lost compare the controller looks again.
+
+Assignment of shards: sticky and balanced. Loads differ by at most one, and no shard moves without need. An assignment is a hint; the
+seal's check keeps a prompt from being trained twice.
+
+Hand-over: a controller that was asked to end says so in its membership, and the others take its shards at once. It begins nothing, and
+gives up what it has in flight. Its finished groups stay in its offer until they are sealed and fed, for at most `LEAVE_WITHIN_S`, or not
+at all if it is the last member: then they are issued again. Its engines and ranks go on without it.
 """
 
 from __future__ import annotations
@@ -52,12 +58,6 @@ from controllers.rules.world import (
 from gcore.ledger.records.chain import Assignment, SealState
 from gcore.ledger.records.job import JobPhase
 from gcore.types import PromptRef
-
-# -------------------- assignment
-# Which peer works on which shard: sticky and balanced, a pure function of the members and the old assignment.
-#
-# Loads differ by at most one, and no shard moves that need not. The assignment is a hint of who should work on what; what
-# keeps a prompt from being trained twice is the seal's check.
 
 
 def shard_assignment(members: Sequence[str], shards: int, old: Assignment | None) -> Assignment:
@@ -193,17 +193,6 @@ def _assignment(view: JobView) -> Assignment | None:
     if old is not None and sorted(old.record.members) == members and None not in old.record.owners:
         return None
     return shard_assignment(members, len(view.rules.shape.lengths), old.record if old else None)
-
-
-# -------------------- leaving
-# A controller that was asked to end: what it hands over, and when that is done.
-#
-# It says in its membership that it leaves (`controllers.decide.departing`); its shards are the others' at once. It begins
-# nothing more and gives up what it has in flight, for the others begin that anew now. What it has finished stays in its offer
-# and goes to the ranks when it is sealed; it waits for that, but only so long (`LEAVE_WITHIN_S`), and for nobody if it is the
-# last: what is lost then is issued again. Its engines and ranks go on without it.
-#
-# Pure.
 
 
 def has_handed_over(view: JobView) -> bool:

@@ -1,17 +1,18 @@
-"""Engines and train ranks that share a slot, and take turns in its memory: rules of `controllers.decide`. Pure, like all rules.
+"""Which engines and train ranks sleep and wake, who takes a shared slot, and which controller is responsible for an engine.
 
-At staleness 0 they never compute at the same time, so only one of them need have its memory at a time. When a batch is READY the
-engines on the ranks' slots go to sleep (`controllers.sleeping` does it: nothing new, what is under way given back, then cache and
-weights), then the ranks there take their memory again, and train. After the commit they give all of it back, and only then do the
-engines wake, are brought the new weights, and are asked again. Nothing of a rank is needed for that: what was committed lies in the
-run's folder. While a rank loads it is its turn too.
+Order on a slot that engines share: nothing new goes to an engine that is to sleep, its requests are given back with the tokens they
+have, its memory is freed. To wake: first the memory, then the current weights by a publication, then requests. No engine of a slot
+wakes before those that are to sleep do.
 
-That a rank has its memory and the engines beside it sleep is the word to train. Only who sees that has the rank restored and says
-Apply, which is their node's controller; while it is away, others say it a little later. Nobody waits for another without end: a rank that is told to train takes its
-memory by itself, and is told so after `PATIENCE_S` whoever sleeps; one that cannot give its memory back keeps it, and the engines
-wake beside it.
+Order on a slot that engines and a rank share (`placement.memory`; staleness 0): when a batch is READY the engines sleep, the rank takes
+its memory and trains. After the commit the rank frees all of it (what was committed is in the run's folder), and only then the engines
+wake. The controller of the rank's node restores the rank and says Apply; while it is away, others do so a little later. Nothing waits
+without end: a rank that is told to train takes its memory by itself, and is told so after `PATIENCE_S` whoever sleeps; if a rank cannot
+free its memory, the engines wake beside it.
 
-`placement.memory` says which jobs do so. Which engines run where is the plan's to say, how memory is released each worker's.
+Responsibility: the controller of an engine's node, or while that is away the member that a hash names. All engines of a slot, and of all
+slots that one of them spans, have the same controller. While a node's controller is there and has not joined yet, its engines have none:
+otherwise the first to join a large job would briefly have all of them. Two controllers that both believe to be responsible do no harm.
 """
 
 from __future__ import annotations
@@ -169,18 +170,6 @@ def _patience(view: JobView, place: RankPlace) -> float:
     return 0.0 if place.node == view.node else AWAY_S
 
 
-# -------------------- owning
-# Whose engine an engine is: its node's controller's, or, while that is away, the peer's whom a hash names. Pure.
-#
-# All engines of a slot are one controller's, and all of the slots that one of them spans: whoever wakes one has to know that the other
-# sleeps.
-#
-# While a node's controller is there and about to join, its engines are nobody's. Otherwise whoever joins a large job first would
-# have all the engines of all the others for a moment: to find out what they serve, and to let them go again.
-#
-# Two that both believe it for a moment do no harm (`controllers.engines`).
-
-
 def owned_engines(
     job_uid: str,
     workers: Mapping[str, WorkerRecord],
@@ -216,17 +205,6 @@ def _begins(engines: Iterable[WorkerRecord]) -> dict[tuple[str, str], str]:
     wide = sorted((one for one in engines if one.further), key=lambda one: len(one.slots))
     return {(one.node, slot): one.slot for one in wide for slot in one.slots}
 
-
-# -------------------- sleeping
-# Engines that the plan puts to sleep, and wakes: rules of `controllers.decide`. Pure, like all rules.
-#
-# What sleeps is resident on its slot and has given its memory back, so that another engine there has it. In this order: nothing new
-# goes to it (every controller sees to that as soon as it hears of the plan), what it has under way is given back with the tokens it
-# has, its memory is freed. Waking: the memory, then the current weights, as a publication like any other, then requests. Of
-# several on a slot none wakes before those that are to sleep do.
-#
-# One controller sees to an engine: its node's, or while that is away the one that a hash names (`controllers.owning`). Doing it twice
-# does no harm. Which engines are to sleep is the plan's to say, and the ranks' whose memory they share (`controllers.taking_turns`).
 
 AGAIN_S = 0.5
 """An engine that could not be put to sleep, or woken, is tried again after so long."""

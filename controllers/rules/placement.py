@@ -1,15 +1,16 @@
-"""A job keeps to its share of the slots: rules of `controllers.decide`. Pure, like all rules.
+"""A job keeps to its share of the slots; one controller plans its placement, and moves are written down.
 
-Slots that it is granted are used as new nodes are (`controllers.forming`). Slots that it is to give back are left between two steps:
-engines at once, by a change of the plan; a train world by a new one, formed from head's own state. If what is left is too little to run
-on, the job stands still: its plan places nothing, its workers end, and nothing is issued or sealed until it has slots again. It goes on
-then as after the loss of its world, from head's own checkpoint, so that no committed step is lost and none is trained twice.
+New slots are used as new nodes are (`controllers.rules.world`). Slots that the job is to give back are left between two steps: engines at
+once, by a change of the plan; a train world by a new one, formed from head's own state. If the rest is too little to run on, the job
+stands still: its plan places nothing, its workers end, and nothing is issued or sealed until it has slots again. Then it goes on from
+head's own checkpoint, so that no committed step is lost and none is trained twice.
 
-Who stands still, or forms a world and has no copies of head's state at hand, needs a checkpoint of head. So the steps that are sealed
-meanwhile have one (`Seal.checkpoint`), and while head's is being written nothing more is sealed.
+A job that stands still, or forms a world without copies of head's state at hand, needs a checkpoint of head. So the steps sealed meanwhile
+have one (`Seal.checkpoint`), and while head's is being written nothing more is sealed. Slots that the plan no longer uses, and on which
+nothing of the job runs, are given back (`GiveBack`). `placement.shares` decides who gets which.
 
-What the plan uses no more, and where nothing of the job runs, is given back (`GiveBack`). Who is given what, and when, is decided in
-`placement.shares`.
+Leadership: the controller that holds a key under its lease plans. Any controller may take it when there is no leader, or when the leader no longer
+works on the job. Safety does not rest on it: a plan is written by a transaction that compares the plan that was seen and the leadership.
 """
 
 from __future__ import annotations
@@ -202,13 +203,6 @@ def _free(view: JobView) -> frozenset[SlotKey]:
         (worker.node, slot) for worker in view.workers.values() if worker.job_uid == uid for slot in worker.slots
     }
 
-
-# -------------------- leading
-# Who plans a job's placement, and that its moves are written down: rules of `controllers.decide`. Pure, like all rules.
-#
-# One controller at a time plans: who holds a key under its lease. Any may take it when nobody does, or when whoever does works on the
-# job no more. Nothing rests on that there is only one: a plan is written by a transaction that compares the plan that was seen, and the
-# leadership, so that of two one loses and looks again; and who dies at any moment leaves a plan that is whole.
 
 TAKE_S = 0.2
 """So long is it left to the one whose turn it is."""

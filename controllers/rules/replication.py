@@ -1,9 +1,8 @@
-"""Who keeps what, of a job whose nodes share no folder (`storage.copies`): rules of `controllers.decide`. Pure, like all rules.
+"""Which node keeps what, of a job whose nodes share no folder (`storage.copies`).
 
-What must survive a node lies on so many nodes as the spec asks for, or on as many as there are, before the store names it or
-forgets it: a checkpoint before it is registered, the ranks' receipts before their step is committed, old records before they
-leave the store. Each node says what lies in its folder (`gcore.ledger.node_folder`), and fetches what it is to have from peers.
-Where nodes share a folder, none of these rules has anything to say.
+What must survive a node is on as many nodes as the spec asks for, or as there are, before the store names it or forgets it: a checkpoint
+before it is registered, receipts of ranks before their step is committed, old records before they leave the store. Each node's record says
+what is in its folder (`NodeFolder`), and each node fetches what it is to have from peers. Where nodes share a folder, no rule applies.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Housekeeping rules of `controllers.decide`: checkpoints are registered and forgotten, the log is kept short, data epochs
-begin. Pure, like all rules; none of them is needed for a step to be safe.
+"""Checkpoints are registered and forgotten, the log is kept short, data epochs begin, and keys that are no longer needed are swept.
+
+No step needs these rules to be safe. That the store stays within its bounds, and that checkpoints of discarded branches leave the run's
+folder, rests on them.
 """
 
 from __future__ import annotations
@@ -112,11 +114,6 @@ def begin_epochs(view: JobView) -> Iterator[Intent]:
     topic = f"epoch {epoch} {head.lineage}"
     yield Intent(BeginEpoch(epochs.make_epoch_record(head, epoch, view.epochs), forgotten), topic, view.turn(topic))
 
-
-# -------------------- sweeping
-# Sweeping rules of `controllers.decide`: what nothing asks for any more leaves the store, and checkpoints of cut-off lineages
-# the run's folder. Pure, like all rules; none of them is needed for a step to be safe, but that the store stays as small as it is
-# (`gcore.ledger.bounds`) rests on them.
 
 FORGET_AT = 8
 """How many evaluations make a trip to the run's folder worth while."""

@@ -1,9 +1,17 @@
-"""What a controller decides about what outlives a step, where some staleness is allowed: naming it, and giving it up.
+"""Groups and prompts that outlive a step, who answers which part of an evaluation, and how long an offer waits for more groups.
 
-Others count what is in flight here, and wait for what would become too old, as far as the offer names it. So it does, with
-whatever else is written, or a little after it was begun: before the step for which it was begun can have been committed.
-Nothing is waited for without end: what a seal waits for because of its age is given up after a while, and issued again;
-after so many times it has failed. Pure, and nothing at staleness 0.
+Where some staleness is allowed, an offer also names what is in flight, a little after it was begun at the latest: others count it, and
+wait for what would become too old. What a seal waits for because of its age is given up after a while and issued again; after too many
+tries it has failed. At staleness 0 none of this applies.
+
+Evaluation: the members that have engines are ordered by the version; parts go to them in turn. If the owner of a part delivers nothing for
+a while, the next member takes its parts over, from the end, since the owner goes from the beginning. If a member is gone, the order
+changes at once. Two answers to one part do no harm: the first that is written counts.
+
+Offers are few because each wakes every peer: a dozen peers that write each group as it finishes would keep each other and the store busy.
+A seal can come only when the offers hold its quota, so a peer writes its offer when it has its share (an n-th) of what the cluster still
+lacks, and when its own part is done. Then the quota cannot be met by groups that no offer names. Less than a share waits a while,
+since others issue more for refs that ended without a group, and people look at the progress of the step.
 """
 
 from __future__ import annotations
@@ -11,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from controllers.rules import view as turns
 from controllers.rules.actions import (
     Account,
     Accumulate,
@@ -30,7 +37,7 @@ from controllers.rules.actions import (
 from controllers.rules.memory import sleeping_engines, train_delay_s
 from controllers.rules.placement import awaits_checkpoint, wants_checkpoint
 from controllers.rules.replication import gather_receipts, has_receipts, keeps_copies
-from controllers.rules.view import SETTLE_S, JobView
+from controllers.rules.view import SETTLE_S, JobView, turn_order
 from controllers.rules.world import growth_delay_s
 from gcore.ledger.records.chain import Head, InFlightRef, Member, Offer, Seal, SealState
 from gcore.ledger.records.job import JobPhase, Plan
@@ -99,14 +106,6 @@ def owes_evaluation(view: JobView) -> bool:
     return str(head.version) not in view.mirror.evaluations
 
 
-# -------------------- eval_turns
-# Which parts of an evaluation a controller answers, and when it takes those of others. Pure.
-#
-# The members that have engines stand in an order that depends on the version; part after part goes to one after the other, so
-# that all get as many. When nothing has come for a while from whoever owns a part, the next in the order takes it over, and goes
-# from the end, because its owner goes from the beginning. When a member is gone, the order is another at once. Two that answer
-# one part do no harm: the first to write it down wins.
-
 TAKEOVER_S = 20.0
 """So long nothing must have come from a part's owner before the next peer takes it; twice as long, and from both, before
 the one after it does, and so on."""
@@ -114,7 +113,7 @@ the one after it does, and so on."""
 
 def evaluation_order(version: Version, members: Collection[str]) -> tuple[str, ...]:
     """The members in the order of the version's evaluation."""
-    return turns.turn_order(members, f"eval {version}")
+    return turn_order(members, f"eval {version}")
 
 
 def members_with_engines(members: Mapping[str, Versioned[Member]], plan: Plan | None) -> tuple[str, ...]:
@@ -146,19 +145,6 @@ def parts_to_take(
     mine = [number for number, place in places.items() if is_mine(number, place)]
     return tuple(sorted(mine, key=lambda number: (places[number], -number if places[number] else number)))
 
-
-# -------------------- coalescing
-# How long an offer waits for more, so that a step takes few writes and its seal comes no later for it; and who need not look so
-# often, because what comes next is another's. Pure.
-#
-# Every offer wakes every peer, so they are to be few: a dozen peers that each wrote their groups as they finish would keep one
-# another, and the store, busy for the whole step. But a seal can come only when the offers hold its quota. So each peer tells what
-# it has when that is its share of what the cluster still lacks, and all of it when its part is done. Then the quota cannot be
-# met by what nobody has told (of n parts that make up a whole one is at least an n-th), and what lacks shrinks with each
-# telling: about as many writes a peer as what lacks can be divided, not as many as there are groups.
-#
-# What is less than a share waits a while, because the quota is not all that others look at: what ended without a group has
-# others issue more, and people see how far the step is.
 
 COALESCE_S = 0.3
 """A share of what lacks waits so long for more."""

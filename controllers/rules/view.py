@@ -1,7 +1,12 @@
 """All that one cycle of a job looks at, frozen: the mirror of the store, and what this controller knows itself.
 
-`decide` reads it; nothing in it can change under its hands. It may be late. Every transaction that follows from it
-compares the revisions it was seen at.
+The view may be late. Every transaction that follows from it compares the revisions that it was made from.
+
+Turns: any peer may make any transaction. A preferred peer tries at once and each other `TURN_SECONDS` later, which spares the store
+transactions that lose (their bodies are written to its log all the same). Safety never rests on turns.
+
+`Memo` keeps results while the records that they follow from are the same objects. Records are replaced, never changed, so the result is the
+same too; most changes concern none of the records from which the long computations follow.
 """
 
 from __future__ import annotations
@@ -53,12 +58,6 @@ from gcore.worker.records import WorkerRecord
 from gcore.worker.sandbox.pool import PoolStatus
 from placement.moves import MoveProposal, MoveReport
 
-# -------------------- turns
-# Who goes first, and when the others follow.
-#
-# Any peer may make any transaction; to spare the store losing ones (a loser's body is written to its log all the same), a
-# preferred peer tries at once and each other a little later. Only politeness rests on this, never safety. Pure.
-
 TURN_SECONDS = 1.0
 """How long each peer leaves the one before it."""
 
@@ -102,15 +101,6 @@ class Timers:
         """How long a peer of that place waits, in seconds."""
         return after + turn * TURN_SECONDS
 
-
-# -------------------- remembered
-# What was worked out from records, kept while the records are the same objects. No policy, and nothing that could be wrong.
-#
-# A controller looks at its job whenever anything changes, and most changes (a response that came, a rank that got on) concern
-# none of the records from which the long computations follow: what is due, what a seal would take, which rank takes which
-# sample. Records are never changed, only replaced, so that they are the same objects says that the result is the same too.
-#
-# Holds the newest result of each name only. For one event loop.
 
 T = TypeVar("T")
 
@@ -472,10 +462,6 @@ class JobView:
         if holding is None or self.rules.part is None:
             return holding == seal.token
         return (holding.lineage, holding.step) == (seal.lineage, seal.step)
-
-
-# -------------------- world_start
-# What head's train world starts from. Pure.
 
 
 def world_start(view: JobView) -> WorldStart | None:

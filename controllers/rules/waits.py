@@ -1,8 +1,8 @@
-"""What a job waits for, in words: nothing waits in silence. Pure; since when is `controllers.turns`' business.
+"""What a job waits for, in words, and which waits become an event. Nothing is done about a wait here; docs/failures.md lists what is.
 
-Each wait says what would show that it gets anywhere (`progress`). One that stands still for as long as `PATIENCE_S` has for its
-cause becomes an event (`controllers.overdue`): a wait of an hour in which something moves is none, one of a minute in which
-nothing does is. Nothing is done about a wait here; what is done, and when, docs/failures.md lists.
+Each wait says what would show progress (`progress`). A wait without progress for as long as `PATIENCE_S` has for its cause becomes an
+event: an hour in which something moves is none, a minute in which nothing does is one. One peer reports each standstill, once: a node's own
+by that node, the others by the first in their order of turns, so that it is also reported when that peer is the one that hangs.
 """
 
 from __future__ import annotations
@@ -366,13 +366,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(ranks) < 2:
         return f"train rank {ranks[0]}" if ranks else "the train ranks"
     return f"train ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-# -------------------- overdue
-# Which waits are told in an event, because nothing of what they wait for has moved for too long. Pure.
-#
-# Each standstill is told once, by one peer: a node's own by that node, the others by whoever is first in their order of turns, so
-# that an event comes once and comes also when that peer is the one that hangs (its membership ends, and the next is first).
 
 
 def overdue_waits(view: JobView, waiting: Iterable[Wait], waits: Timers, now: float) -> Iterator[Wait]:

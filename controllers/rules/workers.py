@@ -1,9 +1,8 @@
-"""Which workers of a job this node should run: what is to be started and stopped. Pure; `controllers.staff` carries it out.
+"""Which workers of a job this node is to run: what is started and stopped. `controllers.workers.launcher` carries it out.
 
-Workers outlive their controller, so what runs is read from the store, never remembered: a restarted controller adopts
-what its node's registrations show, by instance id. All that is remembered besides (`Launches`) is what was started and has not been seen
-to register yet, and how often that was tried. A train rank that died is not started again here; that is a rollback's business, with a new
-world.
+Workers outlive their controller, so what runs is read from the store: a restarted controller adopts the registered workers of its node by
+instance. Only starts that have not registered yet, and the number of tries, are remembered (`Launches`). A train rank that died is not
+started again; a rollback makes a new world.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""The train world at another size, and engines for nodes that come: rules of `controllers.decide`. Pure, like all rules.
+"""The train world: whether it is lost, when it is recovered, grown or resized, and how the job ends.
 
-Where a policy moves slots (`placement.is_live`), it decides on the world's size too, and writes down which it wants; forming it is
-anybody's, as here.
+A node that joins gets its engines at once, by a change of the plan that leaves the world alone. The world is formed again only
+between steps, when head's state is at hand, so that no training is lost, and only if a larger world saves clearly more time in the
+remaining steps than its start takes.
+Where a policy moves slots (`placement.is_live`) it decides on the world's size and writes it down; any controller may form it.
 
-A node that joins gets its engines at once, by a change of the plan that leaves the world alone. The world itself is formed
-anew only between steps, when head's state is at hand, so that no training is lost; and only if what the larger world
-saves in the steps that are left is well more than the time its start takes (`placement.plan.worth_forming`).
+Before a world is formed, each node writes down once, for that head, which copies of train states are in its memory.
 
-Before a world is formed anew, for want of a rank or for a larger one, each node says which copies of states lie in its
-memory. That is written only then, once for each head.
+A job has succeeded when its last step and the checkpoint and evaluation of that step are on head's chain. It has failed when its data
+bring nothing to train, when a worker cannot be started, or when world after world dies without a step between them. A world
+that lost a rank is otherwise replaced (`controllers.job.rollback`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,6 @@ from placement.slots import (
     sizes_of,
     trim_to_replicas,
 )
-
-# -------------------- lost
-# Whether head's train world can go on, from one look at it. Pure.
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,13 +369,6 @@ HAS_AGAIN = "it has slots again"
 OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
 """How the reasons of rollbacks begin that nothing was wrong with."""
 
-
-# -------------------- ending
-# How a job ends, or goes back: rules of `controllers.decide`. Pure, like all rules.
-#
-# It has succeeded when its last step, the checkpoint and the evaluation of that are on head's chain; it has failed when its data
-# bring nothing to train, when a worker cannot be started, or when world after world dies without a step between them. A world
-# that lost a rank is otherwise begun anew (`controllers.rolling` says from where).
 
 NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""

@@ -1,7 +1,12 @@
-"""Carries out what `controllers.staffing` decides: starts the supervisors of workers on this node, and remembers them until they have
-registered, and how often each start was tried.
+"""Starts the supervisors of workers on this node, remembers them until they have registered, and how often each start was tried.
 
-A worker is stopped by its own supervisor, which is told elsewhere. Nothing here touches a run's folder: where that hangs, this daemon must not.
+`controllers.rules.workers` decides; a worker is stopped by its own supervisor. Nothing here touches a run's folder: where that hangs, this
+daemon must not.
+
+Control groups: one for each job, with the limits of the daemon's configuration. `auto` makes them beside the daemon's own group, and only where
+systemd delegated that to it (`DelegateSubgroup=daemon`): a group that others use is not the daemon's to divide, and a service whose own
+group was divided cannot be started again while a worker of it lives. Where there are none, jobs run without limits, which is logged
+once, with what to do. A group is made with the first worker of its job, and removed when nothing of an ended job runs any more.
 """
 
 from __future__ import annotations
@@ -35,14 +40,6 @@ from gcore.system.process import CannotStart, is_running, last_log_lines
 from gcore.system.slots import count_threads, is_cuda, worker_cores
 from gcore.worker.main import job_folder, start_worker, supervisor_log
 from gcore.worker.records import LaunchSpec, WorkerRecord, WorkerRole
-
-# -------------------- job_groups
-# A control group for each job on this node, with the limits of the daemon's configuration, where the machine allows it.
-#
-# `auto` makes them beside the daemon's own group, and only where that is one that systemd delegated to it (`DelegateSubgroup=daemon`):
-# a group that others use is not the daemon's to divide, and a service whose own group was divided cannot be started again while a
-# worker of it lives. Where there are none, jobs run without limits; that is logged once, with what to do. A group is made with the
-# first worker of its job, and goes when nothing of an ended job runs any more.
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,11 @@
-"""The line to the train ranks of one world: what they report, and what they are sent.
+"""Connections to the train ranks of one world: what they report, and what they are sent.
 
-One `Watch` stream a rank keeps `views` current; feeds and applies are repeated by whoever decides, never in here: a call
-that fails is simply not reflected in what the rank reports. A rank of another world refuses everything. It is spoken to in
-the older of its schema version and this process's.
+One `Watch` stream for each rank keeps `views` current. What a rank holds is also in its answers to feeds; the two overtake each other, and
+both only grow. Feeds and applies are repeated by whoever decides: a call that fails is simply not reflected in what the rank reports. A rank of
+another world refuses everything. A rank is spoken to in the older of its schema version and this process's.
+
+A feed is cut into calls of a bounded size, each with a timeout that follows from its bytes, so that a large step gets over a slow line, what has
+arrived is not sent again when a later part fails, and no message comes near the limits of gRPC and protobuf. A group is never cut.
 """
 
 from __future__ import annotations
@@ -37,12 +40,6 @@ from gcore.train.rank.messages import (
     write_world,
 )
 from gcore.types import Group, Token, Version
-
-# -------------------- feeding
-# How what a rank is fed is cut into calls: parts of a bounded size, each with a time-out that follows from its bytes.
-#
-# So a large step over a slow line gets there, what has arrived is not sent again when a later part fails, and no message
-# comes near to what gRPC or protobuf can hold. A group is never cut. Pure.
 
 PART_BYTES = 16 << 20
 """A feed is cut into parts of about so many bytes."""
@@ -84,10 +81,6 @@ def share_bytes(share: GroupShare) -> int:
 def feed_timeout_s(size: int) -> float:
     """How long a call that brings `size` bytes may take."""
     return LEAST_S + size / SLOWEST_BYTES_S
-
-
-# -------------------- held
-# What a rank holds, from its two sources: its stream, and its answers to feeds. They overtake each other, and both only grow.
 
 
 class ReceivedSamples(Mapping[str, frozenset[int]]):
