@@ -1,4 +1,14 @@
-"""From a YAML file and `--set a.b=c` to a frozen `JobSpec`; every mistake is one sentence with file and key."""
+"""From a YAML file, `--set a.b=c` and a flow's settings to a frozen `JobSpec`; every mistake is one sentence with file and key.
+
+YAML is plain values only: no aliases, no tags, no doubled keys. A flow may set other defaults than the schema's:
+
+    @flow(train={"advantage": "rloo"}, flow={"samples_per_prompt": 4})
+    async def rloo(peer: Peer) -> None: ...
+
+Then `flow.name: rloo` alone is RLOO. The settings are put *under* what a user wrote, key by key along the schema's sections (a
+list, or the options of a plug-in, are one value), before anything is validated. That happens once, where a spec comes in: a
+stored spec has every key and no flow is looked up for it, so a newer gcore or flow changes no job that runs.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +31,6 @@ from gcore.config.spec import JobSpec
 from gcore.config.train import STORED, FlowSpec
 from gcore.errors import SpecError, did_you_mean
 from gcore.plugins import PluginFault, PluginKind, find_plugin
-
-# -------------------- settings
-# What a flow sets in a spec unless the spec says otherwise: the estimator that its paper uses, say.
-#
-#     @flow(train={"advantage": "rloo"}, flow={"samples_per_prompt": 4})
-#     async def rloo(peer: Peer) -> None: ...
-#
-# Then `flow.name: rloo` alone is RLOO. The settings are put *under* what a user wrote, key by key along the schema's sections
-# (a list, or the options of a plug-in, are one value), before anything is validated. That happens where a spec comes in, once:
-# a stored job's spec has every key, and nothing is looked up for it, so a newer gcore or a newer flow changes no job that runs.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -127,10 +127,6 @@ def blame_flow(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
     section = tree.get("flow")
     name = section.get("name", "") if isinstance(section, Mapping) else ""
     return [p if p in own else f"{p} (with the settings of flow {name!r})" for p in problems]
-
-
-# -------------------- plain_yaml
-# YAML for documents that people write: plain values only, and nothing that grows when it is read.
 
 
 class YamlNotPlain(ValueError):

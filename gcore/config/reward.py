@@ -1,7 +1,9 @@
-"""How responses are scored: the section `reward` of a job or of a source, and the section `scoring` of a job.
+"""The sections `reward`, `scoring` and `judges` of a job spec: how responses are scored.
 
-A composed reward lists its parts, each a reward with options of its own; what they come to together is said by `compose`.
-A reward, or a part, is a function that is found by its name, or a judge of the section `judges`.
+A reward, or a part of a composed one, is a function that is found by its name, or a judge of the section `judges`. `compose`
+says what parts come to together. A judge is a model, served by engines of the reward pool or asked at an address outside of
+the cluster; its template is what it is shown, and its verdict's parser reads its answer. What cannot be judged is never
+counted as 0 in silence: `on_error` says what becomes of the group.
 """
 
 from __future__ import annotations
@@ -164,13 +166,6 @@ class ScoringSpec(Section):
         120.0, le=3600, description="Longest time one of them may take to load the rewards, in seconds"
     )
 
-
-# -------------------- judges
-# Judges: models that say what a response is worth. The section `judges` of a job spec.
-#
-# A judge is served by engines of the reward pool, or it is asked at an address outside of the cluster. A reward names it
-# (`reward.judge`, or `judge` of a part); what it is shown is its template, and what it answers is read by its verdict's
-# parser. What cannot be judged is never worth nothing in silence: `on_error` says what becomes of the group.
 
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
 

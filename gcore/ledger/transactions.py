@@ -1,10 +1,12 @@
-"""Every write to a job's chain, as one transaction that compares what its writer believed.
+"""Every write to a job's chain, as one transaction that compares what its writer believed; and the executor that runs one.
 
-A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and
-the nonce. `gcore.ledger.transactions` makes it and says what became of it.
+A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and the nonce.
+`controllers.rules.decide` decides whether it should be made. No transaction compares the assignment, an offer or a lease for
+safety: they are hints. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were given back
+meanwhile; one that gives slots back compares the plan, so that no newer plan uses them.
 
-No function decides whether the transaction should be made; that is `controllers.rules.decide`'s. Nothing here compares the
-assignment, an offer or a lease for safety: they are hints.
+`TransactionExecutor.run` makes a transaction. A lost compare is an outcome (`STALE`: look again), not an exception; an answer that
+never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is made twice.
 """
 
 from __future__ import annotations
@@ -39,13 +41,6 @@ from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, Store
 from gcore.system.fault_injection import fault_point
-
-# -------------------- guarded
-# A guarded transaction on a job's records: what it is, how it is made, and what became of it.
-#
-# `TransactionExecutor.run` makes it and says what came of it. A lost compare is an outcome (`STALE`: look again), not an exception; an
-# answer that never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is
-# made twice here. Which transactions there are is `gcore.ledger.transactions`' business.
 
 R = TypeVar("R", bound=Record)
 
@@ -577,13 +572,6 @@ def begin_epoch(
 
 def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
     return (Put(keys.head, advance.head.encode()), Put(keys.log(advance.entry.seq), advance.entry.encode()))
-
-
-# -------------------- share_transactions
-# The transactions by which slots are shared out, and a job keeps to its share and gives slots back. Pure.
-#
-# What is compared here and why: `shares`, by whoever writes a plan, so that no plan is made of slots that were given back meanwhile; and
-# the plan, by whoever gives slots back, so that none is given back that a newer plan uses.
 
 
 def share_out(keys: JobKeys, known: Revisioned | None, new: Shares) -> Transaction:
