@@ -26,6 +26,7 @@ from gcore.ledger.records.job import (
     EvalAsked,
     EvalPart,
     Evaluation,
+    JobPhase,
     JobRecord,
     JobStatus,
     Leader,
@@ -128,6 +129,16 @@ class JobMirror:
     def open_slots(self) -> OpenSlots | None:
         """Head with the open slots; None before the job has started."""
         return OpenSlots(self.head, self.seals) if self.head else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has a status, which says that it has ended."""
+        return self.status is not None and self.status.record.phase.ended
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the job has a status, which says that it runs."""
+        return self.status is not None and self.status.record.phase is JobPhase.RUNNING
 
     @property
     def leader(self) -> Versioned[Leader] | None:
