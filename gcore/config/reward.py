@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from gcore.config.base import MOST_SLOTS, SPANS, Option, Section, SlotsPerEngine, refuse_torch
+from gcore.config.base import MOST_SLOTS, SPANS, FilePath, ModelPath, Option, Section, SlotsPerEngine, refuse_torch
 
 DEFAULT_REWARD = "numeric"
 
@@ -197,7 +197,7 @@ OWN_PARSERS = ("number", "words", "json")
 class JudgeModel(Section):
     """A model that gcore serves."""
 
-    path: str = Field(
+    path: ModelPath = Field(
         description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder; or "
         "hf://OWNER/NAME[@REVISION], ms://OWNER/NAME[@REVISION]"
     )
@@ -378,7 +378,7 @@ class JudgeSpec(Section):
         None,
         description="What it is shown, in Jinja: `prompt`, `response` (pairwise: `first` and `second`) and the entry's `fields`",
     )
-    template_file: str | None = Field(None, description="The same, from a file, relative to the spec's folder")
+    template_file: FilePath | None = Field(None, description="The same, from a file, relative to the spec's folder")
     chat: bool = Field(
         False, description="Wrap what it is shown with the tokenizer's chat template; otherwise plain text"
     )
