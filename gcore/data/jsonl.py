@@ -26,12 +26,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from gcore.errors import DataError
+from gcore.system.files import refuse_constant
 
 SHOWN_FIELDS = 8
 
@@ -39,12 +40,8 @@ SHOWN_FIELDS = 8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 # Made once, because it is asked for every line of a file of millions.
-_decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+_decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
 class EntryReader:
@@ -92,7 +89,7 @@ class EntryReader:
     def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
         """The entry on a line, which stands at `where`. `cut_off`: it ends without a newline. Raises DataError."""
         try:
-            entry = json.loads(line, parse_constant=_no_constant)
+            entry = json.loads(line, parse_constant=refuse_constant)
         except (ValueError, RecursionError) as error:
             if cut_off:
                 raise DataError(
