@@ -161,8 +161,8 @@ class House:
                 module = self._read(root, path)
                 self.modules[module.name] = module
         for name, module in self.modules.items():
-            package = self.modules.get(name.rpartition(".")[0])
-            if package is not None and package.alias:
+            around = self.modules.get(name.rpartition(".")[0])
+            if around is not None and around.alias:
                 self.modules[name] = replace(module, in_alias=True)
         self.edges = {n: set() if m.alias else self._edges(m) for n, m in self.modules.items()}
 

@@ -1,9 +1,14 @@
-"""A private authority, and the certificates that it signs: for nodes, for users, for etcd.
+"""A private certificate authority: the certificates that it signs for nodes, users and etcd, and the folders of `gcore certs`.
 
-Keys are of the curve P-256, and never leave where they are made but as a file that its owner alone can read. Certificates are
-good for their names and for their time, and for being a server or a client as their kind needs. There is no list of those that
-were taken back: a key that came into wrong hands is answered by a new authority (docs/security.md says how, without a
-pause), so certificates are best short-lived. Knows no folders (`gcore.api.authority`).
+Keys are of the curve P-256, and leave the place where they are made only as a file that its owner alone can read.
+Certificates are valid for their names, their time, and for being a server or a client as their kind needs. There is no
+revocation list: a leaked key is answered by a new authority (docs/security.md says how, without a pause), so certificates are
+best short-lived.
+
+AUTHORITY/ has ca.pem, ca-key.pem and engines.key (the cluster's key of engines, from which each replica's is derived). NAME/
+has ca.pem, cert.pem, key.pem, and for a node engines.key: this folder goes to the node. Keys have the mode 0600, folders of
+keys 0700. Only `renew` overwrites anything; it leaves a certificate and a key that fit, in an order in which a reader in
+between goes on with what it had.
 """
 
 from __future__ import annotations
@@ -233,13 +238,6 @@ def _common_name(name: x509.Name) -> str:
     found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(found[0].value) if found else ""
 
-
-# -------------------- folder
-# The folders of `gcore certs`: the authority's, and one for each certificate. Keys have the mode 0600, folders of keys 0700.
-#
-# AUTHORITY/ca.pem, ca-key.pem, engines.key (the cluster's key of engines, from which each replica's follows). NAME/ca.pem, cert.pem,
-# key.pem, and for a node engines.key: this folder is what goes to the node. Nothing is overwritten but by `renew`, which leaves a
-# certificate and a key that fit, in an order in which whoever reads in between goes on with what it had.
 
 CA, CA_KEY, ENGINES, CERT, KEY = "ca.pem", "ca-key.pem", "engines.key", "cert.pem", "key.pem"
 

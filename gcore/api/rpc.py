@@ -1,8 +1,17 @@
-"""What a refused call says beside its code and its sentence: a `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` whose
-reason is a constant for programs, and a `BadRequest` that names the fields that are wrong.
+"""What every gRPC call of gcore has: the schema versions of its caller, status details of a refused call, handler wrappers.
 
-Written by whoever serves, read by whoever calls. Metadata have 8 KiB in all, beyond which gRPC throws the whole answer away, the
-code too; in them the sentence takes three bytes for each that is not ASCII, and the details four for three. So both are cut here. Which error has which code and reason is `controllers.api.edge.errors`' business.
+Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. The server speaks two
+as well; if they have none in common, it refuses the call in one sentence that names both sides, before it reads the request.
+A call without the metadata is one of version 1. Answers need no version: messages only grow by fields that an older reader
+ignores. A message that holds a stored record (the seal in `Apply`) or samples (a feed) says its own version.
+
+A refused call has a `google.rpc.Status` in its trailing metadata: an `ErrorInfo` with a constant reason for programs, and a
+`BadRequest` that names the wrong fields. Metadata have 8 KiB in all, beyond which gRPC drops the whole answer with its code; a
+character that is not ASCII takes three bytes in the sentence, and the details take four for three. So both are cut here.
+`controllers.api.edge.errors` maps errors to codes and reasons.
+
+gRPC calls the handler of a unary request when the request has come, however long that takes; until then the call holds its
+place unauthenticated. `early_handler` makes a handler that is called as soon as the call begins and reads the request itself.
 """
 
 from __future__ import annotations
@@ -19,13 +28,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gcore.errors import GcoreError, UsageError
 from gcore.schema import READABLE, SCHEMA_VERSION
-
-# -------------------- rpc_handlers
-# Handlers of gRPC calls, of all four kinds: what one does, and one of the same kind that does something else. For interceptors.
-#
-# gRPC calls the handler of a single request when the request has come, however long that takes: until then a call holds its place, and
-# nobody has asked whose it is. `early` makes a handler that is called as soon as the call has begun, and reads the request itself; on the
-# wire it is the same.
 
 REQUEST_WITHIN_S = 30.0
 """From the beginning of a call to its request, of whoever may call: the largest, over a slow line."""
@@ -196,15 +198,6 @@ def _of(error: grpc.RpcError) -> bytes | None:
     metadata: Iterable[Any] = error.trailing_metadata() or ()
     return next((value for key, value in metadata if key == DETAILS_KEY and isinstance(value, bytes)), None)
 
-
-# -------------------- rpc_schema
-# Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. Whoever serves it also
-# speaks two; if they have none in common, the call is refused in one sentence that names both sides, before anything of it is
-# read. So a command line of this version works with daemons of the version before, and with such of the next.
-#
-# A call without the metadata is one of version 1, which did not carry it there; so is that of a person with a tool of their
-# own. Answers need no version: messages only ever grow by fields that an older reader passes over. What a message holds as a
-# stored record (the seal in `Apply`), or as samples (a feed), says its own version.
 
 VERSION_KEY = "gcore-schema-version"
 

@@ -1,8 +1,16 @@
-"""The files (PEM) with which a process speaks TLS: whom it trusts, and its own certificate with its key.
+"""TLS between processes of gcore: the files in use, the names in certificates, connections, and servers.
 
-They are read anew whenever they have changed: a certificate that was renewed counts from the next connection on, without a
-restart. Files that do not fit together, as in the moment in which one of two was replaced, do not replace what was read before.
-A key that others can read is refused. Makes no certificates.
+Certificate files (PEM) are read again whenever they have changed: a renewed certificate counts from the next connection on,
+without a restart. Files that do not fit together, as while one of two is replaced, do not replace what was read before. A key
+that others can read is refused.
+
+A certificate's identity is a URI among its names, `gcore://node/NAME` or `gcore://user/NAME?role=ROLE&namespace=NAME...`; a
+certificate of the same authority without one, such as etcd's, has no identity here.
+
+A client takes a `Connector` and knows nothing of certificates and tokens; `PLAIN` has none, for loopback. `generation` tells
+those that keep connections open when to reconnect. A token is sent over TLS or to this machine only. Where a server asks for
+client certificates, a client without one of the cluster's authority fails the handshake; a train rank serves nodes only
+(`NodesOnlyInterceptor`), and checks the caller when a call begins, before its request has come.
 """
 
 from __future__ import annotations
@@ -162,15 +170,6 @@ def _unreadable(error: OSError) -> UsageError:
     )
 
 
-# -------------------- connecting
-# Where connections to other processes of gcore are made: to daemons, to train ranks, to engines.
-#
-# Whoever talks to one takes a `Connector`, and knows nothing of certificates and tokens. With `PLAIN` there are none: on loopback,
-# where nobody is told apart. Certificates that have changed count from the next connection on; `generation` tells those that
-# keep connections open when to make them anew.
-#
-# A token is sent over TLS, or to this machine, and nowhere else.
-
 Options = Sequence[tuple[str, Any]]
 
 
@@ -243,10 +242,6 @@ def key_of_engine(secret: bytes, instance: str) -> str:
     return hmac.new(secret, b"gcore engine " + instance.encode(), hashlib.sha256).hexdigest()
 
 
-# -------------------- serving_http
-# TLS of a process that serves HTTP: a context that shows the newest certificate to each connection. See `gcore.api.tls`.
-
-
 class ServingTls(BaseModel):
     """The files of a worker's node, as its launch document names them."""
 
@@ -284,12 +279,6 @@ def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLCon
     first.sni_callback = choose
     return first
 
-
-# -------------------- names
-# Who a certificate is of: a URI among its names, `gcore://node/NAME` or `gcore://user/NAME?role=ROLE&namespace=NAME...`. Pure.
-#
-# A certificate of the cluster's authority without such a name, as etcd's own are, is nobody's here. So a certificate counts for
-# what its authority signed it as, whatever else is on it.
 
 Kind = Literal["node", "user"]
 
@@ -381,14 +370,6 @@ def _parse(uri: str) -> CertName | None:
     except (ValueError, UsageError):
         return None
     return found if found.uri == uri else None
-
-
-# -------------------- serving
-# What a gRPC server of gcore shows of itself, and, of those that serve nodes alone, whom it lets in.
-#
-# A server has one certificate, read anew when its files have changed: each connection is made with the newest. Where client
-# certificates are asked for, whoever has none of the cluster's authority does not get through the handshake; a train rank then serves nodes
-# only (`NodesOnlyInterceptor`), for a user's certificate is of the same authority. Who calls is asked when a call begins, not when its request has come.
 
 
 def server_credentials(watched: ReloadingFiles, *, mutual: bool) -> grpc.ServerCredentials:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -31,6 +32,23 @@ def refuse_torch(engine: str, slots_per_engine: int) -> str | None:
     if engine == "torch" and slots_per_engine > 1:
         return f"slots_per_engine is {slots_per_engine}, and the torch engine runs on one slot; set engine: sglang"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class PathMark:
+    """Marks a field of a spec that is a path relative to the spec's folder; `hub`: or a model on a hub (`HUB_SCHEMES`)."""
+
+    hub: bool = False
+
+
+HUB_SCHEMES = ("hf://", "ms://")
+"""Models that are named by hub, not by folder."""
+
+
+FilePath = Annotated[str, PathMark()]
+
+
+ModelPath = Annotated[str, PathMark(hub=True)]
 
 
 Option = str | int | float | bool

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from gcore.config.base import Option, Section, StopString, Temperature
+from gcore.config.base import FilePath, Option, Section, StopString, Temperature
 from gcore.config.reward import RewardSpec
 from gcore.errors import did_you_mean
 
@@ -62,7 +62,7 @@ class SourceSpec(Section):
     """One of several sources."""
 
     name: SourceName = Field(description="The source's name in metrics and views")
-    path: str = Field(description="File or folder with the prompts, relative to the spec's folder")
+    path: FilePath = Field(description="File or folder with the prompts, relative to the spec's folder")
     format: DataFormat = Field("auto", description=FORMAT_HELP)
     split: str | None = Field(None, description="Split of a saved dataset that has several")
     weight: Annotated[float, Field(gt=0, le=1000)] = Field(
@@ -70,9 +70,9 @@ class SourceSpec(Section):
     )
     prompt: str | None = Field(None, description="Field with the prompt; default: data.prompt")
     chat: bool | None = Field(None, description="Whether prompts go through a chat template; default: model.chat")
-    template: str | None = Field(None, description=TEMPLATE_HELP)
+    template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
-    tools: str | None = Field(None, description=TOOLS_HELP)
+    tools: FilePath | None = Field(None, description=TOOLS_HELP)
     min_prompt_tokens: PositiveInt | None = Field(None, description="Shorter prompts are filtered")
     max_prompt_tokens: PositiveInt | None = Field(None, description="Longer prompts are filtered")
     reward: RewardSpec | None = Field(None, description="Scoring of this source; default: the job's")
@@ -82,7 +82,7 @@ class SourceSpec(Section):
 class SourcesSection(Section):
     """What `data` and `eval` have in common: one path, or several sources."""
 
-    path: str | None = Field(None, description="File or folder with the prompts, relative to the spec's folder")
+    path: FilePath | None = Field(None, description="File or folder with the prompts, relative to the spec's folder")
     format: DataFormat = Field("auto", description=FORMAT_HELP)
     split: str | None = Field(None, description="Split of a saved dataset that has several")
     sources: tuple[SourceSpec, ...] = Field((), description="Several sources in place of one path")
@@ -108,9 +108,9 @@ class DataSpec(SourcesSection):
     """The prompt stream."""
 
     prompt: str = Field("prompt", description="Field with the prompt: a string, or a list of chat messages")
-    template: str | None = Field(None, description=TEMPLATE_HELP)
+    template: FilePath | None = Field(None, description=TEMPLATE_HELP)
     system: str | None = Field(None, description=SYSTEM_HELP)
-    tools: str | None = Field(None, description=TOOLS_HELP)
+    tools: FilePath | None = Field(None, description=TOOLS_HELP)
     min_prompt_tokens: PositiveInt | None = Field(None, description="Shorter prompts are filtered")
     max_prompt_tokens: PositiveInt | None = Field(None, description="Longer prompts are filtered")
     shards: PositiveInt = Field(64, description="Slices of the stream; at least 16 times the most controllers expected")

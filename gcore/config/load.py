@@ -1,4 +1,14 @@
-"""From a YAML file and `--set a.b=c` to a frozen `JobSpec`; every mistake is one sentence with file and key."""
+"""From a YAML file, `--set a.b=c` and a flow's settings to a frozen `JobSpec`; every mistake is one sentence with file and key.
+
+YAML is plain values only: no aliases, no tags, no doubled keys. A flow may set other defaults than the schema's:
+
+    @flow(train={"advantage": "rloo"}, flow={"samples_per_prompt": 4})
+    async def rloo(peer: Peer) -> None: ...
+
+Then `flow.name: rloo` alone is RLOO. The settings are put *under* what a user wrote, key by key along the schema's sections (a
+list, or the options of a plug-in, are one value), before anything is validated. That happens once, where a spec comes in: a
+stored spec has every key and no flow is looked up for it, so a newer gcore or flow changes no job that runs.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +17,19 @@ import inspect
 import re
 import stat
 import types
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from gcore.config.base import explain_errors, shorten_text
-from gcore.config.data import SourcesSection
-from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
+from gcore.config.base import HUB_SCHEMES, PathMark, explain_errors, shorten_text
+from gcore.config.reward import LONGEST_TEMPLATE
 from gcore.config.spec import JobSpec
 from gcore.config.train import STORED, FlowSpec
 from gcore.errors import SpecError, did_you_mean
 from gcore.plugins import PluginFault, PluginKind, find_plugin
-
-# -------------------- settings
-# What a flow sets in a spec unless the spec says otherwise: the estimator that its paper uses, say.
-#
-#     @flow(train={"advantage": "rloo"}, flow={"samples_per_prompt": 4})
-#     async def rloo(peer: Peer) -> None: ...
-#
-# Then `flow.name: rloo` alone is RLOO. The settings are put *under* what a user wrote, key by key along the schema's sections
-# (a list, or the options of a plug-in, are one value), before anything is validated. That happens where a spec comes in, once:
-# a stored job's spec has every key, and nothing is looked up for it, so a newer gcore or a newer flow changes no job that runs.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,10 +128,6 @@ def blame_flow(tree: Tree, problems: list[str], own: list[str]) -> list[str]:
     return [p if p in own else f"{p} (with the settings of flow {name!r})" for p in problems]
 
 
-# -------------------- plain_yaml
-# YAML for documents that people write: plain values only, and nothing that grows when it is read.
-
-
 class YamlNotPlain(ValueError):
     """A text that is no such document: what is wrong, and where in it (":line:column", or nothing)."""
 
@@ -191,11 +186,7 @@ MAX_SPEC_DEPTH = 16
 MAX_PROBLEMS = 8
 
 
-T = TypeVar("T", bound=SourcesSection)
-
-
-HUB_SCHEMES = ("hf://", "ms://")
-"""Models that are named by hub, not by folder."""
+S = TypeVar("S", bound=BaseModel)
 
 
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
@@ -383,58 +374,54 @@ def _check_tree(node: Any, where: str, path: tuple[str, ...] = ()) -> None:
 
 
 def _absolute(spec: JobSpec, base: Path, where: str) -> JobSpec:
-    def resolve(key: str, path: str) -> str:
-        try:
-            return str((base / Path(path).expanduser()).resolve())
-        except (OSError, ValueError, RuntimeError) as error:  # no such user, a loop of links, a NUL
-            raise SpecError(
-                f"{key}: {shorten_text(repr(path))} is no path ({shorten_text(str(error))})",
-                where=where,
-                fix="Name a file",
-            ) from error
-
-    def files(value: BaseModel, prefix: str) -> dict[str, Any]:
-        given = {name: getattr(value, name, None) for name in ("path", "template", "tools")}
-        return {name: resolve(prefix + name, path) for name, path in given.items() if path is not None}
-
-    def origin(section: str, value: T) -> T:
-        """`data` or `eval` with every path in it absolute."""
-        numbered = enumerate(value.sources)
-        sources = tuple(s.model_copy(update=files(s, f"{section}.sources.{n}.")) for n, s in numbered)
-        return value.model_copy(update=files(value, f"{section}.") | {"sources": sources})
-
-    def judged(number: int, judge: JudgeSpec) -> JudgeSpec:
-        """A judge with its model's path absolute; what stands in its template's file becomes a part of the spec."""
-        update: dict[str, Any] = {}
-        if judge.model is not None and not judge.model.path.startswith(HUB_SCHEMES):
-            update["model"] = judge.model.model_copy(update=files(judge.model, f"judges.{number}.model."))
+    """The spec with its paths absolute. What a judge's template file holds becomes a part of the spec."""
+    spec = _with_paths(spec, base, where)
+    judges = []
+    for number, judge in enumerate(spec.judges):
         if judge.template_file is not None:
-            key = f"judges.{number}.template_file"
-            text = _template_text(Path(resolve(key, judge.template_file)), where, key)
-            update |= {"template": text, "template_file": None}
-        return judge.model_copy(update=update)
+            text = _template_text(Path(judge.template_file), where, f"judges.{number}.template_file")
+            judge = judge.model_copy(update={"template": text, "template_file": None})
+        judges.append(judge)
+    return spec.model_copy(update={"judges": tuple(judges)}) if judges else spec
 
-    model = spec.model
-    if not model.path.startswith(HUB_SCHEMES):
-        model = model.model_copy(update={"path": resolve("model.path", model.path)})
-    train = spec.train
-    if train.critic is not None and train.critic.path is not None:
-        train = train.model_copy(
-            update={"critic": train.critic.model_copy(update=files(train.critic, "train.critic."))}
-        )
-    storage = spec.storage
-    if storage.root is not None:
-        storage = storage.model_copy(update={"root": resolve("storage.root", storage.root)})
-    return spec.model_copy(
-        update={
-            "model": model,
-            "storage": storage,
-            "data": origin("data", spec.data),
-            "judges": tuple(judged(number, judge) for number, judge in enumerate(spec.judges)),
-            "train": train,
-            "eval": origin("eval", spec.eval),
-        }
-    )
+
+def _with_paths(section: S, base: Path, where: str, prefix: str = "") -> S:
+    """The section with every path in it absolute (`PathMark`). What holds none stays unset where it was not set."""
+    update: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        mark = next((one for one in (*field.metadata, *_marks(field.annotation)) if isinstance(one, PathMark)), None)
+        if isinstance(value, BaseModel):
+            new: Any = _with_paths(value, base, where, f"{key}.")
+        elif isinstance(value, tuple):
+            new = tuple(
+                _with_paths(one, base, where, f"{key}.{number}.") if isinstance(one, BaseModel) else one
+                for number, one in enumerate(value)
+            )
+        elif mark is None or value is None or (mark.hub and value.startswith(HUB_SCHEMES)):
+            continue
+        else:
+            new = _resolved(value, base, where, key)
+        if new != value:
+            update[name] = new
+    return section.model_copy(update=update) if update else section
+
+
+def _marks(annotation: Any) -> Iterator[Any]:
+    """The metadata of `Annotated[...] | None`."""
+    for kind in get_args(annotation):
+        yield from getattr(kind, "__metadata__", ())
+
+
+def _resolved(path: str, base: Path, where: str, key: str) -> str:
+    try:
+        return str((base / Path(path).expanduser()).resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # no such user, a loop of links, a NUL
+        raise SpecError(
+            f"{key}: {shorten_text(repr(path))} is no path ({shorten_text(str(error))})",
+            where=where,
+            fix="Name a file",
+        ) from error
 
 
 def _template_text(path: Path, where: str, key: str) -> str:

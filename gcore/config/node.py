@@ -1,8 +1,9 @@
-"""What one daemon is told: the file behind `gcore-controller --config FILE`, in YAML (and JSON is YAML).
+"""A daemon's configuration: the file behind `gcore-controller --config FILE`, in YAML (and JSON is YAML).
 
 The same document on a laptop (written by `gcore up`) and on a cluster (written by whoever deploys). Frozen; unknown keys
-are errors; relative paths are relative to the file's folder. Holds no secret (passwords and keys stand in files that it names)
-and nothing about jobs.
+are errors; relative paths are relative to the file's folder. It holds no secret (passwords and keys are in files that it
+names) and nothing about jobs. A daemon that listens beyond loopback has certificates, or it does not start
+(`listening_problem`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ from gcore.store.types import LeaseTimes
 from gcore.system.daemon import LogFormat
 from gcore.system.slots import slots_problem
 
-# -------------------- api
-# The section `api` of a node's configuration: what its job API allows callers.
-
 
 class ApiConfig(Section):
     """Bounds hold for each daemon by itself."""
@@ -50,10 +48,6 @@ class ApiConfig(Section):
         4096,
         description="Calls and streams of people that are served at once, one person's no more than half; who comes then is refused",
     )
-
-
-# -------------------- garbage
-# What a daemon deletes of what is not needed any more: a section of its configuration. What that comes to is `controllers.storage.rules`'s.
 
 
 class KeepPolicy(Section):
@@ -82,9 +76,6 @@ class GarbageSection(Section):
     logs: KeepPolicy = KeepPolicy(days=30.0)
     """Logs of supervisors that have ended, under `home`."""
 
-
-# -------------------- limits
-# What one job may take of a node: a section of the daemon's configuration.
 
 AUTO, OFF = "auto", "off"
 
@@ -121,11 +112,6 @@ class JobLimits(Section):
         """Whether any of them is a control group's to keep."""
         return self.cgroup != OFF and (self.memory_gib, self.cpus, self.pids) != (None, None, None)
 
-
-# -------------------- securing
-# The sections of a daemon's configuration that say who may do what: certificates, tokens, and what specs may name.
-#
-# Where a daemon listens beyond loopback it has certificates, or it does not start: `listening_problem`. Reads no file.
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 

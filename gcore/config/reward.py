@@ -1,7 +1,9 @@
-"""How responses are scored: the section `reward` of a job or of a source, and the section `scoring` of a job.
+"""The sections `reward`, `scoring` and `judges` of a job spec: how responses are scored.
 
-A composed reward lists its parts, each a reward with options of its own; what they come to together is said by `compose`.
-A reward, or a part, is a function that is found by its name, or a judge of the section `judges`.
+A reward, or a part of a composed one, is a function that is found by its name, or a judge of the section `judges`. `compose`
+says what parts come to together. A judge is a model, served by engines of the reward pool or asked at an address outside of
+the cluster; its template is what it is shown, and its verdict's parser reads its answer. What cannot be judged is never
+counted as 0 in silence: `on_error` says what becomes of the group.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from gcore.config.base import MOST_SLOTS, SPANS, Option, Section, SlotsPerEngine, refuse_torch
+from gcore.config.base import MOST_SLOTS, SPANS, FilePath, ModelPath, Option, Section, SlotsPerEngine, refuse_torch
 
 DEFAULT_REWARD = "numeric"
 
@@ -165,13 +167,6 @@ class ScoringSpec(Section):
     )
 
 
-# -------------------- judges
-# Judges: models that say what a response is worth. The section `judges` of a job spec.
-#
-# A judge is served by engines of the reward pool, or it is asked at an address outside of the cluster. A reward names it
-# (`reward.judge`, or `judge` of a part); what it is shown is its template, and what it answers is read by its verdict's
-# parser. What cannot be judged is never worth nothing in silence: `on_error` says what becomes of the group.
-
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
 
 
@@ -202,7 +197,7 @@ OWN_PARSERS = ("number", "words", "json")
 class JudgeModel(Section):
     """A model that gcore serves."""
 
-    path: str = Field(
+    path: ModelPath = Field(
         description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder; or "
         "hf://OWNER/NAME[@REVISION], ms://OWNER/NAME[@REVISION]"
     )
@@ -383,7 +378,7 @@ class JudgeSpec(Section):
         None,
         description="What it is shown, in Jinja: `prompt`, `response` (pairwise: `first` and `second`) and the entry's `fields`",
     )
-    template_file: str | None = Field(None, description="The same, from a file, relative to the spec's folder")
+    template_file: FilePath | None = Field(None, description="The same, from a file, relative to the spec's folder")
     chat: bool = Field(
         False, description="Wrap what it is shown with the tokenizer's chat template; otherwise plain text"
     )

@@ -1,4 +1,8 @@
-"""The section `rollout` of a job spec: what serves, how responses are drawn, and what becomes of odd ones."""
+"""The sections `rollout`, `environment` and `agent` of a job spec: how responses are generated.
+
+`environment`: responses of several turns, with a world that answers. `agent`: foreign agent code makes the responses and asks
+the policy through OpenAI's API. A job has at most one of the two.
+"""
 
 from __future__ import annotations
 
@@ -133,9 +137,6 @@ def _too_many(over_provision: float, staleness: int) -> str:
     )
 
 
-# -------------------- environment
-# The section `environment` of a job spec: responses of several turns, with a world that answers (`gcore.environments`).
-
 MOST_TURNS = 1000
 
 
@@ -194,9 +195,6 @@ class EnvironmentSpec(Section):
         """Tokens of a response in all, of which the model may make so many."""
         return 2 * max_new_tokens if self.max_tokens is None else max(self.max_tokens, max_new_tokens)
 
-
-# -------------------- agent
-# The section `agent` of a job spec: responses that foreign agent code makes, which speaks OpenAI's API (`gcore.agents`).
 
 Ignorable = Literal["temperature", "top_p", "max_tokens", "presence_penalty", "frequency_penalty", "logprobs"]
 """What an agent may be let ask for in vain. Not what would make its answer another one than it believes to have: n, a format."""

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
-from gcore.config.base import NAMESPACE, Option, Section
+from gcore.config.base import NAMESPACE, FilePath, ModelPath, Option, Section
 from gcore.config.data import (
     ACCURACY,
     NO_BEST,
@@ -83,7 +83,7 @@ class SamplesSpec(Section):
 class ModelSpec(Section):
     """The policy."""
 
-    path: str = Field(
+    path: ModelPath = Field(
         description="Folder of a Hugging Face model with its tokenizer, relative to the spec's folder; or "
         "hf://OWNER/NAME[@REVISION] on the Hugging Face hub, ms://OWNER/NAME[@REVISION] on ModelScope"
     )
@@ -125,7 +125,7 @@ class CheckpointSpec(Section):
 class StorageSpec(Section):
     """Where a job's checkpoints, staged weights and records lie."""
 
-    root: str | None = Field(
+    root: FilePath | None = Field(
         None,
         description="Folder that every node sees at this very path, in which the run's folder is made; nodes prove that "
         "they see it before the job starts. Default: the daemons' own (run_root)",

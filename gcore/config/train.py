@@ -14,16 +14,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from gcore.config.base import MOST_SLOTS, Option, Section
+from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section
 from gcore.plugins import PluginKind
-
-HUBS = ("hf://", "ms://")
 
 
 class CriticSpec(Section):
     """The critic's model and optimizer. ZeRO stage, dtype, betas, schedule, mini-batches and packing are the policy's."""
 
-    path: str | None = Field(
+    path: FilePath | None = Field(
         None,
         description="Folder of the model it starts from, relative to the spec's folder: a language model, which gets a "
         "head of zeros, or one whose weights hold `score`, a head of one number (a reward model; the folder `critic` of "
@@ -45,7 +43,7 @@ class CriticSpec(Section):
     @field_validator("path")
     @classmethod
     def _is_a_folder(cls, path: str | None) -> str | None:
-        if path is not None and path.startswith(HUBS):
+        if path is not None and path.startswith(HUB_SCHEMES):
             raise ValueError("the critic's model is a folder that every node sees; download it and name the folder")
         return path
 

@@ -14,6 +14,9 @@ fixed once for all of them (`gcore.ledger.statistics`).
 The key is foreign code: what it raises, and what is no finite number, ends the job with a sentence. An entry's fields are
 read when the key asks for them, so that one that looks at the source only reads nothing. Which prompts an epoch holds,
 and that each comes exactly once, no curriculum can change; nor the order in which shards take turns.
+
+gcore's own are `easy_first`, by a number in each entry, and `hard_sources_first`, by what was committed before the epoch began.
+The spec says which epochs they order.
 """
 
 from __future__ import annotations
@@ -206,13 +209,6 @@ class LazyFields(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._there())
-
-
-# -------------------- curricula
-# The curricula that come with gcore.
-#
-# `easy_first` goes by a number in each entry; `hard_sources_first` by what was committed before the epoch began. Both leave
-# the first and the last word to the spec: which epochs they order, and the usual order for all others.
 
 
 def easy_first(view: CurriculumView) -> Key | None:

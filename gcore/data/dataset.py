@@ -1,12 +1,19 @@
-"""The entries on disk: JSON lines, any of which is read when it is asked for.
+"""A source's files as JSON lines, any of which is read when it is asked for; the conversion of Parquet and saved datasets.
 
-They are the user's own file, or a copy of Parquet files or of a saved dataset (`gcore.data.dataset`).
+A source's path is a JSONL file, a folder of Parquet files (in the order of their names, without subfolders), or a dataset saved
+by the `datasets` library. Names and the first bytes decide which. Where names speak of several splits, as on the Hugging Face
+hub (`train-00000-of-00002.parquet`), `split` names one; a saved dataset of several splits needs it too.
 
-The whole file is checked once, when its index is built (`gcore.data.jsonl`), so that a mistake in line nine million is
-told before anything starts. After that only the index is mapped, eight bytes an entry; entries are read by position and
-not kept. The file must not change while it is used: an entry that no longer reads is an error that says so.
+The whole file is checked once, when its index is built (`gcore.data.jsonl`), so that a mistake in line nine million is reported
+before anything starts. After that only the index is mapped, eight bytes an entry; entries are read by position and not kept.
+The file must not change while it is used: an entry that no longer reads is an error that says so.
 
-It knows no shards and no order (`gcore.data.order`), and does not tokenize (`gcore.data.renderer`).
+Parquet files and saved datasets are written once into a cache as JSON lines, by a process of its own (`gcore.data.tables`): a
+stream asks for entries in random order, and a Parquet file gives a row only with its row group, often a million rows. The
+controller never imports pyarrow, and entries, digests and changed files are the same for every format. The digest is over the
+lines, so it does not depend on how files are cut, compressed or named. A copy appears whole or not at all, and is found again
+by path, split, and the size, time and inode of every source file; one that no longer fits is made again in its place, while
+its open readers keep the old one. Of several processes that need it at once one makes it and the others wait.
 """
 
 from __future__ import annotations
@@ -41,13 +48,6 @@ from gcore.data.jsonl import (
     unreadable_file,
 )
 from gcore.errors import DataError
-
-# -------------------- formats
-# What lies at a source's path: a JSONL file, Parquet files, or a dataset saved by the `datasets` library.
-#
-# Looks at names and the first bytes only; that the content is what it should be is found by who reads it. A folder of Parquet
-# files is read in the order of their names, files of its subfolders left out; where names say of several splits (as on the
-# Hugging Face hub: `train-00000-of-00002.parquet`), `split` names one. A saved dataset of several splits needs it too.
 
 Kind = Literal["jsonl", "parquet", "hf"]
 
@@ -201,19 +201,6 @@ def _no_split(path: Path, split: str, splits: Iterable[str]) -> DataError:
         fix="Name another in `split`" if known else "Remove `split`",
     )
 
-
-# -------------------- copies
-# Parquet files and saved datasets as JSON lines in the cache: made once, and read like any JSONL file from then on.
-#
-# A stream asks for entries in random order, and a Parquet file gives a row only with its whole row group, often a million
-# rows: to read it where it lies would cost that time for every prompt, or as much memory as the data. So all rows are written once
-# into the cache, by a process of its own (`gcore.prompts.tables`): the controller never imports pyarrow, and what it says of
-# entries, digests and changed files is the same for every format. The digest is over the lines, so it does not depend on
-# how files are cut, compressed or named.
-#
-# A copy appears whole or not at all. It is found again by path, split, and the size, time and inode of every file it was made
-# from; one that no longer fits is made again in its place, while who has it open keeps the old one. Of several processes
-# that need it at once one makes it, and the others wait for it.
 
 FORMAT = 1
 

@@ -1,9 +1,14 @@
-"""Where each entry of a JSONL file begins: a file of offsets beside it, built once and mapped into memory.
+"""Entries of a JSONL file: what each must be, and an index of where each begins, built once and mapped into memory.
 
-Building reads the whole file once, in blocks, checks every line (`gcore.data.jsonl`) and notes where entries begin;
-blank lines are passed over. Memory does not grow with the file. The index names the file it was made from by size,
-modification time and inode; when they no longer fit, or the index is damaged, it is built again. It appears whole or not
-at all: written beside its place and renamed, so that any number of processes may build it at once.
+An entry is a JSON object on one line. Its prompt field is a string, or a list of chat messages; fields that hold answers are
+present and not null. Stricter than Python's JSON in two places: NaN and Infinity are refused, and so is half a surrogate pair,
+which no tokenizer can take. Each mistake is one sentence with file and line (`name_line`: how messages name a line that is not
+one of a file that people know).
+
+Building the index reads the whole file once, in blocks, checks every line and notes where entries begin; blank lines are passed
+over. Memory does not grow with the file. The index names its file by size, modification time and inode; when they no longer
+fit, or the index is damaged, it is built again. It is written beside its place and renamed, so that any number of processes
+may build it at once.
 
 Layout, little-endian: a header of 72 bytes (magic, format, reserved, then size, mtime_ns, inode and entries as uint64, and
 16 bytes of BLAKE2b over the file's content), then entries + 1 offsets as uint64; entry i stands in [offset i, offset i+1).
@@ -21,20 +26,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from gcore.errors import DataError
-
-# -------------------- entries
-# What an entry of a dataset must be, and how each mistake is told: one sentence, with file and line.
-#
-# An entry is a JSON object on one line (`name_line`: how messages name a line, where it is not one of a file that people
-# know). Its prompt field is a string, or a list of chat messages; fields that hold answers
-# are there and not null. Stricter than Python's JSON in two places: NaN and Infinity are refused, and so is half a
-# surrogate pair, which no tokenizer can take. Whether a prompt suits the model is the renderer's business.
+from gcore.system.files import refuse_constant
 
 SHOWN_FIELDS = 8
 
@@ -42,12 +40,8 @@ SHOWN_FIELDS = 8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
 # Made once, because it is asked for every line of a file of millions.
-_decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+_decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
 class EntryReader:
@@ -95,7 +89,7 @@ class EntryReader:
     def parse(self, line: str, where: str, *, cut_off: bool = False) -> dict[str, Any]:
         """The entry on a line, which stands at `where`. `cut_off`: it ends without a newline. Raises DataError."""
         try:
-            entry = json.loads(line, parse_constant=_no_constant)
+            entry = json.loads(line, parse_constant=refuse_constant)
         except (ValueError, RecursionError) as error:
             if cut_off:
                 raise DataError(

@@ -1,12 +1,20 @@
-"""Which entry of the stream a prompt ref is: the order of each shard, as a keyed permutation.
+"""Which entry a prompt ref is, and which refs are terminal: permutations of shards, cursors, and mixtures of sources.
 
-Entry i of the stream (of the dataset, if it has one source of weight 1: `gcore.data.order`) belongs to shard i % S, at place i // S (so shard lengths differ by at most one, as
-`gcore.data.order.shard_lengths` cuts them). In every epoch a shard goes through its places in another order, which is a
-pure function of (seed, data_epoch, shard): a Feistel network over the smallest power of four that holds the shard, and
-whatever falls outside is sent through it again until it falls inside (cycle walking; at most four rounds on average).
-No list is shuffled or stored, any place of any epoch is found at once, and every controller finds the same.
+Entry i of the stream belongs to shard i % S, at place i // S, so shard lengths differ by at most one. In every epoch a shard
+goes through its places in another order, which is a pure function of (seed, data_epoch, shard): a Feistel network over the
+smallest power of four that holds the shard; a value outside goes through it again until it is inside (cycle walking; at most
+four rounds on average). No list is shuffled or stored, any place of any epoch is found at once, and every controller finds the
+same.
 
-It does not read the dataset and does not know what is terminal; `gcore.data.order` does.
+A *position* counts a shard's refs through all epochs: `p = data_epoch * shard_length + seq`, so one cursor spans epochs, and
+shards may be in different ones. A cursor is a low-water mark and a bitmap of what is terminal beyond it; its size depends only
+on how ragged the stream is (at most the window).
+
+Of several sources, one of n entries and weight w gives every epoch round(w·n) places, one at least, so that all epochs are
+equally long. Its places go on through its entries from epoch to epoch and begin again at the end: over any epochs in a row, how
+often two entries were shown differs by at most one. Where the weight is no whole number, entries are taken in a keyed
+permutation that never changes, or "one half" would be the first half of a sorted file. With one source of weight 1, place i is
+entry i.
 """
 
 from __future__ import annotations
@@ -20,13 +28,6 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from gcore.types import PromptRef
-
-# -------------------- cursor
-# Which prompt refs of a shard are terminal: a low-water mark and a bitmap of what is terminal beyond it.
-#
-# A *position* counts a shard's refs through all epochs: `p = data_epoch * shard_length + seq`, so one cursor spans epochs,
-# and shards may stand in different ones. Pure; the size does not depend on how much was consumed, only on how far the
-# stream is ragged (at most the window).
 
 
 class ShardCursor(NamedTuple):
@@ -200,18 +201,6 @@ def shard_length(shape: StreamShape, shard: int) -> int:
     if not 0 <= shard < len(shape.lengths):
         raise IndexError(f"shard {shard} of {len(shape.lengths)}")
     return shape.lengths[shard]
-
-
-# -------------------- mixture
-# What an epoch of several sources is made of: which entry of which source stands at each of its places.
-#
-# A source of n entries and weight w gives every epoch round(w·n) places, one at least, so that all epochs are equally long.
-# Its places go on through its entries from epoch to epoch and begin again at the end: over any epochs in a row, how often
-# two entries were shown differs by at most one. Where the weight is no whole number the entries are gone through in an order
-# of their own, a keyed permutation that never changes, or "one half" would be the first half of a sorted file.
-#
-# The places are the entries of the stream, which shards cut and order anew in every epoch (`gcore.data.order`). One
-# source of weight 1 is its own epoch: place i is entry i. Pure; reads no data.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,15 @@
-"""From a prompt ref to the prompt: order, source, entry, text and tokens in one call.
+"""From a prompt ref to the prompt: opened sources, filters by length, text and tokens; and a count of lengths beforehand.
 
-Whoever shows a prompt to an engine takes it from here, so that the same ref is the same tokens everywhere: it is a pure
-function of the data, the seed and the ref. A curriculum may give a shard of an epoch another order than the keyed
-permutation, and must then be as pure (`Reorder`).
+The same ref is the same tokens everywhere: a prompt is a pure function of the data, the seed and the ref. A curriculum may give
+a shard of an epoch another order than the keyed permutation, and must then be as pure (`Reorder`).
+
+A controller that works on a job, one that is asked to create it, and `gcore validate` all open the data here, so that what was
+checked is what is run. Opening checks every entry, once for each content of the files; it counts no tokens. A prompt that is
+shorter or longer than its source allows is *filtered*, an outcome like any other. One that leaves no room for its response is an
+error and never cut: a cut prompt is another prompt.
+
+Counting lengths renders and tokenizes; of a large source, a sample spread evenly over it may be enough. A prompt that does not
+render or fit is an error there, as it would be a failed prompt later; one that is filtered is only counted.
 """
 
 from __future__ import annotations
@@ -26,13 +33,6 @@ from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError, GcoreError
 from gcore.types import Prompt, PromptRef
-
-# -------------------- source
-# A source, opened: its entries as prompts, and which of them it leaves out.
-#
-# A prompt that is shorter or longer than its source allows is *filtered*: that was asked for, and is an outcome like any
-# other. One that leaves no room for its response is an error and never cut: a cut prompt is another prompt. Neither the
-# order of prompts nor their weight is known here (`gcore.data.stream`).
 
 _MADE_TO_FIT = {
     False: "Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens",
@@ -210,13 +210,6 @@ def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "roll
     return context - max_new_tokens
 
 
-# -------------------- opening
-# The data of a job, opened: the one place where a spec's sources become prompts.
-#
-# A controller that works on a job, one that is asked to create it, and `gcore validate` all open the data here, so that what
-# was checked is what is run. Opening checks every entry, once for each content of the files; it counts no tokens
-# (`gcore.data.stream`).
-
 OpeningProgress = Callable[[str, int, int], None]
 """Called with what is being read (a source's name), how much is done and how much there is in all."""
 
@@ -377,12 +370,6 @@ def _content(file: Path) -> str:
     except OSError as error:
         raise unreadable_file(file, error) from error
 
-
-# -------------------- lengths
-# How long the prompts of a source are, in tokens, and how many its filters leave out: counted before a job starts.
-#
-# Counting renders and tokenizes; of a large source, a sample spread evenly over it may be enough. A prompt that does not
-# render or fit is an error here, as it would be a failed prompt later; one that is filtered is only counted.
 
 TELL_EVERY = 256
 """Prompts between two reports of progress."""

@@ -1,8 +1,13 @@
-"""Chat templates: where a model keeps them, and how one becomes text.
+"""Chat templates, the sandbox that templates run in, and tool definitions.
 
-A template is foreign code, so it runs in a sandbox (`gcore.data.templates`), sees plain JSON values only, and has no clock
-(`strftime_now` is undefined, and those that ask for the date fall back to the one they were made with): a prompt must be
-the same on every node and on every day. Whitespace, filters and extensions are those that transformers gives templates.
+A template is foreign code: it runs in Jinja's immutable sandbox, sees plain JSON values only, and has no clock (`strftime_now` is
+undefined, and templates that ask for the date fall back to the one they were made with), because a prompt must be the same on
+every node and on every day. Whitespace, filters and extensions are those that transformers gives templates. How much a template
+may write is not bounded here; `gcore.reward.judges.template` does that for templates that run in a controller.
+
+A source names a JSON file with a list of tool definitions. An entry with a field `tools` that is not null has its own in their
+place, none if the list is empty; there the list may also be a JSON string, as in saved datasets, whose columns cannot hold
+objects of different forms. Definitions go to the chat template as they are.
 """
 
 from __future__ import annotations
@@ -20,14 +25,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from gcore.errors import DataError
-
-# -------------------- sandbox
-# The sandbox that templates run in: a model's chat templates, and what judges are shown.
-#
-# A template is foreign code, so it runs in Jinja's immutable sandbox, sees plain JSON values only, and has no clock: what it
-# writes must be the same on every node and on every day. Whitespace and extensions are those that transformers gives chat
-# templates. How much a template may write is not bounded here; `gcore.reward.judges.template` does that for those that run
-# in a controller.
 
 FOREIGN_FAILURES = (
     jinja2.TemplateError,
@@ -171,14 +168,6 @@ class _GenerationBlock(Extension):
 def _reason(error: Exception) -> str:
     return (error.strerror or str(error)).lower() if isinstance(error, OSError) else "not UTF-8 text"
 
-
-# -------------------- tools
-# Tool definitions: what a prompt tells the model it may call.
-#
-# A source names a JSON file with a list of them. An entry that has a field `tools` of its own, which is not null, has its
-# own tools in their place, none if the list is empty; there the list may also be written as a JSON string, as saved datasets
-# do, whose columns cannot hold objects of different forms. Definitions go to the chat template as they are: their form is
-# between the template and the model (usually that of JSON-schema functions). Calling a tool is no business of a prompt.
 
 TOOLS_FIELD = "tools"
 

@@ -1,6 +1,8 @@
 """The tokenizer of a model folder, without torch and without transformers: text to tokens and back.
 
-It agrees with `AutoTokenizer` on the same folder. One is loaded for a job, however many sources it has.
+It agrees with `AutoTokenizer` on the same folder. One is loaded for a job, however many sources it has. A megabyte of foreign
+text takes seconds, in which an event loop would not renew its lease, so long texts are tokenized in a thread (a tokenizer
+releases the interpreter lock), and no further than there is room for.
 """
 
 from __future__ import annotations
@@ -149,12 +151,6 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         raise DataError("the file holds no JSON object", where=str(path), fix="Save the model again")
     return value
 
-
-# -------------------- long_texts
-# Texts of any length that others wrote (an agent, an environment, a template with a response in it), on their way to tokens.
-#
-# A megabyte takes seconds, in which an event loop would do nothing else: renew no lease, for one. So it is done in a thread; a tokenizer lets
-# others work meanwhile. And what has no room anyway is not tokenized to its end to find that out.
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
-"""Filters: which groups are not trained, and why. Found by name under the entry-point group `gcore.filters`.
+"""Filters: which groups are not trained, and why; found by name under the entry-point group `gcore.filters`.
 
-A filter looks at a scored group and says None to keep it, or a sentence why it is filtered:
+A filter looks at a scored group and returns None to keep it, or a sentence why it is filtered:
 
     def two_ways(group: Group, fields: Mapping[str, Any], options: Mapping[str, Option]) -> str | None:
         texts = {sample.text for sample in group.samples}
@@ -8,11 +8,11 @@ A filter looks at a scored group and says None to keep it, or a sentence why it 
 
 A spec names them in `flow.filters`, in order; the first that refuses a group names the reason. They are plug-ins and run on
 the controller's event loop, so they must be quick and wait for nothing, and pure: a group may be filtered again elsewhere.
-What one raises, or returns that is neither None nor a sentence, ends its prompt as failed, with the reason, and the
-plug-in's own traceback goes into the job's events.
+What one raises, or returns that is neither None nor a sentence, ends its prompt as failed, with the reason, and the plug-in's
+traceback goes into the job's events. gcore's own are `signal`, `reward_band` and `length`.
 
-The three that come with gcore are below: `signal`, `reward_band` and `length`. Whatever a group is dropped for before it is
-scored is not here (`rollout.truncated`, filters of a source by length).
+A flow of one's own may build and score its groups itself. What such a group lacks for training is found where the group is
+made: it is the failure of its prompt and not of the train world.
 """
 
 from __future__ import annotations
@@ -168,12 +168,6 @@ def _band(options: Mapping[str, Option], name: str, low: str, high: str) -> tupl
         raise FilterError(f"filter {name!r} keeps nothing: {low} is above {high}", fix="Correct the options")
     return ends[0], ends[1]
 
-
-# -------------------- fit
-# Whether a flow's group can be trained as the spec says: what no rank would take is found where the group is made. Pure.
-#
-# A flow of one's own may build and score its groups itself. What it lacks then is the prompt's failure, with the reason in its
-# outcome, and not the train world's.
 
 WITHOUT_GROUP = tuple(kind for kind in get_args(OutcomeKind) if kind != "trained")
 

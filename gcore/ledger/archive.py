@@ -1,10 +1,19 @@
-"""Log entries, and evaluations, that left the store: one file a writer in the run's folder, one JSON object a line.
+"""The run's folder: archived log entries and evaluations, the copy of a finished job's records, and what is left in it.
 
-Appended and fsynced before the store forgets them. Two writers may both have written an entry; it is the same one. A line
-that cannot be read was being written when its writer died or the disk was full: then the store still has the entry, and if
-it has not, the audit misses it.
+Log entries and evaluations that leave the store are appended to one file a writer, one JSON object a line, and fsynced before
+the store forgets them. Two writers may both have written an entry; it is the same one. A line that cannot be read was being
+written when its writer died or the disk was full: then the store still has the entry, or else the audit misses it. A long run
+has more entries than there is memory for: the audit reads them one by one (`ArchivedLog`).
 
-A long run has more entries than there is memory for: the audit reads them one by one (`ArchivedLog`).
+When a job has ended its records are copied word for word (`StoreCopy`). With the archived log and the ranks' receipts they are
+all that an audit needs, so a run can be audited when its cluster is gone. Several writers may leave a copy, each in a file of its
+own, and the newest counts: that of the highest lineage, because a job whose store was restored from before its end comes to
+another end, in a later lineage and at lower revisions.
+
+`highest_in_folder` finds the highest entry number and lineage of which anything is left. They are higher than head's where the
+store was restored to an older state: what was written after that state would pass for what is written now under the same
+number, so a new lineage begins above all of it (`gcore.ledger.chain.rolled_back`). Only the end of each file is read: entries
+are archived in ascending order but for those of forgotten checkpoints, which come later and are few.
 """
 
 from __future__ import annotations
@@ -27,14 +36,6 @@ from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, KeyValue, WatchBatch, WatchEvent
 from gcore.system.files import last_lines, read_whole_lines, replace_file
-
-# -------------------- store_copy
-# A job's records in its run's folder, word for word as the store had them when the job had ended.
-#
-# With the archived log and the ranks' receipts they are all that an audit needs, so a run can be audited when its cluster is gone.
-# Whoever notices the end first leaves the copy; several may, each in a file of its own, and the newest counts: that of the highest
-# lineage, for a job whose store was put back to before its end comes to another one, in a later lineage and at lower revisions. A copy
-# is whole or not there. Nothing here decides when a job has ended.
 
 COPY_FOLDER = "ended"
 
@@ -121,13 +122,6 @@ def read_copy(run_dir: Path) -> StoreCopy | None:
 def mirror_of(uid: str, batch: WatchBatch) -> JobMirror:
     """A job as it stands by a batch of all its records. Raises UnreadableRecord."""
     return JobMirror(JobKeys(uid)).fold(batch)
-
-
-# -------------------- line_index
-# Where each line of a folder of `*.jsonl` files begins, so that millions of them can be read one by one and in any order.
-#
-# What stands after a file's last line end was being written when its writer died; nobody was told of it, so it is no line.
-# Knows nothing of what the lines say.
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,17 +308,6 @@ def _ends_with_a_line(file: Path) -> bool:
         there.seek(-1, os.SEEK_END)
         return there.read(1) == b"\n"
 
-
-# -------------------- remains
-# The highest number of the log, and the highest lineage, of which anything is left in a run's folder: archived entries, lines of
-# `metrics.jsonl`, copies of the records of a run that had ended.
-#
-# They are higher than head's where the store was put back to an older state: what lies there is of a future that was cut off, and
-# would pass for what is written after it under the same number. So whoever begins a lineage goes on above all of it
-# (`gcore.ledger.chain.rolled_back`). Weights and checkpoints are named by their lineage alone (`gcore.models.layout`).
-#
-# Only the end of each file is read, for a long run's archive is large. Entries are archived in ascending order but for those of
-# forgotten checkpoints, which come later and are few; `metrics.jsonl` has all of them in order. Nothing is changed here.
 
 TAIL_BYTES = 4 << 20
 

@@ -1,20 +1,22 @@
-"""Which train rank takes which sample of a sealed step, in which update: a pure function of the seal.
+"""Which train rank takes which sample of a sealed step, in which update; the parts of a streamed step; a step's content digest.
 
-Whoever reads the seal computes the same layout: holders know what to push to whom, ranks know what they wait for, and
-nothing about it is stored. A step's groups are cut into mini-batches (one optimizer update each), contiguous in the
-seal's order, whose sizes differ by at most one group. Within a mini-batch the samples, not the groups, are spread over
-the ranks, longest first, each to the rank that has least to do so far (the LPT rule: the fullest rank never has more
-than 4/3 − 1/(3·ranks) of the best possible). All arithmetic is on integers and every tie has a fixed winner, so that no
-platform and no process can come to another layout.
+The assignment is a pure function of the seal, so holders know what to push where, ranks know what they wait for, and nothing
+about it is stored. A step's groups are cut into mini-batches (one optimizer update each), contiguous in the seal's order, whose
+sizes differ by at most one group. Within a mini-batch the samples, not the groups, are spread over the ranks, longest first,
+each to the rank that has least to do so far (the LPT rule: the fullest rank never has more than 4/3 − 1/(3·ranks) of the best
+possible). All arithmetic is on integers and every tie has a fixed winner, so that no platform comes to another layout. A rank
+may get nothing in a mini-batch and then takes part with an empty share.
 
-The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. Where the two are
-equal depends on the model, so whoever seals writes it into the seal (`gcore.ledger.records.cluster`). A masked sample costs nothing:
-it is not computed, and only its reward counts.
+The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. The length at which the
+two are equal depends on the model, so the sealer writes it into the seal (`gcore.ledger.records.cluster`). A masked sample costs
+nothing: it is not computed, and only its reward counts.
 
-A streamed step is cut by its parts in place of mini-batches, so that each is spread over the ranks by itself, as it comes.
-
-It does not pack micro-batches. A rank may get nothing in a mini-batch (fewer samples than ranks); it then takes part with
-an empty share.
+A streamed step (`train.stream`) is cut by its parts in place of mini-batches. The batch is the same with and without parts: at
+staleness 0 the first groups of the stream's order, as many as the quota. A group is *certain* to be in it once fewer refs than
+the quota before it are kept or may still be; a ref that ends without a group only makes room. If the note that a prompt was
+filtered is lost with its controller, the prompt is sampled again; the step then has its quota all the same, and takes that
+prompt if there is room left. A part is worth sealing from `StreamRules.part` groups on: each costs a seal, an exchange and a
+READY. A READY part is the same in all later states of its slot, so ranks compare the slot cut down to it (`seal_up_to`).
 """
 
 from __future__ import annotations
@@ -125,22 +127,6 @@ def _spread(seal: Seal, groups: range) -> tuple[tuple[SampleSlot, ...], ...]:
     return tuple(tuple(sorted(share)) for share in shares)
 
 
-# -------------------- parts
-# Parts of a streamed step (`train.stream`): which groups may be sealed before the others are there, and what a part is.
-#
-# The batch is the same with and without parts: at staleness 0 the first groups of the stream's order, as many as the quota. A
-# group is *certain* to be in it once fewer refs than the quota before it are kept or may still be. Nothing that happens to those
-# can push it out, since a ref that ends without a group only makes room. Whoever noted that a prompt was filtered may die with
-# that note, and the prompt is drawn anew; the step then has its quota all the same, and takes that prompt if there is room left.
-#
-# A part is worth sealing from `StreamRules.part` groups on: each costs a seal, an exchange and a READY of its own.
-#
-# Every READY part is the same in all states of its slot from then on. What ranks compare before they compute on it is therefore
-# the slot cut down to it (`seal_up_to`), whichever later state they were told of.
-#
-# Pure.
-
-
 def certain_groups(
     rules: StreamRules,
     head: Head,
@@ -213,10 +199,6 @@ def part_digests(seal: Seal, parts: int) -> tuple[tuple[str, ...], ...]:
         found.append(tuple(group.digest for group in seal.groups[start : start + size]))
         start += size
     return tuple(found)
-
-
-# -------------------- content
-# What a step trains on, as one digest: by it a rank's word on what it has trained is compared with a seal. Pure.
 
 
 def content_sha256(seal: Seal) -> bytes:

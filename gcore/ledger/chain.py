@@ -1,7 +1,11 @@
-"""The records that each transaction writes, as pure functions of what stood before.
+"""The records that each transaction writes, as pure functions of what was there before; names of log entries by content.
 
-`gcore.ledger.transactions` adds the compares. A commit is a pure function of head and seal, so that anyone can make it
+`gcore.ledger.transactions` adds the compares. A commit is a pure function of head and seal, so that any controller can make it
 when the owners are dead.
+
+A digest is of what an entry says, not of its bytes: it does not depend on the schema version that wrote it down, or on whether
+it was read from the store or from the run's folder. A field that a later version adds must have a default; one that is renamed
+or means something else must be mapped back here.
 """
 
 from __future__ import annotations
@@ -16,13 +20,6 @@ from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Lineage, LogE
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT
 from gcore.ledger.selection import SealPart, SealStep
 from gcore.ledger.statistics import NOTHING, add_to_tally, start_next_step
-
-# -------------------- digests
-# Names of log entries by their content, so that each can name the one before it, and head the newest.
-#
-# A digest is of what an entry says, not of the bytes it stands in: whichever schema version wrote it down, and whether it was
-# read from the store or from the run's folder, it is the same. A field that a later version adds must have a default; one that
-# is renamed or means something else must be turned back here. Pure.
 
 
 def entry_digest(entry: LogEntry) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field
 
-from gcore.ledger.transactions import Revisioned, Transaction, TxnKind
+from gcore.ledger.transactions import Revisioned, Transaction, TxnKind, put_if_unchanged
 from gcore.schema import Record
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
@@ -120,9 +120,7 @@ def finished_answers(
 def give(keys: JobKeys, old: Revisioned | None, new: Part, lease: int) -> Transaction:
     """A peer's own part, under its lease."""
     key = keys.part(new.incarnation)
-    return Transaction(
-        TxnKind.GIVE, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
-    )
+    return put_if_unchanged(TxnKind.GIVE, key, old, new, lease)
 
 
 def agree(keys: JobKeys, found: Agreed, forgotten: Iterable[tuple[Version, str]]) -> Transaction:

@@ -1,12 +1,17 @@
-"""An evaluation is made of parts: how its prompts are cut into them, what their records add up to, and which is the best.
+"""Evaluations: how prompts are cut into parts, what the parts' records add up to, pass@k, and which checkpoint is the best.
 
 The cut is a pure function of the sets' sizes, so that every controller cuts alike. A part is written once, under a key that
 was absent, and never changed; so the evaluation, which is composed from all parts, is the same whoever composes it, even
-where two controllers answered the same part. It compares head: what was begun on weights that a rollback cut off is not
-written down any more. All numbers are sums and counts until they are composed.
+where two controllers answered the same part. Its transaction compares head: an evaluation of weights that a rollback cut off is
+not written any more. All numbers are sums and counts until they are composed.
 
-Which checkpoint is the best follows from the evaluations on head's chain alone. Equal ones: the earlier step, because it
-came as far with less training, and has moved less from the model it began with.
+The best checkpoint follows from the evaluations on head's chain alone. Of equal ones the earlier step wins: it came as far with
+less training, and has moved less from the first model.
+
+Of n responses to one prompt c are correct. The chance that at least one of k responses is correct is estimated without
+bias by 1 - C(n-c, k) / C(n, k): the share of all choices of k responses that hold a correct one (Chen et al. 2021,
+"Evaluating Large Language Models Trained on Code", section 2.1). The plausible 1 - (1 - c/n)^k is biased downwards: it samples
+with replacement.
 """
 
 from __future__ import annotations
@@ -25,16 +30,6 @@ from gcore.ledger.transactions import Revisioned, Transaction, TxnKind, Versione
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put
 from gcore.types import Version
-
-# -------------------- estimators
-# How good a model is, from repeated tries at each prompt: accuracy and pass@k. Pure, of numbers only, importable alone.
-#
-# Of n responses to one prompt c are correct. The chance that at least one of k responses is correct is estimated without
-# bias by 1 - C(n-c, k) / C(n, k): the share of all choices of k responses that hold a correct one (Chen et al. 2021,
-# "Evaluating Large Language Models Trained on Code", section 2.1). The plausible 1 - (1 - c/n)^k is biased, downwards: it draws
-# with replacement.
-#
-# Does not know what makes a response correct, nor where the counts come from.
 
 _MANY = 64
 

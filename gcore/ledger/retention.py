@@ -1,10 +1,21 @@
-"""Which checkpoints are kept, and why: the newest n, one every k steps for ever, the best, and the first model. Pure.
+"""What stays of a job: which checkpoints are kept, which records the store may forget, and how much the store holds at most.
 
-Only what lies on head's chain counts: where a rollback cut the chain off, nobody will ever go back to. A chain has one state
-for each step, whatever lineage it was written in. The newest on the chain is always kept, so what is forgotten never takes
-away where a new world would start; and what stands at a multiple of k stays kept however many come after it.
+*Checkpoints.* Kept are the newest n, one every k steps for ever, the best, and the first model. Only those on head's chain count:
+no rollback goes to a branch that was cut off. A chain has one state for each step, whatever lineage it was written in. The newest
+on the chain is always kept, so a new world always has a start.
 
-Deletes nothing (`controllers.rules.retention` decides, `controllers.job.executor` deletes the entry before the files).
+*Records* that nothing reads any more, beside old log entries (`gcore.ledger.chain.prunable`): worlds other than head's (a rank of
+another one is refused by all); parts of evaluations of other weights than head's; warnings of nodes that are gone, but for the
+newest few; evaluations but the newest few, the first, and the best on head's chain as it is and as it would be after going back
+to each registered checkpoint (the others move to the run's folder first). Every transaction compares head and the checkpoints.
+`controllers.rules.retention` decides when, `controllers.job.executor` deletes the entry before the files.
+
+*Bounds.* For each kind of key of `gcore.store.keys.JobKeys` how many there are at most, and how large each is. They follow from the
+spec, from how many controllers and ranks there are now, and from how often the job went back or re-formed its world (28 bytes each
+time, in head: those numbers tell for ever which evaluation, epoch record or served version is of the chain). They do not depend on
+the number of steps, but for checkpoints that the spec keeps for ever (`checkpoint.keep_every`). What is not pruned yet is part of
+them (`LAG`): while the run's folder takes nothing, the log grows up to it. Sizes are generous sums of what a record's fields take
+as JSON.
 """
 
 from __future__ import annotations
@@ -114,20 +125,6 @@ def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable
     )
 
 
-# -------------------- sweeping
-# What of a job's records nothing asks for any more, beside old log entries (`gcore.ledger.chain.prunable`), and its removal.
-#
-# - *Worlds.* Who is which rank, and where rank 0 listens, matters for head's world alone: a rank of another one is refused by
-#   all, and one that registers again finds its world gone.
-# - *Parts of evaluations* that cannot be completed: of other weights than head's. Only head's version is evaluated.
-# - *Troubles* of a node are written over by its next of the same kind. A cluster whose nodes come and go under ever new names
-#   would leave them behind: of nodes that are gone the newest few stay.
-# - *Evaluations.* The newest few stay, the first (what the job began with), and the best: on head's chain as it is, and as it
-#   would be after going back to each registered checkpoint. The others move to the run's folder first.
-#
-# So the store holds the same few whatever has happened before. Every transaction compares head and the checkpoints, from which
-# this follows. Pure; when it is worth while is `controllers.rules.retention`'s business.
-
 NEWEST_EVALUATIONS = 8
 """Evaluations that stay in any case."""
 
@@ -215,19 +212,6 @@ def _pruning(
     compares = (Compare(keys.head, head.revision), Compare(keys.checkpoints, known.revision))
     return Transaction(TxnKind.PRUNE, compares, deletes)
 
-
-# -------------------- bounds
-# How much the store may hold of one job: for each kind of key how many there are at most, and how large each is.
-#
-# The bound follows from the spec (shards, window, quota, responses, staleness, sources, checkpoints that are kept), from how many
-# controllers and ranks there are *now*, and from how often the job went back or re-formed its world (28 bytes each time, in head:
-# the one thing that grows with faults: by those numbers it is told for ever whether an evaluation, an epoch's record or a version
-# that some engine still serves is of the chain, and none of these is compared where a lineage begins). It does not depend on the number of steps, but for checkpoints that the spec keeps for ever
-# (`checkpoint.keep_every`). What a rule of `controllers.rules.retention` or `controllers.rules.retention` has not taken away yet is part of
-# it (`LAG`): while nobody prunes, because the run's folder takes nothing, the log grows until it does.
-#
-# Sizes are generous sums of what a record's fields take as JSON. Every kind of key of `gcore.store.keys.JobKeys` stands here; a test
-# fails for one that does not. Pure.
 
 KEPT_LOG = 64
 """Newest log entries that stay (`controllers.rules.retention.KEEP_LOG`)."""

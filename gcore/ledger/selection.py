@@ -1,15 +1,17 @@
-"""What is due from the prompt stream, and what a seal takes: the strictly on-policy order.
+"""What is due from the prompt stream, and what a seal takes: the strictly on-policy order; a job's constants; ancestry.
 
-Refs come in the order (position, shard). At staleness 0 a seal takes them in that order and waits for them, never in the
-order in which they finished, or training would lean towards short answers. What is due is computed anew at every look:
-not terminal at head, in no open seal, inside each shard's window; there is no "next" pointer to lose.
+Refs come in the order (position, shard). At staleness 0 a seal takes them in that order and waits for them, never in the order in
+which they finished, or training would lean towards short answers. What is due is computed anew at every look: not terminal at
+head, in no open seal, inside each shard's window; there is no "next" pointer to lose.
 
-Where prompts are filtered, more are issued at once than groups are wanted, as many as it took lately (`issue_ratio`): else
-each filtered one would cost another round of generation. What is over in the end was made in vain at staleness 0. A step
-uses up a bounded number of prompts; what happens at the limit, or when the windows hold no more, is the spec's choice
-(`flow.on_limit`).
+Where prompts are filtered, more are issued at once than groups are wanted, as many as it took lately (`issue_ratio`), because each
+filtered one would cost another round of generation. What is left over was generated in vain at staleness 0. A step uses up a
+bounded number of prompts; `flow.on_limit` says what happens at the limit, or when the windows hold no more.
 
-Pure. Knows nothing of who works on which shard, nor of time.
+A job goes to a step, or through whole data epochs. In the second case the number of its steps is estimated, the last one is known
+when it is sealed, and nothing beyond the epochs is ever issued. All of this reads nothing but the chain, so it is the same for
+every controller, and a rollback takes it back too. A version carries its lineage, because step 5 of a rolled-back lineage is not
+step 5.
 """
 
 from __future__ import annotations
@@ -27,11 +29,6 @@ from gcore.data.order import StreamShape, shard_lengths
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup, Seal, SealedGroup
 from gcore.ledger.records.job import JobRecord
 from gcore.types import PromptRef, Version
-
-# -------------------- ancestry
-# Which policy versions and checkpoints belong to the chain that head ends.
-#
-# A version carries its lineage, because step 5 of a rolled-back lineage is not step 5. Pure.
 
 
 def is_ancestor(head: Head, version: Version) -> bool:
@@ -64,15 +61,6 @@ def resumable_checkpoints(head: Head, checkpoints: Iterable[Checkpoint]) -> tupl
     on_chain = [c for c in checkpoints if is_ancestor(head, c.version)]
     return tuple(sorted(on_chain, key=lambda c: (c.step, c.lineage), reverse=True))
 
-
-# -------------------- rules
-# A job's constants, as the ledger needs them, and what follows from them and head alone: how far the job goes, and how
-# many prompts are issued for each group that is still wanted.
-#
-# A job goes to a step, or through whole data epochs. In the second case the number of its steps is not known before the
-# end: they are estimated, the last one is known when it is sealed, and nothing beyond the epochs is ever issued.
-#
-# Pure, and the same for every controller, because it reads nothing but the chain; a rollback takes it back too.
 
 MOST_BYTES = 1 << 20
 """The record of a sealed step, or of an offer, must stay well under the store's 1.5 MiB a request."""

@@ -1,8 +1,13 @@
-"""Tallies: what came of the prompts so far, source by source, as head carries it. Pure.
+"""Tallies of what came of the prompts, source by source; the records with which data epochs begin; why a step is short.
 
-A tally is the sum of the chain's entries, like head's cursors, and goes back with them in a rollback. It is what the
-statistics of a curriculum are made of and what tells that a whole epoch of the data brought nothing to train. Its size
-depends on the number of sources only.
+A tally is the sum of the chain's entries, like head's cursors, and goes back with them in a rollback. The statistics of a
+curriculum are made of it, and it shows that a whole epoch brought nothing to train. Its size depends on the number of sources only.
+
+Shards are in different epochs and peers look at different moments, so "the statistics so far" is not the same for any two of
+them. The first peer that needs epoch n writes down head's tally as it is then (`EpochRecord`); nothing of the epoch is issued
+before. Head alone decides which record counts (`standing`): one written at a version that a rollback cut off does not. A group is
+accepted only if its versions are ancestors of head, and the record it was issued under is older than they are, so a group outlives
+no record: in one lineage a ref never means two prompts. Epoch 0 has no record, and a job without a curriculum has none at all.
 """
 
 from __future__ import annotations
@@ -169,17 +174,6 @@ def commonest_reason(outcomes: Iterable[EndedRef]) -> tuple[str, int] | None:
     return None if same is None else (min(same), len(same))
 
 
-# -------------------- epochs
-# The records with which data epochs begin: what a curriculum may know, fixed once for every peer. Pure.
-#
-# Shards stand in different epochs and peers look at different moments, so "the statistics so far" is not the same for any
-# two of them. The first who needs epoch n writes down head's tally as it is then (`EpochRecord`); nothing of the epoch is
-# issued before. Which record counts follows from head alone (`standing`): one that was written at a version that a rollback
-# cut off is as if it were not there. A group is accepted only if its versions are ancestors of head, and the record it was
-# issued under is older than they are, so a group outlives no record: in one lineage a ref never means two prompts.
-#
-# Epoch 0 has no record: nothing is known. A job without a curriculum has none at all. Nothing here knows what an order is.
-
 MOST_FORGOTTEN = 64
 """Records that go with one that is written; the store takes 128 operations in a transaction."""
 
@@ -248,10 +242,6 @@ def _has_ended(shape: StreamShape, cursors: Cursors, epoch: int) -> bool:
     return all(
         cursor.low_water >= (epoch + 1) * length for cursor, length in zip(cursors.shards, shape.lengths, strict=True)
     )
-
-
-# -------------------- shortage
-# Why a job fails whose step has used up its prompts, or those in the windows, without enough groups: one sentence. Pure.
 
 
 def shortage_reason(rules: StreamRules, head: Head, short: DataExhausted, log: Iterable[LogEntry]) -> str:

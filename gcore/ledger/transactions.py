@@ -1,10 +1,12 @@
-"""Every write to a job's chain, as one transaction that compares what its writer believed.
+"""Every write to a job's chain, as one transaction that compares what its writer believed; and the executor that runs one.
 
-A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and
-the nonce. `gcore.ledger.transactions` makes it and says what became of it.
+A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and the nonce.
+`controllers.rules.decide` decides whether it should be made. No transaction compares the assignment, an offer or a lease for
+safety: they are hints. Every transaction that writes a plan compares `shares`, so that no plan uses slots that were given back
+meanwhile; one that gives slots back compares the plan, so that no newer plan uses them.
 
-No function decides whether the transaction should be made; that is `controllers.rules.decide`'s. Nothing here compares the
-assignment, an offer or a lease for safety: they are hints.
+`TransactionExecutor.run` makes a transaction. A lost compare is an outcome (`STALE`: look again), not an exception; an answer that
+never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is made twice.
 """
 
 from __future__ import annotations
@@ -39,13 +41,6 @@ from gcore.store import keys as store_keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, Store
 from gcore.system.fault_injection import fault_point
-
-# -------------------- guarded
-# A guarded transaction on a job's records: what it is, how it is made, and what became of it.
-#
-# `TransactionExecutor.run` makes it and says what came of it. A lost compare is an outcome (`STALE`: look again), not an exception; an
-# answer that never came is resolved by reading head and the chain (`UNKNOWN` only while that does not tell). Nothing is
-# made twice here. Which transactions there are is `gcore.ledger.transactions`' business.
 
 R = TypeVar("R", bound=Record)
 
@@ -181,6 +176,11 @@ class TransactionExecutor:
         return TxnReport(TxnOutcome.WON if won else TxnOutcome.STALE, entry.mod_revision)
 
 
+def put_if_unchanged(kind: TxnKind, key: str, old: Revisioned | None, new: Record, lease: int = 0) -> Transaction:
+    """Write a record in place of `old` (None: absent), comparing nothing but its own key."""
+    return Transaction(kind, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),))
+
+
 DEPTH = 1
 """Open steps at once. With 1 the next step is sealed after the commit of the one before."""
 
@@ -208,30 +208,23 @@ class OpenSlots:
 
 def assign(keys: JobKeys, old: Versioned[Assignment] | None, new: Assignment) -> Transaction:
     """Who works on what. Compares only itself."""
-    return Transaction(
-        TxnKind.ASSIGN, (Compare(keys.assign, old.revision if old else 0),), (Put(keys.assign, new.encode()),)
-    )
+    return put_if_unchanged(TxnKind.ASSIGN, keys.assign, old, new)
 
 
 def offer(keys: JobKeys, old: Revisioned | None, new: Offer, lease: int) -> Transaction:
     """An incarnation's own offer, under its lease: a put under a lease that has ended fails whole."""
-    key = keys.offer(new.incarnation)
-    return Transaction(
-        TxnKind.OFFER, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
-    )
+    return put_if_unchanged(TxnKind.OFFER, keys.offer(new.incarnation), old, new, lease)
 
 
 def join(keys: JobKeys, member: Member, lease: int) -> Transaction:
     """Work on the job from now on, under the own lease. An incarnation joins once."""
-    key = keys.member(member.incarnation)
-    return Transaction(TxnKind.JOIN, (Compare(key, 0),), (Put(key, member.encode(), lease=lease),))
+    return put_if_unchanged(TxnKind.JOIN, keys.member(member.incarnation), None, member, lease)
 
 
 def leave(keys: JobKeys, old: Versioned[Member], lease: int) -> Transaction:
     """Say that it is about to end. Compares only itself: who is no member any more does not become one by it."""
-    key = keys.member(old.record.incarnation)
     leaving = old.record.model_copy(update={"leaving": True})
-    return Transaction(TxnKind.LEAVE, (Compare(key, old.revision),), (Put(key, leaving.encode(), lease=lease),))
+    return put_if_unchanged(TxnKind.LEAVE, keys.member(leaving.incarnation), old, leaving, lease)
 
 
 def withdraw(keys: JobKeys, incarnation: str, node: str) -> Transaction:
@@ -348,8 +341,7 @@ def retain(
 
 def warn(keys: JobKeys, old: Revisioned | None, trouble: Trouble) -> Transaction:
     """What went wrong beside the run, in place of what was told of the same topic before."""
-    key = keys.trouble(trouble.topic)
-    return Transaction(TxnKind.WARN, (Compare(key, old.revision if old else 0),), (Put(key, trouble.encode()),))
+    return put_if_unchanged(TxnKind.WARN, keys.trouble(trouble.topic), old, trouble)
 
 
 MOST_PRUNED = 100
@@ -370,7 +362,7 @@ def prune(keys: JobKeys, head: Versioned[Head], known: Versioned[Checkpoints], s
 def delete_job(keys: JobKeys, head: Versioned[Head]) -> Transaction:
     """First of two: mark head, so that whoever still works on the job loses every compare from now on."""
     record = head.record.model_copy(update={"deleted": True})
-    return Transaction(TxnKind.DELETE, (Compare(keys.head, head.revision),), (Put(keys.head, record.encode()),))
+    return put_if_unchanged(TxnKind.DELETE, keys.head, head, record)
 
 
 def delete_rest(
@@ -482,31 +474,24 @@ def set_status(keys: JobKeys, old: Versioned[JobStatus], new: JobStatus, open_sl
 
 def take_stock(keys: JobKeys, old: Revisioned | None, new: NodeCopies, lease: int) -> Transaction:
     """What lies in a node's memory, under its controller's lease. Compares only itself: it is a hint."""
-    key = keys.copies(new.node)
-    return Transaction(
-        TxnKind.STOCK, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
-    )
+    return put_if_unchanged(TxnKind.STOCK, keys.copies(new.node), old, new, lease)
 
 
 def say_folder(keys: JobKeys, old: Revisioned | None, new: NodeFolder, lease: int) -> Transaction:
     """What lies in a node's own folder, under its controller's lease. Compares only itself."""
-    key = keys.folder(new.node)
-    return Transaction(
-        TxnKind.FOLDER, (Compare(key, old.revision if old else 0),), (Put(key, new.encode(), lease=lease),)
-    )
+    return put_if_unchanged(TxnKind.FOLDER, keys.folder(new.node), old, new, lease)
 
 
 def replan(keys: JobKeys, old: Versioned[Plan], new: Plan) -> Transaction:
     """Change which slots run engines. The world stays: only a rollback changes it."""
     if new.world != old.record.world or new.ranks != old.record.ranks:
         raise ValueError("only a rollback places a train world")
-    return Transaction(TxnKind.REPLAN, (Compare(keys.plan, old.revision),), (Put(keys.plan, new.encode()),))
+    return put_if_unchanged(TxnKind.REPLAN, keys.plan, old, new)
 
 
 def lead(keys: JobKeys, old: Revisioned | None, new: Leader, lease: int) -> Transaction:
     """Plan from now on, under the own lease. `old`: a leader that works on the job no more."""
-    compare = Compare(keys.leader, old.revision if old else 0)
-    return Transaction(TxnKind.LEAD, (compare,), (Put(keys.leader, new.encode(), lease=lease),))
+    return put_if_unchanged(TxnKind.LEAD, keys.leader, old, new, lease)
 
 
 def place(
@@ -548,7 +533,7 @@ def _led(keys: JobKeys, leader: Versioned[Leader], known: int) -> tuple[Compare,
 
 def pin(keys: JobKeys, old: Revisioned | None, new: Pin) -> Transaction:
     """What a person fixes. Compares only itself."""
-    return Transaction(TxnKind.PIN, (Compare(keys.pin, old.revision if old else 0),), (Put(keys.pin, new.encode()),))
+    return put_if_unchanged(TxnKind.PIN, keys.pin, old, new)
 
 
 def begin_epoch(
@@ -579,20 +564,9 @@ def _advance(keys: JobKeys, advance: chain.Advance) -> tuple[Put, Put]:
     return (Put(keys.head, advance.head.encode()), Put(keys.log(advance.entry.seq), advance.entry.encode()))
 
 
-# -------------------- share_transactions
-# The transactions by which slots are shared out, and a job keeps to its share and gives slots back. Pure.
-#
-# What is compared here and why: `shares`, by whoever writes a plan, so that no plan is made of slots that were given back meanwhile; and
-# the plan, by whoever gives slots back, so that none is given back that a newer plan uses.
-
-
 def share_out(keys: JobKeys, known: Revisioned | None, new: Shares) -> Transaction:
     """Which slots each job has from now on. `keys`: no job's in particular."""
-    return Transaction(
-        TxnKind.SHARE,
-        (Compare(store_keys.SHARES, known.revision if known else 0),),
-        (Put(store_keys.SHARES, new.encode()),),
-    )
+    return put_if_unchanged(TxnKind.SHARE, store_keys.SHARES, known, new)
 
 
 def keeping_to(share: KnownShare | None, txn: Transaction) -> Transaction:
@@ -613,13 +587,9 @@ def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, sl
 
 def set_quotas(keys: JobKeys, known: Revisioned | None, new: Quotas) -> Transaction:
     """The most slots of each namespace, from now on. `keys`: no job's in particular."""
-    return Transaction(
-        TxnKind.QUOTAS,
-        (Compare(store_keys.QUOTAS, known.revision if known else 0),),
-        (Put(store_keys.QUOTAS, new.encode()),),
-    )
+    return put_if_unchanged(TxnKind.QUOTAS, store_keys.QUOTAS, known, new)
 
 
 def set_claim(keys: JobKeys, known: Revisioned, claim: Claim) -> Transaction:
     """What the job claims from now on, if it has not ended."""
-    return Transaction(TxnKind.CLAIM, (Compare(keys.active, known.revision),), (Put(keys.active, claim.encode()),))
+    return put_if_unchanged(TxnKind.CLAIM, keys.active, known, claim)

@@ -1,8 +1,15 @@
-"""What jobs have used of the cluster, for whoever pays for it: slot-seconds by day, job, node and pool, under `usage/`.
+"""What jobs have used of the cluster, for invoices: slot-seconds under `usage/`, and what judges outside of it cost.
 
-They are summed up from the books (`gcore.ledger.records.slot_accounting`), step by step, by the daemon of the node whose slots they are. They outlive
-the job, its folder and its other records, and say by themselves whose job it was. A step's time belongs to the UTC day on which it
-ended. Told, never decided by: no transaction of a job compares it. Pure.
+Slot-seconds by day, job, node and pool are summed up from slot accounting (`gcore.ledger.records.slot_accounting`), step by step,
+by the daemon of the node whose slots they are. They outlive the job, its folder and its other records, and name the job's owner
+themselves. A step's time belongs to the UTC day on which it ended. No transaction of a job compares them.
+
+What a job has spent on judges is one small record for each node. Money is spent once, whichever process dies, so a node's record is
+under no lease, and its next controller goes on from it: it leaves what was there as it is, and beside that writes what its own life
+has spent so far. Writing that again changes nothing, so a write without an answer is simply repeated. Where a node's record is
+another's by now, or gone, only what that life had not written yet is added. Tokens are counted in whole numbers; their cost follows
+from the prices of the spec. Records of nodes that are gone are added to a present one, in a transaction that compares both, so that
+changing node names do not fill the store. `controllers.inference.judges` decides when it is written.
 """
 
 from __future__ import annotations
@@ -125,18 +132,6 @@ class UsageSums:
             for key, (slot_s, busy_s) in ranked
         ]
 
-
-# -------------------- spending
-# What a job has spent on judges that others serve: one small record for each node, which adds what its controllers have asked.
-#
-# Money is spent once, whoever dies, so a node's record is under no lease, and its next controller goes on from it: what came
-# before its own life it leaves as it is, and beside that it says what its own life has spent so far. Saying that again changes
-# nothing, so a write whose answer never came is simply made again. Where a node's record turns out to be another's by now, or
-# gone, only what that life had not written yet is added to what is there.
-#
-# Tokens are counted, in whole numbers; what they cost follows from the prices of the spec. Records of nodes that are gone are
-# added to one that is there, in a transaction that compares both, so that nodes which come and go under ever new names do not
-# fill the store. Pure; when it is written is `controllers.inference.judges`'s business, what is asked after is `ExternalJudge`'s.
 
 SPARE_NODES = 16
 """Records of nodes that are gone which stay as they are; more are added up."""

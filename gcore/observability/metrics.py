@@ -1,4 +1,15 @@
-"""Who is there, who works on what, and what is waited for."""
+"""The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, by subject.
+
+Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a code, a
+phase, a result, a pool, the name of a judge; never a prompt, a request, an instance, an incarnation or a free text. What is known
+about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with `forget_job` when
+the controller lets go of the job.
+
+Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric is at module level. Here are the
+store (calls, transactions, sizes; `InstrumentedStore` counts calls), the job API's calls, nodes, workers, jobs and waits, and slots
+(accounting, placement, moves: what was expected of the newest move of a kind beside what was measured; a gain may be negative, so
+it is no counter). The chain, engines and judges are in `gcore.observability.step_metrics`; `gcore.observability.http` serves them.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +36,6 @@ from gcore.store.types import (
     WatchBatch,
 )
 from gcore.system.clock import Clock
-
-# -------------------- store
-# The store, and what goes through it: calls, guarded transactions, how much it holds.
-#
-# How large the database is, is what etcd's members say of themselves; etcd's own metrics say more of each
-# (docs/watching.md). Measures nothing itself.
 
 RESULTS = ("won", "stale", "unknown")
 """What comes of a guarded transaction (`gcore.ledger.transactions`)."""
@@ -101,10 +106,6 @@ class StoreMetrics(MetricsBase):
             self._in_use.labels(endpoint).set(standing.in_use_bytes)
             for alarm in ALARMS:
                 self._alarm.labels(endpoint, alarm).set(alarm in standing.alarms)
-
-
-# -------------------- calls
-# Calls of the job API that this process answered, by method and by the status they ended with.
 
 
 class CallMetrics(MetricsBase):
@@ -222,12 +223,6 @@ class MembershipMetrics(MetricsBase):
         super().forget_job(job)
 
 
-# -------------------- slots
-# Slots: what they did, by the books; how the placement shares them out, which moves it made and what came of those.
-#
-# A move's numbers are those of the newest move of its kind: what was expected of it beside what was measured. A gain
-# may be negative, so it is no counter.
-
 EXPECTED, MEASURED = "expected", "measured"
 
 
@@ -299,27 +294,6 @@ class SlotMetrics(MetricsBase):
                 gauge.remove_by_labels({"job": job, "kind": kind, "measure": measure})
 
 
-# -------------------- metrics
-# The catalogue of gcore's metrics: every name, label and meaning that Prometheus sees, by subject.
-#
-# Base units (seconds, bytes; ratios from 0 to 1), `_total` for counters and for nothing else. Labels take few values: a
-# code, a phase, a result, a pool, the name of a judge. Never a prompt, a request, an instance, an incarnation or a free text. What is known
-# about a job is a gauge labelled with the job's name, or with a source's or a set's of its spec too, and goes with
-# `forget_job` when the controller lets go of it.
-#
-#     declared      a registry, and how a metric is declared in it
-#     store         calls, transactions, sizes
-#     steps         the chain, phases, learning curves; `step_stats` is the table of a step's numbers
-#     generation    engines and what is in flight
-#     judges        questions and verdicts
-#     slots         the books, the split, moves with what was expected and what came of them
-#     membership    nodes, workers, jobs, waits
-#     calls         the job API's calls
-#
-# Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric lives at module level.
-# How they are served is `gcore.observability.http`'s. Does not decide what is worth an alert (`deploy/prometheus`).
-
-
 class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):
     """One process's metrics. Count with e.g. `metrics.transactions.labels(kind="seal", result="won").inc()`."""
 
@@ -328,9 +302,6 @@ class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotM
         ProcessCollector(registry=self.registry)  # process_start_time_seconds, _resident_memory_bytes, ...
         self._gauge("gcore_build_info", "Always 1; the version is in the label.", "version").labels(__version__).set(1)
 
-
-# -------------------- measured
-# A store whose calls are counted: how long each took, and which had no answer in time. Does nothing else.
 
 T = TypeVar("T")
 

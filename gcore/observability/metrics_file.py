@@ -1,4 +1,4 @@
-"""A run's numbers as the lines of `metrics.jsonl`, derived from its chain. Pure.
+"""A run's numbers as the lines of `metrics.jsonl` in its folder, derived from its chain; appended by one controller at a time.
 
     {"kind": "start", "seq": 0, ...}                  the chain's first entry: job, uid
     {"kind": "step", "seq": 7, "lineage": 0, "step": 6, "metrics": {"reward": 0.5, ...}, "groups": 8, ...}
@@ -7,11 +7,16 @@
     {"kind": "eval", "id": "0.10", "lineage": 0, "step": 10, "metrics": {"accuracy": 0.9, ...}}
     {"kind": "end", "state": "SUCCEEDED", "reason": "..."}
 
-Every line of the chain names its number `seq` there, an evaluation what it is of, and there is one end: so whoever writes
-knows from the file alone what it lacks, and whoever reads a line twice knows that it is the same. A rollback takes nothing
-out: its line says from where the steps are counted anew, in another lineage; where the store was put back to before its end, the
-job's end is no longer the last line, and another follows. `time` is when a line was written, in seconds
-since the epoch, for people. Numbers that are not finite are left out, as in the metrics of a step.
+Every line of the chain has its number `seq`, an evaluation its version, and there is one end: so a writer knows from the file
+alone what it lacks, and a reader passes over a line it has seen. A rollback takes nothing out: its line says from where the steps
+are counted again, in another lineage. Where the store was restored from before the job's end, the end is no longer the last line,
+and another follows. `time` is when a line was written, in seconds since the epoch, for people. Numbers that are not finite are
+left out.
+
+A writer locks the file, reads what was added since it last looked, and appends only what is missing by content: a controller that
+takes over, or wakes up late with an old view, adds nothing twice. A last line without its end is cut off before the next is
+written. Where the file system knows no locks, the order of turns and the content are all there is. Calls block on the disk, not on
+the lock, and are made off the event loop.
 """
 
 from __future__ import annotations
@@ -181,17 +186,6 @@ def _evaluation(id_: str, evaluation: Evaluation) -> Line:
         "step": version.step,
         "metrics": finite_numbers(shown),
     }
-
-
-# -------------------- file
-# `metrics.jsonl` in a run's folder: appended by one controller at a time, right whoever writes.
-#
-# Whoever writes locks the file, reads what was added since it last looked, and appends only what is missing by content: so
-# a controller that takes over, or wakes up late with an old view, adds nothing twice. A last line without its end was being
-# written when its writer died or the disk was full; it is cut off before the next is written. Where the file system knows no
-# locks, the order of turns and the content are all there is; readers pass over a line whose number they have seen.
-#
-# Nothing here waits for a lock: it blocks on the disk only, and is called off the event loop.
 
 
 class FileBusy(Exception):

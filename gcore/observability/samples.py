@@ -1,4 +1,14 @@
-"""Which of the kept samples somebody wants to see, and in which words they are not there. Pure."""
+"""Samples kept for people: which groups of a step, their records and folder, and which of them a reader wants.
+
+    samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup, by the group's holder
+    samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage, by the ranks that knew them
+
+Both name the group by its digest. Texts longer than the spec allows are cut; `more` says by how many characters. Every holder keeps
+at most so many of its own, spread evenly over its part of the seal: the first ones would be those of the first shards, or of the
+shortest answers. Holders and train ranks choose the same. A file is there whole or not at all. Of all steps the newest are kept;
+the writer removes the oldest. Samples that cannot be written are missing, and their step is none the worse. Writing and reading
+block on the disk and are called off event loops.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +30,6 @@ from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import replace_file
 from gcore.types import FinishReason, Group, PromptRef, Range, Version
 
-# -------------------- choice
-# Which groups of a sealed step are kept for people. Pure, so that holders and train ranks choose the same.
-#
-# Every holder keeps at most so many of its own, spread evenly over its part of the seal: the first ones would be those of the
-# first shards, or of the shortest answers.
-
 
 def choose_groups(seal: Seal, limit: int) -> tuple[SealedGroup, ...]:
     """At most `limit` groups of each holder, in the seal's order."""
@@ -41,15 +45,6 @@ def _spread(places: list[int], limit: int) -> list[int]:
         return places
     # n·len/limit grows by at least one, so none is taken twice.
     return [places[n * len(places) // limit] for n in range(limit)]
-
-
-# -------------------- records
-# What is kept of a group for people: one JSON object a line, by its holder; and its advantages, by the ranks that knew them.
-#
-#     samples/LINEAGE-STEP/INCARNATION.jsonl           KeptGroup
-#     samples/LINEAGE-STEP/advantages-RANK.jsonl       KeptAdvantage
-#
-# Both name the group by its digest. Texts longer than the spec allows are cut; `more` says by how many characters.
 
 
 class KeptText(RecordPart):
@@ -141,12 +136,6 @@ def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder:
         samples=samples,
     )
 
-
-# -------------------- folder
-# The folder `samples` of a run: one folder a step, one file a writer in it. Blocks on the disk; called off event loops.
-#
-# A file is there whole or not at all. Of all steps the newest are kept; whoever has written removes the oldest. Nothing is
-# waited for: samples that cannot be written are missing, and the step they are of is none the worse.
 
 log = logging.getLogger(__name__)
 

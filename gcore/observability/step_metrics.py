@@ -1,6 +1,9 @@
-"""What of a committed step's numbers is shown: each by its name in the step's statistics, with the gauge that shows it.
+"""Metrics of steps, engines and judges: each number of a committed step's statistics with the gauge that shows it.
 
-A number that stands here and nowhere in a step is no error: not every flow has all of them. Says nothing of labels.
+A number that is declared here and absent from a step is no error: not every flow has all of them. What is known about a job is a
+gauge of its last committed step; counters are of this process: the controller that wrote an entry of the chain counts it. Engines
+are shown as the controller that asks them sees them; what an engine says of itself is in its own `/metrics`. Judges are labelled
+with their names in specs; what an answer says is shown nowhere.
 """
 
 from __future__ import annotations
@@ -10,11 +13,6 @@ from itertools import product
 from types import MappingProxyType
 
 from gcore.observability.registry import WORK_BUCKETS_S, MetricsBase
-
-# -------------------- generation
-# Engines and what they make, as the controller that asks them sees it.
-#
-# What an engine says of itself stands in its own `/metrics`, and what its slot was doing in the books (`slots`).
 
 
 class GenerationMetrics(MetricsBase):
@@ -55,11 +53,6 @@ class GenerationMetrics(MetricsBase):
             "gcore_groups_offered", "Finished groups this process holds and offers.", "job"
         )
 
-
-# -------------------- judges
-# Judges, by their names in specs: what they are asked, how they answer, what that takes and costs.
-#
-# What an answer says stands nowhere here.
 
 VERDICT_BUCKETS = (-1.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0, 10.0)
 """Upper bounds for verdicts: most judges say 0 to 1, some a mark up to 10. As they may be negative, Prometheus has no sum of them."""
@@ -235,12 +228,6 @@ SOURCE_STATS = MappingProxyType(
 )
 """A source's numbers and the gauges that show them. As many label values as the job's spec has sources."""
 
-
-# -------------------- steps
-# Steps and what came of them: the chain, prompts, phases, learning curves, evaluations, sources, parts of rewards.
-#
-# What is known about a job is a gauge of its last committed step. Counters are of this process: each entry of the chain
-# is counted by the one controller that wrote it.
 
 PHASES = MappingProxyType(
     {"publish_s": "publish", "collect_s": "collect", "exchange_s": "exchange", "train_s": "train"}

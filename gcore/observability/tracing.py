@@ -1,8 +1,10 @@
-"""Sends the spans of steps to an OpenTelemetry collector, over HTTP. Needs the extra `gcore[otel]`; nothing else imports its packages.
+"""Steps as OpenTelemetry spans, and their export to a collector over HTTP (needs the extra `gcore[otel]`).
 
-Spans wait in a bounded queue and are sent by a thread of their own: no step waits for a collector, and while none is there the oldest are
-dropped. Whoever wants traces names a collector in the node's configuration, or in `OTEL_EXPORTER_OTLP_ENDPOINT` as everything else that
-speaks OpenTelemetry does. Decides nothing of what is a span (`gcore.observability.tracing`).
+One step is one trace however many nodes took part: its id follows from job, lineage and step, so nodes agree on it without a
+message. Each node adds one span for the step with the seconds of its slots by state, and under it one for each phase of the job as
+that node saw it, by its own clock. Spans wait in a bounded queue and a thread of their own sends them: no step waits for a
+collector, and while there is none the oldest are dropped. The node's configuration names a collector, or
+`OTEL_EXPORTER_OTLP_ENDPOINT` does.
 """
 
 from __future__ import annotations
@@ -18,12 +20,6 @@ from gcore.ledger.records.slot_accounting import AccountLine
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-
-# -------------------- step_spans
-# A step of the books as spans: what every node did when, so that one step is one trace however many nodes took part. Pure.
-#
-# The trace's id follows from job, lineage and step, so nodes agree on it without a word. Each node adds one span for the step with the seconds of its slots
-# by state, and under it one for each phase of the job as that node saw it. Each node goes by its own clock.
 
 NS = 1e9
 

@@ -1,8 +1,18 @@
-"""MLflow, through its own package: one MLflow run a job, found again by its tag `gcore.uid`.
+"""The trackers that come with gcore, each through its own package: MLflow, SwanLab, TensorBoard, Weights & Biases.
 
-Where to comes from the option `uri` or MLFLOW_TRACKING_URI; without either, files beside the runs' folders (`mlruns`). After
-a rollback steps are made again: MLflow keeps both values of a step, and the later one counts as the metric's. The tag
-`gcore.lineage` says how often. Names are spelt with what MLflow allows in them.
+After a rollback steps are made again, and no tracker goes back in the same way:
+
+- MLflow: one run a job, found again by its tag `gcore.uid`. It keeps both values of a step, and the later one counts; the tag
+  `gcore.lineage` says how often. Address: the option `uri` or MLFLOW_TRACKING_URI; without either, files beside the runs' folders
+  (`mlruns`). Names are spelt with the characters that MLflow allows.
+- SwanLab: in the cloud the run's id is the job's uid, and a process that takes over resumes the run. It keeps the first value of a
+  step and cannot go back, so curves are drawn over the place in the job's chain, which only grows; `train/step` and
+  `train/lineage` are curves beside. Mode: SWANLAB_MODE or the option `mode`; key: SWANLAB_API_KEY or `swanlab login`.
+- TensorBoard: event files in the run's folder (`tensorboard --logdir RUN_FOLDER/tensorboard`), no TensorFlow and no torch. A
+  rollback, and a process that takes over, write the mark by which TensorBoard drops the points from the next step on.
+- Weights & Biases: the run's id is the job's uid. Steps are a metric, `step`, over which every curve is drawn, because its own
+  counter cannot go back; both passes are shown, and `lineage` tells them apart. Mode: WANDB_MODE or the option `mode`; key:
+  WANDB_API_KEY or `wandb login`, never the spec.
 """
 
 from __future__ import annotations
@@ -88,14 +98,6 @@ class MLflow:
 MLFLOW_KIND = TrackerKind(MLflow, "mlflow", "gcore[mlflow]", frozenset({"uri", "experiment"}))
 
 
-# -------------------- swanlab
-# SwanLab, through its own package. In the cloud the run's id is the job's uid, and a process that goes on resumes the run.
-#
-# SwanLab keeps one value a step, the first, and its steps cannot go back. So curves are drawn over the place in the job's
-# chain, which only ever grows: it is the step until the first rollback; `train/step` and `train/lineage` are curves beside.
-# Online, local or offline as SWANLAB_MODE or the option `mode` says; the key comes from SWANLAB_API_KEY or `swanlab login`.
-
-
 class SwanLab:
     """Implements `gcore.observability.tracking.Tracker`."""
 
@@ -143,13 +145,6 @@ class SwanLab:
 
 
 SWANLAB_KIND = TrackerKind(SwanLab, "swanlab", "gcore[swanlab]", frozenset({"project", "workspace", "mode", "folder"}))
-
-
-# -------------------- tensorboard
-# TensorBoard, through its own package: event files in the run's folder, no TensorFlow and no torch.
-#
-# `tensorboard --logdir RUN_FOLDER/tensorboard`. A rollback, and a process that goes on after another, write the mark by which
-# TensorBoard drops the points from the next step on, so each curve shows every step once: as it was trained last.
 
 
 class TensorBoard:
@@ -208,14 +203,6 @@ class TensorBoard:
 
 
 TENSORBOARD_KIND = TrackerKind(TensorBoard, "tensorboard", "gcore[tensorboard]", frozenset({"folder"}))
-
-
-# -------------------- wandb
-# Weights & Biases, through its own package. The run's id is the job's uid, so a process that goes on resumes the run.
-#
-# Steps are a metric, `step`, and every curve is drawn over it: W&B's own counter cannot go back, and after a rollback steps
-# are made again. Both passes are shown, the later one drawn over the earlier; `lineage` tells them apart. Online or offline as
-# WANDB_MODE or the option `mode` says; the key comes from WANDB_API_KEY or `wandb login`, never from the spec.
 
 
 class Wandb:

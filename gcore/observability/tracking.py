@@ -1,11 +1,17 @@
-"""A tracker's process: reads `metrics.jsonl` and feeds one tracker, until the job has ended or its controller lets go.
+"""Experiment trackers: the plug-in interface, and the process that feeds one tracker from `metrics.jsonl`.
 
-    controller → process (stdin)    first a JSON document (uid, name, spec, options), then a line whenever there is more
-    process → controller (stdout)   JSON, one object a line: {"ready": true}, {"offset": 1234}, {"error": "one sentence"}
+A tracker is a plug-in under the entry-point group `gcore.trackers`: a `TrackerKind`, or a function that opens one; a tracker of
+one's own needs nothing of gcore but this module. It runs in a process of its own, which may end at any moment and is started
+again, also on another node, until the job has ended or its controller lets go:
 
-Whatever the tracker's package prints goes to the log. When stdin ends, what is in the file is given still, and the process
-ends, at the latest after a bounded time: a package that waits for a network must not outlive everything. A lock in the
-tracker's folder keeps two processes from feeding it at once.
+    controller -> process (stdin)    first a JSON document (uid, name, spec, options), then a line whenever there is more
+    process -> controller (stdout)   JSON, one object a line: {"ready": true}, {"offset": 1234}, {"error": "one sentence"}
+
+Each line is given at least once: the cursor (`trackers/NAME/cursor.json` in the run's folder) is written after the tracker has
+flushed, so a process that ends in between gives the last lines again, and none is left out. Lines whose number was seen are passed
+over. What the tracker's package prints goes to the log. When stdin ends, the rest of the file is still given, and the process ends
+after a bounded time: a package that waits for a network must not outlive everything. A lock in the tracker's folder keeps two
+processes from feeding it at once.
 """
 
 from __future__ import annotations
@@ -33,13 +39,6 @@ from gcore.plugins import PluginKind, error_sentence, find_plugin
 from gcore.schema import Record, UnreadableRecord
 from gcore.system import daemon as logs
 from gcore.system.files import replace_file
-
-# -------------------- api
-# What a tracker is: something that shows a run's numbers, fed line by line from `metrics.jsonl`.
-#
-# A tracker is a plug-in under the entry-point group `gcore.trackers`: a `TrackerKind`, or just a function that opens one. It
-# runs in a process of its own (`gcore.observability.tracking`), which may end at any moment and is started again, also on another
-# node: what was logged last may be logged once more. A tracker of one's own needs nothing of gcore but this module.
 
 Options = Mapping[str, Option]
 
@@ -120,9 +119,6 @@ def flattened(spec: Mapping[str, Any], prefix: str = "") -> dict[str, str | int 
     return found
 
 
-# -------------------- registry
-# Trackers by name, and what can be known to be wrong with a spec's before the job runs. Opens none.
-
 TRACKERS = PluginKind("tracker", "gcore.trackers", "tracking")
 
 
@@ -152,12 +148,6 @@ def check_trackers(trackers: Iterable[TrackerSpec]) -> None:
                     fix=f"It has: {', '.join(known)}",
                 )
 
-
-# -------------------- feeding
-# From the lines of `metrics.jsonl` to a tracker, at least once each, from where the last process got to.
-#
-# The cursor (`trackers/NAME/cursor.json` in the run's folder) is written after the tracker has let go of what it was given. So
-# a process that ends in between gives the last lines again; never is one left out. Lines whose number was seen are passed over.
 
 BATCH = 256
 """Lines between two flushes while there is more to give."""

@@ -1,12 +1,15 @@
-"""What a reward is, and how a job's reward is found by name.
+"""What a reward is, how it is found by name, its options, and how several make one.
 
-A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It sees one response, the prompt's entry and
-the spec's reward section, and returns a number with its parts. Because it is foreign code, what `find_reward` returns checks
-each result: a number that is not finite, a result of another type, or an exception becomes a `RewardError`, with which the
-prompt ends as failed and the job goes on. What foreign code may do beyond that (hang, crash, take all memory) is bounded by
-the process that it runs in (`gcore.reward.pool`).
+A reward is a plug-in: a function under the entry-point group `gcore.rewards`. It sees one response, the prompt's entry and the
+spec's reward section, and returns a number with its parts. Because it is foreign code, what `find_reward` returns checks each
+result: a number that is not finite, a result of another type, or an exception becomes a `RewardError`, with which the prompt ends
+as failed and the job goes on. What foreign code may do beyond that (hang, crash, take all memory) is bounded by the process that
+it runs in (`gcore.reward.pool`).
 
-Rewards that ask a model are not here.
+A composed reward is a weighted sum, a gate, or the smallest. Every part is computed for every response, also where it cannot
+change the value: people look at the parts to see why a response is worth what it is. If a part cannot score a response, the whole
+cannot; nothing is filled in. But a judge's part without weight changes no value, and is left out where it cannot judge. A part's own
+parts are named "LABEL.NAME".
 """
 
 from __future__ import annotations
@@ -164,10 +167,6 @@ class CheckedReward:
         return number
 
 
-# -------------------- options
-# Reading `reward.options` and the entry's answer, for gcore's own rewards: what is wrong is a sentence with its key.
-
-
 def refuse_unknown(spec: RewardSpec, known: Sequence[str]) -> None:
     """Raises RewardError for an option that the reward does not have."""
     unknown = sorted(set(spec.options) - set(known))
@@ -211,14 +210,6 @@ def answer_field(fields: Mapping[str, Any], spec: RewardSpec) -> Any:
             f"the prompt's entry has no answer in field {spec.answer!r}", fix="Name the field in reward.answer"
         )
     return answer
-
-
-# -------------------- composed
-# Several rewards as one: a weighted sum, a gate, the smallest.
-#
-# Every part is computed for every response, also where it cannot change the value any more: the parts are what people look at
-# to see why a response is worth what it is. A part that cannot score a response makes the whole one that cannot be scored;
-# nothing is filled in for it. But a judge's part without weight changes no value: where it cannot judge, it is left out. What a part is itself made of stays with it, as "LABEL.NAME".
 
 
 class OpenReward:

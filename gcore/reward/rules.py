@@ -1,8 +1,14 @@
-"""Rewards that follow a rule: 1.0 if the response gives the expected answer, else 0.0.
+r"""gcore's own rewards that follow a rule: numeric, exact, regex, length, mathematics, and values handed on.
 
-The expected answer is the field of the prompt's entry that `reward.answer` names. Nothing is given for a good try, for
-form or for length; that is for other rewards to add. A setting in `reward.options` that a rule does not know is an error:
-misspelt, it would change nothing in silence.
+Those that compare give 1.0 for the expected answer (the field of the prompt's entry that `reward.answer` names), else 0.0. Nothing is
+given for a good try. Those for the form of a response (a pattern, a length) need no answer. `environment` and `agent` hand on what
+the response's environment or agent said. A setting in `reward.options` that a rule does not know is an error: misspelt, it would
+change nothing in silence.
+
+Mathematical answers are compared by what they mean: 1/2, 0.5 and \frac{1}{2} are equal, so are x+1 and 1+x, {1,2} and {2,1}.
+math-verify (`gcore[math]`, on SymPy) reads and compares them. It limits its own time by alarm signals, so it runs in the main thread
+of a process of its own; what it gives up on counts as wrong, and a part says so. It is imported with its first use: SymPy takes a
+second.
 """
 
 from __future__ import annotations
@@ -140,12 +146,6 @@ def _expected_number(fields: Mapping[str, Any], spec: RewardSpec, after: str | N
     return number
 
 
-# -------------------- form
-# Rewards for the form of a response: a pattern that it follows, and how long it is. What it says is for other rewards.
-#
-# They need no expected answer. A setting in `reward.options` that a rule does not know is an error: misspelt, it would change
-# nothing in silence.
-
 REGEX_OPTIONS = ("pattern", "where", "count", "ignore_case")
 
 
@@ -217,10 +217,6 @@ def _compiled(pattern: str, flags: int) -> re.Pattern[str]:
         ) from error
 
 
-# -------------------- handed
-# The rewards `environment` and `agent`: what the response's environment, or the agent that made it, said that it is worth.
-
-
 def environment(response: str, fields: Mapping[str, Any], spec: RewardSpec) -> RewardResult:
     """As the environment said when it was done; a response that was cut off before is worth 0. Raises RewardError."""
     return _handed(response, spec, "environment", "Let it give Done(reward)")
@@ -244,13 +240,6 @@ def _handed(response: str, spec: RewardSpec, who: str, fix: str) -> RewardResult
         fix=f"{fix}, or score with another reward than {who!r}",
     )
 
-
-# -------------------- mathematics
-# Mathematical answers, compared by what they mean: 1/2, 0.5 and \frac{1}{2} are equal, so are x+1 and 1+x, {1,2} and {2,1}.
-#
-# Reading and comparing is math-verify's (`gcore[math]`), which stands on SymPy. It limits its own time by alarm signals, so it
-# runs in the main thread of a process of its own; what it gives up on counts as wrong, and a part says so. It is imported with
-# the first use of this reward: SymPy takes a second.
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,20 @@
-"""The store on a real etcd (3.4 or later), over our own gRPC channels and aetcd's generated stubs.
+"""The store on a real etcd (3.4 or later), over gcore's gRPC channels and aetcd's generated stubs: calls and watches.
 
-What each method promises stands in `gcore.store.types.Store`. Retried inside are reads, and what does no harm when it
-is done twice: keep-alives, revocations, and grants (a lease whose id was lost ends by itself). A transaction is sent
-again only if it was provably never begun (`gcore.store.connection`); otherwise its outcome is unknown and its caller's to
-find out.
+`gcore.store.types.Store` says what each method promises. Retried inside are reads, and calls that do no harm twice: keep-alives,
+revocations, and grants (a lease whose id was lost ends by itself). A transaction is sent again only if it was provably never begun
+(`gcore.store.connection`); otherwise its outcome is unknown, and its caller finds out. No cache, no locks, no elections.
 
-No cache, no locks, no elections: a program that needs those builds them from transactions.
+A watch lasts over stream breaks, restarts of the server, and compaction. It lists, emits everything as a batch with `reset`, and
+follows the changes from the next revision on. A broken stream is opened again behind the last emitted revision; where that is not
+possible, because history was compacted or the server is *before* that revision (another or a restored database), it lists again. A
+batch's revision is that of its last event, never the one in the answer's header: while a watcher catches up, the header is ahead of
+the events.
+
+A store that was restored from a backup is detected by the processes that outlived it: a linearizable read returned an older revision
+than before, or another cluster's number. Then revisions that were compared mean something else, a watch from a newer one waits in
+silence, and the own lease may be there still, because a backup has leases too. The process begins again, as after the loss of its
+lease. Found late it does no harm that compares do not prevent, but for a revision that was given out twice; so a store is restored
+with everything stopped (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -47,9 +56,6 @@ from gcore.store.types import (
     check_transaction,
 )
 from gcore.system.clock import Clock
-
-# -------------------- wire
-# gcore's words for keys and transactions, and etcd's. Pure; both directions, nothing else.
 
 _EVERYTHING = b"\0"
 
@@ -107,16 +113,6 @@ def _operation(write: Put | Delete) -> Any:
         request = rpc.DeleteRangeRequest(key=write.key.encode())
     return rpc.RequestOp(request_delete_range=request)
 
-
-# -------------------- watching
-# A watch that lasts: over stream breaks, restarts of the server, and compaction.
-#
-# It lists, tells everything as a batch with `reset`, and follows the changes from the next revision on. A broken stream
-# is opened again behind the last revision told. Where that is not possible, because history was compacted away, or
-# because the server stands *before* that revision (another or a restored database), it lists again.
-#
-# A batch's revision is that of its last event, never the one in the answer's header: while a watcher catches up, the
-# header is ahead of the events. Answers without events (etcd's progress reports) therefore change nothing here.
 
 log = logging.getLogger(__name__)
 
@@ -255,17 +251,6 @@ async def _revision_now(caller: EtcdCaller, prefix: str) -> int:
 def _cancel(call: Any) -> None:
     if call is not None:
         call.cancel()
-
-
-# -------------------- heard
-# How far a store is known to be, by which one that was put back to an older state is found, from a backup, by who lived through it.
-#
-# A read that asks the whole cluster never tells of an older revision than was told before, nor another cluster's number. If it does, what
-# stands there is not what was read: revisions that were compared with mean something else, a watch from a newer one waits in silence, and
-# the own lease may be there still, for a backup has leases too. Whoever finds that begins anew, as after the loss of its lease.
-#
-# Found late, it does no harm that the compares of transactions do not prevent but this: a revision that was given out twice. So a
-# store is put back with everything ended (docs/operations.md); this is for who was forgotten. Pure.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,16 @@
-"""Where etcd is reached, and one connection to each of its members.
+"""Connections to etcd's members, and one call: deadline, token, what an error means, whether the call may be repeated.
 
-Each endpoint has a channel of its own, so that a host's name is checked against that host's certificate and a member
-that answers nothing can be left for another. The first endpoint that is ready is used until it fails (the order is a
-preference: put the nearest first). A member that accepts connections and then does not answer is *suspect*, and comes
-last until it has answered again.
+Each endpoint has a channel of its own, so that a host's name is checked against that host's certificate and a member that does not
+answer can be left for another. The first endpoint that is ready is used until it fails (the order is a preference: put the nearest
+first). A member that accepts connections and then does not answer is *suspect*, and comes last until it has answered again.
 
-Nothing here retries a call or knows what a call means; that is `gcore.store.connection`.
+A call that may be repeated (a read, a keep-alive: doing it twice is doing it once) is retried until its deadline. Any other is sent
+once; it is sent again only where the failure proves that etcd never began with it:
+
+- there was no connection, so nothing was sent;
+- etcd refused it before proposing it (no leader, too many requests, a token that is no longer valid).
+
+Every other failure of such a call leaves its outcome unknown, and is reported as `StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -269,17 +274,6 @@ async def _first_ready(connections: Sequence[EtcdConnection], within_s: float) -
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
 
-
-# -------------------- calls
-# One call to etcd: a deadline, the user's token, what an error means, and whether the call may be made again.
-#
-# A call that may be repeated (a read, a keep-alive: doing it twice is doing it once) is retried until its deadline. Any
-# other is sent once; only where the failure proves that etcd never began with it is it sent again:
-#
-# - no connection stood, so nothing was sent;
-# - etcd refused it before proposing it (no leader, too many requests, a token that is no longer valid).
-#
-# Every other failure of such a call leaves its outcome unknown, and is reported as `StoreUnavailable`.
 
 T = TypeVar("T")
 

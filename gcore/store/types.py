@@ -1,9 +1,20 @@
 """What the rest of gcore knows of the store: keys with revisions, transactions that compare, leases, watches.
 
-etcd's semantics, and only those. `gcore.store.client.EtcdStore` speaks to a real etcd; `gcore.testing.MemoryStore` is its
-equal for tests, held to it by one contract suite.
+etcd's semantics, and only those. `gcore.store.client.EtcdStore` speaks to a real etcd; `gcore.testing.MemoryStore` is its equal for
+tests, held to it by one contract suite. Safety rests on `Store.transact` alone: a lease's end, a watch event or a cached value only
+says when to look.
 
-Safety rests on `Store.transact` alone: a lease's end, a watch event or a cached value only says when to look.
+A transaction's size is checked before it is sent, the same for every implementation: too big or contradictory is a `ValueError` with
+figures. The size is estimated from above, so the server never refuses for size what passes here.
+
+Of a lease: a renewal is sent `tick_s` after the last one was answered, is given up after `call_s` without an answer, and the next is
+sent `retry_s` later. A lease must outlive one renewal that takes its whole time and one that is lost, and the process be held up for
+`margin_s` besides:
+
+    tick_s + 2 · call_s + retry_s + margin_s  <  ttl_s
+
+Where it does not hold, one slow answer of the store costs a life: the peers take the shards over, and everything that was made and
+not sealed is made again. Nothing unsafe follows, so this is checked at start and never again.
 """
 
 from __future__ import annotations
@@ -148,12 +159,6 @@ class Store(Protocol):
         ...
 
 
-# -------------------- limits
-# What a transaction may hold, checked before it is sent, and the same for every implementation of `Store`.
-#
-# The server refuses what is too big or contradicts itself; here that is a `ValueError` at the caller, with figures. The
-# size is estimated from above, so what passes here is never refused by the server for its size.
-
 MAX_OPERATIONS = 128
 """etcd's --max-txn-ops: as many compares, and as many writes."""
 
@@ -213,18 +218,6 @@ def _check_overlaps(writes: Sequence[Put | Delete]) -> None:
                     raise ValueError(f"the transaction puts {key!r} and deletes it")
 
 
-# -------------------- lease_times
-# The times of a lease, and the one inequality that ties them. Pure.
-#
-# A renewal is sent `tick_s` after the last one was answered, is given up after `call_s` without an answer, and the next is sent
-# `retry_s` later. A lease must outlive one renewal that takes its whole time and one that is lost, and the process be held up
-# for `margin_s` besides:
-#
-#     tick_s + 2 · call_s + retry_s + margin_s  <  ttl_s
-#
-# Where it does not hold, one slow answer of the store costs a life: the peers take the shards over, and everything that was
-# made and not sealed is made again. Nothing unsafe follows from that, so this is checked at start and never again.
-
 TICKS_PER_TTL = 3
 
 
@@ -281,9 +274,6 @@ class LeaseTimes:
             fix="Raise lease_ttl_s, or lower the others; left out, they fit",
         )
 
-
-# -------------------- standing
-# What a member of the store says of its own size, and of alarms. For people and alerts; nothing is decided by it.
 
 ALARMS = ("NOSPACE", "CORRUPT")
 """What etcd may raise; under the first it takes no write."""

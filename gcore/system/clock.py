@@ -1,7 +1,7 @@
-"""The one place where time is read and waited for.
+"""The one place where time is read and waited for; and the delays before a failed attempt is repeated.
 
-Everything else is handed a `Clock`, so that tests and the simulation run on a fake one (`gcore.testing.FakeClock`).
-`monotonic` orders and measures; `wall` is only ever shown to people or written into records, never compared.
+Everything else is handed a `Clock`, so that tests and the simulation run on a fake one (`gcore.testing.FakeClock`). `monotonic`
+orders and measures; `wall` is only shown to people or written into records, never compared.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
-
-# -------------------- retrying
-# How long to wait before what was in vain is tried again: a prompt that no engine could take, a question to a judge.
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
 """Twice as long each time."""

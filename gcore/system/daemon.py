@@ -1,11 +1,15 @@
-"""How every process of gcore writes its log: lines of text for people, or lines of JSON for whoever collects them.
+"""What every process of gcore does as a service: logging, systemd's notifications, and errors of listening.
 
-A JSON line has `time` (UTC), `level`, `logger`, `message`, and what it is about, as far as that is known: `controller` (the node's name), `worker`,
-`role`, `job` (its uid), `job_name` and `step` (the newest committed one). A trace stands under `trace`. What a line is about follows the task that writes
-it: whoever works on a job says so once (`about`), and everything begun from there has it.
+A log is lines of text for people, or lines of JSON: `time` (UTC), `level`, `logger`, `message`, and as far as it is known
+`controller` (the node's name), `worker`, `role`, `job` (its uid), `job_name`, `step` (the newest committed one) and `trace`. What a
+line is about follows the task that writes it: a task that works on a job says so once (`about`), and everything begun from it has it.
+The environment says which of the two (`GCORE_LOG_FORMAT`, `GCORE_LOG_LEVEL`), so workers write as their controller does. Messages are
+cut at `MOST_CHARACTERS`. Logs are not rotated, kept or sent.
 
-Which of the two a process writes stands in its environment (`GCORE_LOG_FORMAT`, `GCORE_LOG_LEVEL`), so that workers write as their controller does.
-Messages are cut at `MOST_CHARACTERS`. Does not rotate, keep or send logs, and adds nothing to a message.
+Notifications (sd_notify) are datagrams to the socket that NOTIFY_SOCKET names. One that cannot be sent is not repeated.
+
+An address that cannot be listened on may pass by itself, as at a machine's start (`CannotListen`: try again), or the configuration
+names what cannot be had, such as a port that needs rights (`UsageError`).
 """
 
 from __future__ import annotations
@@ -116,12 +120,6 @@ def choose_log_format(log_format: LogFormat, environment: MutableMapping[str, st
     environment.setdefault(FORMAT_VARIABLE, log_format)
 
 
-# -------------------- systemd
-# What a service tells systemd of itself (sd_notify): datagrams to the socket that NOTIFY_SOCKET names. Elsewhere nothing is told.
-#
-# Knows the protocol, and nothing of when a daemon is ready (`controllers.daemon.daemon`). What cannot be sent is not sent again: systemd
-# is not worth failing for.
-
 SOCKET, WATCHDOG_USEC, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 
@@ -165,12 +163,6 @@ def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
     for name in (SOCKET, WATCHDOG_USEC, WATCHDOG_PID):
         environment.pop(name, None)
 
-
-# -------------------- listening
-# Why an address cannot be listened on: whether that passes by itself, or the configuration names what cannot be had.
-#
-# At a machine's start an address may not be up yet, and a port may still be somebody else's for a moment: whoever starts daemons is to try
-# again (`CannotListen`). A port that needs rights, or a host that is none, stays so (`UsageError`). Opens nothing for good.
 
 PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
 

@@ -141,7 +141,7 @@ MOST = 1e18
 def parse_object(line: str) -> dict[str, Any] | None:
     """The object that the line is; None for anything else."""
     try:
-        tree = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=_no_constant)
+        tree = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return None
     return tree if isinstance(tree, dict) else None
@@ -168,5 +168,6 @@ def _int(text: str) -> int:
     return value
 
 
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+def refuse_constant(name: str) -> NoReturn:
+    """For `parse_constant`: what Python reads and JSON does not have (NaN, Infinity). Raises ValueError."""
+    raise ValueError(f"{name} is not JSON")

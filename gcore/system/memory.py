@@ -1,4 +1,8 @@
-"""How much memory this machine has for processes like this one, as the kernel tells. No torch, nothing is started."""
+"""Memory of the machine and of this process: how much there is, and giving it back. No torch; nothing is started.
+
+A node's memory and cores belong to its workers, so a daemon is kept small: what its libraries take at the start, and what is freed
+when a job has ended, is given back (Linux with glibc; elsewhere nothing is).
+"""
 
 from __future__ import annotations
 
@@ -69,10 +73,6 @@ def group_limits(root: Path = CONTROL_GROUP) -> GroupLimits:
     return GroupLimits(cores, limit, number(read("memory.current", "memory/memory.usage_in_bytes")) or 0)
 
 
-# -------------------- free_memory
-# Giving memory back to the machine: what was freed, and what is still held but whose contents are elsewhere. No torch.
-
-
 def release_free_memory() -> None:
     """What the C library holds of freed memory goes back to the system (where that is Linux's)."""
     if sys.platform == "linux":
@@ -99,12 +99,6 @@ def drop_pages(address: int, size: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     done = libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED)
     return whole if done == 0 else 0
-
-
-# -------------------- footprint
-# Keeps a daemon small: what its libraries take at the start, and what is given back when a job has ended.
-#
-# A node's memory and cores belong to its workers. Linux with glibc; elsewhere nothing is given back, and nothing is lost.
 
 
 def limit_library_pools() -> None:

@@ -1,11 +1,17 @@
-"""Processes by identity: a pid together with the moment the process started.
+"""Processes by identity: a pid together with the moment the process started; how a child died; thread counts of workers.
 
-Pids are used again. So whoever remembers a process (in a file, in the store) remembers both numbers, and a signal is
-sent only to a process that has both: through a pidfd that was opened first and checked afterwards, so that nothing can
-come in between. A zombie counts as dead: it does nothing more, and only waits for its parent.
+Pids are used again. So whoever remembers a process (in a file, in the store) remembers both numbers, and a signal is sent only to a
+process that has both: through a pidfd that was opened first and checked afterwards, so that nothing can come in between. A zombie
+counts as dead. Identities are good on the machine, and for the boot, that they were taken on. Linux only (`/proc`, pidfd).
 
-Identities are good on the machine, and for the boot, that they were taken on. Nothing here knows what the processes
-are for. Linux only (`/proc`, pidfd).
+How a child died is one sentence, from its exit code, its last words, and whether the kernel was out of memory. The kernel counts its
+out-of-memory kills, per control group and for the whole machine; a SIGKILL that the supervisor did not send, with a counter that grew
+meanwhile, is named as one. Another process may have been the victim and this child killed by hand in the same moment; that is rarer
+than the opposite mistake.
+
+A worker has as many threads for arithmetic as its slot has cores, whichever library asks, and none of them spins while it waits: on a
+small machine the neighbour needs the core (engine and rank take turns on it). Libraries read these variables when they are loaded, so
+they are set in the environment before the start. torch's own pools are set in the worker (its launch document says `threads`).
 """
 
 from __future__ import annotations
@@ -181,13 +187,6 @@ def _open(process: ProcessId) -> int | None:
     return None
 
 
-# -------------------- death
-# How a child died, in one sentence: from its exit code, its last words, and whether the kernel was out of memory.
-#
-# The kernel counts its out-of-memory kills, per control group and for the whole machine. A SIGKILL that the supervisor
-# did not send, with a counter that grew meanwhile, is named as one. Another process may have been the victim and this
-# child killed by hand in the same moment; that is rarer than the opposite mistake.
-
 TAIL_BYTES = 8192
 
 
@@ -255,14 +254,6 @@ def _signal_name(number: int) -> str:
     except ValueError:
         return f"signal {number}"
 
-
-# -------------------- threads
-# How many threads a worker's libraries may run, told through the environment before it starts.
-#
-# A worker has as many threads for arithmetic as its slot has cores, whichever library asks, and none of them spins while
-# it waits: on a small machine the neighbour needs the core (engine and rank take turns on it). Libraries read these
-# variables when they are loaded, so they cannot be set from inside. torch's own pools are set in the worker (its launch
-# document says `threads`).
 
 SIZED = (
     "OMP_NUM_THREADS",

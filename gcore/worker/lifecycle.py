@@ -1,20 +1,23 @@
-"""The life of a worker, as its supervisor decides it. Pure: events in, a new life and instructions out.
+"""The state machine of a worker, as its supervisor runs it: events in, a new state and instructions out; and the watchdog.
 
-In order: register in the store; only then start the child (for a train rank the registration also takes its rank of
-its world, and who comes second never starts a child); wait until it serves; go on until it ends, hangs or is stopped.
+In order: register in the store; only then start the child (for a train rank the registration also takes its rank of its world, and
+the second to come never starts a child); wait until it serves; go on until it ends, hangs or is stopped.
 
 Ways to end:
 
-- *failed*: the child ended by itself, said so, hung, never served, or lost its rank. What still lives of it is killed;
-  the reason stays readable in the store for a little while; then the supervisor leaves with `FAILED`.
-- *stopping*: asked to by a signal, orphaned (no controller on its node for the grace period), or out of the store's
-  sight for very long. The child is told to stop, drains, is killed after a grace, or at once if it does not serve yet; then
-  the supervisor leaves with `STOPPED`.
+- *failed*: the child ended by itself, said so, hung, never served, or lost its rank. What still lives of it is killed; the reason stays
+  readable in the store for a little while; then the supervisor leaves with `FAILED`.
+- *stopping*: asked to by a signal, orphaned (no controller on its node for the grace period), or out of the store's sight for very
+  long. The child is told to stop, drains, is killed after a grace, or at once if it does not serve yet; then the supervisor leaves
+  with `STOPPED`.
 
-That a watch shows no controller is only a hint: the key is read once more before an orphan leaves, and while the store
-does not answer, nobody is called an orphan. A failure while stopping changes nothing: it was on its way out.
+That a watch shows no controller is only a hint: the key is read once more before an orphan leaves, and while the store does not answer
+no worker counts as an orphan. A failure while stopping changes nothing.
 
-What this does not do: processes, sockets, the store (`gcore.worker.supervisor`, `gcore.worker.supervisor`).
+A child tells its phase and a number that grows whenever it gets anywhere. A phase of work in which the number stays the same for
+`limit_s` is a hang: collective libraries wait without end for a rank that is gone, and no time-out inside the process can be trusted.
+Phases that wait for work (`PATIENT`) may last for ever; loading has a limit of its own. A child that was stopped by a signal (SIGSTOP)
+hangs in any phase, because it would not take work either.
 """
 
 from __future__ import annotations
@@ -24,9 +27,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from gcore.worker.records import LaunchSpec, WorkerState
-
-# -------------------- events
-# What can happen to a worker, and what its supervisor can do about it. The two vocabularies of `gcore.worker.lifecycle`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +201,6 @@ class EndSupervisor:
 
 Instruction = StartChild | SendStop | SendRendezvous | PublishRendezvous | KillChild | ReadNode | EndSupervisor
 
-
-# -------------------- watchdog
-# When is a child that still lives a hung one? Pure.
-#
-# A child tells its phase and a number that grows whenever it gets anywhere. A phase of work in which the number stands
-# still for `limit_s` is a hang: collective libraries wait without end for a rank that is gone, and no time-out inside
-# the process can be trusted. Phases that wait for work (`PATIENT`) may last for ever; loading has a limit of its own. A
-# child that was stopped by a signal (SIGSTOP) hangs in any phase, for it would not take work either.
-#
-# Does not decide what follows from a hang, and reads no clock.
 
 PATIENT = frozenset({"waiting"})
 

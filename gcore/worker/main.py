@@ -1,10 +1,13 @@
-"""`gcore-worker --home HOME --launch FILE`: the supervisor's process.
+"""`gcore-worker --home HOME --launch FILE`: the supervisor's process, and starting one so that it outlives its starter.
 
-Reads the launch document, connects to the store and hands over to `gcore.worker.supervisor`. `--home` is not used: it
-stands on the command line so that a person, and `gcore down`, see which cluster the process belongs to.
+The process reads the launch document, connects to the store and runs `gcore.worker.supervisor`. `--home` is not used: it is on the
+command line so that a person, and `gcore down`, see which cluster the process belongs to. It ends with 0 after an orderly stop, 1 when
+the worker failed, 2 when the launch document cannot be used. It stays small: no torch, no command-line framework.
 
-Ends with 0 after an orderly stop, 1 when the worker failed, 2 when the launch document cannot be used. Stays small: no
-torch, no command-line framework.
+The launch document goes to HOME/workers/INSTANCE.json, readable by its owner only, since it may carry an environment; the supervisor's
+log goes to HOME/logs/INSTANCE.supervisor.log, the child's where the document says. The starter waits for nothing: the store shows
+whether the worker came up. While nodes of the schema version before are in the cluster, a worker writes that version for its whole
+life. A document is read once, at the start; each start deletes those of long ago.
 """
 
 from __future__ import annotations
@@ -94,17 +97,6 @@ def _explain(errors: BaseExceptionGroup[GcoreError]) -> int:
             code = _explain(error)
     return code
 
-
-# -------------------- launch
-# Starts a worker's supervisor, so that it outlives whoever starts it.
-#
-# The launch document goes to HOME/workers/INSTANCE.json, readable by its owner only, since it may carry an environment;
-# the supervisor's own words go to HOME/logs/INSTANCE.supervisor.log, the child's where the document says. Does not wait
-# for anything: whether the worker came up stands in the store. While nodes of the schema version before are in the cluster, a
-# worker is of that version for its whole life: they are to read what it writes.
-#
-# A document is read once, at the start. With each start those of long ago are deleted, or a home would gather one of every
-# worker it ever had.
 
 READ_WITHIN_S = 3600.0
 """A document that is so much older than the newest was read, or never will be."""

@@ -1,10 +1,15 @@
-"""Carries out what `gcore.worker.lifecycle` decides, for one worker.
+"""Runs one worker's state machine (`gcore.worker.lifecycle`), and keeps its registration in the store.
 
-Everything that happens (the child, the store, signals, time) comes as an event through one queue and is decided in
-order; the registration in the store follows the life by itself. Between events the supervisor sleeps until the next
-moment at which something would be due, so that an idle worker costs next to nothing.
+Everything that happens (the child, the store, signals, time) comes as an event through one queue and is decided in order; the
+registration follows the state by itself. Between events the supervisor sleeps until the next moment at which something would be due,
+so that an idle worker costs next to nothing. Safety does not rest on it: a supervisor may be paused, or die, at any moment (the child
+dies with it).
 
-Safety does not rest on it: a supervisor may be paused, or die, at any moment (the child dies with it).
+The registration is under a session's lease (`gcore.store.session`). It is written level by level: the newest record is written until
+the store has it. Each write compares the key's revision, because a write whose answer never came may be made later, and must not undo a
+newer one. A train rank's first registration also takes `world/{world}/rank/{rank}`, in the same transaction and only if it is free;
+that key is never deleted while the world matters, so a rank that lost its lease registers again only while the key still names it. A
+refused worker still shows its failure, but takes no rank; a registration of another process under this instance's name is not touched.
 """
 
 from __future__ import annotations
@@ -50,20 +55,6 @@ from gcore.worker.lifecycle import (
     WorkerEvent,
 )
 from gcore.worker.records import LaunchSpec, WorkerRecord
-
-# -------------------- registrar
-# Keeps one worker's registration in the store as it should be.
-#
-# The registration is under a session's lease (`gcore.store.session`). It is written level by level: whatever the
-# record should say last, is written until the store has it. Each write compares the key's revision, because a write
-# whose answer never came may be made later, and must not undo a newer one.
-#
-# A train rank's first registration also takes `world/{world}/rank/{rank}`, in the same transaction and only if nobody
-# has it; that key is never deleted while the world matters, so a rank that lost its lease (the store was away for
-# longer) registers again only while the key still names it.
-#
-# Once refused, it still shows the failure, but takes no rank; what another process has registered under this instance's
-# name is never touched. Does not decide what a refusal means (`gcore.worker.lifecycle`).
 
 RETRY_S = 1.0
 """Between attempts while the store does not answer."""

@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 from controllers.flow.job_data import rewards_of
 from controllers.storage.run_folder import FOLDER as RUN_MARK
+from gcore.config.base import HUB_SCHEMES
 from gcore.config.data import SourcesSection
-from gcore.config.load import HUB_SCHEMES
 from gcore.config.node import AllowSection, NodeConfig
 from gcore.config.reward import Fallback
 from gcore.config.spec import JobSpec

@@ -17,8 +17,8 @@ with the prompts that are at fault:
    it), each sample once, every rank; and no world trained one step under two tokens.
 
 Beside these: what a rollback would go back to (checkpoints, and the cursors and tallies that their entries keep) is the sum of
-the entries up to there, and a job that has succeeded has done everything. Pure. Does not look at the assignment, members or
-leases, on which nothing rests, nor into checkpoints' files.
+the entries up to there, and a job that has succeeded has done everything. The assignment, members and leases are not looked at,
+because nothing rests on them, nor are checkpoints' files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from gcore.ledger.records.chain import Checkpoint, Head, LogEntry, Offer, Seal, 
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor, is_over
 from gcore.types import PromptRef, Version
-
-# -------------------- audited_open
-# The audit of what is open, and of the end: seals and offers as they stand, checkpoints, and a job that has succeeded. Pure.
 
 MOST_MISSING = 100
 """Prompts without an outcome that are looked for."""

@@ -1,4 +1,8 @@
-"""The audit of outcomes: a walk along the final lineage that recomputes cursors, counts and steps from the entries. Pure."""
+"""The audit of the chain: findings, the log's shape, and the outcomes along the final lineage.
+
+The shape is checked of cut-off entries too: numbers, parents, lineages, worlds and digests. The walk along the final lineage
+recomputes cursors, counts and steps from the entries. A finding has a kind, a sentence, and the prompt refs it is about.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,6 @@ from gcore.ledger.chain import entry_digest
 from gcore.ledger.records.chain import EndedRef, Head, Lineage, LogEntry, Tally
 from gcore.ledger.selection import StreamRules, is_acceptable, is_ancestor
 from gcore.types import PromptRef, Version
-
-# -------------------- findings
-# What an audit finds: each violation with its kind, a sentence, and the prompt refs it is about. Pure.
 
 Kind = Literal[
     "record",  # a line or a record that cannot be read, or is there in two forms
@@ -105,10 +106,6 @@ def list_some_refs(refs: Sequence[PromptRef], count: int | None = None) -> str:
     total = len(refs) if count is None else count
     named = ", ".join(map(str, refs[:5]))
     return named if total <= 5 else f"{named} and {total - min(len(refs), 5)} more"
-
-
-# -------------------- audited_chain
-# The audit of the log's shape: numbers, parents, lineages, worlds and digests, of cut-off entries too. Pure.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""The ranks' receipts as the audit reads them: what each rank of a world trained on under a token.
+"""The ranks' receipts as the audit reads them: each rank trained on exactly what was committed, each sample once.
 
-Ranks write them (`gcore.train.checkpoint.run_files`), one file a rank and a world, one line a token. There may be very many, so a folder is
-gone through once, and each line is read again when it is asked for. A line that is none is told, and the others count.
+Ranks write them (`gcore.train.checkpoint.run_files`), one file a rank and a world, one line a token. There may be very many, so
+a folder is gone through once, and each line is read again when it is asked for. A damaged line is reported, and the others
+count.
 """
 
 from __future__ import annotations
@@ -109,10 +110,6 @@ class ReceiptFolder:
                 self.problems.append(f"{place} is no receipt: {error}")
                 continue
             yield receipt
-
-
-# -------------------- audited_receipts
-# The audit of receipts: the ranks trained on exactly what was committed, each sample once. Pure.
 
 
 def check_receipts(entry: LogEntry, receipts: Receipts, found: FindingCollector) -> None:

@@ -1,9 +1,15 @@
-"""What stands in the store, record by record (the step protocol's documents, as JSON).
+"""The records of a job's chain in the store (the step protocol's documents, as JSON): head, log, offers, seals, checkpoints.
 
-Each is a `gcore.schema.Record`. None depends on the number of controllers.
+Each is a `gcore.schema.Record`. None depends on the number of controllers. The policy of each field is with the rule that uses
+it, in `gcore.ledger.selection` (what a seal takes) and `gcore.ledger.chain` (what each transaction writes).
 
-The policy of each field stands with the rule that uses it, in `gcore.ledger.selection` (what a seal takes) and
-`gcore.ledger.chain` (what each transaction writes). Nothing here reads or writes.
+A world state is named by the world and the token after which it had it. A world applies a token once, and only from its READY
+seal, whose content cannot change; so world and token name one state for ever, on every rank and node. Copies of it carry the
+name (`gcore.models.replicas`), and so does the rollback whose new world starts from them.
+
+A node whose job shares no folder (`storage.copies`) registers what its own folder holds, under its controller's lease, after it
+has looked or after a fetched file was verified. So only copies on present nodes count; after a full restart each node looks
+again, and no record has to outlive it.
 """
 
 from __future__ import annotations
@@ -18,13 +24,6 @@ from gcore.data.order import Cursors
 from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, SHARES_CAME
 from gcore.schema import Record, RecordPart
 from gcore.types import OutcomeKind, PromptRef, Token, Version
-
-# -------------------- world_state
-# What a state of a train world is called: by the world, and by the token after which it had it.
-#
-# A world applies a token once, and only from its READY seal, whose content no one can change; so world and token name one
-# state for ever, whichever rank or node one asks. Copies of it carry the name (`gcore.models.replicas`), and so does the
-# rollback whose new world starts from them. Pure; reads no copies.
 
 
 class WorldState(RecordPart):
@@ -446,14 +445,6 @@ class Member(Record):
     address: str
     leaving: bool = False
     """Whether it is about to end: it takes no shards, and delivers what it holds. Who does not read this finds it gone."""
-
-
-# -------------------- node_folder
-# What lies in one node's own folder of a run, of a job whose nodes share none (`storage.copies`).
-#
-# A node says so under its controller's lease, after it has looked, or after what it fetched was proved whole. So whatever counts
-# copies counts those of nodes that are there; and when all was killed, each that comes back looks again, and no record has to
-# outlive it. Pure.
 
 
 class HeldCheckpoint(RecordPart):

@@ -1,11 +1,18 @@
-"""Who may use which slots, where several jobs share a cluster: what each job claims, and what each has. Pure.
+"""Records of a cluster that several jobs share: what each job claims and has, and facts of nodes and models.
 
-`active/{uid}` holds the job's `Claim` while it has not ended. `shares` holds for all jobs which slots each has (`Share`), so that one
-transaction moves a slot, and no slot is two jobs'. A slot that a job is to give back leaves its `granted` first, and its `held` only when
-its plan uses it no more and nothing of it runs there; until then nobody else is granted it. Every transaction that writes a plan
-compares `shares`, so that none is made from slots which have been given back meanwhile.
+`active/{uid}` holds the job's `Claim` while it has not ended. `shares` holds for all jobs which slots each has (`Share`), so that
+one transaction moves a slot, and no slot is two jobs'. A slot that a job is to give back leaves its `granted` first, and its
+`held` only when its plan uses it no more and nothing of it runs there; until then no other job is granted it. Every transaction
+that writes a plan compares `shares`, so that no plan uses slots that were given back meanwhile. `placement.shares` decides how
+slots are shared out, `controllers.rules.placement` when a job gives them back.
 
-How the slots are shared out is `placement.shares`' business, when a job gives back what it must, `controllers.rules.placement`'s.
+Facts of nodes and of a job's models are registered once; `placement.mapping` decides what follows from them. The cost of
+attention says at what length it costs a model as much as its matrices. Per token and layer the matrices take two operations a
+parameter, and attention four a column of its heads for every token before it. A causal kernel skips half of those and is about
+half as fast as a matrix product at the other half, so they are counted in full: the two are equal at half the layer's
+parameters divided by the width of its heads, six times the width for the classic layer of 12·width² parameters. The embedding
+and the output layer are left out: prompts do not go through the one, and the other multiplies nothing. The names are those of
+Hugging Face configurations; what is not known stays at the default, because the result only weighs samples against one another.
 """
 
 from __future__ import annotations
@@ -156,11 +163,6 @@ def group_by_node(slots: Iterable[SlotKey]) -> dict[str, tuple[str, ...]]:
     return {node: tuple(of_node) for node, of_node in found.items()}
 
 
-# -------------------- facts
-# What nodes and a job's models are, as far as it matters for what a job begins with: parts of records, told once.
-#
-# What follows from it (whether a placement fits, how long a step takes) is `placement.mapping`'s.
-
 ConfigValue = bool | int | float | str
 
 
@@ -188,18 +190,6 @@ class ModelConfigs(RecordPart):
     critic: dict[str, ConfigValue] | None = None
     judges: dict[str, dict[str, ConfigValue]] = Field(default_factory=dict)
 
-
-# -------------------- cost
-# At what length attention costs a model as much as its matrices: a pure function of its configuration.
-#
-# Per token and layer the matrices take two operations a parameter, and attention four a column of its heads for every
-# token before it. A causal kernel skips half of those and is about half as fast as a matrix product at the other half, so
-# they are counted in full: the two are equal at half the layer's parameters divided by the width of its heads, six times
-# the width for the classic layer of 12·width² parameters. The embedding and the output layer are left out: prompts do not
-# go through the one, and the other multiplies nothing.
-#
-# Knows the names that Hugging Face configurations use; what it does not know is left at the default, because the result
-# only weighs samples against one another. Does not read files.
 
 ATTENTION_EQUALS_AT = 24_576
 """For a model that tells nothing: six times a width of 4096. Never to be changed: it is the value of records that were

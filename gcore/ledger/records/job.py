@@ -1,4 +1,8 @@
-"""The records of a job beside its chain: what it is, how it stands, which slots serve it, how it was evaluated."""
+"""The records of a job beside its chain: what it is, how it stands, its plan and placement, how it was evaluated.
+
+Of its placement it keeps who plans, what a person has fixed, each move with its reason and result, and why nothing moved. People
+and the next planner read that; no step rests on it. A move names the generation of the `Plan` that it made.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,6 @@ from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, SHARES_CAME, Model
 from gcore.schema import Record, RecordPart, cut_text
 from gcore.store.keys import DEFAULT_NAMESPACE, full_name
 from gcore.types import Version
-
-# -------------------- placing
-# What is kept of a job's placement beside its plan: who plans, what a person has fixed, each move with its reason and what came
-# of it, and why nothing moved. Told and read by people and by whoever plans next; no step rests on any of it.
-#
-# The plan itself is `gcore.ledger.records.job.Plan`; a move names the plan's generation that it made.
 
 NEWEST_MOVES = 64
 """Moves that the store keeps; all of them stand in the run's folder."""

@@ -1,18 +1,17 @@
-"""Asks a judge that somebody else serves, through OpenAI's chat completions.
+"""Asks a judge outside of the cluster, through OpenAI's chat completions.
 
-One request an answer, each with its own seed. A server that does not answer, that has too much to do (429) or that fails (5xx) is
-`JudgeAway`, and is left alone for as long as it asks; one that refuses what it is asked is `JudgeError`, in its own words. A key
-that it does not take (401), or that is not paid for (402), is waited for (`gate`): it says nothing of the question. A 403 may, so its
-question is `JudgeAway`; several questions in a row are taken for the key's. Where several questions in a row have no answer, whatever the reason, it is the
-server's: all wait until one is answered (`gate`), for an outage says nothing of them either. Answers that have come are kept until all answers to their question have: they are
-paid for, and the next try asks only for the others.
+One request an answer, each with its own seed, and only the fields that every server knows. A server that does not answer, has too
+much to do (429) or fails (5xx) is `JudgeAway`, and is left alone for as long as it asks; one that refuses the question is
+`JudgeError`, in its own words. A key that it does not take (401), or that is not paid for (402), is waited for
+(`gcore.reward.judges.rate_limit`): it says nothing of the question. A 403 may, so its question is `JudgeAway`; several questions in a
+row are taken for the key's. Where several questions in a row have no answer, all wait until one is answered, because an outage says
+nothing of them either. Answers are kept until all answers to their question have come: they are paid for, and the next try asks only
+for the others.
 
-Proxies and certificates are those of the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`), as everybody expects of
-whatever calls out of a cluster. Redirects are not followed: the key is for one address. It stands in an environment variable of
-the controllers, and in nothing that is logged, stored or said; what a server says of a failure is shown without it.
-
-What a request costs is known when its answer is there. What a server bills without giving one (a request that was cancelled, or
-that came too late) is not counted.
+Proxies and certificates are those of the controller's environment (`HTTPS_PROXY`, `NO_PROXY`, `SSL_CERT_FILE`). Redirects are not
+followed: the key is for one address. The key is in the controllers' environment or in a file, and in nothing that is logged, stored
+or said; a server's words of a failure are shown without it. What a request costs is known when its answer is there; what a server
+bills without an answer (a request that was cancelled, or came too late) is not counted.
 """
 
 from __future__ import annotations
@@ -37,12 +36,6 @@ from gcore.reward.judges.rate_limit import Budget, FailureStreak, JudgeRequestOb
 from gcore.reward.judges.types import Answer, JudgeAway, JudgeError, JudgeLate
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all, wait_within
-
-# -------------------- completions
-# OpenAI's chat completions, as a judge is asked through them: the request, and what its answer says. Pure.
-#
-# Of the many fields only those are sent that every server knows. A server that gives no answer but an error says so in its status:
-# which of them another try may help against is decided here.
 
 SEED_BITS = 31
 """Of the seeds that are sent: servers take no larger ones for certain."""

@@ -1,13 +1,23 @@
-"""A judge: from a prompt and its responses to what each is worth.
+"""A judge: from a prompt and its responses to what each is worth; votes, pairs, and remembered verdicts.
 
-A pointwise judge is asked about each response for itself, a pairwise one about the pairs of a group. A question that could
-not be asked is asked again, later and later, up to `tries` times (how long one try may take is known to whoever puts it: that it waits
-for an engine that is still being loaded is nobody's silence); one that cannot be judged is a `JudgeError`, in the place
-of the response that it was about, and is not asked again about the same prompt before `forget` is called: its answer would be the same. What becomes of the group then (`on_error`), how many questions are open, and which engine
-answers, is not decided here.
+A pointwise judge is asked about each response for itself, a pairwise one about the pairs of a group. A question that could not be
+asked is asked again, later and later, up to `tries` times (whoever puts it bounds one try: waiting for an engine that is still
+loading is no failure). One that cannot be judged is a `JudgeError` in the place of its response, and is not asked again about the
+same prompt before `forget` is called: its answer would be the same. `on_error`, how many questions are open, and which engine
+answers are decided elsewhere.
 
-Pairwise, an order that cannot be judged leaves its pair to the other order. But one that could not be *asked* makes both its
-responses such that could not be judged: what is worth more must not follow from which engines were there.
+*Votes.* The verdict is the mean of the answers that can be read; one that cannot be read does not count, and is not 0. An answer that
+was cut off is read like any other, because a judge may be asked for a single word.
+
+*Pairs.* Every pair is asked in both orders, because judges prefer a place. The verdict of (first, second) says how much better the
+first is: 1 the first, 0 the second, 0.5 equal. A pair's result is the mean of its orders that have a verdict; a response is worth the
+mean of its pairs that have one, so a group in which everything was judged, with as many opponents each, has the mean 0.5. An order
+that cannot be judged leaves its pair to the other order. But one that could not be *asked* makes both its responses unjudged: values
+must not follow from which engines were there.
+
+*Verdicts remembered.* The same question is not asked twice, neither later nor at the same moment: a second asker waits for the first
+one's verdict. If the first is cancelled, one of those who wait asks in its place; if it fails, each asks for itself. Failures are not
+remembered. The least recently asked question goes first.
 """
 
 from __future__ import annotations
@@ -39,12 +49,6 @@ from gcore.reward.judges.types import (
 from gcore.system.clock import Clock, retry_delay
 from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Prompt, PromptRef
-
-# -------------------- votes
-# From the answers to one question to its verdict: the mean of those that can be read.
-#
-# What cannot be read does not count, and is not worth nothing. An answer that was cut off is read like any other, for a judge
-# may be asked for a single word; one that thinks first is told by `verdict.after` where its verdict begins. Pure.
 
 LONGEST_EXAMPLE = 200
 """Characters of an answer that are shown: its beginning."""
@@ -114,14 +118,6 @@ def _read(answer: Answer, read: Read) -> float | UnreadAnswer:
         return UnreadAnswer(answer.text.strip()[:LONGEST_EXAMPLE], error.what, answer.truncated)
 
 
-# -------------------- pairs
-# Pairwise judging: which responses of a group are held against each other, and what each is worth from the outcomes.
-#
-# Every pair is asked in both orders, for judges prefer a place: what the order does then cancels out. The verdict of (first,
-# second) says how much better the first is: 1 the first, 0 the second, 0.5 equal. A pair's result is the mean of its orders
-# that have a verdict; a response is worth the mean of its pairs that have one. So the values of a group in which everything
-# was judged, and each has as many opponents, have the mean 0.5. Pure.
-
 Pair = tuple[int, int]
 
 
@@ -183,13 +179,6 @@ def disagreement(pairs: Sequence[Pair], verdicts: Verdicts) -> float | None:
 def _ordered(i: int, j: int) -> Pair:
     return (i, j) if i < j else (j, i)
 
-
-# -------------------- remembered
-# Verdicts by question, so that the same question is not asked twice: neither later, nor by two at the same moment.
-#
-# Whoever asks what somebody is asking waits for that verdict. If the other is cancelled, one of those who wait asks in its
-# place; if the other fails, each of them asks for itself: what failed for one need not fail for all, and one after another
-# would take as many times as long. Failures are not remembered. What was asked for least recently goes first.
 
 T = TypeVar("T")
 

@@ -1,12 +1,15 @@
-"""The gate that the requests to one external judge go through, on one controller: when the next may be sent.
+"""When the next request to an external judge may be sent from one controller: rate, budget, and streaks of failures.
 
-At most `in_flight` of them are under way, and they start no more often than this controller's share of `requests_per_s` allows.
-Beside that the gate is shut while the server has asked for time (`Retry-After`), while it answers nobody, while it does not take the key,
-and while what the judge may cost is spent. Whoever waits here waits in turn and fails at nothing: `timeout_s` counts from the moment that a
-request is sent. What is waited for longer than the pace needs is said in a sentence.
+At most `in_flight` requests are under way, and they start no more often than this controller's share of `requests_per_s` allows (a
+token bucket: it fills at the rate, up to `burst_size`; when the rate changes, the time since the last look counts at the smaller of
+the two, so no more is done than the rates and one burst allow). No request is sent while the server has asked for time
+(`Retry-After`), while it answers no question, while it does not take the key, and while the judge's budget is spent. Requests wait in
+turn and fail at nothing: `timeout_s` counts from the moment that one is sent. A wait longer than the rate needs is reported in a
+sentence.
 
-Once the key was refused, one request alone is sent every `KEY_AGAIN_S`, to see whether it is taken by now: a wrong key does not
-fail one prompt after the other. Nor does a server that answers nobody: one request alone is sent, later and later, until it answers. Knows nothing of HTTP, and of who else asks only how many they are.
+Once the key was refused, one request alone is sent every `KEY_AGAIN_S`: a wrong key does not fail one prompt after the other. A
+server that answers nothing is asked by one request alone, later and later. Failures in a row of *different* questions are the
+server's; one question that always fails says nothing of the others.
 """
 
 from __future__ import annotations
@@ -19,13 +22,6 @@ from typing import Literal, Protocol
 
 from gcore.config.reward import ExternalJudge
 from gcore.system.clock import Clock
-
-# -------------------- rate
-# How often something may be done: a token bucket. Pure; the moments are the caller's, and so is who waits for whom.
-#
-# It holds what may be done at once. It fills at the rate, up to `burst_size` it, and each deed takes one out; what lacks is waited
-# for. When the rate changes, the time since the last look counts at the smaller of the two, so that over any time no more is
-# done than the rates allow and one burst.
 
 BURST_S = 0.1
 """What may be done at once is what the rate allows in so long: timers are late, and what they are late is not to be lost."""
@@ -259,12 +255,6 @@ class RateLimiter:
         if wait := self._bucket.wait_s:
             return _Held("pace", wait)
         return None
-
-
-# -------------------- in_a_row
-# What is wrong with a server, and what with one question: failures in a row of different questions are the server's.
-#
-# One question that always fails, however often it is tried, says nothing of the others.
 
 
 class FailureStreak:

@@ -1,11 +1,17 @@
-"""What a judge is shown: its template, and the questions that come of it.
+"""What a judge is shown: its template, in a sandbox that bounds its time and size, and the questions that come of it.
 
-A template is checked when it is compiled, before any response is there: its syntax, that it asks only for what it will be
-given, and that it shows the response. What can be wrong later is the entry's: a field that one of them lacks. The text of
-the prompt is what the policy was shown, with its chat template's marks if it has one; the entry's own words are in `fields`.
+A template is checked when it is compiled, before any response is there: its syntax, that it asks only for what it will be given, and
+that it shows the response. What can be wrong later is the entry's: a missing field. The text of the prompt is what the policy was
+shown, with its chat template's marks if it has one; the entry's own words are in `fields`. Whether a question fits the judge's context
+is the judge's to check.
 
-A template runs in the controller, in a sandbox that bounds what it takes and what it writes
-(`gcore.reward.judges.template`). Whether a question suits the judge's context is the judge's to say.
+A template runs in the controller, so it may neither take long nor grow. Before it is compiled, every loop in it is made to count its
+turns, and every text or list that could double is checked before it does. What cannot be counted is refused with its line: macros,
+recursive loops, blocks that collect what they write. Filters and methods are those of a list: none that samples (`random`), none that
+pads or formats to a width. What is shown is text; anything else is written as JSON. An unknown name is an error, never nothing. A list
+is counted with all that is within it: one that holds itself twice, and that again, is small in memory and takes for ever to compare
+or to hash. Arguments of filters and methods are added up, because those run in C and hold up the whole controller. This bounds
+mistakes and endless growth. It is no jail: a hostile template can still make a controller spend some seconds on one question.
 """
 
 from __future__ import annotations
@@ -28,21 +34,6 @@ from gcore.data.templates import FOREIGN_FAILURES, UNCOMPILED, Sandbox, template
 from gcore.errors import SpecError, did_you_mean
 from gcore.reward.judges.types import JudgeError, Unjudgeable
 from gcore.types import Prompt
-
-# -------------------- bounded
-# The sandbox of what judges are shown: a template runs in the controller, so it may neither take long nor grow.
-#
-# Before it is compiled, every loop in it is made to count its turns, and every text or list that could double is looked at
-# before it does. What cannot be counted is refused with its line: macros, recursive loops, blocks that collect what they
-# write. Filters and methods are those of a list: none that draws (`random`), none that pads or formats to a width. What is
-# shown is text; anything else is written as JSON. A name that is not there is an error, never nothing.
-#
-# A list is counted with all that is within it, wherever one is written or put together: one that holds itself twice, and that
-# again, is small in memory, and takes for ever to compare or to hash. What filters and methods are handed is added up. Those run
-# in C, and whatever takes long there holds up the whole controller.
-#
-# It bounds what goes wrong by mistake, and what grows without end. It is no jail: whoever sets out to can still make a controller
-# spend some seconds on one question. Who may submit jobs may do worse.
 
 LONGEST_TEXT = 1_000_000
 """Characters of a question, and of any text on the way to it."""

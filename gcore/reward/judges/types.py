@@ -1,7 +1,7 @@
-"""What a judge is asked through, and who is told of it: the edges of `gcore.reward.judges.judge`.
+"""The errors between a response and its verdict, and the two edges of a judge: what it asks through, and who counts.
 
-Who asks (an engine of the cluster, an address outside of it) and who counts (the controller's metrics) are somebody else's;
-here is only what they must be like.
+An engine of the cluster or an address outside of it answers; the controller's metrics count. `on_error` of the judge says what
+becomes of a response that has an error.
 """
 
 from __future__ import annotations
@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gcore.errors import EngineError, EngineLate, GcoreError
-
-# -------------------- errors
-# What can be wrong between a response and its verdict.
-#
-# Names only; whoever catches them says what becomes of the response (`on_error` of the judge).
 
 
 class JudgeError(GcoreError):
