@@ -1,4 +1,8 @@
-"""Jobs as they stand in the store, read on demand. Writes nothing to it."""
+"""Jobs, nodes, claims and namespaces, read from the store on demand.
+
+A namespace exists while a job that was not deleted, usage, a quota, a token or the caller's certificate names it. `default` always
+exists; a namespace that the caller may not see does not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from controllers.storage.run_folder import (
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.tokens import TokenRecord
 from gcore.errors import did_you_mean
-from gcore.ledger import archive as store_copy
+from gcore.ledger import archive
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.audit.chain import Audit
 from gcore.ledger.mirror import JobMirror
@@ -303,15 +307,8 @@ def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
         mirror = mirror_of(uid, _as_heard(listing))
         if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
             return
-        if not store_copy.has_copy(run_dir, mirror.head.record if mirror.head else None):
-            store_copy.write_copy(run_dir, "audit", uid, listing)
-
-
-# -------------------- namespaces
-# Whether there is a namespace, for those who ask for what is in it and get nothing.
-#
-# A namespace is made by nothing but its use: it is there while a job is called in it that was not deleted, while something was used in it, while
-# it has a quota, or while a token or the caller's certificate names it. `default` always is. One that the caller may not see is not there.
+        if not archive.has_copy(run_dir, mirror.head.record if mirror.head else None):
+            archive.write_copy(run_dir, "audit", uid, listing)
 
 
 async def check_namespace(store: Store, namespace: str, used: Collection[str] = ()) -> None:

@@ -1,7 +1,7 @@
-"""The job API's answers as a person, or a program, reads them: tables and JSON.
+"""Tables and JSON of the job API's messages, and text that is safe to show.
 
-JSON goes out whole, with the names of the API; tables hold what fits. Text that a spec or a model wrote is shown through
-`visible`.
+`-o json` has every field under its name in the API; tables show what fits. Models and datasets may write control characters,
+which move the cursor: everything from a spec, a model or a dataset is shown through `printable_text`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 
     from gcore.api.v1 import jobs_pb2 as pb
 
-# -------------------- view_text
-# Curves, bars and maps out of characters, and text that is safe to show. Pure strings; colours are `view_live`'s.
-#
-# What models and datasets wrote may hold control characters, which would move the cursor or worse: everything from there
-# goes through `visible`.
-
 LEVELS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
 
@@ -50,7 +44,7 @@ def printable_text(text: str, limit: int = 60) -> str:
 
 
 def distinguish_texts(texts: Sequence[str], limit: int = 60) -> list[str]:
-    """Each of `texts` as `visible` shows it. Where one is too long, the words that all begin with (a system message, say)
+    """Each of `texts` as `printable_text` shows it. Where one is too long, the words that all begin with (a system message, say)
     give way to "…", so that what is left tells them apart."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
     end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
@@ -192,10 +186,6 @@ def source_line(source: SourceFigures) -> str:
             told.append(f"{source.eval_unscored} responses not scored")
         words.append(", ".join(told))
     return "; ".join(words)
-
-
-# -------------------- outputs
-# The ways in which an answer is printed: a table for people, JSON or YAML for programs, which get all of it.
 
 
 class Output(StrEnum):

@@ -1,13 +1,17 @@
-"""The calculator example: products to learn from, products held out, and a model that sometimes asks for what it cannot work out.
+"""The calculator example: products, held-out products, and a model that sometimes asks for what it cannot work out.
 
-`prepare` makes one folder, with the promises of `gcore.prepare.folder`:
+`prepare_calculator` makes one folder (`gcore.quickstart.folder`):
 
-    train.jsonl, eval.jsonl    prompts and answers (`gcore.prepare.products`); no product is in both
-    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.prepare.teaching`)
-    manifest.json              the recipe it was made by, and size and hash of every other file
+    train.jsonl, eval.jsonl    prompts and answers; no product is in both
+    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.quickstart.pretraining`)
+    manifest.json              the recipe, and size and hash of every other file
 
 The same recipe, seed and number of updates give the same bytes on the same machine and torch; across machines the data is the same,
-and the model differs by rounding. The specs that use the folder are in examples/calculator.
+and the model differs by rounding. The specs are in examples/calculator.
+
+A product is a three-digit and a two-digit number: "347*86=". There are 81,000, too many to learn by heart. One hand answers at once
+("29842"); the other asks first ("<<347*86>>29842", of which it writes "<<347*86>>"). The warm start has both, mostly the first, so that
+the model asks now and then. A keyed hash draws products; those of training, evaluation and the warm start are disjoint.
 """
 
 from __future__ import annotations
@@ -21,17 +25,6 @@ from typing import Literal
 from gcore.errors import DataError
 from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers
-
-# -------------------- products
-# The products of the calculator example: which there are, which are held out, and how two hands answer them.
-#
-# A product is a three-digit and a two-digit number: "347*86=". There are 81,000, far more than a small model can learn by heart, and too
-# hard for it to work out. One hand answers at once ("29842"); the other writes what it wants worked out, between two texts, and is told
-# ("<<347*86>>29842", of which it writes no more than "<<347*86>>"). The warm start sees both, mostly the first, so that the model asks
-# now and then and mostly guesses.
-#
-# Products are drawn by a keyed hash, so that they are the same on every machine and for ever. Those of training, those that are held out
-# and those of the warm start are apart. Pure.
 
 CHARACTERS = "0123456789*=<>"
 OPEN, CLOSE = "<<", ">>"

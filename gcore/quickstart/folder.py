@@ -1,12 +1,10 @@
-"""A prepared folder: made all at once or not at all, and used again as long as it is what would be made now.
+"""A prepared folder: made all at once or not at all, and used again while it is what would be made now.
 
-The folder appears under its name by a rename, so a half-made one is never taken for done; whatever an interrupted
-preparation left beside it is removed by the next. Its `manifest.json` says the recipe that it was made by, and size and hash
-of every other file. A folder that the same recipe made, and whose files are as they were, is used again. One that gcore made
-by another recipe, or that was damaged, is made anew; a folder that gcore did not make is left alone, with an error. Two that
-prepare the same folder at once wait for each other.
+The folder appears by a rename; the next preparation removes what an interrupted one left beside it. `manifest.json` has the recipe, and
+size and hash of every other file. A folder of the same recipe with unchanged files is used again. One of another recipe, or a damaged
+one, is made again; a folder that gcore did not make is an error. Concurrent preparations of one folder wait for each other.
 
-What goes into the folder is the recipe's business (`gcore.prepare.arithmetic`, `gcore.prepare.arithmetic_judge`).
+`Reporter` shows progress on standard error: a bar on a terminal, a plain line now and then elsewhere, or nothing.
 """
 
 from __future__ import annotations
@@ -220,11 +218,6 @@ def _sync_folder(path: Path) -> None:
     finally:
         os.close(descriptor)
 
-
-# -------------------- progress
-# How a preparation shows where it is: a bar on a terminal, a plain line now and then elsewhere, or nothing.
-#
-# Shows what it is told; decides nothing. Everything goes to standard error, so that standard output stays the command's.
 
 PLAIN_LINES = 8
 """About so many lines where there is no terminal."""

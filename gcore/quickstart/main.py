@@ -1,4 +1,7 @@
-"""`python -m gcore.prepare EXAMPLE --to FOLDER`: prepares an example, without the rest of the command line."""
+"""`python -m gcore.quickstart EXAMPLE --to FOLDER`: the prepared examples by name, without the rest of the command line.
+
+An example makes its folder, or finds it, and returns half a sentence about its contents. Raises DataError.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,6 @@ from pathlib import Path
 
 from gcore.errors import GcoreError
 from gcore.quickstart import arithmetic, calculator
-
-# -------------------- examples
-# The prepared examples, by the names that `gcore prepare` knows them by.
-#
-# Each makes a folder, or finds it there, and says in half a sentence what there is in it now. Raises DataError.
 
 
 def _arithmetic(to: Path, seed: int) -> str:

@@ -1,8 +1,8 @@
-"""What can be known to be wrong with a spec before it is a job: everything that needs its files, in one place.
+"""Everything that can be known to be wrong with a spec before it is a job.
 
-A controller asks before it creates a job; `gcore validate` asks too, looks at every prompt, and shows what was found.
-Cheap checks come first, so that a misspelt name is not told after gigabytes were read. Writes nothing but the caches of
-the data, and the folder of the runs.
+A controller checks before it creates a job; `gcore validate` checks too, looks at every prompt and shows what was found. Cheap checks
+come first. Judges are not asked anything; for an external judge only the presence of its key on this node is checked. Nothing is
+written but the data caches and the folder of the runs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,6 @@ from gcore.types import Prompt
 from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
 from placement.slots import count_noun
-
-# -------------------- capability
-# Whether the cluster can run a job at all, before anything of it is written.
 
 OBSERVED_CAME = OfferedGroup.came_with["observed"]
 """The schema version from which on nodes know what of a response the policy did not make."""
@@ -134,7 +131,7 @@ def check_moving(spec: JobSpec) -> None:
 def check_ranks(spec: JobSpec, most: int | None) -> None:
     """Whether as many train ranks, and as many slots, will ever be there. `most`: the slots of a cluster that cannot grow; None: more nodes may come.
 
-    What does not fit yet is waited for (`controllers.forming.short_of_slots`). Raises SpecError.
+    What does not fit yet is waited for. Raises SpecError.
     """
     ranks = spec.train.ranks
     if most is not None and ranks is not None and ranks > most:
@@ -167,13 +164,6 @@ def local_warning(spec: JobSpec) -> str | None:
     if (wanted := wants_sglang(spec)) and find_python() is None:
         return f"warning: {wanted[0]} is sglang, and SGLang was not found on this machine. {HOW}"
     return None
-
-
-# -------------------- judge_checks
-# What can be known to be wrong with a job's judges before there is a job: their models, what they are shown, whether that fits.
-#
-# Nothing is asked: whether a judge judges well is seen in the job's own numbers. Of one that others serve it is seen whether this node
-# has its key; another node that has none says so when it begins the job. Writes nothing.
 
 
 @dataclass(frozen=True)
@@ -274,17 +264,13 @@ def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
     )
 
 
-# -------------------- spanning
-# Whether engines can span as many slots as a spec says (`slots_per_engine`), before anything of the job is written: by the nodes that
-# are there, and by the models.
-
 HEADS = "num_attention_heads"
 """As configurations call them."""
 
 
 def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows such engines, and has slots that can be divided by so many: a replica crosses no node's boundary. What
-    comes later with other slots is used as far as it goes (`placement.plan.divided`). Raises SpecError."""
+    comes later with other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
     for _, where, size in _wide(spec):
         if written_version() < SPANS_CAME:
             raise SpecError(
@@ -352,7 +338,7 @@ class CheckedSource:
 class CheckedJob:
     """What a spec means, with its files as they are now.
 
-    `attention_equals_at`: how the model weighs long samples (`gcore.ledger.cost`).
+    `attention_equals_at`: how the model weighs long samples (`gcore.ledger.records.cluster`).
     """
 
     prompts: JobPrompts

@@ -1,4 +1,7 @@
-"""`gcore checkpoints`: which checkpoints a job has, how large and how old, and why each is kept."""
+"""`gcore checkpoints` and `gcore export`: which checkpoints a job has, why each is kept, and a copy of one's model.
+
+Where the job's nodes share no folder, `export` fetches the checkpoint from a node that has it and verifies it before it is copied.
+"""
 
 from __future__ import annotations
 
@@ -251,11 +254,6 @@ def format_size(count: int) -> str:
         return "-"
     unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= s), ("KB", 1e3))
     return f"{count / size:.1f} {unit}"
-
-
-# -------------------- brought
-# `gcore export` of a checkpoint that does not lie on this machine, because the job's nodes share no folder: it is fetched from a
-# node that has it, and proved, before it is copied.
 
 
 @contextlib.contextmanager

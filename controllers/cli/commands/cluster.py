@@ -1,4 +1,7 @@
-"""`gcore nodes`, `drain`, `shards` and `usage`: the cluster's nodes, who has what of a stream, and what was used."""
+"""Commands about nodes and slots: `gcore nodes`, `drain`, `shards`, `usage`, `quota`, `gc`, `up` and `down`.
+
+`gc` reads the daemon's configuration and asks the store which jobs have ended, so it works without a daemon.
+"""
 
 from __future__ import annotations
 
@@ -249,11 +252,6 @@ def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, n
     stdout_console().print(table)
 
 
-# -------------------- gc_verb
-# `gcore gc`: what lies on this node and is not needed any more, and deleting it, as its daemon does now and then.
-#
-# Reads the daemon's own configuration, and asks the store itself which jobs have ended: it works while the daemon is away.
-
 GC_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -350,9 +348,6 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
 
-# -------------------- cluster_verbs
-# `gcore up` and `gcore down`.
-
 UP_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -445,9 +440,6 @@ def down(home: Home = DEFAULT_HOME) -> None:
         f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {home.resolve()}."
     )
 
-
-# -------------------- quota_verb
-# `gcore quota`: the most slots that the jobs of each namespace may have together.
 
 QUOTA_EXAMPLES = """
 [bold]Examples[/bold]

@@ -1,7 +1,8 @@
-"""Looks at this machine for `gcore doctor`: what there is, without a verdict (`doctor_checks`).
+"""`gcore doctor`: inspect this machine, the hubs and the cluster in the home, and print one table of checks with advice.
 
-torch and DeepSpeed are asked in a process of their own. Whatever is started, an etcd on a fresh folder too, is ended and
-removed again; the home is only written to with a file that is removed at once, and not made if it is absent.
+The functions here collect facts; `view/doctor_checks` judges them. torch and DeepSpeed are inspected in a process of their own.
+What is started, such as an etcd on a fresh folder, is ended and removed. In the home, one file is written and removed at once; a
+home that is absent is not created.
 """
 
 from __future__ import annotations
@@ -251,9 +252,6 @@ def _text(value: object) -> str | None:
     return str(value) if value else None
 
 
-# -------------------- doctor_verb
-# `gcore doctor`: one table of what was looked at, how it is, and what to do about it.
-
 DOCTOR_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -310,7 +308,7 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
     import asyncio
     import os
 
-    from controllers.cli.view import doctor_checks as judge
+    from controllers.cli.view import doctor_checks
     from gcore.system.clock import SystemClock
 
     clock = SystemClock()
@@ -324,29 +322,26 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
     )
     machine = read_machine(clock)
     return [
-        judge.check_python(sys.version_info[:3]),
-        *judge.check_packages(read_packages()),
-        *judge.check_torch(probe, wanted),
-        judge.check_deepspeed(probe),
-        *judge.check_etcd(etcd),
-        *judge.check_home(place),
-        judge.check_clock(machine, place),
-        judge.check_cores(machine, wanted),
-        judge.check_memory(machine, wanted),
-        *judge.check_limits(machine, wanted),
-        judge.check_threads(os.environ, machine.cpus),
+        doctor_checks.check_python(sys.version_info[:3]),
+        *doctor_checks.check_packages(read_packages()),
+        *doctor_checks.check_torch(probe, wanted),
+        doctor_checks.check_deepspeed(probe),
+        *doctor_checks.check_etcd(etcd),
+        *doctor_checks.check_home(place),
+        doctor_checks.check_clock(machine, place),
+        doctor_checks.check_cores(machine, wanted),
+        doctor_checks.check_memory(machine, wanted),
+        *doctor_checks.check_limits(machine, wanted),
+        doctor_checks.check_threads(os.environ, machine.cpus),
         sglang,
-        *judge.check_hubs(hubs),
-        *judge.check_cluster(cluster),
+        *doctor_checks.check_hubs(hubs),
+        *doctor_checks.check_cluster(cluster),
     ]
 
 
 async def _nothing() -> tuple[()]:
     return ()
 
-
-# -------------------- doctor_reach
-# What `gcore doctor` asks of others: the hubs, the SGLang environment, and a cluster that is up in the home.
 
 ANSWER_S = 5.0
 VERSION_S = 20.0
@@ -378,15 +373,15 @@ async def _hub(name: str, endpoint: str, fix: str) -> ServerProbe:
 
 async def inspect_sglang(named: Path | None) -> Check:
     """The environment of SGLang, if there is one."""
-    from controllers.cli.view.doctor_checks import check_sglang as judged_sglang
+    from controllers.cli.view.doctor_checks import check_sglang
     from gcore.engines.sglang.command import find_python
 
     try:
         python = find_python(named)
     except GcoreError as error:
-        return judged_sglang(None, None, str(error.what))
+        return check_sglang(None, None, str(error.what))
     if python is None:
-        return judged_sglang(None, None)
+        return check_sglang(None, None)
     program = "import importlib.metadata as m; print(m.version('sglang'))"
     process = await asyncio.create_subprocess_exec(
         *(str(python), "-c", program), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
@@ -397,7 +392,7 @@ async def inspect_sglang(named: Path | None) -> Check:
         process.kill()
         await process.wait()
         out = b""
-    return judged_sglang(str(python), out.decode(errors="replace").strip() or None)
+    return check_sglang(str(python), out.decode(errors="replace").strip() or None)
 
 
 async def find_running_cluster(home: Path, clock: Clock) -> RunningCluster | None:

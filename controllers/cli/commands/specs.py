@@ -1,4 +1,9 @@
-"""`gcore validate`, `schema`, `prepare` and `export`: the verbs about files."""
+"""Commands about files: `gcore init`, `validate`, `schema` and `prepare`.
+
+`init` creates a project in a hidden folder beside the target and renames it when it is complete, so that an error or Ctrl-C leaves
+no half-made project. The next `init` removes what a killed one left. Existing files are never overwritten. `gcore.quickstart.starter`
+has the contents of the files.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +43,6 @@ if TYPE_CHECKING:
     from gcore.models.resolve import HubAnswer
     from gcore.quickstart.starter import StarterTask, UserModel
     from placement.slots import NodeSlots
-
-# -------------------- init_verb
-# `gcore init`: a new project in a folder of its own, whole or not at all.
-#
-# Everything is made in a hidden folder beside the target, which gets its name when it is complete; so neither an error nor
-# Ctrl-C leaves a half-made project, and what a killed `init` left is removed by the next. Nothing that is there already is
-# ever written over. What the files say is `gcore.prepare.project`'s business.
 
 SEED = 0
 
@@ -184,10 +182,6 @@ def _sweep(target: Path) -> None:
             shutil.rmtree(remnant, ignore_errors=True)
 
 
-# -------------------- model_words
-# What a person is told of a job's model before it runs: what would be downloaded, and which foreign code would run.
-
-
 def download_sentence(path: str, answer: HubAnswer) -> str:
     """`hf://own/tiny is commit 0123456789ab: 7 files, 3.4 GB, of which 1.2 GB are here`."""
     return (
@@ -223,10 +217,6 @@ def format_bytes(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size} bytes"
-
-
-# -------------------- processes
-# The processes that `gcore run` would start here, for `gcore validate`. Starts nothing.
 
 
 def planned_processes(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
@@ -265,10 +255,6 @@ def planned_processes(spec: JobSpec, controllers: int, slots: str, models: Model
         for r in plan.ranks
     ]
     return rows
-
-
-# -------------------- extent_words
-# How far a job goes, in words. Pure.
 
 
 def run_length(flow: FlowSpec, prompts: int) -> str:

@@ -1,7 +1,7 @@
-"""Groups of samples on a terminal: a prompt, and its responses side by side; in a pipe, one response after the other.
+"""Samples of a step, and the data of a spec, on a terminal.
 
-All that models and datasets wrote goes through `readable`, which keeps line breaks and spells out whatever else could move
-the cursor, hide text or colour it. A long text is shown to a bound; the JSON has all of it.
+Text of models and datasets goes through `clip_text` or `printable_text`, which spell out what could move the cursor, hide text or colour
+it. Long texts are cut; JSON has all of them. Progress bars are drawn on standard error, and only on a terminal.
 """
 
 from __future__ import annotations
@@ -188,12 +188,6 @@ def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
         "versions": list(response.versions),
     }
 
-
-# -------------------- data_words
-# What `gcore validate` shows of a job's data: a table of the sources, how long their prompts are, and the first of each.
-#
-# Pure but for the bar, which is drawn on standard error, and only on a terminal. What data and templates wrote is shown
-# through `visible`.
 
 BINS = 8
 BAR_CELLS = 30

@@ -1,4 +1,8 @@
-"""What `gcore plan` shows: the models, the placements that fit, and why others do not; as tables, and as a tree for JSON. Pure."""
+"""Tables and JSON of `gcore plan`: models, placements that fit, why others do not fit, and what to change.
+
+`placement_section` says a placement as a spec says it. `advice` names the largest part of the memory that the nearest placement lacks,
+and the field of the spec that bounds it; the hints of `placement.mapping.search` say whether one field alone is enough.
+"""
 
 from __future__ import annotations
 
@@ -287,9 +291,6 @@ def _table(headings: tuple[str, ...]) -> Table:
     return table
 
 
-# -------------------- plan_written
-# The placement that was found, as a spec says it.
-
 YamlSection = dict[str, dict[str, Any]]
 
 JUDGES = "judges"
@@ -343,12 +344,6 @@ def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
         gone.append("train.ranks")
     return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
 
-
-# -------------------- plan_lacking
-# What would make a job fit that does not: the largest part of what is too much, and the field of the spec that bounds it. Pure.
-#
-# Of the way that is nearest to fitting. One field alone may not be enough, and then the plan says what is the largest after that. Whether a
-# single field is enough is tried elsewhere (`placement.mapping.search`, its hints).
 
 LARGER = "Use more accelerators, larger ones, or a smaller model"
 
