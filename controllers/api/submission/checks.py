@@ -57,6 +57,13 @@ OBSERVED_CAME = OfferedGroup.came_with["observed"]
 """The schema version from which on nodes know what of a response the policy did not make."""
 
 
+def _needs(came_with: int, what: str, where: str, otherwise: str = "") -> None:
+    """Raise SpecError if nodes may be older than the schema version that a feature came with. `what`: the sentence up to "nodes"."""
+    if written_version() < came_with:
+        fix = "Submit it when all nodes are upgraded" + (f", {otherwise}" if otherwise else "")
+        raise SpecError(f"{what} nodes of this version, and some are older", where=where, fix=fix)
+
+
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether the nodes have the engine that the job wants: each of them runs some. Emulated slots have every engine. Raises SpecError."""
     without = sorted(node.name for node in nodes if not node.sglang and not all(map(is_emulated, node.slots)))
@@ -75,12 +82,8 @@ def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
 
 def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows judges, and has slots that can serve them. Raises SpecError."""
-    if spec.judges and written_version() < JUDGES_CAME:
-        raise SpecError(
-            f"judge {spec.judges[0].name!r} needs nodes of this version, and some are older",
-            where="judges",
-            fix="Submit it when all nodes are upgraded",
-        )
+    if spec.judges:
+        _needs(JUDGES_CAME, f"judge {spec.judges[0].name!r} needs", "judges")
     classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
     if classifiers and emulated:
@@ -93,39 +96,24 @@ def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 def check_environment(spec: JobSpec) -> None:
     """Whether every node knows responses of several turns. Raises SpecError."""
-    if (spec.environment or spec.agent) is not None and written_version() < OBSERVED_CAME:
+    if (spec.environment or spec.agent) is not None:
         what, where = ("an environment", "environment") if spec.agent is None else ("an agent", "agent")
-        raise SpecError(
-            f"{what} needs nodes of this version, and some are older",
-            where=where,
-            fix="Submit it when all nodes are upgraded",
-        )
+        _needs(OBSERVED_CAME, f"{what} needs", where)
 
 
 def check_streamed_steps(spec: JobSpec) -> None:
     """Whether every node knows steps that come in parts. Raises SpecError."""
-    if spec.train.stream and written_version() < PARTS_CAME:
-        raise SpecError(
-            "steps that come in parts need nodes of this version, and some are older",
-            where="train.stream",
-            fix="Submit it when all nodes are upgraded, or leave it out",
-        )
+    if spec.train.stream:
+        _needs(PARTS_CAME, "steps that come in parts need", "train.stream", "or leave it out")
 
 
 def check_moving(spec: JobSpec) -> None:
     """Whether every node knows engines that sleep. Raises SpecError."""
-    if spec.placement.is_live and written_version() < SLEEP_CAME:
-        raise SpecError(
-            f"policy: {spec.placement.policy} puts engines to sleep, which needs nodes of this version, and some are older",
-            where="placement.policy",
-            fix="Submit it when all nodes are upgraded, or with policy: colocated",
-        )
-    if spec.placement.memory == "in_turns" and written_version() < SLEEP_CAME:
-        raise SpecError(
-            "engines that sleep while ranks train need nodes of this version, and some are older",
-            where="placement.memory",
-            fix="Submit it when all nodes are upgraded, or with memory: kept",
-        )
+    if spec.placement.is_live:
+        what = f"policy: {spec.placement.policy} puts engines to sleep, which needs"
+        _needs(SLEEP_CAME, what, "placement.policy", "or with policy: colocated")
+    if spec.placement.memory == "in_turns":
+        _needs(SLEEP_CAME, "engines that sleep while ranks train need", "placement.memory", "or with memory: kept")
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:
@@ -272,12 +260,7 @@ def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows such engines, and has slots that can be divided by so many: a replica crosses no node's boundary. What
     comes later with other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
     for _, where, size in _wide(spec):
-        if written_version() < SPANS_CAME:
-            raise SpecError(
-                "engines that span several slots need nodes of this version, and some are older",
-                where=where,
-                fix="Submit it when all nodes are upgraded",
-            )
+        _needs(SPANS_CAME, "engines that span several slots need", where)
         odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
         if odd is not None:
             raise SpecError(
