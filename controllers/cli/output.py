@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import takewhile
@@ -30,6 +30,7 @@ from gcore.config.data import OF_PART
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from gcore.api.v1 import jobs_pb2 as pb
 
@@ -349,23 +350,45 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
 
 def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
     """One line a job."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON"):
-        table.add_column(heading, no_wrap=heading != "REASON")
-    for job in jobs:
-        queued = f" ({job.queue_position})" if job.queue_position else ""
-        table.add_row(
+    headings = ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON")
+    rows = (
+        (
             printable_text(job.full_name),
             printable_text(job.uid),
-            job.state + queued,
+            job.state + (f" ({job.queue_position})" if job.queue_position else ""),
             str(job.priority),
             str(job.slots or "-"),
             f"{job.step}/{job.of_steps}",
             format_time(job.created) if job.created else "",
             printable_text(job.reason, 80),
         )
+        for job in jobs
+    )
+    return rows_table(headings, rows, whole=headings[:-1])
+
+
+def rows_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+    fold: Collection[str] = (),
+) -> Table:
+    """One line a row. Of the headings, numbers are aligned `right`, `whole` cells are never wrapped, `fold` breaks words. No cell is markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="right" if heading in right else "left",
+            no_wrap=heading in whole,
+            overflow="fold" if heading in fold else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return table
 
 

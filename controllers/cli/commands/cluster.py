@@ -27,7 +27,7 @@ from controllers.cli.options import (
     call_cluster,
     verb_examples,
 )
-from controllers.cli.output import Output, printable_text, stdout_console
+from controllers.cli.output import Output, printable_text, rows_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -241,15 +241,7 @@ def usage_tree(one: pb.Usage) -> dict[str, Any]:
 
 def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
     """Print it. The last `numbers` columns are numbers."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place >= len(headings) - numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    stdout_console().print(table)
+    stdout_console().print(rows_table(headings, rows, right=headings[len(headings) - numbers :], fold=headings))
 
 
 GC_EXAMPLES = """

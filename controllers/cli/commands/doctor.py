@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
-from controllers.cli.output import Output, stdout_console
+from controllers.cli.output import Output, rows_table, stdout_console
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 from gcore.system.process import thread_environment
@@ -278,7 +278,6 @@ def doctor(
     """
     import asyncio
 
-    from rich.table import Table
     from rich.text import Text
 
     from controllers.cli.local import deal_slots
@@ -292,13 +291,12 @@ def doctor(
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
         typer.echo(output.text({"checks": rows, "failed": sum(c.state is CheckState.FAIL for c in checks)}))
     else:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("CHECK", "STATE", "SEEN", "WHAT TO DO"):
-            table.add_column(heading, no_wrap=heading in ("CHECK", "STATE"), overflow="fold")
-        for check in checks:
-            state = Text(check.state.value, style=_COLOURS[check.state.value])
-            table.add_row(Text(check.name), state, Text(check.seen), Text(check.fix))
-        stdout_console().print(table)
+        headings = ("CHECK", "STATE", "SEEN", "WHAT TO DO")
+        found = (
+            (check.name, Text(check.state.value, style=_COLOURS[check.state.value]), check.seen, check.fix)
+            for check in checks
+        )
+        stdout_console().print(rows_table(headings, found, whole=headings[:2], fold=headings))
     if any(check.state is CheckState.FAIL for check in checks):
         raise typer.Exit(1)
 

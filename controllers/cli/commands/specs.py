@@ -30,7 +30,7 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
 )
-from controllers.cli.output import Output, as_json, stdout_console
+from controllers.cli.output import Output, as_json, rows_table, stdout_console
 from gcore.errors import UsageError
 from gcore.quickstart import NAMES
 from gcore.system.process import identify_process
@@ -297,7 +297,6 @@ def validate(
 ) -> None:
     """Check a spec and everything it names; print it resolved, its data, and every process that would be started."""
     import yaml
-    from rich.table import Table
 
     from controllers.api.submission.checks import local_warning
     from controllers.cli.view.data import (
@@ -339,12 +338,8 @@ def validate(
         for line in histogram(source.lengths):
             typer.echo(f"  {line}")
         typer.echo()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("PROCESS", "NODE", "SLOT"):
-        table.add_column(heading)
-    for process in processes:
-        table.add_row(process["process"], process["node"], process["slot"])
-    stdout_console().print(table)
+    rows = ((process["process"], process["node"], process["slot"]) for process in processes)
+    stdout_console().print(rows_table(("PROCESS", "NODE", "SLOT"), rows))
     if answer is not None:
         typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
     typer.echo(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.cli.output import printable_text
+from controllers.cli.output import printable_text, rows_table
 from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
@@ -196,14 +196,9 @@ PROMPT_SHOWN = 240
 
 def sources_table(sources: Sequence[CheckedSource]) -> Table:
     """One line a source. Of 80 columns, if names are short; lengths have a place of their own below."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("SOURCE", "FOR", "ENTRIES", "WEIGHT", "AN EPOCH SHOWS", "FILTERED", "REWARD"):
-        table.add_column(heading, justify="right" if heading in ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS") else "left")
-    for checked in sources:
-        tree = source_tree(checked)
-        table.add_row(
+    numbers = ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS")
+    rows = (
+        (
             printable_text(tree["source"]),
             tree["for"],
             f"{tree['entries']:,}",
@@ -212,7 +207,10 @@ def sources_table(sources: Sequence[CheckedSource]) -> Table:
             _filtered(checked.lengths),
             printable_text(tree["reward"]),
         )
-    return table
+        for checked in sources
+        for tree in [source_tree(checked)]
+    )
+    return rows_table(("SOURCE", "FOR", *numbers, "FILTERED", "REWARD"), rows, right=numbers)
 
 
 def source_tree(checked: CheckedSource) -> dict[str, Any]:

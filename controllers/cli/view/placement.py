@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from controllers.accounting.states import add_times
-from controllers.cli.output import format_seconds, printable_text
+from controllers.cli.output import format_seconds, printable_text, rows_table
 from gcore.config.spec import FIXED_POLICIES
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
 from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, sum_engines
@@ -139,15 +139,12 @@ def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
 
 def slots_table(reply: pb.PlacementReply) -> Table:
     """A line a slot."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
     plan = plan_of(reply)
-    for slot, what in slot_roles(plan).items() if plan is not None else ():
-        node = slot.node + " (away)" * (slot.node in reply.away)
-        table.add_row(*(Text(_shown(one)) for one in (node, slot.slot, ", ".join(what))))
-    return table
+    rows = [
+        [_shown(one) for one in (slot.node + " (away)" * (slot.node in reply.away), slot.slot, ", ".join(what))]
+        for slot, what in (slot_roles(plan).items() if plan is not None else ())
+    ]
+    return rows_table(("node", "slot", "serves"), rows)
 
 
 def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
@@ -293,35 +290,20 @@ def _slots_in_words(slots: Sequence[str]) -> str:
 
 def history_table(moves: Sequence[Move]) -> Table:
     """A line a move."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        "when",
-        "kind",
-        "state",
-        "from",
-        "to",
-        "expected",
-        "measured",
-        "why",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
-    for move in moves:
-        outcome = move.outcome
-        table.add_row(
+    rows = (
+        (
             _at(move),
             move.kind.value,
             move.state,
             "" if move.kind is MoveKind.BEGIN else str(split_from(move.before)),
             str(split_from(move.after)),
             "" if move.expected_s is None else f"{move.expected_s:.1f} s",
-            "" if outcome is None or outcome.step_s is None else f"{outcome.step_s:.1f} s",
-            Text(_shown(move.reason)),
+            "" if move.outcome is None or move.outcome.step_s is None else f"{move.outcome.step_s:.1f} s",
+            _shown(move.reason),
         )
-    return table
+        for move in moves
+    )
+    return rows_table(("when", "kind", "state", "from", "to", "expected", "measured", "why"), rows)
 
 
 HOLDS = {
