@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, to_jsonl
 
 SUMS_CHARACTERS = "0123456789+="
@@ -139,22 +139,9 @@ class ArithmeticManifest(PreparedManifest):
     pass_at_8: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedExample:
-    """A prepared folder. `cached`: it was there already."""
-
-    folder: Path
-    model: Path
-    train: Path
-    eval: Path
-    greedy_accuracy: float
-    pass_at_8: float
-    cached: bool
-
-
 def prepare_arithmetic(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
-) -> PreparedExample:
+) -> PreparedFolder[ArithmeticManifest]:
     """Make the example in the folder `to`, or find it there.
 
     `warm_updates` is how long the warm start trains; `must_fit` asks that the model then is right on 38 % to 48 % of the
@@ -167,16 +154,7 @@ def prepare_arithmetic(
         )
 
     asked = {"recipe": ARITHMETIC_RECIPE, "seed": seed, "warm_updates": warm_updates}
-    made = make_or_find(to, Recipe("arithmetic", ArithmeticManifest, asked, fill))
-    return PreparedExample(
-        folder=made.folder,
-        model=made.folder / "model",
-        train=made.folder / "train.jsonl",
-        eval=made.folder / "eval.jsonl",
-        greedy_accuracy=made.manifest.greedy_accuracy,
-        pass_at_8=made.manifest.pass_at_8,
-        cached=made.cached,
-    )
+    return make_or_find(to, Recipe("arithmetic", ArithmeticManifest, asked, fill))
 
 
 def _fill_arithmetic(
@@ -374,20 +352,9 @@ class JudgeManifest(PreparedManifest):
     judge_false_yes: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedJudge:
-    """A prepared folder. `cached`: it was there already."""
-
-    folder: Path
-    model: Path
-    judge_accuracy: float
-    judge_false_yes: float
-    cached: bool
-
-
 def prepare_arithmetic_judge(
     to: Path, *, seed: int = 0, progress: bool = True, updates: int = UPDATES, must_fit: bool = True
-) -> PreparedJudge:
+) -> PreparedFolder[JudgeManifest]:
     """Make the judge in the folder `to`, or find it there.
 
     `updates` is how long it learns; `must_fit` asks that 97 % of its verdicts then are right, and that it calls at most 2 %
@@ -398,14 +365,7 @@ def prepare_arithmetic_judge(
         return _fill_judge(draft, seed, updates, Reporter.for_terminal(progress, "judge"), must_fit=must_fit)
 
     asked = {"recipe": JUDGE_RECIPE, "seed": seed, "updates": updates}
-    made = make_or_find(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
-    return PreparedJudge(
-        folder=made.folder,
-        model=made.folder / "model",
-        judge_accuracy=made.manifest.judge_accuracy,
-        judge_false_yes=made.manifest.judge_false_yes,
-        cached=made.cached,
-    )
+    return make_or_find(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
 
 
 def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> JudgeManifest:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers
 
 CHARACTERS = "0123456789*=<>"
@@ -122,19 +122,9 @@ class CalculatorManifest(PreparedManifest):
     greedy_accuracy: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCalculator:
-    """A prepared folder. `cached`: it was there already."""
-
-    folder: Path
-    calls: float
-    greedy_accuracy: float
-    cached: bool
-
-
 def prepare_calculator(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
-) -> PreparedCalculator:
+) -> PreparedFolder[CalculatorManifest]:
     """Make the example in the folder `to`, or find it there.
 
     `warm_updates` is how long the warm start trains; `must_fit` asks that the model then asks as it should in 10 % to 60 % of what is
@@ -145,8 +135,7 @@ def prepare_calculator(
         return _fill(draft, seed, warm_updates, Reporter.for_terminal(progress, "warm start"), must_fit=must_fit)
 
     asked = {"recipe": RECIPE, "seed": seed, "warm_updates": warm_updates}
-    made = make_or_find(to, Recipe("calculator", CalculatorManifest, asked, fill))
-    return PreparedCalculator(made.folder, made.manifest.calls, made.manifest.greedy_accuracy, made.cached)
+    return make_or_find(to, Recipe("calculator", CalculatorManifest, asked, fill))
 
 
 def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must_fit: bool) -> CalculatorManifest:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gcore.errors import DataError
+from gcore.system.files import sync_path
 
 MANIFEST = "manifest.json"
 
@@ -76,6 +77,11 @@ class PreparedFolder(Generic[M]):
     folder: Path
     manifest: M
     cached: bool
+
+    @property
+    def model(self) -> Path:
+        """The folder of its model."""
+        return self.folder / "model"
 
 
 def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
@@ -175,7 +181,7 @@ def _replace(draft: Path, to: Path) -> None:
         shutil.rmtree(old)
     else:
         draft.rename(to)
-    _sync_folder(to.parent)
+    sync_path(to.parent)
 
 
 @contextmanager
@@ -208,15 +214,7 @@ def _open_to_readers(folder: Path) -> None:
 def _sync(folder: Path) -> None:
     """Everything in `folder` is on the disk before the rename is."""
     for path in [folder, *folder.rglob("*")]:
-        _sync_folder(path)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
 
 
 PLAIN_LINES = 8

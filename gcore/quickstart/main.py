@@ -15,17 +15,17 @@ from gcore.quickstart import arithmetic, calculator
 
 
 def _arithmetic(to: Path, seed: int) -> str:
-    made = arithmetic.prepare_arithmetic(to, seed=seed)
+    made = arithmetic.prepare_arithmetic(to, seed=seed).manifest
     return f"{made.greedy_accuracy:.1%} of held-out sums right before RL"
 
 
 def _arithmetic_judge(to: Path, seed: int) -> str:
-    made = arithmetic.prepare_arithmetic_judge(to, seed=seed)
+    made = arithmetic.prepare_arithmetic_judge(to, seed=seed).manifest
     return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong answers called right"
 
 
 def _calculator(to: Path, seed: int) -> str:
-    made = calculator.prepare_calculator(to, seed=seed)
+    made = calculator.prepare_calculator(to, seed=seed).manifest
     return f"{made.calls:.1%} of responses ask the calculator before RL"
 
 
