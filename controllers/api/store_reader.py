@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import NamespaceNotFound, NotFound
 from controllers.api.run_reader import audit_of_records
+from controllers.cluster.mirror import read_record
 from controllers.storage.peer_files import FetchFailed
 from controllers.storage.run_folder import (
     LocalRunFolder,
@@ -209,27 +210,23 @@ class StoreReader:
 
     async def cluster(self) -> ClusterListing:
         """Daemons and workers, but for those that this version cannot read."""
-        nodes = _read(NodeRecord, await self._store.list(keys.NODES))
-        return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
+        nodes = _readable(NodeRecord, await self._store.list(keys.NODES))
+        return ClusterListing(nodes, _readable(WorkerRecord, await self._store.list(keys.WORKERS)))
 
     async def claim(self, uid: str) -> Versioned[Claim] | None:
         """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
         kv = await self._store.get(JobKeys(uid).active)
-        return None if kv is None else Versioned(_claim(kv), kv.mod_revision)
+        return None if kv is None else Versioned(read_record(Claim, kv, Claim()), kv.mod_revision)
 
     async def claims(self) -> dict[str, Claim]:
         """Of all jobs that have not ended, by uid."""
         listing = await self._store.list(keys.ACTIVE)
-        return {kv.key.removeprefix(keys.ACTIVE): _claim(kv) for kv in listing.kvs}
+        return {kv.key.removeprefix(keys.ACTIVE): read_record(Claim, kv, Claim()) for kv in listing.kvs}
 
     async def shares(self) -> Shares | None:
         """Which slots each job has; None where nobody shares any out."""
         kv = await self._store.get(keys.SHARES)
-        try:
-            return None if kv is None else Shares.decode(kv.value, kv.key)
-        except UnreadableRecord as error:
-            log.error("passed over: %s", error)
-            return None
+        return None if kv is None else read_record(Shares, kv, None)
 
     async def queue(self, *claims: Versioned[Claim]) -> Mapping[str, QueuePosition]:
         """Who waits for slots, and why, as this daemon has worked it out for whoever asks, with these claims in it. Nobody, while it hears
@@ -281,20 +278,8 @@ def _name_of(kv: KeyValue | None) -> str:
     return str(tree.get("name", ""))[:256] if isinstance(tree, dict) else ""
 
 
-def _claim(kv: KeyValue) -> Claim:
-    try:
-        return Claim.read(kv.value, kv.key)
-    except UnreadableRecord as error:
-        log.error("passed over: %s", error)
-        return Claim()
-
-
-def _read(kind: type[R], listing: KeyListing) -> Iterator[R]:
-    for kv in listing.kvs:
-        try:
-            yield kind.decode(kv.value, kv.key)
-        except UnreadableRecord as error:
-            log.error("passed over: %s", error)
+def _readable(kind: type[R], listing: KeyListing) -> tuple[R, ...]:
+    return tuple(record for kv in listing.kvs if (record := read_record(kind, kv, None)) is not None)
 
 
 def _as_heard(listing: KeyListing) -> WatchBatch:
