@@ -35,7 +35,7 @@ from gcore.api.v1 import jobs_pb2_grpc
 from gcore.config.base import MOST_SLOTS
 from gcore.config.load import stored_spec
 from gcore.config.node import ApiConfig
-from gcore.config.spec import HIGHEST_PRIORITY
+from gcore.config.placement import HIGHEST_PRIORITY
 from gcore.errors import SpecError, did_you_mean
 from gcore.ledger import archive
 from gcore.ledger.evaluation import best_evaluation

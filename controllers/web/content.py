@@ -29,10 +29,11 @@ from controllers.rules.waits import current_waits
 from controllers.telemetry.events import Event, EventLog
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.node import EVERY_ADDRESS
+from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import Move
 from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
-from gcore.observability.metrics_file import FILE, Line, decode_line
+from gcore.observability.metrics_file import Line, decode_line
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
 from gcore.system.clock import Clock
 from placement.moves import move_in_words, numbers_in_words, outcome_in_words
@@ -79,7 +80,7 @@ class Curves:
 def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
     """Of a run's folder; empty where there is no file yet. Raises OSError."""
     try:
-        with (run_dir / FILE).open("rb") as file:
+        with (run_dir / METRICS_FILE).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - most_bytes, 0))
             lines = file.read(most_bytes).split(b"\n")
@@ -92,7 +93,7 @@ def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
 def curves_stamp(run_dir: Path) -> object:
     """Differs when there is anything new to read. Raises OSError, but for a file that is not there."""
     try:
-        return (run_dir / FILE).stat().st_size
+        return (run_dir / METRICS_FILE).stat().st_size
     except FileNotFoundError:
         return None
 

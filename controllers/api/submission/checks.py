@@ -17,6 +17,7 @@ from pathlib import Path
 
 from controllers.flow.job_data import check_curriculum, rewards_of
 from controllers.inference.judges import blame_judge, judge_renderer
+from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
 from gcore.config.spec import JobSpec
@@ -26,7 +27,6 @@ from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_leng
 from gcore.engines.emulated.launch import is_emulated
 from gcore.engines.sglang.command import HOW, check_engine_args, find_python
 from gcore.errors import DataError, GcoreError, SpecError
-from gcore.flows.api import find_flow
 from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.chain import PARTS_CAME, OfferedGroup
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at

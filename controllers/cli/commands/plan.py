@@ -300,7 +300,7 @@ def _show(tree: dict[str, Any]) -> None:
 PLAN_EXAMPLES = """
 [bold]Examples[/bold]
 
-gcore plan grpo.yaml --cluster examples/clusters/eight-h100.yaml
+gcore plan grpo.yaml --cluster deploy/local/clusters/eight-h100.yaml
 
 [dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml
 
@@ -321,7 +321,7 @@ class PlanOutput(StrEnum):
 
 def plan(
     spec: SpecFile,
-    cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see examples/clusters.")],
+    cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see deploy/local/clusters.")],
     set_: Set = None,
     prompt_tokens: Annotated[
         float | None,
@@ -413,7 +413,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"the cluster's file cannot be read ({error.strerror or error})",
             where=str(path),
-            fix="Name a YAML file of nodes; examples/clusters has some",
+            fix="Name a YAML file of nodes; deploy/local/clusters has some",
         ) from error
     try:
         if len(raw) > MOST_CLUSTER_BYTES:
@@ -421,9 +421,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See examples/clusters") from error
+        raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See deploy/local/clusters") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise UsageError("a cluster's file is a mapping with nodes", where=str(path), fix="See examples/clusters")
+        raise UsageError("a cluster's file is a mapping with nodes", where=str(path), fix="See deploy/local/clusters")
     return tree
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from controllers.accounting.states import add_times
 from controllers.cli.output import format_seconds, printable_text, rows_table
-from gcore.config.spec import FIXED_POLICIES
+from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
-from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, sum_engines
+from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, Span, StepAccount, sum_engines
 from placement.assign import engine_slots, split_of
 from placement.moves import (
     foretold_in_words,
@@ -493,7 +493,7 @@ def _of_node(pid: int, node: str, line: AccountLine, offset: float) -> Iterator[
             yield _counter(pid, f"busy {slot}", offset + spans[-1].end, 0.0)
 
 
-def _busy(span: StepSpan) -> float:
+def _busy(span: Span) -> float:
     """The share of it in which the slot was at work."""
     length = span.end - span.begin
     return sum(s for state, s in span.seconds.items() if state.startswith("busy ")) / length if length > 0 else 0.0
