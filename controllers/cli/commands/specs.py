@@ -259,6 +259,8 @@ def planned_processes(spec: JobSpec, controllers: int, slots: str, models: Model
 
 def run_length(flow: FlowSpec, prompts: int) -> str:
     """`20 steps`; `2 data epochs, 24 steps`; `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
+    from placement.slots import count_noun
+
     steps = flow.last_step(prompts)
     if flow.epochs is None:
         return count_noun(steps or 0, "step")
@@ -266,11 +268,6 @@ def run_length(flow: FlowSpec, prompts: int) -> str:
         return f"{count_noun(flow.epochs, 'data epoch')}, {count_noun(steps, 'step')}"
     most = -(-flow.epochs * prompts // flow.groups_per_step)
     return f"{count_noun(flow.epochs, 'data epoch')}, at most {count_noun(most, 'step')}, fewer if prompts are filtered"
-
-
-def count_noun(count: int, what: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 PREPARED_UNDER = Path(PREPARED)
