@@ -1,4 +1,8 @@
-"""The verbs of the Jobs service about the cluster as a whole: its nodes, and what was used of them."""
+"""The Jobs service's calls about the cluster: nodes, draining, usage and quotas.
+
+A quota is a record that daemons use when they share out slots (`placement.shares`). A lowered quota takes slots back at the jobs'
+next commits. Nothing here moves a slot.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from gcore.api.rpc import Violation
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.base import MOST_SLOTS, NAMESPACE
 from gcore.errors import StoreUnavailable, did_you_mean
-from gcore.ledger import transactions as share_transactions
+from gcore.ledger import transactions
 from gcore.ledger.records.cluster import Claim, Drained, Share, Shares, SickSlots, slots_of_share
 from gcore.ledger.records.cluster import Quotas as QuotasRecord
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
@@ -179,12 +183,6 @@ class FleetMethods(JobsServiceBase):
         )
 
 
-# -------------------- quotas
-# The verbs of the Jobs service about quotas: the most slots that the jobs of a namespace may have together.
-#
-# A quota is a record of its own, which the daemons share the slots out by (`placement.shares`). Lowered, it takes slots back as any
-# other claim does: at the jobs' next commits. Nothing here moves a slot.
-
 MOST_NAMESPACES = 1_000
 """With a quota: they stand in one record."""
 
@@ -224,7 +222,7 @@ async def set_quota(store: Store, namespace: str, slots: int | None) -> None:
             raise bad_field("namespace", f"{MOST_NAMESPACES} namespaces have a quota", "Take another's away first")
         known = None if kv is None else Versioned(before, kv.mod_revision)
         nobodys = JobKeys("")
-        report = await TransactionExecutor(store, nobodys).run(share_transactions.set_quotas(nobodys, known, after))
+        report = await TransactionExecutor(store, nobodys).run(transactions.set_quotas(nobodys, known, after))
         if report.outcome is TxnOutcome.WON:
             return
         if report.outcome is TxnOutcome.UNKNOWN:

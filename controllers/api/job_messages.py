@@ -1,9 +1,13 @@
-"""Which jobs there are, the newest first, in pages. Reads a few keys of the jobs on a page, and nothing of all others.
+"""A job as the API reports it, lists of jobs in pages, and `JobsServiceBase`, the base of the service's parts.
 
-Every job has one request key, written with it and never again, so the revisions at which request keys came to be are the order in
-which jobs were created. A page token says behind which of them the next page begins, and is bound to the request that it was given
-for: another filter, or another caller's namespaces, is refused. A page may have fewer jobs than were asked for, even none, where
-many had to be passed over, or where their specs are large; only an empty token says that there are no more.
+A job's message is built from its records in the store, or from their copy in the folder of a finished run. Its claim is a record of
+its own: PENDING and RUNNING say nothing of slots, and only both together give the state. The daemon computes the queue once for each
+change (`controllers.cluster`), not once for each call.
+
+Pages list the newest jobs first. The creation revision of a job's request key orders jobs. A page token is bound to the request's
+filter and the caller's namespaces. A page may be shorter than asked for, even empty; only an empty token ends the list.
+
+A job in a namespace that the caller may not see does not exist for that caller.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from gcore.config.load import stored_spec
 from gcore.config.node import ApiConfig
 from gcore.config.placement import HIGHEST_PRIORITY
 from gcore.errors import SpecError, did_you_mean
-from gcore.ledger import archive as store_copy
+from gcore.ledger import archive
 from gcore.ledger.evaluation import best_evaluation
 from gcore.ledger.mirror import DAMAGED, JobMirror
 from gcore.ledger.records.chain import SourceTally
@@ -46,12 +50,6 @@ from gcore.system.clock import Clock
 if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
     from controllers.job.runner import JobRunner
-
-# -------------------- claiming
-# What people change of a job's claim to slots, and how a job stands that has none: queued, paused, about to end.
-#
-# A claim is a record of its own, which the daemons share the slots out by (`placement.shares`): nothing here moves a slot. What a job's own
-# records say of it (PENDING, RUNNING) says nothing of slots; both together are what the API tells.
 
 MOST_TOLD = 2**31 - 1
 """What the API has room for."""
@@ -179,10 +177,6 @@ def slot_users(shares: Shares, namespaces: Mapping[str, str], sees: Callable[[st
     return found
 
 
-# -------------------- sources
-# A job's sources as the API reports them, from head's tally and the newest evaluation; and its best checkpoint. Pure.
-
-
 def source_reports(mirror: JobMirror) -> list[pb.SourceReport]:
     """Every source of which anything is known, by name."""
     tallies = mirror.head.record.tally.sources if mirror.head is not None else {}
@@ -232,9 +226,6 @@ def newest_evaluation(mirror: JobMirror) -> Evaluation | None:
     return newest.record if newest is not None else None
 
 
-# -------------------- described
-# A job as the API tells of it: from its records in the store, or from their copy in the folder of a run that has ended.
-
 MOST_WARNINGS = 8
 """Troubles that an answer tells, the newest."""
 
@@ -255,10 +246,10 @@ def describe_run(run_dir: Path) -> pb.Job | None:
 
     Raises UnreadableRecord, OSError.
     """
-    copy = store_copy.read_copy(run_dir)
+    copy = archive.read_copy(run_dir)
     if copy is None:
         return None
-    message = describe_job(store_copy.mirror_of(copy.uid, copy.batch))
+    message = describe_job(archive.mirror_of(copy.uid, copy.batch))
     for told in (message, message.best) if message.HasField("best") else (message,):
         told.checkpoint = told.checkpoint.replace(message.run_dir, str(run_dir), 1)
     message.run_dir = str(run_dir)
@@ -337,12 +328,6 @@ def _newest_checkpoint(mirror: JobMirror) -> str | None:
     on_chain = resumable_checkpoints(mirror.head.record, mirror.checkpoints.record.entries)
     return next((c.file for c in on_chain if c.file), None)
 
-
-# -------------------- queued
-# How jobs stand among those that want the cluster's slots, as the API tells of it.
-#
-# What a job wants and has is read from the store. Who waits, at which place and why, is worked out by the daemon for all of them, once for
-# each change (`controllers.cluster.ClusterMirror.queue`), and not anew for everybody who asks.
 
 ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
 
@@ -479,12 +464,6 @@ def summarize_job(one: JobMirror | UnreadableJob) -> pb.Job:
             one = UnreadableJob(one.keys.uid, name, str(error))
     return pb.Job(uid=one.uid, name=one.name, state=pb.JOB_STATE_UNSPECIFIED, reason=one.why)
 
-
-# -------------------- desk
-# What every subject of the Jobs service stands on: the records, who calls, and how a job that a request names is found.
-#
-# A job of a namespace that the caller may not see is not there for it: whoever asks learns no more than of a name that was never
-# given. Answers nothing itself.
 
 LONGEST_NAME = 256
 """Characters of a job's name, uid or namespace in a request."""

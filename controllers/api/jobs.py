@@ -1,7 +1,12 @@
-"""The Jobs service, put together from its subjects. Any controller answers for the whole cluster: it reads the store, and follows
-jobs through its mirror.
+"""The Jobs service. Any controller answers for the whole cluster: it reads the store, and follows jobs through its mirror.
 
-Errors leave as gRPC statuses (`controllers.service.statuses`): one sentence, and a constant for programs.
+Errors leave as gRPC statuses (`controllers.api.edge.errors`): one sentence, and a constant for programs.
+
+Deleting a job removes the run's folder first, then the records, so that an interrupted delete can be repeated. The folder is renamed
+before it is deleted. Where nodes share no folder, only this node's folder goes. Usage stays (`gcore.ledger.usage`).
+
+`RunEval` asks for an evaluation of the running step's weights: every peer hears of the commit after the request, so all evaluate it
+or none. If head's weights are or were evaluated, there is nothing to ask for.
 """
 
 from __future__ import annotations
@@ -56,9 +61,6 @@ from gcore.store import keys
 from gcore.store.types import Store
 from gcore.types import Version
 from placement.slots import Pool, sizes_of
-
-# -------------------- placed
-# What a job's placement is, as people are told, and what a person fixes of it. Who fixes nothing that can be is told why.
 
 PIN_TRIES = 5
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
@@ -152,13 +154,6 @@ async def write_pin(
     raise StoreUnavailable("others fix the same job's placement at the same time", fix="Ask again")
 
 
-# -------------------- deleting
-# Forgetting a job that has ended: its run's folder, if that is wanted, and its records.
-#
-# The folder first: what is interrupted then is a job that is still there, and can be deleted again. A folder gets another name before it is
-# deleted, so that nobody finds half of one. Where nodes share no folder only this node's goes: the others' stay, as a folder of a run that
-# no record knows, which nothing deletes but a person (`controllers.clearing`). What the job has used stays told (`gcore.ledger.usage`).
-
 GOING = ".going"
 """What a folder's name ends with while it is deleted."""
 
@@ -222,12 +217,6 @@ async def _named(store: Store, job: JobRecord) -> dict[str, int]:
     return found
 
 
-# -------------------- asking
-# Has a running job's weights evaluated out of turn, because a person wants to know.
-#
-# The step that is under way is asked for: its weights are the newest as soon as it is committed, and whoever hears of that has heard of
-# this, so all peers evaluate it or none. If head's own weights are being evaluated, or are evaluated already, there is nothing to ask.
-
 ASK_TRIES = 10
 
 
@@ -274,9 +263,6 @@ def _known(mirror: JobMirror) -> Version | None:
         return Version(head.lineage, asked.step)
     return None
 
-
-# -------------------- lifecycle
-# The verbs of the Jobs service that begin, find and end jobs.
 
 LONGEST_REQUEST_ID = 128
 
@@ -381,10 +367,6 @@ class LifecycleMethods(JobsServiceBase):
             return jobs_pb2.Job(uid=uid, name=request.job, state=STATES[ended.phase], reason=ended.reason)
 
 
-# -------------------- shards
-# Who has which shards of a job's prompt stream, and how far each is, from the assignment and head alone. Pure.
-
-
 def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
     """Every shard, in order. Of a job that has not begun each is at its first prompt, and nobody's."""
     assert mirror.job is not None
@@ -407,9 +389,6 @@ def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
         )
     return reply
 
-
-# -------------------- accounts
-# The verbs of the Jobs service that tell what came of a job: its audit, its checkpoints, its placement, its samples and books.
 
 T = TypeVar("T")
 

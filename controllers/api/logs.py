@@ -1,12 +1,12 @@
-"""What a job's workers wrote to their logs, for whoever asks: `logs/INSTANCE.log` in the run's folder.
+"""Workers' logs: `logs/INSTANCE.log` in the run's folder.
 
-Where all nodes share the folder, any controller reads all logs. Where they share none, the one that was asked reads its own and asks
-each of the others for theirs. A log's name says of which worker it is; which rank that was, the records of the job's train worlds say.
-Lines of one worker come in their order; those of several are told apart by their instance and not put into one order, for their
-clocks are several.
+Where all nodes share the folder, any controller reads all logs. Where they do not, the controller that was called reads its own
+node's and asks each peer for that peer's; a peer that fails becomes a line of the answer. Lines of one worker are in order; lines of
+several workers are not, because their clocks differ. A caller that asks for positions can continue at another controller.
 
-Whoever asks for the places of lines can go on at another controller when this one is gone: what was told of each worker's log is what the
-places say, and the rest is read there.
+A log may be of any length, have lines of any length, be truncated by rotation, and end within a line. Reads are bounded, a line is cut
+at `MOST_CHARACTERS`, and text without a line end is sent when the log is not followed further. Links are not followed, because
+workers write into that folder. Reading blocks on the disk.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all, gather_or_cancel
 from gcore.system.files import parse_object
 from gcore.worker.records import WorkerRecord
-
-# -------------------- log_lines
-# A worker's log, line by line: what was written until now, from a place on, and what is written then.
-#
-# A log may be as long as it likes, have lines of any length, be cut short by whoever rotates it, and end in the middle of a line: what is
-# read at once is bounded, a line is cut at `MOST_CHARACTERS`, and what has no line end yet is told when the log is not followed any
-# further. Where a line ends is told with it, so that whoever reads the same log elsewhere can go on there. Links are not followed: what
-# writes into a run's folder must not choose what a daemon reads. Blocks on the disk.
 
 MOST_CHARACTERS = 16 * 1024
 READ_BYTES = 256 << 10
@@ -427,12 +419,6 @@ def log_names(run_dir: Path) -> list[str]:
     except OSError as error:
         raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
 
-
-# -------------------- log_peers
-# Logs that lie on other nodes, where nodes share no folder: asked for there, and put beside those that lie here.
-#
-# A peer is asked for its own node's logs only, so no question goes round in a circle. One that does not give them is told of in a line of
-# its own: what the others have is told all the same.
 
 Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
 

@@ -1,9 +1,7 @@
-"""Serves a run's files to peers, of jobs whose nodes share no folder (`storage.copies`).
+"""Services for peers: a run's files, of jobs whose nodes share no folder (`storage.copies`), and the load of engines.
 
-Only files, only out of the run's own folder on this node, and of that only what peers have a use for (`SERVED`). Each part of a
-path is opened by itself and never through a link, so that nothing outside can be named, whatever lies in the folder. What is
-hidden is a writer's draft and is not there. Any controller may ask, as it may ask a rank or an engine: the cluster's network
-is who they trust. Reads in threads; writes nothing.
+Only files in the run's own folder on this node are served, and of these only `SERVED`. Each part of a path is opened by itself and
+never through a link, so that nothing outside can be named. Hidden files are drafts and do not exist here.
 """
 
 from __future__ import annotations
@@ -24,13 +22,12 @@ from controllers.api.edge.access import Role, current_caller
 from controllers.api.edge.errors import CallContext, NotFound, handle_errors, handle_stream_errors
 from controllers.api.edge.server import StreamLimiter
 from gcore.api.v1 import files_pb2 as pb
-from gcore.api.v1 import files_pb2_grpc, placement_pb2_grpc
-from gcore.api.v1 import placement_pb2 as v1_pb
+from gcore.api.v1 import files_pb2_grpc, placement_pb2, placement_pb2_grpc
 from gcore.config.node import ApiConfig
 from gcore.errors import GcoreError, UsageError
 from gcore.ledger import archive
 from gcore.ledger.audit import receipts
-from gcore.ledger.records import slot_accounting as books_file
+from gcore.ledger.records import slot_accounting
 from gcore.observability import samples
 
 if TYPE_CHECKING:
@@ -46,7 +43,7 @@ SERVED = frozenset(
         archive.EVALUATIONS,
         receipts.FOLDER,
         samples.FOLDER,
-        books_file.FOLDER,
+        slot_accounting.FOLDER,
     }
 )
 """The folders of a run whose files peers fetch."""
@@ -178,10 +175,6 @@ def _unreadable(parts: tuple[str, ...], error: OSError) -> GcoreError:
     return GcoreError(f"{'/'.join(parts)} cannot be read here ({error.strerror or error})", fix="Ask another node")
 
 
-# -------------------- placement
-# Serves what engines have to do, to the controller that plans a job's placement.
-
-
 class PlacementService(placement_pb2_grpc.PlacementServicer):
     """Implements gcore.api.v1.Placement."""
 
@@ -191,7 +184,7 @@ class PlacementService(placement_pb2_grpc.PlacementServicer):
         self.trouble = trouble
 
     @handle_errors
-    async def Loads(self, request: v1_pb.LoadsRequest, context: CallContext) -> v1_pb.LoadsReply:
+    async def Loads(self, request: placement_pb2.LoadsRequest, context: CallContext) -> placement_pb2.LoadsReply:
         """What the engines that this controller sees to have to do."""
         runner = self._runner(request.job_uid)
         if runner is None or not runner.is_working:

@@ -1,6 +1,8 @@
-"""The kept samples of a job, read from its run's folder for whoever asks. Any controller can: they all see the folder.
+"""Samples, audits, checkpoints and slot accounts, read from a run's folder or from the store.
 
-What a stream holds of a step is where its groups lie; a group's texts are read when it is that group's turn.
+What cannot be read in an audit is a violation. An audit reads the store before the folder: a log entry is in the folder before it
+leaves the store, and a receipt is there before the commit that needs it. Checkpoints are checked cheaply, for their manifest and the
+sizes of their files; bytes are verified when a job restarts from one or its model is exported.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.load import stored_spec
 from gcore.config.spec import SamplesSpec
 from gcore.errors import GcoreError, Unreachable
-from gcore.ledger import archive as store_copy
+from gcore.ledger import archive
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.audit.audit import AuditInputs, audit_records
 from gcore.ledger.audit.chain import Audit, Finding
@@ -31,8 +33,8 @@ from gcore.ledger.records.slot_accounting import encode_line, read_step_lines
 from gcore.ledger.retention import Retention, keep_reasons
 from gcore.ledger.selection import rules_of
 from gcore.models.layout import CHECKPOINTS, MANIFEST_FILE, CheckpointDamaged, checkpoints_in, read_manifest
-from gcore.observability import samples as kept_samples
 from gcore.observability.samples import (
+    GroupLine,
     KeptGroup,
     KeptResponse,
     KeptText,
@@ -40,6 +42,11 @@ from gcore.observability.samples import (
     Selection,
     find_kept,
     find_version,
+    kept_steps,
+    list_advantages,
+    list_groups,
+    parse_advantages,
+    read_group,
     select_groups,
     sort_responses,
     step_status,
@@ -87,7 +94,7 @@ class _Picked:
     """What a request asks for: where it lies, and no more of it than that. `advantages`: by the group's digest, as written."""
 
     version: Version
-    selection: Selection[kept_samples.GroupLine]
+    selection: Selection[GroupLine]
     advantages: Mapping[str, Sequence[bytes]]
     order: Order
 
@@ -97,10 +104,10 @@ def _pick(
 ) -> _Picked:
     order = _order(request)
     with _reading(run_dir):
-        version = find(kept_samples.kept_steps(run_dir), request.step if request.HasField("step") else None)
-        groups = kept_samples.list_groups(run_dir, version)
+        version = find(kept_steps(run_dir), request.step if request.HasField("step") else None)
+        groups = list_groups(run_dir, version)
         selection = select_groups(groups, source=request.source, order=order, limit=request.limit)
-        known, wanted = kept_samples.list_advantages(run_dir, version), {group.digest for group in selection.groups}
+        known, wanted = list_advantages(run_dir, version), {group.digest for group in selection.groups}
     return _Picked(version, selection, {name: lines for name, lines in known.items() if name in wanted}, order)
 
 
@@ -113,8 +120,8 @@ def _order(request: pb.GetSamplesRequest) -> Order:
 def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.SampleGroup]:
     for where in picked.selection.groups:
         with _reading(where.file.parent):
-            group = kept_samples.read_group(where)
-        advantages = kept_samples.parse_advantages(picked.advantages.get(where.digest, ()))
+            group = read_group(where)
+        advantages = parse_advantages(picked.advantages.get(where.digest, ()))
         message = _group(group, sort_responses(group, advantages, picked.order))
         message.lineage, message.step, message.of = picked.version.lineage, picked.version.step, picked.selection.of
         if stands is not None:
@@ -171,13 +178,6 @@ def _text(text: KeptText) -> pb.SampleText:
     return pb.SampleText(text=text.text, more=text.more)
 
 
-# -------------------- audits
-# Audits for whoever asks: of a job in the store, and of a run of which no cluster knows any more, from its folder.
-#
-# Reads; what is proved, `gcore.ledger.audit` says. What cannot be read is a violation like any other. The store is read before the
-# folder: an entry that leaves the store stands in the folder before, and a receipt before the commit that needs it.
-
-
 class NoRecordsCopy(Unreachable):
     """A run's folder does not hold what an audit needs, so only a cluster can answer. No violation: nothing was audited."""
 
@@ -185,7 +185,7 @@ class NoRecordsCopy(Unreachable):
 def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -> Audit:
     """Of a job whose records are `batch`. `run_dir`: where its folder lies; None: where its record says. Blocks on the disk."""
     try:
-        mirror = store_copy.mirror_of(uid, batch)
+        mirror = archive.mirror_of(uid, batch)
     except UnreadableRecord as error:
         return Audit((Finding("record", str(error)),))
     if mirror.job is None:
@@ -219,7 +219,7 @@ def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
 def audit_of_folder(run_dir: Path) -> Audit:
     """Of a run that has ended, from its folder alone. Raises NoRecordsCopy. Blocks on the disk."""
     try:
-        copy = store_copy.read_copy(run_dir)
+        copy = archive.read_copy(run_dir)
     except OSError as error:
         raise NoRecordsCopy(
             f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)
@@ -229,7 +229,7 @@ def audit_of_folder(run_dir: Path) -> Audit:
     if copy is None:
         raise NoRecordsCopy(
             "the run's folder has no copy of the job's records",
-            where=str(run_dir / store_copy.COPY_FOLDER),
+            where=str(run_dir / archive.COPY_FOLDER),
             fix="Start its cluster (`gcore up`) and ask again: the copy is written when a job ends, or is audited after",
         )
     return audit_of_records(copy.uid, copy.batch, run_dir)
@@ -241,11 +241,11 @@ def find_run(runs: Path, job: str) -> Path | None:
     One whose copy is damaged goes by its folder's name, and by when that was changed: that it is damaged is for the audit to say.
     """
     found: list[tuple[float, Path]] = []
-    for folder in runs.glob(f"*/{store_copy.COPY_FOLDER}"):
+    for folder in runs.glob(f"*/{archive.COPY_FOLDER}"):
         run_dir = folder.parent
         with contextlib.suppress(OSError):
             try:
-                copy = store_copy.read_copy(run_dir)
+                copy = archive.read_copy(run_dir)
                 if copy is not None and job in (copy.uid, copy.job.name):
                     found.append((copy.job.created, run_dir))
             except UnreadableRecord:
@@ -276,14 +276,6 @@ def audit_report(found: Audit) -> pb.AuditReport:
         groups_by_node=by_node,
         lineages=found.lineages,
     )
-
-
-# -------------------- checkpoints
-# A job's checkpoints, for people: from its records where a cluster knows it, else from what lies in its run's folder and the
-# copy of the records there.
-#
-# What can be seen cheaply is looked at: whether a folder has its manifest, and every file the size that stands there. That each
-# byte is right is looked at when a job goes back to it, or when its model is exported. Writes nothing.
 
 
 async def list_checkpoints(
@@ -330,9 +322,9 @@ def _registered(mirror: JobMirror) -> dict[Checkpoint, Collection[str]]:
 def _left(run_dir: Path, uid: str) -> dict[Checkpoint, Collection[str]]:
     """The same from the copy of the records in the run's folder; nothing if there is none, or it is damaged."""
     with contextlib.suppress(OSError, GcoreError):
-        copy = store_copy.read_copy(run_dir)
+        copy = archive.read_copy(run_dir)
         if copy is not None and copy.uid == uid:
-            return _registered(store_copy.mirror_of(uid, copy.batch))
+            return _registered(archive.mirror_of(uid, copy.batch))
     return {}
 
 
@@ -372,10 +364,6 @@ def _size(folder: Path) -> int:
         with contextlib.suppress(OSError):
             size += path.stat().st_size if path.is_file() else 0
     return size
-
-
-# -------------------- books
-# What a job's slots did, for whoever asks: the newest steps from the store's records, any other from the run's folder.
 
 
 class NoAccounts(NotFound):

@@ -1,4 +1,8 @@
-"""Jobs as they stand in the store, read on demand. Writes nothing to it."""
+"""Jobs, nodes, claims and namespaces, read from the store on demand.
+
+A namespace exists while a job that was not deleted, usage, a quota, a token or the caller's certificate names it. `default` always
+exists; a namespace that the caller may not see does not.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import NamespaceNotFound, NotFound
 from controllers.api.run_reader import audit_of_records
+from controllers.cluster.mirror import read_record
 from controllers.storage.peer_files import FetchFailed
 from controllers.storage.run_folder import (
     LocalRunFolder,
@@ -26,7 +31,7 @@ from controllers.storage.run_folder import (
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.tokens import TokenRecord
 from gcore.errors import did_you_mean
-from gcore.ledger import archive as store_copy
+from gcore.ledger import archive
 from gcore.ledger.archive import mirror_of
 from gcore.ledger.audit.chain import Audit
 from gcore.ledger.mirror import JobMirror
@@ -205,27 +210,23 @@ class StoreReader:
 
     async def cluster(self) -> ClusterListing:
         """Daemons and workers, but for those that this version cannot read."""
-        nodes = _read(NodeRecord, await self._store.list(keys.NODES))
-        return ClusterListing(tuple(nodes), tuple(_read(WorkerRecord, await self._store.list(keys.WORKERS))))
+        nodes = _readable(NodeRecord, await self._store.list(keys.NODES))
+        return ClusterListing(nodes, _readable(WorkerRecord, await self._store.list(keys.WORKERS)))
 
     async def claim(self, uid: str) -> Versioned[Claim] | None:
         """What a job that has not ended wants of the cluster. One that cannot be read wants what is usual."""
         kv = await self._store.get(JobKeys(uid).active)
-        return None if kv is None else Versioned(_claim(kv), kv.mod_revision)
+        return None if kv is None else Versioned(read_record(Claim, kv, Claim()), kv.mod_revision)
 
     async def claims(self) -> dict[str, Claim]:
         """Of all jobs that have not ended, by uid."""
         listing = await self._store.list(keys.ACTIVE)
-        return {kv.key.removeprefix(keys.ACTIVE): _claim(kv) for kv in listing.kvs}
+        return {kv.key.removeprefix(keys.ACTIVE): read_record(Claim, kv, Claim()) for kv in listing.kvs}
 
     async def shares(self) -> Shares | None:
         """Which slots each job has; None where nobody shares any out."""
         kv = await self._store.get(keys.SHARES)
-        try:
-            return None if kv is None else Shares.decode(kv.value, kv.key)
-        except UnreadableRecord as error:
-            log.error("passed over: %s", error)
-            return None
+        return None if kv is None else read_record(Shares, kv, None)
 
     async def queue(self, *claims: Versioned[Claim]) -> Mapping[str, QueuePosition]:
         """Who waits for slots, and why, as this daemon has worked it out for whoever asks, with these claims in it. Nobody, while it hears
@@ -277,20 +278,8 @@ def _name_of(kv: KeyValue | None) -> str:
     return str(tree.get("name", ""))[:256] if isinstance(tree, dict) else ""
 
 
-def _claim(kv: KeyValue) -> Claim:
-    try:
-        return Claim.read(kv.value, kv.key)
-    except UnreadableRecord as error:
-        log.error("passed over: %s", error)
-        return Claim()
-
-
-def _read(kind: type[R], listing: KeyListing) -> Iterator[R]:
-    for kv in listing.kvs:
-        try:
-            yield kind.decode(kv.value, kv.key)
-        except UnreadableRecord as error:
-            log.error("passed over: %s", error)
+def _readable(kind: type[R], listing: KeyListing) -> tuple[R, ...]:
+    return tuple(record for kv in listing.kvs if (record := read_record(kind, kv, None)) is not None)
 
 
 def _as_heard(listing: KeyListing) -> WatchBatch:
@@ -303,15 +292,8 @@ def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
         mirror = mirror_of(uid, _as_heard(listing))
         if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
             return
-        if not store_copy.has_copy(run_dir, mirror.head.record if mirror.head else None):
-            store_copy.write_copy(run_dir, "audit", uid, listing)
-
-
-# -------------------- namespaces
-# Whether there is a namespace, for those who ask for what is in it and get nothing.
-#
-# A namespace is made by nothing but its use: it is there while a job is called in it that was not deleted, while something was used in it, while
-# it has a quota, or while a token or the caller's certificate names it. `default` always is. One that the caller may not see is not there.
+        if not archive.has_copy(run_dir, mirror.head.record if mirror.head else None):
+            archive.write_copy(run_dir, "audit", uid, listing)
 
 
 async def check_namespace(store: Store, namespace: str, used: Collection[str] = ()) -> None:

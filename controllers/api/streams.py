@@ -1,6 +1,10 @@
-"""The verbs of the Jobs service that follow a job: its events, its steps' numbers, and what its workers write to their logs.
+"""The Jobs service's streams: events, step metrics and logs.
 
-Each takes what it sends from what the daemon holds anyway, a few at a time, and looks for more when its client has taken them.
+A stream takes a few items at a time from what the daemon holds, and reads more when its client has taken them.
+
+Step metrics come in the order of the chain, old ones from the run's folder and the others from the log. Lineage and step order them,
+so that a stream continues after any step, also across a rollback. A metric's name is unknown if it is neither in the catalogue nor in
+any step so far; before the first step no name is refused.
 """
 
 from __future__ import annotations
@@ -41,15 +45,6 @@ from gcore.store.keys import JobKeys
 
 if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
-
-# -------------------- step_metrics
-# The numbers of a job's steps, in the order of its chain: those that left the store from the run's folder, the others from the log.
-#
-# A step is named by lineage and number; the chain's order is that of both together, for each lineage begins behind the one before. So
-# a stream goes on behind any step, also across a rollback. Pure, but for what reads the folder.
-#
-# Which numbers a job has is not known before it tells them: its flow, its rewards and its losses have names of their own. So a name is
-# unknown if it is neither in the catalogue nor a number of any step so far; before the first step nothing is known to be wrong.
 
 MOST_NAMES = 256
 KINDS = ("trained", "filtered", "failed")

@@ -1,11 +1,14 @@
-"""The local cluster: an etcd and several daemons on this machine, all under one folder.
+"""The local cluster: one etcd and several daemons on this machine, in one folder (the home).
 
-`up` returns when every daemon says that it serves, or leaves nothing running and says why. `down` ends daemons, then
-workers, then etcd, and returns when nothing of the home is left; the data stay, so that the next `up` goes on with the
-same jobs. While it is at work the file `stopping` keeps daemons from bringing back what it ends (`controllers.keeper`).
-One `up` or `down` at a time works on a home, under a file lock.
+`start_cluster` returns when every daemon serves, or leaves nothing running and says why. `stop_cluster` ends the processes of
+the home and keeps the data, so that the next start continues the same jobs. It ends daemons first, because they would start
+workers again; then workers, which stop their engines and ranks; etcd last. Each kind gets SIGTERM, and SIGKILL after a grace
+period. While it works, the file `stopping` keeps daemons from restarting what it ends (`controllers.daemon.keeper`). A file
+lock allows one start or stop at a time per home.
 
-The cluster of several machines is started by systemd, Kubernetes or Slurm, not by this.
+`stop_cluster` does not trust what `start_cluster` wrote down. It reads the command lines of this user's processes: daemons,
+workers and trackers carry `--home HOME`, etcd its data folder, and the rest are descendants of workers. The command line tool
+itself is not one of them. Systemd, Kubernetes or Slurm start a cluster of several machines.
 """
 
 from __future__ import annotations
@@ -44,14 +47,6 @@ if TYPE_CHECKING:
     from gcore.config.node import NodeConfig
     from gcore.store.etcd import LocalEtcd
 
-
-# -------------------- leftovers
-# The processes of one home on this machine, found by their command lines.
-#
-# `gcore down` promises that nothing is left, also when what `gcore up` wrote down is lost or out of date. So it asks the
-# kernel: daemons, workers and trackers' processes carry `--home HOME`, the local etcd its data folder under it, and whatever a worker started is
-# its descendant. The command line itself (`gcore run --home HOME`) is none of them. Only this user's processes are looked
-# at. Signals nobody.
 
 Kind = Literal["controller", "worker", "child", "etcd"]
 
@@ -162,13 +157,6 @@ def _descendants(roots: Iterable[int], table: Mapping[int, int]) -> frozenset[in
     return frozenset(found)
 
 
-# -------------------- ending
-# Ending the processes of a home: asked first, killed after a grace, kind after kind.
-#
-# Daemons first, or they would start workers again; then workers, which stop their engines and ranks; etcd last, so that
-# all of them can say goodbye to it. Blocks, and a key press gets through at any moment: the caller may then call again
-# with no grace at all. Does not look after files (`local`).
-
 GRACES_S: Mapping[Kind, float] = {"controller": 10.0, "worker": 15.0, "child": 0.0, "etcd": 10.0}
 """In this order; seconds from SIGTERM to SIGKILL. A worker gives its child ten itself."""
 
@@ -215,10 +203,6 @@ def _end(processes: Sequence[ProcessId], grace_s: float, clock: Clock) -> int:
         wait_process_ended(process, KILL_WAIT_S)
     return len(late)
 
-
-# -------------------- devices
-# What can be said of the devices that somebody asks for before anything is started: how many GPUs this machine shows, without torch, by
-# the driver's device files; whether emulated ones are given a law. For an early word, not for placement.
 
 _GPU = re.compile(r"nvidia\d+")
 

@@ -1,4 +1,8 @@
-"""The options that several verbs share, each defined once."""
+"""Options that several commands share, the choice of the cluster that a command talks to, and completion in the shell.
+
+A command talks to the controllers of `--address`, else of the named context, else of the local cluster in its home, else of the
+current context. Completion asks a controller for at most a second, completes nothing when none answers, and prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,6 @@ from gcore.quickstart import NAMES
 if TYPE_CHECKING:
     from gcore.client.contexts import ClusterAddress
     from gcore.client.jobs import JobsClient
-
-# -------------------- completing
-# What a shell completes: names of jobs and of nodes, as a controller of the cluster tells them.
-#
-# A shell waits for it at each press of the key: so it asks for a moment only, and when nothing answers there is nothing to complete. It
-# never says a word of its own.
 
 WITHIN_S = 1.0
 MOST = 100
@@ -145,11 +143,6 @@ DEFAULT_CONTROLLERS = 2
 DEFAULT_SLOTS = "cpu:2"
 
 
-# -------------------- finding
-# Which cluster a command talks to: the one whose address it was given, the one whose context was named, the local cluster of its home, or
-# the one of the current context; and what it shows of whoever called it (`gcore.contexts`).
-
-
 def find_cluster(address: str | None, home: Path) -> ClusterAddress:
     """Where a cluster answers, and how to talk to it. Raises UsageError, and Unreachable if none is up in `home` and no other is known."""
     from gcore.client.contexts import choose_cluster
@@ -225,9 +218,6 @@ def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None
 
     return asyncio.run(talk())
 
-
-# -------------------- called
-# How gcore was called, so that what a person is told to type works when typed: `gcore` may be in .venv/bin only.
 
 _HINT = "`gcore "
 

@@ -1,7 +1,7 @@
-"""The job API's answers as a person, or a program, reads them: tables and JSON.
+"""Tables and JSON of the job API's messages, and text that is safe to show.
 
-JSON goes out whole, with the names of the API; tables hold what fits. Text that a spec or a model wrote is shown through
-`visible`.
+`-o json` has every field under its name in the API; tables show what fits. Models and datasets may write control characters,
+which move the cursor: everything from a spec, a model or a dataset is shown through `printable_text`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import takewhile
@@ -30,14 +30,9 @@ from gcore.config.data import OF_PART
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from gcore.api.v1 import jobs_pb2 as pb
-
-# -------------------- view_text
-# Curves, bars and maps out of characters, and text that is safe to show. Pure strings; colours are `view_live`'s.
-#
-# What models and datasets wrote may hold control characters, which would move the cursor or worse: everything from there
-# goes through `visible`.
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 SHADES = " ░▒▓█"
@@ -50,7 +45,7 @@ def printable_text(text: str, limit: int = 60) -> str:
 
 
 def distinguish_texts(texts: Sequence[str], limit: int = 60) -> list[str]:
-    """Each of `texts` as `visible` shows it. Where one is too long, the words that all begin with (a system message, say)
+    """Each of `texts` as `printable_text` shows it. Where one is too long, the words that all begin with (a system message, say)
     give way to "…", so that what is left tells them apart."""
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)) if len(texts) > 1 else ()
     end = max((n + 1 for n, column in enumerate(alike) if column[0].isspace()), default=0)
@@ -192,10 +187,6 @@ def source_line(source: SourceFigures) -> str:
             told.append(f"{source.eval_unscored} responses not scored")
         words.append(", ".join(told))
     return "; ".join(words)
-
-
-# -------------------- outputs
-# The ways in which an answer is printed: a table for people, JSON or YAML for programs, which get all of it.
 
 
 class Output(StrEnum):
@@ -359,23 +350,45 @@ def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
 
 def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:
     """One line a job."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON"):
-        table.add_column(heading, no_wrap=heading != "REASON")
-    for job in jobs:
-        queued = f" ({job.queue_position})" if job.queue_position else ""
-        table.add_row(
+    headings = ("NAME", "UID", "STATE", "PRIORITY", "SLOTS", "STEP", "CREATED", "REASON")
+    rows = (
+        (
             printable_text(job.full_name),
             printable_text(job.uid),
-            job.state + queued,
+            job.state + (f" ({job.queue_position})" if job.queue_position else ""),
             str(job.priority),
             str(job.slots or "-"),
             f"{job.step}/{job.of_steps}",
             format_time(job.created) if job.created else "",
             printable_text(job.reason, 80),
         )
+        for job in jobs
+    )
+    return rows_table(headings, rows, whole=headings[:-1])
+
+
+def rows_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+    fold: Collection[str] = (),
+) -> Table:
+    """One line a row. Of the headings, numbers are aligned `right`, `whole` cells are never wrapped, `fold` breaks words. No cell is markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(
+            heading,
+            justify="right" if heading in right else "left",
+            no_wrap=heading in whole,
+            overflow="fold" if heading in fold else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     return table
 
 

@@ -157,7 +157,7 @@ class ClusterMirror:
                 if event.kind == "delete":
                     now = NO_SHARES
                 else:
-                    read = _read(Shares, event.kv, None)
+                    read = read_record(Shares, event.kv, None)
                     now = self.shares if read is None else Versioned(read, event.kv.mod_revision)
             self._set("shares", now)
 
@@ -174,7 +174,7 @@ class ClusterMirror:
                     node = event.kv.key.removeprefix(keys.DRAINED)
                     (drained.add if event.kind == "put" else drained.discard)(node)
                 elif event.kv.key == keys.QUOTAS:
-                    said = _read(Quotas, event.kv, Quotas()) if event.kind == "put" else Quotas()
+                    said = read_record(Quotas, event.kv, Quotas()) if event.kind == "put" else Quotas()
                     quotas = said.slots
             self._set("quotas", quotas)
             self._set("drained", frozenset(drained))
@@ -235,12 +235,10 @@ class ClusterMirror:
 def _fold(
     known: dict[str, R], batch: WatchBatch, prefix: str, record: type[R], instead: R | None = None
 ) -> dict[str, R]:
-    """What this version cannot read is passed over, or taken for what stands `instead`: one node of another version must not end all
-    daemons."""
     result = {} if batch.reset else dict(known)
     for event in batch.events:
         name = event.kv.key.removeprefix(prefix)
-        read = _read(record, event.kv, instead) if event.kind == "put" else None
+        read = read_record(record, event.kv, instead) if event.kind == "put" else None
         if read is not None:
             result[name] = read
         else:
@@ -248,7 +246,8 @@ def _fold(
     return result
 
 
-def _read(record: type[R], kv: KeyValue, instead: T) -> R | T:
+def read_record(record: type[R], kv: KeyValue, instead: T) -> R | T:
+    """The record, or `instead` if this version cannot read it, which is logged: one node of another version must not end all daemons."""
     if not kv.value and instead is not None:  # as version 1 wrote claims
         return instead
     try:

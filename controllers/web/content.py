@@ -1,8 +1,11 @@
-"""What the page shows: the cluster's jobs, and one of them. Read from the store, from this controller's runner of a job that has not
-ended, and from the ends of the files in the run's folder.
+"""The JSON of the page: the cluster's jobs and one job, from the store, this controller's runner and the run's folder.
 
-Whoever asks is told of the jobs in the namespaces that are theirs; any other is not there. Samples, specs and logs are shown nowhere on the
-page. Writes nothing.
+A caller sees jobs of their namespaces only. Samples, specs and logs are never shown. Curves come from the end of `metrics.jsonl`,
+without the steps that a rollback discarded; of too many steps every second, fourth, ... is left out, never the newest. Timelines come
+from the end of the slot accounts, each node by its own clock. Both read a bounded part of a file and block on the disk.
+
+`FileCache` caches what was read until the file changes, for the newest few runs, so that viewers of one job cause one read a step. A disk
+that hangs holds one thread: others wait `TURN_S` for it, because the daemon has few threads.
 """
 
 from __future__ import annotations
@@ -37,12 +40,6 @@ from placement.moves import move_in_words, numbers_in_words, outcome_in_words
 
 if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
-
-# -------------------- curves
-# A run's numbers step by step, as the page draws them: from the end of `metrics.jsonl`, along the chain that holds.
-#
-# A rollback takes the steps behind it out. Of more steps than a curve has room for every second, fourth, ... is left out, never the newest.
-# Blocks on the disk; reads a bounded part of the file.
 
 CURVES_MOST_BYTES = 4 << 20
 """Of the file's end."""
@@ -136,11 +133,6 @@ def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) ->
     return list(points[(len(points) - 1) % every :: every]) if every > 1 else list(points)
 
 
-# -------------------- timeline
-# What slots did when, as the page draws it: the newest steps that nodes have booked, with the spans of each slot.
-#
-# From the ends of the books in the run's folder, so of a bounded part of them. Each node goes by its own clock. Blocks on the disk.
-
 TIMELINES_MOST_BYTES = 512 << 10
 """Of the end of a node's books."""
 
@@ -210,11 +202,6 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
     found.rows += list(rows.values())[:room]
     found.more += max(len(rows) - room, 0)
 
-
-# -------------------- kept
-# What was read of a run's folder, kept until there is something new in it: however many look at a job's page, its files are read once a
-# step. Keeps the newest few runs. Blocks on the disk; any thread. A disk that hangs keeps one thread: others wait for it `TURN_S`, for the
-# daemon has few threads, and other work for them than pages.
 
 MOST_RUNS = 16
 TURN_S = 1.0

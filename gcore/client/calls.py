@@ -1,8 +1,8 @@
-"""Calls to a cluster of which any controller answers: to the one that answered last; when that one does not answer, to the others in
-turn.
+"""Calls to a cluster of which any controller answers: first the one that answered last, then the others in turn.
 
-That is safe for every call of the API: reads change nothing, what changes a job says how it is to be, so that twice is once, and a
-job is created under a request id, which finds the job that the first, unanswered call made.
+Repeating is safe for every call of the API: reads change nothing, changes say the wanted state, and a job is created under a request id,
+which finds the job that an unanswered call created. A refused call raises one of gcore's errors, with what the API says to programs in
+`GcoreError.refusal`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,6 @@ from gcore.client.contexts import ClusterAddress, choose_cluster
 from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError, NotAllowed, StoreUnavailable, Unreachable, UsageError
 from gcore.system.clock import Clock
-
-# -------------------- refused
-# What a refused call means to whoever made it: gcore's errors, with what the API told programs in `GcoreError.refusal`.
 
 NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
@@ -89,9 +86,6 @@ def _kind(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
         f"the controller could not {what}: {status_text(error)}", where=address, fix="Its log says more (HOME/logs)"
     )
 
-
-# -------------------- patience
-# How long what is waited for, and which states a job ends in.
 
 ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
 MAX_ANSWER_BYTES = 64 << 20
@@ -265,10 +259,6 @@ class ApiCalls:
         if address not in self._channels:
             self._channels[address] = self._connector.channel(address, CHANNEL_OPTIONS)
         return self._channels[address]
-
-
-# -------------------- finding
-# Which cluster a client talks to when it is told none: as the command line finds it.
 
 
 def find_cluster(address: str | Sequence[str] | None, home: Path, env: Mapping[str, str]) -> ClusterAddress:

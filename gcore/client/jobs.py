@@ -1,8 +1,10 @@
-"""The Jobs service behind one or several addresses: each verb of the API as a method, with the API's own messages.
+"""The Jobs and Access services behind one or several addresses: each call of the API as a method, with the API's messages.
 
-Knows no files and no terminal. Errors are gcore's: `Unreachable` when nobody answered, `StoreUnavailable` when a controller
-answered that its store is away, `UsageError` when the answer was that the request is wrong, `NotAllowed` when whoever calls may not,
-`GcoreError` for anything else a controller complains of. `gcore.AsyncClient` and `gcore.Client` stand on this.
+Raises `Unreachable` when nobody answered, `StoreUnavailable` when a controller's store is away, `UsageError` for a wrong request,
+`NotAllowed` for one that the caller may not make, `GcoreError` for anything else.
+
+A stream continues at another controller after the last item. Sequence numbers of events, positions of steps on the chain and
+positions of lines in logs make sure that no item is lost or returned twice.
 """
 
 from __future__ import annotations
@@ -22,9 +24,6 @@ from gcore.api.v1 import jobs_pb2 as v1_pb
 from gcore.client.calls import ENDED, FINAL, NO_ANSWER, ApiCalls, ControllerSilent, explain_refusal
 from gcore.errors import Unreachable
 from gcore.observability.events import JobEvent
-
-# -------------------- access
-# The client of the Access service: whom a call is taken for, and tokens.
 
 
 class AccessClient(ApiCalls):
@@ -54,13 +53,6 @@ class AccessClient(ApiCalls):
         channel = self._channel(address)
         return VersionedStub(access_pb2_grpc.AccessStub(channel), more=self._connector.metadata(address))
 
-
-# -------------------- following
-# Streams of a job that outlive the controller that sends them: its events, its steps' numbers, its logs.
-#
-# A stream goes on from another controller after the last answer seen. Of events, sequence numbers make sure that none is handed out
-# twice, and the server sends all that are greater, so none is lost; of steps, their places on the chain do the same; of lines of logs,
-# where each ends in its worker's log.
 
 MOST_REFUSALS = 3
 """Of each controller in a row, for a reason that may pass; then it is told."""

@@ -1,7 +1,7 @@
 """What the examples need before they can run: their data and a model to begin with, or a judge of what a model writes.
 
-`gcore.prepare.examples` lists them. Preparing trains a small model and so imports torch, inside the function; to import this
-package does not.
+`gcore.quickstart.main` lists them; read `folder` first. Preparing trains a small model and imports torch inside the function; importing this
+package does not import it.
 """
 
 NAMES = ("arithmetic", "arithmetic-judge", "calculator")

@@ -1,14 +1,33 @@
-"""The arithmetic example: sums to learn from, sums held out, and a model that is right less than half of the time.
+"""The arithmetic example and its judge: sums, held-out sums, and small models that are warm-started on them.
 
-`prepare` makes one folder, with the promises of `gcore.prepare.folder`:
+`prepare_arithmetic` and `prepare_arithmetic_judge` make one folder each (`gcore.quickstart.folder`):
 
-    train.jsonl, eval.jsonl    prompts and answers (`gcore.prepare.sums`); no pair of operands is in both
-    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.prepare.teaching`)
-    manifest.json              the recipe it was made by, and size and hash of every other file
+    train.jsonl, eval.jsonl    prompts and answers; no pair of operands is in both (not in the judge's folder)
+    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.quickstart.pretraining`)
+    manifest.json              the recipe, and size and hash of every other file
 
 The same recipe, seed and number of updates give the same bytes on the same machine and torch; across machines the data is
-the same, and the model differs by rounding. It knows nothing of jobs: the spec that uses the folder is
-examples/arithmetic/grpo.yaml.
+the same, and the model differs by rounding.
+
+A sum is a two-digit number (10 to 99) and a one-digit number (2 to 9), in either order: "47+8=" and "8+47=". A *pair* of operands
+is held out in both orders. A keyed hash holds out one pair in seven, of those with a carry and of those without alike. The warm start
+also has *wide* sums of a three-digit and a one-digit number: with two-digit ones alone the model learns many by heart, and
+reinforcement learning does not generalise to held-out sums. A wide sum that ends in a held-out sum ("147+8=") is left out too. The
+*careless hand* (`gcore.quickstart.lessons`) mostly drops the carry ("47+8=45").
+
+The judge is shown a prompt with a response and a question mark, "12+7=20?". It writes the right sum and then its verdict, "19:N",
+because so small a model compares best with what it has written. A response is right if it is the sum's digits and nothing else, as
+for the reward `exact`. What a policy may write in four tokens is taught by kinds:
+
+    right        the sum
+    tens         the sum with ten more or less: what a careless hand writes
+    near misses  one digit another, one or ten off, two digits swapped
+    numbers      any other number of up to four digits
+    malformed    nothing at all; the sum without its end, or with something before or behind it (a zero, a sign, the sum's
+                 own digits); any other text of the alphabet
+
+Right answers and tens are the hardest to tell apart and are asked often, but not alone, or the judge would learn to copy the answer.
+The judge is taught all pairs, also those held out from the policy.
 """
 
 from __future__ import annotations
@@ -19,24 +38,8 @@ from pathlib import Path
 from typing import Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, to_jsonl
-
-# -------------------- sums
-# The sums of the arithmetic example: which there are, which are held out, and how a careless hand answers them.
-#
-# A sum is a two-digit number (10 to 99) and a one-digit number (2 to 9), in either order: "47+8=" and "8+47=". A *pair* of
-# operands is held out in both orders together, so that a held-out sum is new to the model in every sense. One pair in
-# seven is held out, of those with a carry and of those without alike; which ones is decided by a keyed hash, so that it is
-# the same on every machine and for ever.
-#
-# The warm start also sees *wide* sums, of a three-digit and a one-digit number: from two-digit ones alone the model learns
-# many by heart, and what reinforcement learning then teaches it does not carry over to sums it never saw. A wide sum whose
-# last two digits make a held-out sum ("147+8=" where "47+8=" is held out) is left out too.
-#
-# The *careless hand* (`gcore.prepare.lesson`) knows its sums, but mostly drops the carry ("47+8=45").
-#
-# Pure; the randomness of the careless hand is the caller's.
 
 SUMS_CHARACTERS = "0123456789+="
 
@@ -136,22 +139,9 @@ class ArithmeticManifest(PreparedManifest):
     pass_at_8: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedExample:
-    """A prepared folder. `cached`: it was there already."""
-
-    folder: Path
-    model: Path
-    train: Path
-    eval: Path
-    greedy_accuracy: float
-    pass_at_8: float
-    cached: bool
-
-
 def prepare_arithmetic(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
-) -> PreparedExample:
+) -> PreparedFolder[ArithmeticManifest]:
     """Make the example in the folder `to`, or find it there.
 
     `warm_updates` is how long the warm start trains; `must_fit` asks that the model then is right on 38 % to 48 % of the
@@ -164,16 +154,7 @@ def prepare_arithmetic(
         )
 
     asked = {"recipe": ARITHMETIC_RECIPE, "seed": seed, "warm_updates": warm_updates}
-    made = make_or_find(to, Recipe("arithmetic", ArithmeticManifest, asked, fill))
-    return PreparedExample(
-        folder=made.folder,
-        model=made.folder / "model",
-        train=made.folder / "train.jsonl",
-        eval=made.folder / "eval.jsonl",
-        greedy_accuracy=made.manifest.greedy_accuracy,
-        pass_at_8=made.manifest.pass_at_8,
-        cached=made.cached,
-    )
+    return make_or_find(to, Recipe("arithmetic", ArithmeticManifest, asked, fill))
 
 
 def _fill_arithmetic(
@@ -204,28 +185,6 @@ def _fill_arithmetic(
     )
 
 
-# -------------------- verdicts
-# What the judge of the arithmetic example learns: the right sum, and whether somebody's answer is it.
-#
-# The judge is shown a prompt with the response to it and a question mark, "12+7=20?". It writes the right sum and then its
-# verdict, "19:N": a model so small compares with what it has written far better than with what it only might know. A response
-# is right if it is the sum's digits and nothing else, which is what the reward `exact` says. Whatever a policy may write with
-# its alphabet in four tokens is taught, by kinds:
-#
-#     right        the sum
-#     tens         the sum with ten more or less: what a careless hand writes
-#     near misses  one digit another, one or ten off, two digits swapped
-#     numbers      any other number of up to four digits
-#     malformed    nothing at all; the sum without its end, or with something before or behind it (a zero, a sign, the sum's
-#                  own digits); any other text of the alphabet
-#
-# Right answers and tens are told apart with the most trouble, so they are asked often; but not alone, or the judge would learn
-# to copy the answer, or all of it but a digit, for the sum. All pairs of operands are taught, those too that the example holds
-# out: held out they are from the policy, which is what is evaluated. A judge is the one who knows, and all that the policy ever
-# learns about a sum is what the judge says of it.
-#
-# Pure: what would be drawn is drawn by a keyed hash. Nothing is trained here (`gcore.prepare.arithmetic_judge`).
-
 JUDGE_CHARACTERS = SUMS_CHARACTERS + "?:YN"
 
 RESPONSE_TOKENS = 4
@@ -233,7 +192,7 @@ RESPONSE_TOKENS = 4
 
 JUDGE_BAND = (0.9, 1.0)
 """The share of the questions looked at while it learns to which sum and verdict are right in the end. How good it has to be
-is said for verdicts, on many more questions (`gcore.prepare.arithmetic_judge`)."""
+is said for verdicts, on many more questions (`prepare_arithmetic_judge`)."""
 
 ROWS = (11, 3, 12, 3, 3)
 """How many of each kind are in a batch, in the order in which they are listed above."""
@@ -373,18 +332,6 @@ def _wrong(one: Sum, given: Iterable[str]) -> list[str]:
     return [response for response in dict.fromkeys(given) if response != one.answer]
 
 
-# -------------------- arithmetic_judge
-# The judge of the arithmetic example: it is shown a sum with somebody's answer, and writes the sum and its verdict.
-#
-# `prepare` makes one folder, with the promises of `gcore.prepare.folder`:
-#
-#     model/           a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.prepare.teaching`)
-#     manifest.json    the recipe it was made by, and size and hash of every other file
-#
-# What it is shown, what it writes and what it is taught is in `gcore.prepare.verdicts`. It stands beside the example itself
-# (`gcore.prepare.arithmetic`), not in it: who only wants to see a model learn need not wait for a judge. The same recipe, seed
-# and number of updates give the same bytes on the same machine and torch; across machines the model differs by rounding.
-
 JUDGE_RECIPE = 1
 """Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
 
@@ -405,20 +352,9 @@ class JudgeManifest(PreparedManifest):
     judge_false_yes: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedJudge:
-    """A prepared folder. `cached`: it was there already."""
-
-    folder: Path
-    model: Path
-    judge_accuracy: float
-    judge_false_yes: float
-    cached: bool
-
-
 def prepare_arithmetic_judge(
     to: Path, *, seed: int = 0, progress: bool = True, updates: int = UPDATES, must_fit: bool = True
-) -> PreparedJudge:
+) -> PreparedFolder[JudgeManifest]:
     """Make the judge in the folder `to`, or find it there.
 
     `updates` is how long it learns; `must_fit` asks that 97 % of its verdicts then are right, and that it calls at most 2 %
@@ -429,14 +365,7 @@ def prepare_arithmetic_judge(
         return _fill_judge(draft, seed, updates, Reporter.for_terminal(progress, "judge"), must_fit=must_fit)
 
     asked = {"recipe": JUDGE_RECIPE, "seed": seed, "updates": updates}
-    made = make_or_find(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
-    return PreparedJudge(
-        folder=made.folder,
-        model=made.folder / "model",
-        judge_accuracy=made.manifest.judge_accuracy,
-        judge_false_yes=made.manifest.judge_false_yes,
-        cached=made.cached,
-    )
+    return make_or_find(to, Recipe("arithmetic-judge", JudgeManifest, asked, fill))
 
 
 def _fill_judge(draft: Path, seed: int, updates: int, reporter: Reporter, *, must_fit: bool) -> JudgeManifest:

@@ -1,13 +1,17 @@
-"""The calculator example: products to learn from, products held out, and a model that sometimes asks for what it cannot work out.
+"""The calculator example: products, held-out products, and a model that sometimes asks for what it cannot work out.
 
-`prepare` makes one folder, with the promises of `gcore.prepare.folder`:
+`prepare_calculator` makes one folder (`gcore.quickstart.folder`):
 
-    train.jsonl, eval.jsonl    prompts and answers (`gcore.prepare.products`); no product is in both
-    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.prepare.teaching`)
-    manifest.json              the recipe it was made by, and size and hash of every other file
+    train.jsonl, eval.jsonl    prompts and answers; no product is in both
+    model/                     a qwen3 of 1.0M parameters with a tokenizer of its own (`gcore.quickstart.pretraining`)
+    manifest.json              the recipe, and size and hash of every other file
 
 The same recipe, seed and number of updates give the same bytes on the same machine and torch; across machines the data is the same,
-and the model differs by rounding. The specs that use the folder are in examples/calculator.
+and the model differs by rounding. The specs are in examples/calculator.
+
+A product is a three-digit and a two-digit number: "347*86=". There are 81,000, too many to learn by heart. One hand answers at once
+("29842"); the other asks first ("<<347*86>>29842", of which it writes "<<347*86>>"). The warm start has both, mostly the first, so that
+the model asks now and then. A keyed hash draws products; those of training, evaluation and the warm start are disjoint.
 """
 
 from __future__ import annotations
@@ -19,19 +23,8 @@ from pathlib import Path
 from typing import Literal
 
 from gcore.errors import DataError
-from gcore.quickstart.folder import PreparedManifest, Recipe, Reporter, make_or_find
+from gcore.quickstart.folder import PreparedFolder, PreparedManifest, Recipe, Reporter, make_or_find
 from gcore.quickstart.lessons import Lesson, hashed_numbers
-
-# -------------------- products
-# The products of the calculator example: which there are, which are held out, and how two hands answer them.
-#
-# A product is a three-digit and a two-digit number: "347*86=". There are 81,000, far more than a small model can learn by heart, and too
-# hard for it to work out. One hand answers at once ("29842"); the other writes what it wants worked out, between two texts, and is told
-# ("<<347*86>>29842", of which it writes no more than "<<347*86>>"). The warm start sees both, mostly the first, so that the model asks
-# now and then and mostly guesses.
-#
-# Products are drawn by a keyed hash, so that they are the same on every machine and for ever. Those of training, those that are held out
-# and those of the warm start are apart. Pure.
 
 CHARACTERS = "0123456789*=<>"
 OPEN, CLOSE = "<<", ">>"
@@ -129,19 +122,9 @@ class CalculatorManifest(PreparedManifest):
     greedy_accuracy: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCalculator:
-    """A prepared folder. `cached`: it was there already."""
-
-    folder: Path
-    calls: float
-    greedy_accuracy: float
-    cached: bool
-
-
 def prepare_calculator(
     to: Path, *, seed: int = 0, progress: bool = True, warm_updates: int = WARM_UPDATES, must_fit: bool = True
-) -> PreparedCalculator:
+) -> PreparedFolder[CalculatorManifest]:
     """Make the example in the folder `to`, or find it there.
 
     `warm_updates` is how long the warm start trains; `must_fit` asks that the model then asks as it should in 10 % to 60 % of what is
@@ -152,8 +135,7 @@ def prepare_calculator(
         return _fill(draft, seed, warm_updates, Reporter.for_terminal(progress, "warm start"), must_fit=must_fit)
 
     asked = {"recipe": RECIPE, "seed": seed, "warm_updates": warm_updates}
-    made = make_or_find(to, Recipe("calculator", CalculatorManifest, asked, fill))
-    return PreparedCalculator(made.folder, made.manifest.calls, made.manifest.greedy_accuracy, made.cached)
+    return make_or_find(to, Recipe("calculator", CalculatorManifest, asked, fill))
 
 
 def _fill(draft: Path, seed: int, warm_updates: int, reporter: Reporter, *, must_fit: bool) -> CalculatorManifest:

@@ -1,12 +1,10 @@
-"""A prepared folder: made all at once or not at all, and used again as long as it is what would be made now.
+"""A prepared folder: made all at once or not at all, and used again while it is what would be made now.
 
-The folder appears under its name by a rename, so a half-made one is never taken for done; whatever an interrupted
-preparation left beside it is removed by the next. Its `manifest.json` says the recipe that it was made by, and size and hash
-of every other file. A folder that the same recipe made, and whose files are as they were, is used again. One that gcore made
-by another recipe, or that was damaged, is made anew; a folder that gcore did not make is left alone, with an error. Two that
-prepare the same folder at once wait for each other.
+The folder appears by a rename; the next preparation removes what an interrupted one left beside it. `manifest.json` has the recipe, and
+size and hash of every other file. A folder of the same recipe with unchanged files is used again. One of another recipe, or a damaged
+one, is made again; a folder that gcore did not make is an error. Concurrent preparations of one folder wait for each other.
 
-What goes into the folder is the recipe's business (`gcore.prepare.arithmetic`, `gcore.prepare.arithmetic_judge`).
+`Reporter` shows progress on standard error: a bar on a terminal, a plain line now and then elsewhere, or nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gcore.errors import DataError
+from gcore.system.files import sync_path
 
 MANIFEST = "manifest.json"
 
@@ -78,6 +77,11 @@ class PreparedFolder(Generic[M]):
     folder: Path
     manifest: M
     cached: bool
+
+    @property
+    def model(self) -> Path:
+        """The folder of its model."""
+        return self.folder / "model"
 
 
 def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
@@ -177,7 +181,7 @@ def _replace(draft: Path, to: Path) -> None:
         shutil.rmtree(old)
     else:
         draft.rename(to)
-    _sync_folder(to.parent)
+    sync_path(to.parent)
 
 
 @contextmanager
@@ -210,21 +214,8 @@ def _open_to_readers(folder: Path) -> None:
 def _sync(folder: Path) -> None:
     """Everything in `folder` is on the disk before the rename is."""
     for path in [folder, *folder.rglob("*")]:
-        _sync_folder(path)
+        sync_path(path)
 
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# -------------------- progress
-# How a preparation shows where it is: a bar on a terminal, a plain line now and then elsewhere, or nothing.
-#
-# Shows what it is told; decides nothing. Everything goes to standard error, so that standard output stays the command's.
 
 PLAIN_LINES = 8
 """About so many lines where there is no terminal."""

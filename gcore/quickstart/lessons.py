@@ -1,11 +1,11 @@
-"""What a small model is taught: demonstrations by a careless hand, and prompts that are held out.
+"""What a small model is taught: demonstrations by a careless hand, held-out prompts, and a tokenizer of characters.
 
-A *demonstration* is a prompt with two answers: the right one and the careless one, which are equal where carelessness does
-no harm. A model that imitates a careless hand says the right thing sometimes and the wrong thing by preference, which is
-what reinforcement learning can mend: nobody shows it the answers again, it is only told right or wrong.
+A *demonstration* is a prompt with the right answer and the careless one, which are equal where carelessness does no harm. A model that
+imitates a careless hand is sometimes right and prefers to be wrong, which reinforcement learning can improve.
 
-Values and their sizes in characters, which are tokens here (`gcore.prepare.tokens`). Does not know any task
-(`gcore.prepare.sums`, `gcore.prepare.starter_tasks`) and trains nothing (`gcore.prepare.teaching`).
+The tokenizer has one token a character, a padding token and an end of sequence. Prompts get no special tokens. Characters outside the
+alphabet are dropped by the tokenizer and refused by `encode`. The files are those of the `tokenizers` library and `AutoTokenizer`;
+neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -85,13 +85,6 @@ def hashed_numbers(key: str) -> Iterator[int]:
         yield int.from_bytes(hashlib.blake2b(f"{key} {count}".encode(), digest_size=8).digest(), "big")
         count += 1
 
-
-# -------------------- tokens
-# The tokenizers of the prepared models: one character, one token; no torch, no transformers.
-#
-# The characters of an alphabet, a padding token and an end of sequence. A prompt gets no special tokens. What is not of the
-# alphabet has no token and is dropped by the tokenizer, and refused by `encode`. The files are written as the `tokenizers`
-# library and `AutoTokenizer` read them.
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 

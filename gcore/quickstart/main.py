@@ -1,4 +1,7 @@
-"""`python -m gcore.prepare EXAMPLE --to FOLDER`: prepares an example, without the rest of the command line."""
+"""`python -m gcore.quickstart EXAMPLE --to FOLDER`: the prepared examples by name, without the rest of the command line.
+
+An example makes its folder, or finds it, and returns half a sentence about its contents. Raises DataError.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,19 @@ from pathlib import Path
 from gcore.errors import GcoreError
 from gcore.quickstart import arithmetic, calculator
 
-# -------------------- examples
-# The prepared examples, by the names that `gcore prepare` knows them by.
-#
-# Each makes a folder, or finds it there, and says in half a sentence what there is in it now. Raises DataError.
-
 
 def _arithmetic(to: Path, seed: int) -> str:
-    made = arithmetic.prepare_arithmetic(to, seed=seed)
+    made = arithmetic.prepare_arithmetic(to, seed=seed).manifest
     return f"{made.greedy_accuracy:.1%} of held-out sums right before RL"
 
 
 def _arithmetic_judge(to: Path, seed: int) -> str:
-    made = arithmetic.prepare_arithmetic_judge(to, seed=seed)
+    made = arithmetic.prepare_arithmetic_judge(to, seed=seed).manifest
     return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong answers called right"
 
 
 def _calculator(to: Path, seed: int) -> str:
-    made = calculator.prepare_calculator(to, seed=seed)
+    made = calculator.prepare_calculator(to, seed=seed).manifest
     return f"{made.calls:.1%} of responses ask the calculator before RL"
 
 

@@ -1,14 +1,12 @@
-"""Teaching: a small qwen3 learns a lesson from its demonstrations.
+"""Pretraining: a qwen3 of 1.0M parameters, which reads and writes characters, learns a lesson from its demonstrations.
 
-The model is supervised on the demonstrations of a `gcore.prepare.lesson.Lesson`: for each a coin decides anew whether the
-careless answer or the right one is shown. A model that begins reinforcement learning learns from a careless hand: what it
-prefers to say then is wrong wherever carelessness does harm, and it says the right thing now and then: greedy accuracy below
-one half, and for nearly every prompt some right answer among eight samples. A judge's lesson has nothing careless in it. The
-accuracy on held-out prompts is looked at every few updates of the last quarter, and the model kept is that of the last look
-within the band; training a model past it would not help, as the demonstrations stay careless.
+For each demonstration a coin decides whether the careless answer or the right one is shown. The result prefers the wrong answer where
+carelessness does harm: greedy accuracy below one half, and for nearly every prompt a right answer among eight samples. A judge's
+lesson has nothing careless in it. Accuracy on held-out prompts is measured every few updates of the last quarter; the model of the
+last measurement within the band is kept.
 
-As `gcore.prepare.small_model` it works with one thread, and leaves global random state and the number of threads as they
-were. It imports torch and transformers, and is imported by preparations when needed.
+One thread is used, so that results do not depend on the number of cores; global random state and the number of threads are
+restored. Imports torch and transformers, so preparations import it when they need it.
 """
 
 from __future__ import annotations
@@ -30,13 +28,6 @@ from torch.nn import functional
 from gcore.errors import DataError
 from gcore.quickstart.folder import TeachingProgress
 from gcore.quickstart.lessons import CONTEXT, Alphabet, Exercise, Lesson, save_tokenizer
-
-# -------------------- small_model
-# A qwen3 of 1.0M parameters that reads and writes characters: begun, asked, and saved with a tokenizer of its own.
-#
-# One thread, so that nothing depends on how many cores there are. Global random state and the number of threads are left as
-# they were. What it is taught is not known here (`gcore.prepare.teaching`). This is a leaf: it imports torch and
-# transformers.
 
 THREADS = 1
 

@@ -1,8 +1,14 @@
-"""The data of a starter task, and a model of 1.0M parameters that is right on a part of it: what `gcore init` puts there.
+"""What `gcore init` writes: the files of a new project, a starter task's data, and a model of 1.0M parameters.
 
-Writes into a folder that the caller has made and will give its name at the end; so nothing here is atomic, locked or
-cached. Whoever brings a model of their own gets the data alone, with the task spelt out in every prompt, because their
-model was not warmed up for it. The same task, seed and number of updates give the same bytes on the same machine and torch.
+    sort      "sort 52713:" is answered "12357". The careless hand goes through the digits once, swapping neighbours that
+              are in the wrong order: "25137".
+    reverse   "reverse plum:" is answered "mulp". The careless hand swaps the first and the last letter: "mlup".
+
+A keyed hash draws the prompts, all different; held-out prompts are in no training. The warm start has many more prompts than the job's
+data, because what so small a model learns by heart does not generalise. The same task, seed and number of updates give the same bytes
+on the same machine and torch. A user's own model gets the data alone, with the task spelt out in every prompt.
+
+The caller makes the folder and names it at the end (`controllers.cli.commands.specs`), so nothing here is atomic or locked.
 """
 
 from __future__ import annotations
@@ -25,18 +31,6 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from gcore.errors import UsageError
 from gcore.quickstart.folder import TeachingProgress
 from gcore.quickstart.lessons import Lesson, hashed_numbers, to_jsonl
-
-# -------------------- starter_tasks
-# The tasks that `gcore init` begins with: what is asked, what is right, and how a careless hand answers.
-#
-#     sort      "sort 52713:" is answered "12357". The careless hand goes through the digits once, swapping neighbours that
-#               stand wrong, and thinks it is done: "25137".
-#     reverse   "reverse plum:" is answered "mulp". The careless hand swaps the first and the last letter: "mlup".
-#
-# Prompts are drawn by a keyed hash, all of them different, so that they are the same on every machine and for ever; those
-# that are held out are in no training of any kind. The warm start sees many more prompts than the job's data have, because
-# what a model of this size learned by heart does not carry over to prompts it never saw. Pure; nothing is trained here
-# (`gcore.prepare.starter`).
 
 CHARACTERS = string.digits + string.ascii_lowercase + string.punctuation + " "
 """The starter model's tokens: more than its tasks need, so that another task's data can be tried on it."""
@@ -198,12 +192,6 @@ def _spelt_out(task: StarterTask, items: Iterable[Item]) -> str:
     given = ({"prompt": f"{task.instruction}\n\n{item.given}", "answer": item.answer} for item in items)
     return "".join(json.dumps(entry) + "\n" for entry in given)
 
-
-# -------------------- project
-# The files of a new project, as `gcore init` writes them, and which names a project may have.
-#
-# `files` is pure: a request and what is known of the model give texts by path. Where they go, and that they get there all at
-# once, is the verb's business (`controllers.cli.init_verb`); data and model are `gcore.prepare.starter`'s.
 
 REWARDS = "gcore.rewards"
 _NAME = re.compile(r"[a-z]([a-z0-9_-]{0,38}[a-z0-9])?")

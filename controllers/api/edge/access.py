@@ -1,16 +1,15 @@
-"""Who calls, and what they may: the role table of every RPC, and the caller of the call that is being served.
+"""Roles, callers and tokens: who makes a call, and what the role table of every RPC allows.
 
-There are three roles of people, each with all that the one before may: a *viewer* reads, a *submitter* begins, changes and ends
-jobs, an *admin* does both in every namespace, and what concerns the cluster. Viewers and submitters have the namespaces that
-their token names: what another namespace has is not there for them, as if it did not exist. A *node* is another daemon; loads of engines
-and train ranks are served to nodes only, and no token makes a node.
+A *viewer* reads, a *submitter* also begins, changes and ends jobs, an *admin* does both in every namespace and manages the
+cluster. Viewers and submitters have the namespaces of their token; others do not exist for them. A *node* is another daemon; only
+nodes read loads of engines and ranks, and no token makes a node.
 
-The table names each RPC of each service with the least role and whether it changes anything (what does is written to the audit
-log). An RPC without a row is refused to everybody. Which caller it is follows from the call's token or client certificate
-(`controllers.service.gate`); where nothing is configured to tell callers apart, which is allowed on loopback only, everybody is
-an admin without a name.
+The table names the least role of each RPC and whether the RPC is written to the audit log. An RPC without a row is refused. The call's
+token or client certificate decides who the caller is (`controllers.api.edge.gate`); a token wins over a certificate. Where no
+authentication is configured, which is allowed on loopback only, everybody is an admin without a name. A revoked token counts no
+more as soon as the store's watch says so. The token of `auth.admin_token_file` is always an admin's.
 
-Does not look at jobs: services ask `may_see` with the namespace of what they are about to tell.
+Services ask `may_see` for the namespace of what they return. A token's secret is returned once, when it is created.
 """
 
 from __future__ import annotations
@@ -186,13 +185,6 @@ def access_refusal(one: Caller, method: str) -> str | None:
     return None
 
 
-# -------------------- token_book
-# The tokens there are, as last heard from the store, and whose a call is by what it shows.
-#
-# A token that was taken back counts no more as soon as that is heard; while the store is away nothing is heard, and nothing of a
-# job is told either. One from the file that the node's configuration names is an admin's always: with it the first others are made. Whoever shows a token
-# is who the token says, whatever certificate comes with it. Writes nothing.
-
 log = logging.getLogger(__name__)
 
 FIRST_ADMIN = "first-admin"
@@ -321,10 +313,6 @@ def read_token(file: Path) -> UserToken:
     if token is None:
         raise UsageError("there is no token in it", where=str(file), fix=fix)
     return token
-
-
-# -------------------- tokens
-# Serves whose a call is, and the tokens of users: made, listed, taken back; by an admin alone. The secret is told once.
 
 
 class TokenNotFound(NotFound):

@@ -1,7 +1,7 @@
-"""The edge of the API: gcore's errors leave as gRPC statuses, each with a `google.rpc.Status` (`gcore.rpc_status`). The one place
-that says which error has which code.
+"""Errors at the edge of the API: which gcore error leaves as which gRPC status, with a `google.rpc.Status`.
 
-A defect is logged and leaves as INTERNAL: it costs its own call, never the daemon.
+A defect is logged and leaves as INTERNAL; it fails its own call, never the daemon. `ErrorInfo.reason` is the constant for programs
+(docs/api.md lists them) and never changes its meaning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ import grpc
 from gcore.api.rpc import LateRequest, Refusal, Violation, clip_details, refusal_metadata
 from gcore.errors import DataError, GcoreError, SpecError, StoreUnavailable, UsageError
 from gcore.schema import UnreadableRecord
-
-# -------------------- refusals
-# Why a request is refused that is well-formed: kinds of errors that leave as gRPC statuses of their own.
-#
-# `reason` is the constant that a program goes by (`ErrorInfo.reason`, docs/api.md lists them); it never changes its meaning.
 
 
 class NotFound(GcoreError):

@@ -1,11 +1,14 @@
-"""Stands before every service of a daemon: finds out whose a call is, lets pass what the role table allows, and notes who did what.
+"""Authentication of calls, and the audit log.
 
-Health answers everybody. Everything else needs a token or a client certificate where the node's configuration tells callers
-apart; the rest is refused before any service sees it. A stream ends when the token that it was begun with has: whether it
-counts is asked with each message. What a service does within the call it does for its caller (`controllers.service.access.caller`).
+Health answers everybody. Where the node's configuration tells callers apart, every other call needs a token or a client certificate.
+The server authenticates a call from its metadata, before it reads the request, so unauthenticated clients hold no place. It checks the
+token of a stream again with each message. Handlers find the caller in `controllers.api.edge.access.current_caller`.
 
-Whose a call is stands in what it begins with, and so it is asked before its request has come: a stranger holds no place by sending
-none. Who is known has a place among their own (`controllers.service.room`), and a while for the request.
+The audit log has one line of JSON for each call that changes something and for each refused call: `{"time", "caller", "role", "peer",
+"verb", "job", "outcome", "reason"}`, where `peer` is the address and `outcome` a gRPC or HTTP status. Credentials and requests are never
+logged. The file rotates at a size, and a few old ones stay. Calls of unknown callers go to a file beside it (`refused-...`), so that
+they displace no other lines. A thread writes; when the disk takes nothing, the oldest of some thousand waiting lines are dropped, and
+the log says so. Only the daemon's owner can read the files.
 """
 
 from __future__ import annotations
@@ -31,15 +34,6 @@ from gcore.api.rpc import REQUEST_WITHIN_S, Handler, early_handler, handler_call
 from gcore.api.tls import AUTHORIZATION, SCHEME
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
-
-# -------------------- call_journal
-# Who did what: one line of JSON for each call that changes something, and for each that was refused, in a file of this daemon.
-#
-# `{"time", "caller", "role", "peer", "verb", "job", "outcome", "reason"}`; `peer` is where the call came from, `outcome` a status of gRPC or HTTP.
-# Never what a call showed, nor what it carried. The file is turned over at a size, and a few old ones stay: it never grows beyond
-# that. Calls of which nobody knows whose they are stand in a file beside it (`refused-...`), so that whoever knocks often drives no
-# line of the others out. Lines are written by a thread, behind the calls; where the disk takes none, the newest thousands wait, then the oldest of these are
-# dropped, and the log says so. Only the daemon's owner can read it.
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 4096

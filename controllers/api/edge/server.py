@@ -1,13 +1,14 @@
-"""How much a daemon serves at once: calls, and of these streams.
+"""The gRPC server of a daemon: limits on calls, streams and messages; counters; health; undecodable requests.
 
-What one stream holds is small however slowly its client reads: a daemon sends no more than the client takes (HTTP/2's flow control), and
-takes what it sends from what it has anyway. So the number is what is bounded; who comes when there are too many is told so. Where people
-are told apart nobody has more than half of the places, so that one whose program forgets its streams shuts nobody else out.
+A stream costs little however slowly its client reads, so the number of streams is bounded. Calls above a limit end as
+RESOURCE_EXHAUSTED. Where callers are told apart, nobody has more than half of the places. Daemons count among streams as one caller and
+have places for calls of their own; unauthenticated clients, to whom only health answers, have a few places apart, counted by machine. A
+call holds its place until it is over, not until it is answered. The server accepts more calls than the gate's limiter, which leaves
+room for health, for nodes and for refusals. Pings find dead connections.
 
-Daemons, which ask for whoever asked them, count among streams as one, and among calls by themselves: what people do takes no
-place of theirs. Strangers, to whom health alone is answered, have a few places apart; there machines are told apart in place of people.
-
-A call has its place until it is over, not until it was answered: whoever takes no answer holds what stands behind it.
+Health never waits for a client: a watcher that reads nothing blocks its own stream only. (gRPC's health servicer writes to watchers under a
+lock.) Requests that cannot be decoded are INVALID_ARGUMENT; gRPC would log a traceback for each. Calls of unknown methods are counted
+together, because callers choose their names.
 """
 
 from __future__ import annotations
@@ -133,11 +134,6 @@ def _enter(places: Permits, name: str, context: Any) -> None:
     context.add_done_callback(lambda _: places.give(name))
 
 
-# -------------------- counted_calls
-# Counts what is asked of this process over gRPC: by method and status, how long unary calls took, which streams are open.
-#
-# Methods that nobody serves are counted together: their names are the caller's. Refuses nothing and changes nothing.
-
 UNKNOWN = "unknown"
 
 
@@ -199,10 +195,6 @@ class CallCounter(grpc.aio.ServerInterceptor):
         return counted
 
 
-# -------------------- decoding
-# Bytes that are no message of the kind that is expected: refused as a wrong request. gRPC itself takes them for a defect of the
-# server, and fills its log with tracebacks.
-
 SENTENCE = "the request is not a message of the kind that is expected; use a client of this API's version"
 
 
@@ -260,12 +252,6 @@ async def _check(request: Any, context: CallContext) -> None:
         await abort_call(context, Refusal(grpc.StatusCode.INVALID_ARGUMENT, SENTENCE, "BAD_REQUEST"))
 
 
-# -------------------- health
-# The daemon's health, for whoever asks (`grpc.health.v1`): whether it can work.
-#
-# Nobody who asks is known, so nothing here waits for anybody: a watcher that takes nothing holds up its own stream alone. (The one that comes with
-# gRPC writes to its watchers under a lock, and who is to change what it says waits for the slowest.)
-
 Status: Any = pb.HealthCheckResponse
 
 
@@ -306,14 +292,6 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _answer(self) -> Any:
         return Status(status=Status.SERVING if self._serving else Status.NOT_SERVING)
 
-
-# -------------------- serving
-# The gRPC server of a daemon: how large messages may be, how much is served at once, whether it tells tools what it serves.
-#
-# What is beyond a bound ends as RESOURCE_EXHAUSTED, and costs the daemon nothing else. How many calls are served is bounded behind the gate
-# (`controllers.service.room`), where it is known whose they are; the server itself takes more than that, so that people who have filled their places
-# leave some for health, for nodes, and for being refused. A deadline that a caller set ends what is done for it.
-# A connection whose other end is gone is noticed by pings, so that its streams end.
 
 MOST_REQUEST = 4 << 20
 """Bytes of a request: a spec with its templates is the largest."""

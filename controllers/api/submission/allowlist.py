@@ -1,10 +1,12 @@
-"""What a spec may name on this cluster, as the node's configuration says (`gcore.config.securing.AllowSection`): checked at submission, before
-anything that the spec names is looked up, opened or read.
+"""What a spec may name on this cluster (`AllowSection` of the node's configuration), checked before anything it names is opened.
 
-A spec carries no code, but names it: plug-ins that are installed, models that may bring code, arguments of a server. And it
-names files and secrets that the daemon's user can read, which whoever submits perhaps cannot: where paths may lead is
-`controllers.service.grounds`'. Every path of a spec stands in one list here (`spec_paths`), those in the options of gcore's own plug-ins too. What
-another plug-in does with its options is the plug-in's business: a cluster that is shared allows those that take no paths from strangers.
+A spec names code (plug-ins, models that bring code, arguments of a server) and files and secrets that the daemon's user can read.
+`spec_paths` lists every path of a spec, also those in options of gcore's own plug-ins. What another plug-in does with its options is
+not checked: a shared cluster allows only plug-ins that take no paths.
+
+Where daemons tell callers apart, paths must lead into the configured roots. A path is followed to where its links lead now, and a
+folder that is read is searched for links. Within a root, the daemon's own files may not be named: home, runs, and every file that
+the configuration names as a key, certificate, token, password or secret. A link that is created after the submission is not noticed.
 """
 
 from __future__ import annotations
@@ -29,18 +31,6 @@ from gcore.config.spec import JobSpec
 from gcore.config.train import is_own_advantage, is_own_loss
 from gcore.errors import SpecError, did_you_mean
 from gcore.models.replicas import home_folder
-
-# -------------------- grounds
-# Where the paths of a spec may lead on a cluster whose daemons tell their callers apart: into the roots of the nodes' configuration, and never to
-# what is the daemon's own.
-#
-# The daemon reads and writes with rights that whoever submits has not: its keys, the admin's token and the runs of everybody lie open to it. So
-# a path is followed to where its links lead now, and that is what is judged; a folder that is read is looked through, because a link in it
-# leads on. Of what lies in a root only what is no daemon's own may be named: home, runs, and every file that the configuration names
-# as a key, a certificate, a token, a password or a secret.
-#
-# What this cannot know is what somebody puts there afterwards: a link that is made in a root after a job was submitted is
-# followed by those who read for the job. Reads names and links, and the content of nothing.
 
 MOST_ENTRIES = 20_000
 """Files and folders of one folder that a spec names: a model or a saved dataset has hundreds."""

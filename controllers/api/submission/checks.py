@@ -1,8 +1,8 @@
-"""What can be known to be wrong with a spec before it is a job: everything that needs its files, in one place.
+"""Everything that can be known to be wrong with a spec before it is a job.
 
-A controller asks before it creates a job; `gcore validate` asks too, looks at every prompt, and shows what was found.
-Cheap checks come first, so that a misspelt name is not told after gigabytes were read. Writes nothing but the caches of
-the data, and the folder of the runs.
+A controller checks before it creates a job; `gcore validate` checks too, looks at every prompt and shows what was found. Cheap checks
+come first. Judges are not asked anything; for an external judge only the presence of its key on this node is checked. Nothing is
+written but the data caches and the folder of the runs.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
 from placement.slots import count_noun
 
-# -------------------- capability
-# Whether the cluster can run a job at all, before anything of it is written.
-
 OBSERVED_CAME = OfferedGroup.came_with["observed"]
 """The schema version from which on nodes know what of a response the policy did not make."""
+
+
+def _needs(came_with: int, what: str, where: str, otherwise: str = "") -> None:
+    """Raise SpecError if nodes may be older than the schema version that a feature came with. `what`: the sentence up to "nodes"."""
+    if written_version() < came_with:
+        fix = "Submit it when all nodes are upgraded" + (f", {otherwise}" if otherwise else "")
+        raise SpecError(f"{what} nodes of this version, and some are older", where=where, fix=fix)
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -78,12 +82,8 @@ def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
 
 def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows judges, and has slots that can serve them. Raises SpecError."""
-    if spec.judges and written_version() < JUDGES_CAME:
-        raise SpecError(
-            f"judge {spec.judges[0].name!r} needs nodes of this version, and some are older",
-            where="judges",
-            fix="Submit it when all nodes are upgraded",
-        )
+    if spec.judges:
+        _needs(JUDGES_CAME, f"judge {spec.judges[0].name!r} needs", "judges")
     classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
     if classifiers and emulated:
@@ -96,45 +96,30 @@ def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
 
 def check_environment(spec: JobSpec) -> None:
     """Whether every node knows responses of several turns. Raises SpecError."""
-    if (spec.environment or spec.agent) is not None and written_version() < OBSERVED_CAME:
+    if (spec.environment or spec.agent) is not None:
         what, where = ("an environment", "environment") if spec.agent is None else ("an agent", "agent")
-        raise SpecError(
-            f"{what} needs nodes of this version, and some are older",
-            where=where,
-            fix="Submit it when all nodes are upgraded",
-        )
+        _needs(OBSERVED_CAME, f"{what} needs", where)
 
 
 def check_streamed_steps(spec: JobSpec) -> None:
     """Whether every node knows steps that come in parts. Raises SpecError."""
-    if spec.train.stream and written_version() < PARTS_CAME:
-        raise SpecError(
-            "steps that come in parts need nodes of this version, and some are older",
-            where="train.stream",
-            fix="Submit it when all nodes are upgraded, or leave it out",
-        )
+    if spec.train.stream:
+        _needs(PARTS_CAME, "steps that come in parts need", "train.stream", "or leave it out")
 
 
 def check_moving(spec: JobSpec) -> None:
     """Whether every node knows engines that sleep. Raises SpecError."""
-    if spec.placement.is_live and written_version() < SLEEP_CAME:
-        raise SpecError(
-            f"policy: {spec.placement.policy} puts engines to sleep, which needs nodes of this version, and some are older",
-            where="placement.policy",
-            fix="Submit it when all nodes are upgraded, or with policy: colocated",
-        )
-    if spec.placement.memory == "in_turns" and written_version() < SLEEP_CAME:
-        raise SpecError(
-            "engines that sleep while ranks train need nodes of this version, and some are older",
-            where="placement.memory",
-            fix="Submit it when all nodes are upgraded, or with memory: kept",
-        )
+    if spec.placement.is_live:
+        what = f"policy: {spec.placement.policy} puts engines to sleep, which needs"
+        _needs(SLEEP_CAME, what, "placement.policy", "or with policy: colocated")
+    if spec.placement.memory == "in_turns":
+        _needs(SLEEP_CAME, "engines that sleep while ranks train need", "placement.memory", "or with memory: kept")
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:
     """Whether as many train ranks, and as many slots, will ever be there. `most`: the slots of a cluster that cannot grow; None: more nodes may come.
 
-    What does not fit yet is waited for (`controllers.forming.short_of_slots`). Raises SpecError.
+    What does not fit yet is waited for. Raises SpecError.
     """
     ranks = spec.train.ranks
     if most is not None and ranks is not None and ranks > most:
@@ -167,13 +152,6 @@ def local_warning(spec: JobSpec) -> str | None:
     if (wanted := wants_sglang(spec)) and find_python() is None:
         return f"warning: {wanted[0]} is sglang, and SGLang was not found on this machine. {HOW}"
     return None
-
-
-# -------------------- judge_checks
-# What can be known to be wrong with a job's judges before there is a job: their models, what they are shown, whether that fits.
-#
-# Nothing is asked: whether a judge judges well is seen in the job's own numbers. Of one that others serve it is seen whether this node
-# has its key; another node that has none says so when it begins the job. Writes nothing.
 
 
 @dataclass(frozen=True)
@@ -274,24 +252,15 @@ def judge_remote_code(judges: Mapping[str, CheckedJudge]) -> tuple[str, ...]:
     )
 
 
-# -------------------- spanning
-# Whether engines can span as many slots as a spec says (`slots_per_engine`), before anything of the job is written: by the nodes that
-# are there, and by the models.
-
 HEADS = "num_attention_heads"
 """As configurations call them."""
 
 
 def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
     """Whether every node knows such engines, and has slots that can be divided by so many: a replica crosses no node's boundary. What
-    comes later with other slots is used as far as it goes (`placement.plan.divided`). Raises SpecError."""
+    comes later with other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
     for _, where, size in _wide(spec):
-        if written_version() < SPANS_CAME:
-            raise SpecError(
-                "engines that span several slots need nodes of this version, and some are older",
-                where=where,
-                fix="Submit it when all nodes are upgraded",
-            )
+        _needs(SPANS_CAME, "engines that span several slots need", where)
         odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
         if odd is not None:
             raise SpecError(
@@ -352,7 +321,7 @@ class CheckedSource:
 class CheckedJob:
     """What a spec means, with its files as they are now.
 
-    `attention_equals_at`: how the model weighs long samples (`gcore.ledger.cost`).
+    `attention_equals_at`: how the model weighs long samples (`gcore.ledger.records.cluster`).
     """
 
     prompts: JobPrompts

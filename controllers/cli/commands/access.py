@@ -1,4 +1,7 @@
-"""`gcore certs init|issue|show|renew|trust`: a private authority and the certificates of nodes, users and etcd."""
+"""`gcore certs`, `token`, `context` and `whoami`: certificates, tokens of users, and the clusters that a person talks to.
+
+`certs` works on a private authority's folder and `context` on a file of the person's own; neither calls a cluster.
+"""
 
 from __future__ import annotations
 
@@ -220,9 +223,6 @@ def _certificate_tree(found: CertificateInfo, now: datetime) -> dict[str, str | 
     }
 
 
-# -------------------- token_verbs
-# `gcore token create|list|revoke|first-admin` and `gcore whoami`: tokens of users, and whom a call is taken for.
-
 T = TypeVar("T")
 DAY_S = 86400.0
 
@@ -406,9 +406,6 @@ def _token_tree(one: pb.TokenInfo) -> dict[str, object]:
         "created_by": one.created_by,
     }
 
-
-# -------------------- context_verbs
-# `gcore context set|use|list|remove`: the clusters that a person talks to, in their own file. Asks none of them.
 
 CONTEXT_EXAMPLES = """
 [bold]Examples[/bold]

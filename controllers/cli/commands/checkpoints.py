@@ -1,4 +1,7 @@
-"""`gcore checkpoints`: which checkpoints a job has, how large and how old, and why each is kept."""
+"""`gcore checkpoints` and `gcore export`: which checkpoints a job has, why each is kept, and a copy of one's model.
+
+Where the job's nodes share no folder, `export` fetches the checkpoint from a node that has it and verifies it before it is copied.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster
-from controllers.cli.output import Output, format_seconds, printable_text, stdout_console
+from controllers.cli.output import Output, format_seconds, printable_text, rows_table, stdout_console
 from gcore.errors import Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -221,28 +224,15 @@ def _tree(one: pb.CheckpointInfo) -> dict[str, Any]:
 
 
 def _table(found: pb.ListCheckpointsReply, now: float) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("STEP", "LINEAGE", "SIZE", "AGE"):
-        table.add_column(heading, justify="right")
-    table.add_column("KEPT")
-    table.add_column("FOLDER", overflow="fold")
+    numbers, rows = ("STEP", "LINEAGE", "SIZE", "AGE"), []
     for one in found.checkpoints:
         age = format_seconds(max(now - one.written, 0.0)) if one.written else "-"
         kept = ", ".join(one.kept) or "-"
         words = f"{kept}; damaged: {one.problem}" if one.problem else kept
         words = f"{words}; on {', '.join(one.nodes)}" if one.nodes else words
-        table.add_row(
-            str(one.step),
-            str(one.lineage),
-            format_size(one.bytes),
-            age,
-            Text(printable_text(words, WIDEST)),
-            Text(printable_text(one.folder, WIDEST)),
-        )
-    return table
+        texts = (printable_text(words, WIDEST), printable_text(one.folder, WIDEST))
+        rows.append((str(one.step), str(one.lineage), format_size(one.bytes), age, *texts))
+    return rows_table((*numbers, "KEPT", "FOLDER"), rows, right=numbers, fold=("FOLDER",))
 
 
 def format_size(count: int) -> str:
@@ -251,11 +241,6 @@ def format_size(count: int) -> str:
         return "-"
     unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if count >= s), ("KB", 1e3))
     return f"{count / size:.1f} {unit}"
-
-
-# -------------------- brought
-# `gcore export` of a checkpoint that does not lie on this machine, because the job's nodes share no folder: it is fetched from a
-# node that has it, and proved, before it is copied.
 
 
 @contextlib.contextmanager

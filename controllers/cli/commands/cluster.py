@@ -1,4 +1,7 @@
-"""`gcore nodes`, `drain`, `shards` and `usage`: the cluster's nodes, who has what of a stream, and what was used."""
+"""Commands about nodes and slots: `gcore nodes`, `drain`, `shards`, `usage`, `quota`, `gc`, `up` and `down`.
+
+`gc` reads the daemon's configuration and asks the store which jobs have ended, so it works without a daemon.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from controllers.cli.options import (
     call_cluster,
     verb_examples,
 )
-from controllers.cli.output import Output, printable_text, stdout_console
+from controllers.cli.output import Output, printable_text, rows_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -238,21 +241,8 @@ def usage_tree(one: pb.Usage) -> dict[str, Any]:
 
 def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, numbers: int = 0) -> None:
     """Print it. The last `numbers` columns are numbers."""
-    from rich.table import Table
-    from rich.text import Text
+    stdout_console().print(rows_table(headings, rows, right=headings[len(headings) - numbers :], fold=headings))
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place >= len(headings) - numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    stdout_console().print(table)
-
-
-# -------------------- gc_verb
-# `gcore gc`: what lies on this node and is not needed any more, and deleting it, as its daemon does now and then.
-#
-# Reads the daemon's own configuration, and asks the store itself which jobs have ended: it works while the daemon is away.
 
 GC_EXAMPLES = """
 [bold]Examples[/bold]
@@ -350,9 +340,6 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
 
-# -------------------- cluster_verbs
-# `gcore up` and `gcore down`.
-
 UP_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -445,9 +432,6 @@ def down(home: Home = DEFAULT_HOME) -> None:
         f"{ended.ended} processes have ended{killed}." if ended.ended else f"Nothing was up in {home.resolve()}."
     )
 
-
-# -------------------- quota_verb
-# `gcore quota`: the most slots that the jobs of each namespace may have together.
 
 QUOTA_EXAMPLES = """
 [bold]Examples[/bold]

@@ -1,7 +1,8 @@
-"""Looks at this machine for `gcore doctor`: what there is, without a verdict (`doctor_checks`).
+"""`gcore doctor`: inspect this machine, the hubs and the cluster in the home, and print one table of checks with advice.
 
-torch and DeepSpeed are asked in a process of their own. Whatever is started, an etcd on a fresh folder too, is ended and
-removed again; the home is only written to with a file that is removed at once, and not made if it is absent.
+The functions here collect facts; `view/doctor_checks` judges them. torch and DeepSpeed are inspected in a process of their own.
+What is started, such as an etcd on a fresh folder, is ended and removed. In the home, one file is written and removed at once; a
+home that is absent is not created.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
-from controllers.cli.output import Output, stdout_console
+from controllers.cli.output import Output, rows_table, stdout_console
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 from gcore.system.process import thread_environment
@@ -251,9 +252,6 @@ def _text(value: object) -> str | None:
     return str(value) if value else None
 
 
-# -------------------- doctor_verb
-# `gcore doctor`: one table of what was looked at, how it is, and what to do about it.
-
 DOCTOR_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -280,7 +278,6 @@ def doctor(
     """
     import asyncio
 
-    from rich.table import Table
     from rich.text import Text
 
     from controllers.cli.local import deal_slots
@@ -294,13 +291,12 @@ def doctor(
         rows = [{"check": c.name, "state": c.state.value, "seen": c.seen, "fix": c.fix} for c in checks]
         typer.echo(output.text({"checks": rows, "failed": sum(c.state is CheckState.FAIL for c in checks)}))
     else:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("CHECK", "STATE", "SEEN", "WHAT TO DO"):
-            table.add_column(heading, no_wrap=heading in ("CHECK", "STATE"), overflow="fold")
-        for check in checks:
-            state = Text(check.state.value, style=_COLOURS[check.state.value])
-            table.add_row(Text(check.name), state, Text(check.seen), Text(check.fix))
-        stdout_console().print(table)
+        headings = ("CHECK", "STATE", "SEEN", "WHAT TO DO")
+        found = (
+            (check.name, Text(check.state.value, style=_COLOURS[check.state.value]), check.seen, check.fix)
+            for check in checks
+        )
+        stdout_console().print(rows_table(headings, found, whole=headings[:2], fold=headings))
     if any(check.state is CheckState.FAIL for check in checks):
         raise typer.Exit(1)
 
@@ -310,7 +306,7 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
     import asyncio
     import os
 
-    from controllers.cli.view import doctor_checks as judge
+    from controllers.cli.view import doctor_checks
     from gcore.system.clock import SystemClock
 
     clock = SystemClock()
@@ -324,29 +320,26 @@ async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_pyth
     )
     machine = read_machine(clock)
     return [
-        judge.check_python(sys.version_info[:3]),
-        *judge.check_packages(read_packages()),
-        *judge.check_torch(probe, wanted),
-        judge.check_deepspeed(probe),
-        *judge.check_etcd(etcd),
-        *judge.check_home(place),
-        judge.check_clock(machine, place),
-        judge.check_cores(machine, wanted),
-        judge.check_memory(machine, wanted),
-        *judge.check_limits(machine, wanted),
-        judge.check_threads(os.environ, machine.cpus),
+        doctor_checks.check_python(sys.version_info[:3]),
+        *doctor_checks.check_packages(read_packages()),
+        *doctor_checks.check_torch(probe, wanted),
+        doctor_checks.check_deepspeed(probe),
+        *doctor_checks.check_etcd(etcd),
+        *doctor_checks.check_home(place),
+        doctor_checks.check_clock(machine, place),
+        doctor_checks.check_cores(machine, wanted),
+        doctor_checks.check_memory(machine, wanted),
+        *doctor_checks.check_limits(machine, wanted),
+        doctor_checks.check_threads(os.environ, machine.cpus),
         sglang,
-        *judge.check_hubs(hubs),
-        *judge.check_cluster(cluster),
+        *doctor_checks.check_hubs(hubs),
+        *doctor_checks.check_cluster(cluster),
     ]
 
 
 async def _nothing() -> tuple[()]:
     return ()
 
-
-# -------------------- doctor_reach
-# What `gcore doctor` asks of others: the hubs, the SGLang environment, and a cluster that is up in the home.
 
 ANSWER_S = 5.0
 VERSION_S = 20.0
@@ -378,15 +371,15 @@ async def _hub(name: str, endpoint: str, fix: str) -> ServerProbe:
 
 async def inspect_sglang(named: Path | None) -> Check:
     """The environment of SGLang, if there is one."""
-    from controllers.cli.view.doctor_checks import check_sglang as judged_sglang
+    from controllers.cli.view.doctor_checks import check_sglang
     from gcore.engines.sglang.command import find_python
 
     try:
         python = find_python(named)
     except GcoreError as error:
-        return judged_sglang(None, None, str(error.what))
+        return check_sglang(None, None, str(error.what))
     if python is None:
-        return judged_sglang(None, None)
+        return check_sglang(None, None)
     program = "import importlib.metadata as m; print(m.version('sglang'))"
     process = await asyncio.create_subprocess_exec(
         *(str(python), "-c", program), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
@@ -397,7 +390,7 @@ async def inspect_sglang(named: Path | None) -> Check:
         process.kill()
         await process.wait()
         out = b""
-    return judged_sglang(str(python), out.decode(errors="replace").strip() or None)
+    return check_sglang(str(python), out.decode(errors="replace").strip() or None)
 
 
 async def find_running_cluster(home: Path, clock: Clock) -> RunningCluster | None:

@@ -1,4 +1,6 @@
-"""`gcore cancel`, `pause`, `resume`, `retry`, `update`, `delete` and `eval`: what people do to a job. Thin callers of the job API."""
+"""Commands about one job or the list of jobs: `gcore list`, `describe`, `audit`, `cancel`, `pause`, `resume`, `retry`, `update`, `delete`
+and `eval`. Each is one call of the job API.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
     from gcore.observability.events import JobEvent
-
-# -------------------- job_verbs
-# `gcore list`, `describe` and `audit`: thin callers of the job API, and what all such verbs stand on.
 
 LIST_EXAMPLES = """
 [bold]Examples[/bold]

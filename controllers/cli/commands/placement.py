@@ -1,7 +1,6 @@
-"""`gcore placement show|explain|history|pin`: which slot serves which pool, why, and what a person fixes of it.
+"""`gcore placement`, `gcore top` and `gcore trace`: which slot serves which pool and why, and what slots did in a step.
 
-Thin callers of the job API; what they say is `controllers.cli.placement_words`'. A run that has ended, with no cluster up, is told of
-from its folder, as far as that says it: its moves.
+`view/placement` renders the answers. Where no cluster is up, a finished run is read from its folder: its moves and its slot accounting.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class PlacementHistory:
 
 
 def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
-    """Where the job has ended and left its folder: what can be read from that. Raises GcoreError, as `finished_run` does."""
+    """Where the job has ended and left its folder: what can be read from that. Raises GcoreError, as `describe_finished_run` does."""
     from controllers.cli.view.summary import describe_finished_run
 
     run = describe_finished_run(home, job, error)
@@ -243,9 +242,6 @@ def _read_folder(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
     except OSError as error:
         raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error
 
-
-# -------------------- top
-# `gcore top`: what a job's slots do, again and again: by state and cause, pools, the step, what holds steps up.
 
 TOP_EXAMPLES = """
 [bold]Examples[/bold]
@@ -365,9 +361,6 @@ def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:
     last = max((line.book.version for line in lines), default=None)
     return {line.node: line.book for line in lines if line.book.version == last}
 
-
-# -------------------- trace
-# `gcore trace`: a step as a picture: what each slot was at when, the job's phases, the placement's moves with their reasons.
 
 TRACE_EXAMPLES = """
 [bold]Examples[/bold]

@@ -1,4 +1,7 @@
-"""`gcore simulate`: placement policies on a scenario, or on what a run recorded, in made-up time."""
+"""`gcore plan` and `gcore simulate`: a placement before there is a job, and placement policies in simulated time.
+
+`plan` estimates memory and times of a spec on a cluster that a file describes. `simulate` plays a scenario, or a recorded run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ DEFAULT_COST_S = 5.0
 MOST_COST_S = 1e6
 
 MOST_SLOTS, MOST_STEPS = 4096, 100_000
-"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
+"""As a scenario's own (`placement.simulator.scenario`), which takes long to import."""
 
 MOST_SEED = 2**63 - 1
 
@@ -149,9 +152,9 @@ def _folder(home: Path, run: str) -> Path:
 def _spec(folder: Path) -> JobSpec | None:
     """What the run was to be, by its record; None where its folder has none."""
     from gcore.config.load import stored_spec
-    from gcore.ledger import archive as store_copy
+    from gcore.ledger import archive
 
-    copy = store_copy.read_copy(folder)
+    copy = archive.read_copy(folder)
     return None if copy is None else stored_spec(copy.job.spec)
 
 
@@ -293,9 +296,6 @@ def _show(tree: dict[str, Any]) -> None:
     if any(row["behind_best"] is None for row in tree["rows"]):
         out.print("what could have been had is left out: pip install 'gcore\\[simulate]'", highlight=False)
 
-
-# -------------------- plan_verb
-# `gcore plan`: where the pools of a job would lie on a cluster that is described in a file, before there is a job.
 
 PLAN_EXAMPLES = """
 [bold]Examples[/bold]

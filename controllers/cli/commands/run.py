@@ -1,8 +1,15 @@
-"""`gcore run`: up if need be, submit, follow, sum up, and down again if this did the up.
+"""`gcore run` and `gcore submit`: create a job, follow it, and record its events.
 
-The same command after any interruption goes on where the job stands. A key press (or SIGTERM) ends what this started, in
-good order; a second one ends it at once. A cluster that was up before is left as it was, and so is the job on it; one that
-others have come to use meanwhile stays up for them.
+`run` starts a local cluster if none is up and stops it at the end. The same command after an interruption continues the job. The
+first Ctrl-C (or SIGTERM) ends in good order what this command started, the second one at once. A cluster that was up before
+stays up; so does one that other commands or newer jobs use. For that, each `run` holds a shared lock on the home. The command that
+stops the cluster takes the lock alone: a `run` that comes meanwhile waits and starts another cluster.
+
+`submit` may be repeated with the same request id, which finds the same job. Ctrl-C ends the following, not the job.
+
+`events.jsonl` in the run's folder gets each event once, one JSON object a line, each line by one append. A line that a crash cut
+off is removed when the file is opened again. Events that the folder does not take wait in memory; they never end a run. Beside the
+stream of events, the API is polled for what the job waits for; a failed poll is shown and changes nothing else.
 """
 
 from __future__ import annotations
@@ -59,11 +66,6 @@ if TYPE_CHECKING:
     from gcore.client.contexts import ClusterAddress
     from gcore.client.jobs import JobsClient
     from gcore.config.spec import JobSpec
-
-# -------------------- submit_verb
-# `gcore submit`: hands a job to a cluster that is up, and follows it or waits for it if that is wanted.
-#
-# With a request id it may be repeated safely: the same id finds the same job. Whoever stops following (Ctrl-C) stops nothing else.
 
 SUBMIT_EXAMPLES = """
 [bold]Examples[/bold]
@@ -197,12 +199,6 @@ def _check(spec: JobSpec, home: Home, output: Output) -> None:
         )
 
 
-# -------------------- record
-# `events.jsonl` in a run's folder: every event of the job as it was followed, each once, one JSON object a line.
-#
-# Each line is written by one append, so a reader sees whole lines; a line that a crash cut off is cut away when the file is
-# opened again, and what is there already is not written a second time. So runs that follow one another write one history.
-
 FILE_NAME = "events.jsonl"
 
 MOST_WAITING = 10_000
@@ -277,14 +273,6 @@ class EventFile:
             fix="Make the run's folder writable from here",
         )
 
-
-# -------------------- following
-# Following a job: its events to a screen and to the run's folder, until it has ended, and there its summary.
-#
-# Beside the events the API is asked now and then what the job waits for, so that a view that stands still says why. That
-# asking may fail, and the view then says that and why; the events may not (`JobsClient.follow` goes from controller to
-# controller). Events that the run's folder does not take wait, and are written when it takes them: a run is not ended by a file
-# that is for people.
 
 ASK_INTERVAL_S = 1.0
 
@@ -362,14 +350,6 @@ async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> No
             screen.trouble("the cluster", "", clock.wall())
 
 
-# -------------------- sharing
-# Who else uses a cluster of this machine that a `gcore run` has started, and is about to end.
-#
-# Each `gcore run` holds a lock on the home as long as it is at work there; a job that somebody handed in since is among the
-# cluster's. A job that was interrupted long ago and goes on because a cluster is up is nobody's reason to keep it up.
-#
-# Whoever ends a cluster holds the lock alone until it has ended: a run that comes meanwhile waits, and starts another.
-
 LOCK = "followers.lock"
 
 ANSWER_TIMEOUT_S = 1.5
@@ -434,12 +414,6 @@ def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) ->
         yield HomeUser(lock.fileno(), clock)
 
 
-# -------------------- creating
-# Creating a job from the command line: whoever waits long is told what for.
-#
-# Before a job is created, a controller reads and checks its data and the small files of its model. That is done at once if it
-# was done before, and takes minutes for large data that are new.
-
 QUIET_S = 3.0
 """So long nothing is said."""
 
@@ -456,10 +430,6 @@ async def create_job(client: JobsClient, spec_json: str, *, request_id: str, mod
         return await creating
     finally:
         creating.cancel()
-
-
-# -------------------- presses
-# Ctrl-C, once more: a press that comes while nobody can heed it is not lost.
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
@@ -531,7 +501,7 @@ def run(
 
     from controllers.cli import local
     from controllers.cli.commands.specs import trust_warning
-    from controllers.cli.output import stdout_console as standard_output
+    from controllers.cli.output import stdout_console
     from controllers.cli.view.screens import choose_screen
     from controllers.cli.view.summary import summary_rows
     from gcore.config.load import load_spec
@@ -544,7 +514,7 @@ def run(
     if (warning := trust_warning(loaded.model)) is not None:
         typer.echo(warning, err=True)
     signal.signal(signal.SIGTERM, raise_interrupt)
-    console = standard_output()
+    console = stdout_console()
     screen = choose_screen(console, clock, plain=plain)
     started, further, share = False, None, None
     stack = contextlib.ExitStack()

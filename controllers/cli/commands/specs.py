@@ -1,4 +1,9 @@
-"""`gcore validate`, `schema`, `prepare` and `export`: the verbs about files."""
+"""Commands about files: `gcore init`, `validate`, `schema` and `prepare`.
+
+`init` creates a project in a hidden folder beside the target and renames it when it is complete, so that an error or Ctrl-C leaves
+no half-made project. The next `init` removes what a killed one left. Existing files are never overwritten. `gcore.quickstart.starter`
+has the contents of the files.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from controllers.cli.options import (
     Slots,
     SpecFile,
 )
-from controllers.cli.output import Output, as_json, stdout_console
+from controllers.cli.output import Output, as_json, rows_table, stdout_console
 from gcore.errors import UsageError
 from gcore.quickstart import NAMES
 from gcore.system.process import identify_process
@@ -38,13 +43,6 @@ if TYPE_CHECKING:
     from gcore.models.resolve import HubAnswer
     from gcore.quickstart.starter import StarterTask, UserModel
     from placement.slots import NodeSlots
-
-# -------------------- init_verb
-# `gcore init`: a new project in a folder of its own, whole or not at all.
-#
-# Everything is made in a hidden folder beside the target, which gets its name when it is complete; so neither an error nor
-# Ctrl-C leaves a half-made project, and what a killed `init` left is removed by the next. Nothing that is there already is
-# ever written over. What the files say is `gcore.prepare.project`'s business.
 
 SEED = 0
 
@@ -184,10 +182,6 @@ def _sweep(target: Path) -> None:
             shutil.rmtree(remnant, ignore_errors=True)
 
 
-# -------------------- model_words
-# What a person is told of a job's model before it runs: what would be downloaded, and which foreign code would run.
-
-
 def download_sentence(path: str, answer: HubAnswer) -> str:
     """`hf://own/tiny is commit 0123456789ab: 7 files, 3.4 GB, of which 1.2 GB are here`."""
     return (
@@ -223,10 +217,6 @@ def format_bytes(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size} bytes"
-
-
-# -------------------- processes
-# The processes that `gcore run` would start here, for `gcore validate`. Starts nothing.
 
 
 def planned_processes(spec: JobSpec, controllers: int, slots: str, models: ModelConfigs | None) -> list[dict[str, str]]:
@@ -267,12 +257,10 @@ def planned_processes(spec: JobSpec, controllers: int, slots: str, models: Model
     return rows
 
 
-# -------------------- extent_words
-# How far a job goes, in words. Pure.
-
-
 def run_length(flow: FlowSpec, prompts: int) -> str:
     """`20 steps`; `2 data epochs, 24 steps`; `2 data epochs, at most 24 steps, fewer if prompts are filtered`."""
+    from placement.slots import count_noun
+
     steps = flow.last_step(prompts)
     if flow.epochs is None:
         return count_noun(steps or 0, "step")
@@ -280,11 +268,6 @@ def run_length(flow: FlowSpec, prompts: int) -> str:
         return f"{count_noun(flow.epochs, 'data epoch')}, {count_noun(steps, 'step')}"
     most = -(-flow.epochs * prompts // flow.groups_per_step)
     return f"{count_noun(flow.epochs, 'data epoch')}, at most {count_noun(most, 'step')}, fewer if prompts are filtered"
-
-
-def count_noun(count: int, what: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 PREPARED_UNDER = Path(PREPARED)
@@ -311,7 +294,6 @@ def validate(
 ) -> None:
     """Check a spec and everything it names; print it resolved, its data, and every process that would be started."""
     import yaml
-    from rich.table import Table
 
     from controllers.api.submission.checks import local_warning
     from controllers.cli.view.data import (
@@ -353,12 +335,8 @@ def validate(
         for line in histogram(source.lengths):
             typer.echo(f"  {line}")
         typer.echo()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("PROCESS", "NODE", "SLOT"):
-        table.add_column(heading)
-    for process in processes:
-        table.add_row(process["process"], process["node"], process["slot"])
-    stdout_console().print(table)
+    rows = ((process["process"], process["node"], process["slot"]) for process in processes)
+    stdout_console().print(rows_table(("PROCESS", "NODE", "SLOT"), rows))
     if answer is not None:
         typer.echo(f"\n{download_sentence(loaded.model.path, answer)}")
     typer.echo(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")

@@ -1,6 +1,6 @@
-"""`gcore logs` and `gcore events`: what a job's workers wrote, and what happened to it, until now or as it comes.
+"""`gcore logs`, `gcore events` and `gcore samples`: what workers wrote, what happened to a job, and what a step was trained on.
 
-Whoever stops looking (Ctrl-C) stops nothing else, and is told how to go on.
+Ctrl-C ends the following and nothing else; a hint says how to continue.
 """
 
 from __future__ import annotations
@@ -189,9 +189,6 @@ def _until_interrupted(read: Any, hint: str, address: str | None, home: Any) -> 
         typer.echo(with_program_name(f"Stopped looking; {hint}."), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
-
-# -------------------- samples_verb
-# `gcore samples`: what a step was trained on, as a person reads it, or as JSON.
 
 SAMPLES_EXAMPLES = """
 [bold]Examples[/bold]

@@ -1,7 +1,7 @@
-"""Groups of samples on a terminal: a prompt, and its responses side by side; in a pipe, one response after the other.
+"""Samples of a step, and the data of a spec, on a terminal.
 
-All that models and datasets wrote goes through `readable`, which keeps line breaks and spells out whatever else could move
-the cursor, hide text or colour it. A long text is shown to a bound; the JSON has all of it.
+Text of models and datasets goes through `clip_text` or `printable_text`, which spell out what could move the cursor, hide text or colour
+it. Long texts are cut; JSON has all of them. Progress bars are drawn on standard error, and only on a terminal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.cli.output import printable_text
+from controllers.cli.output import printable_text, rows_table
 from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
@@ -189,12 +189,6 @@ def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
     }
 
 
-# -------------------- data_words
-# What `gcore validate` shows of a job's data: a table of the sources, how long their prompts are, and the first of each.
-#
-# Pure but for the bar, which is drawn on standard error, and only on a terminal. What data and templates wrote is shown
-# through `visible`.
-
 BINS = 8
 BAR_CELLS = 30
 PROMPT_SHOWN = 240
@@ -202,14 +196,9 @@ PROMPT_SHOWN = 240
 
 def sources_table(sources: Sequence[CheckedSource]) -> Table:
     """One line a source. Of 80 columns, if names are short; lengths have a place of their own below."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("SOURCE", "FOR", "ENTRIES", "WEIGHT", "AN EPOCH SHOWS", "FILTERED", "REWARD"):
-        table.add_column(heading, justify="right" if heading in ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS") else "left")
-    for checked in sources:
-        tree = source_tree(checked)
-        table.add_row(
+    numbers = ("ENTRIES", "WEIGHT", "AN EPOCH SHOWS")
+    rows = (
+        (
             printable_text(tree["source"]),
             tree["for"],
             f"{tree['entries']:,}",
@@ -218,7 +207,10 @@ def sources_table(sources: Sequence[CheckedSource]) -> Table:
             _filtered(checked.lengths),
             printable_text(tree["reward"]),
         )
-    return table
+        for checked in sources
+        for tree in [source_tree(checked)]
+    )
+    return rows_table(("SOURCE", "FOR", *numbers, "FILTERED", "REWARD"), rows, right=numbers)
 
 
 def source_tree(checked: CheckedSource) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What `gcore doctor` makes of what it saw: each check a pure function from facts to a verdict with what to do.
+"""The checks of `gcore doctor`: records of facts, and functions from facts to a verdict with advice.
 
-`fail` means that gcore will not work here, or not as asked; `warn`, that it will, but worse than it could, or only for
-some jobs. Looking is `doctor_facts`' business.
+`fail`: gcore will not work here, or not as asked. `warn`: it works, but worse than it could, or only for some jobs.
+`commands/doctor` collects the facts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-
-# -------------------- doctor_seen
-# What `gcore doctor` saw on this machine, as records: facts without a verdict. `doctor_facts` and `doctor_reach` fill them in,
-# `doctor_checks` judges them.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The live view: a job on one screen, so that one sees it learn, and sees shards move when a controller dies.
+"""The live view: one job on one screen.
 
-`render` is a pure function of the state, the wall clock and the width. It shows, from top to bottom: how far the job is;
-the curves of reward and held-out accuracy over all steps to come; where the newest steps' time went; each controller
-with its part of the shards; held-out answers before and now; what happened last. Says "-" for what it does not know.
+`render_view` is a function of the state, the wall clock and the width. From top to bottom it shows the progress of the job; the
+curves of reward and held-out accuracy; the times of the newest steps and who waited for whom; each controller with its shards; a line
+for each source, where there are several; held-out answers before and now; the newest events. "-" stands for an unknown value.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-
-# -------------------- view_sources
-# A job's sources as a person sees them: a line for each, where there is more than one. Pure.
-#
-# The newest step's numbers, and the newest evaluation's. A source without a prompt in the newest step has a dash.
 
 SHOWN = 6
 """Sources in the live view; the others are counted."""
@@ -93,9 +88,6 @@ def _number(value: float | None, form: str) -> Text:
 
     return Text("-" if value is None else form.format(value))
 
-
-# -------------------- view_waits
-# What a step's waits say, in words: who waited for whom, and so what would make steps shorter.
 
 WAITS = {
     "wait_for_batch_s": "ranks {} for a batch",

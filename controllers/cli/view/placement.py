@@ -1,6 +1,14 @@
-"""What `gcore placement` says: pure functions from what is stored to rows, tables and sentences.
+"""Tables, sentences and JSON for `gcore placement`, `gcore top` and `gcore trace`.
 
-Reasons are policies' words, and a file of moves may be anybody's: nothing of them is markup, and control characters are spelt out.
+Reasons come from policies and files of moves from anywhere: none of it is markup, and control characters are spelt out.
+
+`top` shows the newest step that each node has accounted, never a guess about the running one. Its numbers are slot time over the
+step's time: `2.1 slots` is the time of that many slots.
+
+`trace` writes Chrome trace events: one process a node, one track a slot, one track each for phases and moves. A slice is named by the
+slot's most frequent state; its arguments have the seconds of each state, and a counter shows the busy share. Time without an account
+is a slice `unbooked`. Times are microseconds since the first node began the step; nodes are aligned by their wall clocks. Slices of
+a track touch and never overlap, because viewers nest by time. Processes are numbered from 1: process 0 is Perfetto's idle one.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from controllers.accounting.states import add_times
-from controllers.cli.output import format_seconds, printable_text
+from controllers.cli.output import format_seconds, printable_text, rows_table
 from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
 from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, Span, StepAccount, sum_engines
@@ -131,15 +139,12 @@ def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
 
 def slots_table(reply: pb.PlacementReply) -> Table:
     """A line a slot."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("node", "slot", "serves", box=None, header_style="bold", pad_edge=False)
     plan = plan_of(reply)
-    for slot, what in slot_roles(plan).items() if plan is not None else ():
-        node = slot.node + " (away)" * (slot.node in reply.away)
-        table.add_row(*(Text(_shown(one)) for one in (node, slot.slot, ", ".join(what))))
-    return table
+    rows = [
+        [_shown(one) for one in (slot.node + " (away)" * (slot.node in reply.away), slot.slot, ", ".join(what))]
+        for slot, what in (slot_roles(plan).items() if plan is not None else ())
+    ]
+    return rows_table(("node", "slot", "serves"), rows)
 
 
 def placement_tree(reply: pb.PlacementReply) -> dict[str, Any]:
@@ -285,42 +290,21 @@ def _slots_in_words(slots: Sequence[str]) -> str:
 
 def history_table(moves: Sequence[Move]) -> Table:
     """A line a move."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        "when",
-        "kind",
-        "state",
-        "from",
-        "to",
-        "expected",
-        "measured",
-        "why",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
-    for move in moves:
-        outcome = move.outcome
-        table.add_row(
+    rows = (
+        (
             _at(move),
             move.kind.value,
             move.state,
             "" if move.kind is MoveKind.BEGIN else str(split_from(move.before)),
             str(split_from(move.after)),
             "" if move.expected_s is None else f"{move.expected_s:.1f} s",
-            "" if outcome is None or outcome.step_s is None else f"{outcome.step_s:.1f} s",
-            Text(_shown(move.reason)),
+            "" if move.outcome is None or move.outcome.step_s is None else f"{move.outcome.step_s:.1f} s",
+            _shown(move.reason),
         )
-    return table
+        for move in moves
+    )
+    return rows_table(("when", "kind", "state", "from", "to", "expected", "measured", "why"), rows)
 
-
-# -------------------- top_view
-# What `gcore top` shows of a job: its newest booked step on every node, slots by state, pools, and what holds steps up. Pure.
-#
-# A node books a step a moment after it is committed, so what is shown is the newest step that each has booked, never a guess about the
-# one that goes on. Shares are of the slots' time: `2.1 slots` is the time of that many in the step.
 
 HOLDS = {
     "barrier": "training: the batch is closed, and nothing may begin before its weights are there",
@@ -453,17 +437,6 @@ def top_tree(top: JobTop) -> dict[str, Any]:
         "nodes": {node: book.model_dump(mode="json") for node, book in sorted(top.books.items())},
     }
 
-
-# -------------------- trace_events
-# A step as trace events (the JSON that ui.perfetto.dev and chrome://tracing open): a process a node, a track a slot, one for the job's
-# phases and one for the moves of its placement. Pure.
-#
-# A slice is named by what the slot was most of the time; how many of its seconds were what stands in its arguments, and beside the
-# slot a counter shows how much of it was busy. What nobody can say is a slice too, called `unbooked`. Times are microseconds from the moment
-# when the first node began the step; nodes are put beside one another by their wall clocks, so as exactly as those agree.
-#
-# Slices of a track touch and never overlap, in what is written too: who reads them nests by time. Processes are counted from 1, for to
-# Perfetto process 0 is the machine's idle one; a move is an instant of its own track, for one of the whole trace would stand on none.
 
 US = 1e6
 PHASES_TRACK = 1

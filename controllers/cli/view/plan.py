@@ -1,4 +1,8 @@
-"""What `gcore plan` shows: the models, the placements that fit, and why others do not; as tables, and as a tree for JSON. Pure."""
+"""Tables and JSON of `gcore plan`: models, placements that fit, why others do not fit, and what to change.
+
+`placement_section` says a placement as a spec says it. `advice` names the largest part of the memory that the nearest placement lacks,
+and the field of the spec that bounds it; the hints of `placement.mapping.search` say whether one field alone is enough.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from controllers.cli.output import printable_text
+from controllers.cli.output import printable_text, rows_table
 from gcore.config.spec import JobSpec
 from placement.mapping.cluster import GIB, ClusterSpec
 from placement.mapping.memory import (
@@ -250,26 +254,27 @@ def _counted(planned: PlanReport) -> str:
 
 
 def _models_table(planned: PlanReport) -> Table:
-    table = _table(("MODEL, BY ITSELF", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB"))
-    for row in model_rows(planned):
-        sizes = (row["weights_gib"], row["cache_gib"], row["working_gib"], row["total_gib"])
-        table.add_row(printable_text(row["model"]), f"{row['parameters']:,}", *(f"{size:.2f}" for size in sizes))
-    return table
+    headings = ("MODEL, BY ITSELF", "PARAMETERS", "WEIGHTS GiB", "CACHE GiB", "WORKING GiB", "TOTAL GiB")
+    sizes = ("weights_gib", "cache_gib", "working_gib", "total_gib")
+    rows = (
+        (printable_text(row["model"]), f"{row['parameters']:,}", *(f"{row[size]:.2f}" for size in sizes))
+        for row in model_rows(planned)
+    )
+    return rows_table(headings, rows, right=headings[1:])
 
 
 def _fits_table(planned: PlanReport, show: int) -> Table:
-    table = _table(
-        ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
-    )
+    headings = ("PLACEMENT", "STEP s", "ROLLOUT", "JUDGES", "TRAIN", "PUBLISH", "SWITCH", "FULLEST SLOT GiB", "STARTS")
     shown = list(planned.found.fits[:show])
     if planned.first is not None and planned.first not in shown:
         shown.append(planned.first)
+    rows = []
     for fit in shown:
         times = fit.times
         parts = (times.step, times.rollout, times.judging, times.training, times.publishing, times.switching)
         fullest = max(used for _, used in fit.room.used) / GIB
-        table.add_row(str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", _starts(planned, fit.way))
-    return table
+        rows.append((str(fit.way), *(f"{part:.3g}" for part in parts), f"{fullest:.1f}", _starts(planned, fit.way)))
+    return rows_table(headings, rows, right=headings[1:])
 
 
 def _starts(planned: PlanReport, way: PoolLayout) -> str:
@@ -277,18 +282,6 @@ def _starts(planned: PlanReport, way: PoolLayout) -> str:
         return "yes"
     return f"not with {planned.spec.placement.policy}" if way.starts else "with sglang"
 
-
-def _table(headings: tuple[str, ...]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
-    return table
-
-
-# -------------------- plan_written
-# The placement that was found, as a spec says it.
 
 YamlSection = dict[str, dict[str, Any]]
 
@@ -343,12 +336,6 @@ def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
         gone.append("train.ranks")
     return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
 
-
-# -------------------- plan_lacking
-# What would make a job fit that does not: the largest part of what is too much, and the field of the spec that bounds it. Pure.
-#
-# Of the way that is nearest to fitting. One field alone may not be enough, and then the plan says what is the largest after that. Whether a
-# single field is enough is tried elsewhere (`placement.mapping.search`, its hints).
 
 LARGER = "Use more accelerators, larger ones, or a smaller model"
 

@@ -1,6 +1,7 @@
-"""Where a followed job is shown: a terminal that is drawn over, or lines.
+"""The screens that a followed job is shown on: a live terminal, or plain lines for logs and pipes.
 
-Both fold the events into a `ViewState` and hold it; neither asks the cluster anything (`following`).
+Both fold events into a `ViewState`. A plain line is a function of the state before and the event; a missing number is "-" or left out.
+Held-out answers are shown with the first evaluation and with the one after the last step.
 """
 
 from __future__ import annotations
@@ -26,12 +27,6 @@ from gcore.system.clock import Clock
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-# -------------------- view_plain
-# The plain view: one line for each thing that happened. For logs, pipes and terminals that are none.
-#
-# Lines are pure functions of the state before and the event; a number that an event lacks is a dash or left out. Held-out
-# answers are shown with the first evaluation and with the one after the last step.
 
 SHOWN_ANSWERS = 5
 _NUMBER = re.compile(r"\d+(\.\d+)?")

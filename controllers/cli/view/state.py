@@ -1,12 +1,11 @@
-"""What a person is shown of a job, as a fold over its events.
+"""The view of a job as a fold over its events.
 
-`ViewState.apply(event)` is pure and total: any event, also of a kind or with fields this version does not know, gives a
-state; an event that was applied already gives the same state. A rollback takes the steps and evaluations it undoes out
-of the curves and counts, so that what is shown is what stands on the job's chain. `observe` adds what events do not say
-(the name, what is waited for now).
+`ViewState.apply(event)` is total: an event of an unknown kind, or with unknown fields, gives a state; an event that was applied
+already changes nothing. Values that are missing, of another type or not finite count as absent. A rollback removes the steps
+and evaluations that it undoes, so that the view shows what is on the job's chain. `observe` adds what events do not say: the name,
+and what the job waits for now.
 
-Copies a tuple for each step, so a fold over n steps is n² pointer copies; a hundred thousand steps take seconds. Reads
-no clock, draws nothing (`view_live`, `view_plain`).
+A step copies a tuple, so n steps copy n² pointers; a hundred thousand steps take seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +17,6 @@ from statistics import median
 from typing import Any
 
 from gcore.observability.events import JobEvent
-
-# -------------------- view_points
-# What a view is made of: one step, one evaluation, one node, one line; and how they are read from events.
-#
-# An event's data is another version's, perhaps: what is missing or of another type than expected is treated as absent, and
-# nothing here raises. Numbers that are not finite are absent too, so that no view and no sum has to think of them.
 
 PHASES = ("collect", "exchange", "train", "publish")
 

@@ -35,14 +35,14 @@ from controllers.cli.view.state import (
     get_text,
 )
 from gcore.errors import GcoreError, StoreUnavailable, Unreachable
-from gcore.ledger import archive as store_copy
+from gcore.ledger import archive
 from gcore.models.layout import CHECKPOINTS
 from gcore.schema import UnreadableRecord
 from gcore.system.files import replace_file
 
 FILE_NAME = "summary.json"
 
-ENDED_FILES = (FILE_NAME, store_copy.COPY_FOLDER)
+ENDED_FILES = (FILE_NAME, archive.COPY_FOLDER)
 """Who has ended has a summary, or, if nobody watched it to its end, a copy of its records."""
 
 SUCCEEDED = "SUCCEEDED"
@@ -307,7 +307,7 @@ def find_unfinished_run(runs: Path, job: str) -> tuple[str, str] | None:
 
 
 def _stem(job: str) -> str:
-    """How the folder of a job of that name begins (`controllers.service.submission.run_name`)."""
+    """How the folder of a job of that name begins (`controllers.api.submission.submit.run_name`)."""
     return job.replace("/", ".")
 
 

@@ -18,12 +18,13 @@ from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
 from gcore.quickstart import folder as prepared_folder
 from gcore.quickstart import main as command
-from gcore.quickstart.arithmetic import PreparedExample, prepare_arithmetic
+from gcore.quickstart.arithmetic import ArithmeticManifest, prepare_arithmetic
+from gcore.quickstart.folder import PreparedFolder
 
 UPDATES = 3
 
 
-def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedExample:
+def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedFolder[ArithmeticManifest]:
     return prepare_arithmetic(to, seed=seed, progress=False, warm_updates=UPDATES, must_fit=must_fit)
 
 
@@ -36,17 +37,17 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> PreparedExample:
+def example(tmp_path_factory: pytest.TempPathFactory) -> PreparedFolder[ArithmeticManifest]:
     return make(tmp_path_factory.mktemp("prepared") / "arithmetic")
 
 
-def test_another_seed_gives_another_model(example: PreparedExample, tmp_path: Path) -> None:
+def test_another_seed_gives_another_model(example: PreparedFolder[ArithmeticManifest], tmp_path: Path) -> None:
     other = bytes_of(make(tmp_path / "other", seed=1).folder)
     assert other["model/model.safetensors"] != bytes_of(example.folder)["model/model.safetensors"]
 
 
 def test_the_same_seed_gives_the_same_bytes_with_any_number_of_threads(
-    example: PreparedExample, tmp_path: Path
+    example: PreparedFolder[ArithmeticManifest], tmp_path: Path
 ) -> None:
     import torch
 
@@ -68,12 +69,14 @@ def test_preparing_leaves_torchs_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_second_call_finds_what_the_first_has_made(example: PreparedExample, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_finds_what_the_first_has_made(
+    example: PreparedFolder[ArithmeticManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepared_folder, "_make", None)
     again = make(example.folder)
     assert again.cached
     assert not example.cached
-    assert again.greedy_accuracy == example.greedy_accuracy
+    assert again.manifest.greedy_accuracy == example.manifest.greedy_accuracy
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,9 @@ def test_a_second_call_finds_what_the_first_has_made(example: PreparedExample, m
         pytest.param(lambda folder: edit_manifest(folder, schema_version=99), id="a newer gcore made it"),
     ],
 )
-def test_what_is_not_as_it_was_made_is_made_anew(example: PreparedExample, tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_not_as_it_was_made_is_made_anew(
+    example: PreparedFolder[ArithmeticManifest], tmp_path: Path, damage
+) -> None:  # type: ignore[no-untyped-def]
     shutil.copytree(example.folder, tmp_path / "arithmetic")
     (tmp_path / ".arithmetic.lock").touch()
     good = bytes_of(tmp_path / "arithmetic")
@@ -155,8 +160,8 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert (make(tmp_path / "arithmetic").model / "config.json").is_file()
 
 
-def test_the_data_is_a_dataset_gcore_reads(example: PreparedExample, tmp_path: Path) -> None:
-    for file, count in ((example.train, 1234), (example.eval, 206)):
+def test_the_data_is_a_dataset_gcore_reads(example: PreparedFolder[ArithmeticManifest], tmp_path: Path) -> None:
+    for file, count in ((example.folder / "train.jsonl", 1234), (example.folder / "eval.jsonl", 206)):
         with Dataset.open(file, prompt_field="prompt", answer_fields=("answer",), cache_dir=tmp_path) as data:
             assert len(data) == count
             entry = data.entry(0)
@@ -164,7 +169,9 @@ def test_the_data_is_a_dataset_gcore_reads(example: PreparedExample, tmp_path: P
             assert int(entry["answer"]) == int(left) + int(right)
 
 
-def test_the_tokenizer_round_trips_in_transformers_and_in_tokenizers(example: PreparedExample) -> None:
+def test_the_tokenizer_round_trips_in_transformers_and_in_tokenizers(
+    example: PreparedFolder[ArithmeticManifest],
+) -> None:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -183,7 +190,9 @@ def test_the_tokenizer_round_trips_in_transformers_and_in_tokenizers(example: Pr
     assert PromptRenderer.load(example.model, chat=False).max_length == 64
 
 
-def test_the_model_comes_back_as_a_qwen3_of_about_a_million_parameters(example: PreparedExample) -> None:
+def test_the_model_comes_back_as_a_qwen3_of_about_a_million_parameters(
+    example: PreparedFolder[ArithmeticManifest],
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(example.model)

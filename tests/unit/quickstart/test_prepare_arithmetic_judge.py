@@ -15,21 +15,24 @@ from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart import folder as prepared_folder
 from gcore.quickstart import main as command
 from gcore.quickstart import main as examples
-from gcore.quickstart.arithmetic import JUDGE_CHARACTERS, PreparedJudge, VerdictAccuracy, prepare_arithmetic_judge
+from gcore.quickstart.arithmetic import JUDGE_CHARACTERS, JudgeManifest, VerdictAccuracy, prepare_arithmetic_judge
+from gcore.quickstart.folder import PreparedFolder
 
 UPDATES = 3
 
 
-def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedJudge:
+def make(to: Path, *, seed: int = 0, must_fit: bool = False) -> PreparedFolder[JudgeManifest]:
     return prepare_arithmetic_judge(to, seed=seed, progress=False, updates=UPDATES, must_fit=must_fit)
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> PreparedJudge:
+def judge(tmp_path_factory: pytest.TempPathFactory) -> PreparedFolder[JudgeManifest]:
     return make(tmp_path_factory.mktemp("prepared") / "arithmetic-judge")
 
 
-def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questions(judge: PreparedJudge) -> None:
+def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questions(
+    judge: PreparedFolder[JudgeManifest],
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(judge.model)
@@ -44,33 +47,38 @@ def test_a_judge_is_a_qwen3_of_about_a_million_parameters_that_reads_its_questio
     assert PromptRenderer.load(judge.model, chat=False).max_length == 64
 
 
-def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedJudge) -> None:
+def test_the_manifest_says_what_its_verdicts_are_worth(judge: PreparedFolder[JudgeManifest]) -> None:
     said = json.loads((judge.folder / "manifest.json").read_text())
-    assert (said["judge_accuracy"], said["judge_false_yes"]) == (judge.judge_accuracy, judge.judge_false_yes)
+    assert (said["judge_accuracy"], said["judge_false_yes"]) == (
+        judge.manifest.judge_accuracy,
+        judge.manifest.judge_false_yes,
+    )
     assert said["recipe"] == arithmetic_judge.JUDGE_RECIPE
     assert set(said["files"]) >= {"model/config.json", "model/model.safetensors", "model/tokenizer.json"}
 
 
-def test_a_second_call_finds_what_the_first_has_made(judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_finds_what_the_first_has_made(
+    judge: PreparedFolder[JudgeManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepared_folder, "_make", None)
     again = make(judge.folder)
     assert again.cached
     assert not judge.cached
-    assert again.judge_accuracy == judge.judge_accuracy
+    assert again.manifest.judge_accuracy == judge.manifest.judge_accuracy
 
 
 @pytest.mark.large
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_judge(
-    judge: PreparedJudge, tmp_path: Path
+    judge: PreparedFolder[JudgeManifest], tmp_path: Path
 ) -> None:
-    def weights(made: PreparedJudge) -> str:
+    def weights(made: PreparedFolder[JudgeManifest]) -> str:
         return hashlib.sha256((made.model / "model.safetensors").read_bytes()).hexdigest()
 
     assert weights(make(tmp_path / "again")) == weights(judge)
     assert weights(make(tmp_path / "other", seed=1)) != weights(judge)
 
 
-def test_one_example_does_not_take_the_place_of_another(judge: PreparedJudge) -> None:
+def test_one_example_does_not_take_the_place_of_another(judge: PreparedFolder[JudgeManifest]) -> None:
     with pytest.raises(DataError, match=r"something else than the prepared example arithmetic\."):
         arithmetic.prepare_arithmetic(judge.folder, progress=False, warm_updates=1, must_fit=False)
     assert make(judge.folder).cached
@@ -104,10 +112,10 @@ def test_a_judge_whose_verdicts_are_not_good_enough_is_not_left_behind(
 
 
 def test_the_command_knows_every_example_and_says_what_there_is(
-    judge: PreparedJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    judge: PreparedFolder[JudgeManifest], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arithmetic_judge, "prepare_arithmetic_judge", lambda to, *, seed: judge)
     assert set(examples.EXAMPLES) == {"arithmetic", "arithmetic-judge", "calculator"}
     assert command.main(["arithmetic-judge", "--to", str(judge.folder)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{judge.folder}: {judge.judge_accuracy:.1%} of verdicts right, ")
+    assert said.startswith(f"{judge.folder}: {judge.manifest.judge_accuracy:.1%} of verdicts right, ")

@@ -49,7 +49,7 @@ def test_the_folder_has_data_a_model_and_what_it_was_made_by(tmp_path: Path) -> 
     assert len(lines) == 256
     assert all(eval(line["prompt"].removesuffix("=")) == int(line["answer"]) for line in lines)
     said = json.loads((made.folder / "manifest.json").read_text())
-    assert (said["example"], said["calls"], said["warm_updates"]) == ("calculator", made.calls, UPDATES)
+    assert (said["example"], said["calls"], said["warm_updates"]) == ("calculator", made.manifest.calls, UPDATES)
     assert prepare_calculator(tmp_path / "calculator", progress=False, warm_updates=UPDATES, must_fit=False).cached
     with pytest.raises(DataError, match="ask as they should"):
         prepare_calculator(tmp_path / "other", progress=False, warm_updates=UPDATES)
