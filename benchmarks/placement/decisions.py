@@ -175,7 +175,7 @@ async def _measured(slots: int, size: int, count: int) -> dict[str, Any]:
         job.step(history, step)
         at = DecisionContext(step, step, "node-000", 0.0)
         began, computed, loop = time.perf_counter(), time.process_time(), time.thread_time()
-        wish = await next_split.wished(job.view, COSTS, at)
+        wish = await next_split.propose(job.view, COSTS, at)
         clock.append(time.perf_counter() - began)
         computing.append(time.process_time() - computed)
         held_up.append(time.thread_time() - loop)

@@ -1,12 +1,16 @@
-"""The newest steps of a job as whoever plans is shown them: each controller keeps them as they are committed, so that any can plan.
+"""The newest steps of a job as placement policies see them, and `moves.jsonl` in the run's folder.
 
-A step's seal, which has its lengths, is deleted with its commit; its books come a little later. What a controller did not see (it has
-just begun, or was paused) it takes from the log, which knows means only. Which split such a step ran with is found back from the plan
-there is, through the moves since; where a plan changed otherwise (nodes came or went), nobody knows it of the steps before, and
-they are not shown: a step that is taken for one of another split teaches worse than none.
+Each controller keeps the history as steps are committed, so that any can plan. A step's seal, which has its lengths, is deleted with its
+commit; its accounts come a little later. Steps that a controller did not see (it has just begun, or was paused) it takes from the log,
+which has means only. Their splits are found back from the present plan through the moves since; where a plan changed otherwise (nodes came
+or went), the steps before have no known split and are not shown: a step with a wrong split misleads a policy more than none.
 
-Whoever plans counts slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine, which runs what all of
-them run (`measured_by_slot`), and has room for as many requests as all of them have (`rows_of`).
+Policies count slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine that runs what all of them
+run (`measured_by_slot`), with room for as many requests as all of them have (`engine_rows`).
+
+`moves.jsonl` has every move, by its number; the store keeps the newest only. When more is known of a move (its outcome), another line with
+its number follows, and the last one holds. A hold period is written once it is over, by when it began. The leader writes the file; a
+folder that takes no writes loses lines and delays nothing.
 """
 
 from __future__ import annotations
@@ -208,13 +212,6 @@ def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> d
         found[entry.seq] = split
     return found
 
-
-# -------------------- moves_file
-# `moves.jsonl` in a run's folder: every move of the placement, for people, of which the store keeps the newest only.
-#
-# A line a move, by its number; what is known of it later (its outcome) is a line more with the same number, and the last one holds. A
-# stretch of decisions that moved nothing is a line once it is over, by when it began.
-# Whoever leads writes it, beside everything else: a folder that takes nothing loses lines and holds nothing up.
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,13 @@
-"""Within a step: whether slots are lent between rollout and the judges now, and that what was lent goes back while ranks train.
+"""Elastic reassignment within a step: slots lent between rollout and the judges, and given back while ranks train.
 
-A thin effect around `placement.loads`: it asks every node about once a second what its engines have to do, and sees by the same
-answers when a plan has taken effect, so that it is known what changes cost. Where nothing is lent it asks only for as long as a plan
-is taking effect. What it wants is a proposal, which whoever plans (`controllers.planner`) passes on.
+The rule is `placement.lending`. The controller that leads asks every controller about once a second for the load of its engines
+(`LoadPoller`), never over the store; an answer counts for `STALE_S`. By the same answers it sees when a plan has taken effect, and so what
+changes cost. Where nothing is lent it asks only while a plan takes effect. The result is a proposal, which the planner passes on.
+
+`ForgoneGain`: until an engine of the job has changed over, the cost of a change is a guess, meant to be high: it is derived from how long
+engines took to be put to sleep, which is long while everything starts. A guess that forbids every loan would never be corrected, for
+nothing is measured where nothing moves. So the gains of loans that were not made are added up, of each step the best one; once the sum is
+as much as the guess, the next loan is made. If changes really are so expensive, the loss is no more than what was forgone before.
 """
 
 from __future__ import annotations
@@ -58,10 +63,6 @@ from placement.policies.base import Decision, SwitchCosts
 
 if TYPE_CHECKING:
     from placement.laws import PaceTracker
-
-# -------------------- polling
-# What a job's engines have to do now: told by each controller of those it sees to, asked for by the one that plans, about once a
-# second, and never over the store. What a node that does not answer in time told last counts for a few seconds more.
 
 ANSWER_S = 2.0
 """For a peer's answer, which asks engines that may be busy."""
@@ -165,15 +166,6 @@ class LoadPoller:
 def _load(told: pb.EngineLoad) -> EngineLoad:
     return EngineLoad(told.node, told.slot, told.judge, told.running, told.waiting, told.ready, told.asleep)
 
-
-# -------------------- forgone
-# Loans that were not made because a change is taken to cost more than they would gain, though nobody has measured yet what a change costs.
-#
-# Until an engine of the job has changed over, that cost is a guess, and meant to be a high one: it is worked out from how long engines took to
-# be put to sleep, which is long while everything starts. A guess that forbids every loan would never be put right, because nothing is
-# measured where nothing moves. So what these loans would have gained is added up, of each step the best one. Once the sum is as much as the
-# guess, the next loan is made all the same. A controller that plans from then on adds up anew. Where changes really are so dear, what one of
-# them costs is lost, and that is no more than what was given up before.
 
 WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
 
