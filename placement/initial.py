@@ -1,11 +1,9 @@
-"""What a job begins with on the nodes that are there. Pure.
+"""The first plan of a job on the nodes that are there.
 
-Where a policy moves slots and neither the spec nor a person says how, it is the way that is predicted to take least of those that fit
-into memory (`placement.mapping`), as far as nodes and models are known; else all slots in turn, or the first split there is. The reason
-says which it was. If nothing fits by what is estimated, the job begins all the same: estimates have errors, nodes may still come, and a
-process that does run out of memory says so itself. It is told who exceeds what.
-
-What comes later is the policy's (`placement.live`).
+Where a policy moves slots and neither the spec nor a pin says how to begin, it is the layout of least predicted step time among those
+that fit into memory (`placement.mapping`), as far as nodes and models are known; else all slots in turn, or the first feasible split. The
+reason says which it was. If by the estimates nothing fits, the job begins all the same, with a warning: estimates have errors, nodes may
+still come, and a process that does run out of memory reports it itself.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from gcore.errors import SpecError
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import Pin, Plan
 from placement.assign import assign_split
-from placement.mapping.search import FirstLayout, RejectedLayouts, describe_nodes
-from placement.mapping.search import choose_first_layout as best_that_fits
+from placement.mapping.search import FirstLayout, RejectedLayouts, choose_first_layout, describe_nodes
 from placement.placer import (
     NOTHING_FIXED,
     MovablePlacementRequest,
@@ -58,7 +55,7 @@ def choose_initial_split(snapshot: Snapshot, job: MovablePlacementRequest, pin: 
     there = describe_nodes(snapshot.nodes)
     if isinstance(there, str):
         return InitialSplit(fallback, f"nothing is measured yet, and nothing can be predicted: {there}")
-    match best_that_fits(job.work, there.cluster, limits, there.untimed):
+    match choose_first_layout(job.work, there.cluster, limits, there.untimed):
         case FirstLayout() as first:
             return InitialSplit(first.split, first.reason, first.expected_s, first.cut)
         case RejectedLayouts() as misfits:

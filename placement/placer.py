@@ -1,11 +1,12 @@
-"""The first placement policies. `colocated`: every slot runs rollout, judges and train in turn. `static`: each pool has slots of
-its own, for as long as the job runs.
+"""Plans of a job: its first plan where pools do not move, new plans when nodes come or go, and train worlds.
 
-Pure: a snapshot of the slots in, a plan out. Slots are taken round robin, one of each node before the second of any. With
-`colocated` there is one rollout engine on every slot, the train ranks are on the first slots of the nodes, one a node by default,
-and each judge has an engine on every slot, or on as many as the spec says. Where engines span several slots, read "replica" for "slot"
-(`placement.replicas`). At staleness 0 they take turns by the step's own order: ranks compute only between READY and commit, when no group
-is in flight.
+Fixed placements. `colocated`: one rollout engine on every slot, train ranks on the first slots of the nodes, one a node by default, and an
+engine of each judge on every slot, or on as many as the spec says. `static`: each pool has slots of its own for as long as the job runs.
+Slots are taken round robin, one of each node before the second of any. Where engines span several slots, read "replica" for "slot". At
+staleness 0 the step's order gives the turns: ranks compute only between READY and commit, when no group is in flight.
+
+Movable placements (`spec.placement.is_live`). A policy decides on splits within `SplitBounds`; `placement.assign` finds the slots. A pin
+of a person comes before the policy, and gives way only to a job that could not go on.
 """
 
 from __future__ import annotations
@@ -236,12 +237,6 @@ def worth_forming(growth: GrowthMeasurements) -> str:
         f"{growth.start_s:.0f} s"
     )
 
-
-# -------------------- live
-# What a placement that moves slots begins with and must keep to, and the policies that may be asked for it, by name. Pure.
-#
-# A policy of a package of the user's is an entry point of the group `gcore.placement`: a function that takes a `Start` and gives a
-# `placement.policies.base.Policy`. It decides on splits only; which slots these are is `placement.assign`'s.
 
 NOTHING_FIXED = Pin()
 

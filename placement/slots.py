@@ -1,7 +1,12 @@
-"""How a job's slots are shared out among its pools, and which ways there are. Pure.
+"""Slots of a job: nodes and their slots, replicas, splits among the pools and their bounds, and what a job asks for.
 
-Two modes. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases of a
-step together, rollout, then judges, then train; it costs the waking and sleeping of what takes its turn, and needs the memory of all.
+Two modes of a split. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases
+of a step, rollout, then judges, then train; that costs waking and sleeping at each turn, and needs the memory of all pools.
+
+A replica is the slots that together run one engine (tensor parallel). It lies on adjacent slots of one node, and begins at a multiple of
+its size. So where one of two sizes divides the other, the smaller replicas lie within the larger ones, either fills a node whose slots can
+be divided, and engines of another pool can be resident, asleep, on a replica's slots. Slots left over on a node belong to no replica. A
+train rank has one slot.
 """
 
 from __future__ import annotations
@@ -106,14 +111,6 @@ def feasible(bounds: SplitBounds) -> Iterator[Split]:
             if left - reward - rollout < bounds.reward_size:  # else one judge more would cost rollout nothing
                 yield Split("coexisting", rollout, reward, train)
 
-
-# -------------------- replicas
-# Replicas: the slots that together run one engine (tensor parallel). Pure.
-#
-# A replica lies on one node, on slots that follow one another there, and begins at a multiple of its size. So where one of two sizes divides
-# the other, the smaller replicas lie within the larger ones, and either fills a node whose slots can be divided: whichever pool has a
-# replica's slots, engines of the other can be resident on them, asleep. Slots that are left over on a node belong to no replica. A train rank
-# has one slot.
 
 Pool = Literal["train", "reward", "rollout"]
 

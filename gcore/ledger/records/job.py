@@ -51,7 +51,7 @@ class Leader(Record):
 
 
 class SlotsOfPools(Protocol):
-    """A split, stored (`SplitPart`) or planned with (`placement.split.Split`)."""
+    """A split, stored (`SplitPart`) or planned with (`placement.slots.Split`)."""
 
     @property
     def rollout(self) -> int: ...
@@ -109,7 +109,7 @@ class MoveKind(StrEnum):
 
 
 class SplitPart(RecordPart):
-    """Slots of each pool (`placement.split.Split`)."""
+    """Slots of each pool (`placement.slots.Split`)."""
 
     mode: Literal["coexisting", "colocated"]
     rollout: NonNegativeInt
