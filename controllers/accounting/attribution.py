@@ -42,7 +42,7 @@ from controllers.accounting.states import (
 from controllers.rules.memory import engine_places, engines_asleep_for_ranks, takes_turns
 from controllers.rules.view import JobView, RankView
 from gcore.ledger.records.chain import SealState
-from gcore.ledger.records.job import EnginePlace, JobPhase
+from gcore.ledger.records.job import EnginePlace
 from gcore.ledger.records.slot_accounting import WorkerTotals
 from gcore.rollout.engine_time import EngineTime
 from gcore.worker.records import WorkerRecord
@@ -51,8 +51,7 @@ from gcore.worker.records import WorkerRecord
 def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
     """What keeps idle workers of this controller idle now. `held_back`: whether a judge's limit holds prompts back."""
     mirror = view.mirror
-    running = mirror.status is not None and mirror.status.record.phase is JobPhase.RUNNING
-    if mirror.head is None or not running or view.is_over:
+    if mirror.head is None or not mirror.is_running or view.is_over:
         return "no_work"
     if view.seal is not None and not view.seal.collects and not (view.rules.staleness and view.due):
         return "back_pressure" if view.rules.staleness else "barrier"

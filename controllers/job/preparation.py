@@ -269,8 +269,7 @@ class Preparation:
         return head is not None and head.record.step > 0
 
     def _ended(self) -> bool:
-        status = self.mirror().status
-        return status is not None and status.record.phase.ended
+        return self.mirror().has_ended
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gcore.config.data import ResolvedSource, eval_sources, training_sources
-from gcore.config.spec import JobSpec
+from gcore.config.data import ResolvedSource
+from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.dataset import Dataset
 from gcore.data.jsonl import unreadable_file
 from gcore.data.order import Mixture, SourceShare, StreamShape, entry_index, shard_length, shard_lengths

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from gcore.config.data import eval_sources, training_sources
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.order import shard_lengths
 from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS, best_evaluation, metric_value

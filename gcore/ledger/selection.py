@@ -19,10 +19,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 
-from gcore.config.data import training_sources
 from gcore.config.load import stored_spec
 from gcore.config.reward import RewardSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, training_sources
 from gcore.config.train import OnLimit
 from gcore.data.order import StreamShape, shard_lengths
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup, Seal, SealedGroup

@@ -27,7 +27,8 @@ from typing import Any, BinaryIO, Protocol
 from gcore.config.base import Option
 from gcore.config.spec import TrackerSpec
 from gcore.errors import GcoreError, SpecError, did_you_mean
-from gcore.observability.metrics_file import FILE, Line, read_lines
+from gcore.ledger.archive import METRICS_FILE
+from gcore.observability.metrics_file import Line, read_lines
 from gcore.plugins import PluginKind, error_sentence, find_plugin
 from gcore.schema import Record, UnreadableRecord
 from gcore.system import daemon as logs
@@ -366,7 +367,7 @@ def feed_tracker(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
         def progress(cursor: Cursor) -> None:
             line.say(offset=cursor.offset)
 
-        feeder = Feeder(run_dir / FILE, folder / "cursor.json", tracker, progress)
+        feeder = Feeder(run_dir / METRICS_FILE, folder / "cursor.json", tracker, progress)
         try:
             return _feed(feeder, tracker, ear)
         except Exception as error:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gcore.config.reward import Fallback, JudgeSpec, RewardSpec
-from gcore.reward.api import Response, RewardError, RewardResult, blame_part, compose_reward, is_display_only
+from gcore.reward.api import Response, RewardError, RewardResult, Scored, blame_part, compose_reward, is_display_only
 from gcore.reward.judges.judge import Judge, return_error
 from gcore.reward.judges.types import JudgeAway, JudgeError, Unjudgeable
-from gcore.reward.pool import FunctionScorer, Scored
+from gcore.reward.pool import FunctionScorer
 from gcore.system.concurrency import gather_or_cancel
 from gcore.types import Prompt
 
