@@ -18,14 +18,15 @@ from placement.assign import assign_split
 from placement.mapping.search import FirstLayout, RejectedLayouts, choose_first_layout, describe_nodes
 from placement.placer import (
     NOTHING_FIXED,
-    MovablePlacementRequest,
     find_bounds,
     first_plan,
     first_split,
+    movable_request,
     place_split,
     too_few_slots,
 )
-from placement.slots import PlacementRequest, Snapshot, Split, count_noun, sizes_of, trim_to_replicas
+from placement.request import PlacementRequest
+from placement.slots import Snapshot, Split, count_noun, sizes_of, trim_to_replicas
 
 WORLD = "w"
 
@@ -41,7 +42,7 @@ class InitialSplit:
     warning: str = ""
 
 
-def choose_initial_split(snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None) -> InitialSplit:
+def choose_initial_split(snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None) -> InitialSplit:
     """What a job whose policy moves slots begins with."""
     limits, fixed = find_bounds(snapshot, job, pin), pin or NOTHING_FIXED
     fallback = first_split(limits, job, fixed)
@@ -89,7 +90,7 @@ def make_initial_plan(
     if not spec.placement.is_live:
         plan = first_plan(snapshot, PlacementRequest.by(spec), world=world, generation=1)
         return InitialPlan(plan, InitialSplit(None, plan.reason))
-    job = MovablePlacementRequest.by(spec, models)
+    job = movable_request(spec, models)
     found = choose_initial_split(snapshot, job, pin)
     if found.split is None:
         placed_so = place_split(snapshot, job, world=world, generation=1, pin=pin)
@@ -97,7 +98,7 @@ def make_initial_plan(
         where = f"{count_noun(snapshot.slots, 'slot')} on {count_noun(len(snapshot.nodes), 'node')}"
         why = f"{found.split} of {where}; {found.reason}"
         placed_so = assign_split(
-            found.split, None, snapshot, job.judges, world=world, generation=1, reason=why, sizes=job.sizes
+            found.split, None, snapshot, tuple(job.judges), world=world, generation=1, reason=why, sizes=job.sizes
         )
     if placed_so is None:
         raise too_few_slots(snapshot)

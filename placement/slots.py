@@ -1,4 +1,4 @@
-"""Slots of a job: nodes and their slots, replicas, splits among the pools and their bounds, and what a job asks for.
+"""Slots of a job: nodes and their slots, replicas, splits among the pools and their bounds.
 
 Two modes of a split. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases
 of a step, rollout, then judges, then train; that costs waking and sleeping at each turn, and needs the memory of all pools.
@@ -184,41 +184,6 @@ class Snapshot:
         return sum(len(node.slots) for node in self.nodes)
 
 
-@dataclass(frozen=True, slots=True)
-class JudgePlacementRequest:
-    """A judge that the cluster serves. `replicas` None: an engine on each slot of its pool."""
-
-    name: str
-    replicas: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateSlots:
-    """Slots of their own for two of the pools; what remains is rollout's."""
-
-    train: int
-    reward: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots. `sizes`: slots of an engine."""
-
-    ranks: int | None = None
-    judges: tuple[JudgePlacementRequest, ...] = ()
-    apart: SeparateSlots | None = None
-    sizes: ReplicaSizes = SINGLE
-
-    @classmethod
-    def by(cls, spec: JobSpec) -> PlacementRequest:
-        """What `spec` says."""
-        judges = tuple(JudgePlacementRequest(one.name, one.serving.replicas) for one in spec.served_judges)
-        if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
-            return cls(spec.train.ranks, judges, sizes=sizes_of(spec))
-        apart = SeparateSlots(spec.placement.train or 0, spec.placement.reward or 0)
-        return cls(apart.train, judges, apart, sizes_of(spec))
-
-
 def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
     """Without those slots of a node that are left over when it is divided into replicas: a node that comes later may have more or fewer than the others."""
     if sizes.widest == 1:
@@ -233,19 +198,6 @@ def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
 def count_noun(count: int, what: str) -> str:
     """`1 slot`, `2 slots`."""
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def count_ranks(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """How many ranks a world formed now has."""
-    return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
-
-
-def count_lacking_slots(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """How many slots more it takes before the job can be placed; 0: it fits."""
-    need = count_ranks(snapshot, wanted) or 1
-    if wanted.apart is not None:
-        need += wanted.apart.reward + wanted.sizes.rollout
-    return max(need - snapshot.slots, 0)
 
 
 @dataclass(frozen=True, slots=True, order=True)

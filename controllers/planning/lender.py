@@ -58,8 +58,8 @@ from placement.moves import (
     propose_move,
     switch_costs,
 )
-from placement.placer import MovablePlacementRequest
 from placement.policies.base import Decision, SwitchCosts
+from placement.request import PlacementRequest
 
 if TYPE_CHECKING:
     from placement.laws import PaceTracker
@@ -210,7 +210,7 @@ class Lender:
         self,
         spec: JobSpec,
         uid: str,
-        moving: MovablePlacementRequest,
+        moving: PlacementRequest,
         rows: EngineRows,
         clock: Clock,
         history: StepHistory,
@@ -326,7 +326,7 @@ class Lender:
             base,
             plan,
             there,
-            job.judges,
+            tuple(job.judges),
             world=plan.world,
             generation=generation,
             reason=back.reason,

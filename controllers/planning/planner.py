@@ -52,8 +52,9 @@ from placement.moves import (
     is_repeated,
     propose_move,
 )
-from placement.placer import MovablePlacementRequest, apply_pin, find_bounds, first_split
+from placement.placer import apply_pin, find_bounds, first_split, movable_request
 from placement.policies.base import Decision, Policy, PolicyStart, Situation, SwitchCosts, find_policy
+from placement.request import PlacementRequest
 from placement.slots import Snapshot, Split, SplitBounds, count_noun
 
 T = TypeVar("T")
@@ -180,7 +181,7 @@ class SplitProposal:
 class SplitDecider:
     """Asks the policy between two steps, and makes a proposal of its decision. `rows`: requests that engines run."""
 
-    def __init__(self, spec: JobSpec, moving: MovablePlacementRequest, rows: EngineRows, history: StepHistory) -> None:
+    def __init__(self, spec: JobSpec, moving: PlacementRequest, rows: EngineRows, history: StepHistory) -> None:
         self._spec = spec
         self._moving = moving
         self._rows = rows
@@ -273,7 +274,7 @@ class SplitDecider:
             split,
             plan,
             there,
-            self._moving.judges,
+            tuple(self._moving.judges),
             world=plan.world,
             generation=plan.generation + 1,
             reason=f"{split}: {decision.reason}"[:MOST_REASON],
@@ -376,7 +377,7 @@ class Planner:
         self._spec = spec
         self._clock = clock
         self._file = MovesFile(run_dir)
-        self._moving = MovablePlacementRequest.by(spec, model_configs(job.mirror))
+        self._moving = movable_request(spec, model_configs(job.mirror))
         self._rows = engine_rows(spec)
         self._history = StepHistory.of(spec.served_judges)
         self._next = SplitDecider(spec, self._moving, self._rows, self._history)
