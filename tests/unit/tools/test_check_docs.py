@@ -103,7 +103,7 @@ def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) 
 
 NAMES = """`gcore.errors`, `gcore.errors.GcoreError.exit_code`, `gcore.Client`, `placement.policy`, `gcore.flows`: there.
 `gcore.errors.NoSuchError`, `controllers.deeds`, `placement.slots.Slot.colour`.
-`gcore/errors.py`, `unit/test_check_docs.py`, `decide.py` are there;
+`gcore/errors.py`, `unit/tools/test_check_docs.py`, `decide.py` are there;
 `gcore/deeds.py` and `deeds.py` are not. `gcore.api.v1.Jobs` is a service, `gcore.api.v1.Deeds` is none.
 """
 

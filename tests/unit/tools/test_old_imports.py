@@ -18,7 +18,7 @@ import pytest
 
 from gcore.aliases import MOVED, RENAMED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 IMPORTS = (GOLDEN / "imports_of_f9caf92.txt").read_text().splitlines()
 PLUG_IN = (GOLDEN / "plug_in_of_f9caf92.txt").read_text()
