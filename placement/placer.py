@@ -11,9 +11,9 @@ of a person comes before the policy, and gives way only to a job that could not 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
@@ -393,92 +393,59 @@ def apply_pin(decision: Decision, limits: SplitBounds, pin: Pin) -> Decision | N
     return Decision(found, f"{pin}, as was asked; without that: {decision.reason}", idle=decision.idle)
 
 
-class Placer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Placer(ABC):
     """Makes new plans of a running job, as its request says."""
+
+    request: PlacementRequest
 
     def with_new_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
         """The plan with engines on slots that have come. None: there are none."""
-        ...
-
-    def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """The plan with engines moved off nodes that are away for good, the world as it is. None: nothing has to move."""
-        ...
-
-    def for_new_world(
-        self,
-        snapshot: Snapshot,
-        *,
-        world: str,
-        generation: int,
-        current: Plan | None = None,
-        wanted: Split | None = None,
-        pin: Pin | None = None,
-    ) -> Plan:
-        """A plan with a new train world. `wanted`: the policy's split. Raises SpecError if there are too few slots."""
-        ...
-
-    def fits(self, snapshot: Snapshot) -> bool:
-        """Whether a train world can be placed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedPlacer:
-    """Pools stay on their slots (`colocated`, `static`)."""
-
-    request: PlacementRequest
-
-    def with_new_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """See `Placer`."""
         return fill_plan(plan, snapshot, self.request)
 
+    @abstractmethod
     def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """See `Placer`."""
+        """The plan with engines moved off nodes that are away for good, the world as it is. None: nothing has to move."""
+
+    @abstractmethod
+    def for_new_world(
+        self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
+    ) -> Plan:
+        """A plan with a new train world. `wanted`: the policy's split. Raises SpecError if there are too few slots."""
+
+    @abstractmethod
+    def fits(self, snapshot: Snapshot) -> bool:
+        """Whether a train world can be placed."""
+
+
+class FixedPlacer(Placer):
+    """Pools stay on their slots (`colocated`, `static`)."""
+
+    __slots__ = ()
+
+    def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
         return move_judges(plan, snapshot, self.request)
 
     def for_new_world(
-        self,
-        snapshot: Snapshot,
-        *,
-        world: str,
-        generation: int,
-        current: Plan | None = None,
-        wanted: Split | None = None,
-        pin: Pin | None = None,
+        self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
     ) -> Plan:
-        """See `Placer`; the same plan whatever there was."""
         return first_plan(snapshot, self.request, world=world, generation=generation)
 
     def fits(self, snapshot: Snapshot) -> bool:
-        """See `Placer`."""
         return snapshot.slots > 0 and not count_lacking_slots(snapshot, self.request)
 
 
-@dataclass(frozen=True, slots=True)
-class MovablePlacer:
+class MovablePlacer(Placer):
     """A policy moves slots between pools."""
 
-    request: PlacementRequest
-
-    def with_new_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """See `Placer`."""
-        return fill_plan(plan, snapshot, self.request)
+    __slots__ = ()
 
     def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
-        """See `Placer`."""
         return mend_plan(plan, snapshot, self.request)
 
     def for_new_world(
-        self,
-        snapshot: Snapshot,
-        *,
-        world: str,
-        generation: int,
-        current: Plan | None = None,
-        wanted: Split | None = None,
-        pin: Pin | None = None,
+        self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
     ) -> Plan:
-        """See `Placer`."""
         plan = place_split(
             snapshot, self.request, world=world, generation=generation, current=current, wanted=wanted, pin=pin
         )
@@ -487,7 +454,6 @@ class MovablePlacer:
         return plan
 
     def fits(self, snapshot: Snapshot) -> bool:
-        """See `Placer`."""
         return place_split(snapshot, self.request, world="any", generation=0) is not None
 
 

@@ -75,13 +75,11 @@ class Effects:
 def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
     """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
     stored = view.mirror.plan
-    return new_placer(view.spec, model_configs(view.mirror)).for_new_world(
-        placeable_nodes(view),
-        world=world,
-        generation=generation,
-        current=None if stored is None or stored.record.stands_still else stored.record,
-        wanted=None if split is None else split_from(split),
-        pin=view.mirror.pin,
+    current = None if stored is None or stored.record.stands_still else stored.record
+    wanted = None if split is None else split_from(split)
+    placer = new_placer(view.spec, model_configs(view.mirror))
+    return placer.for_new_world(
+        placeable_nodes(view), current, wanted, view.mirror.pin, world=world, generation=generation
     )
 
 
