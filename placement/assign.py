@@ -18,10 +18,10 @@ from functools import lru_cache
 from typing import Literal
 
 from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
+from gcore.types import Pool
 from placement.slots import (
     SINGLE,
     NodeSlots,
-    Pool,
     ReplicaSizes,
     Slot,
     Snapshot,

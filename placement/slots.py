@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.cluster import NodeFacts
+from gcore.types import Pool
 
 if TYPE_CHECKING:
     from gcore.ledger.records.job import Plan
@@ -110,9 +111,6 @@ def feasible(bounds: SplitBounds) -> Iterator[Split]:
             rollout = (left - reward) // bounds.rollout_size * bounds.rollout_size
             if left - reward - rollout < bounds.reward_size:  # else one judge more would cost rollout nothing
                 yield Split("coexisting", rollout, reward, train)
-
-
-Pool = Literal["train", "reward", "rollout"]
 
 
 T = TypeVar("T")

@@ -54,8 +54,8 @@ from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Store
-from gcore.types import Version
-from placement.slots import Pool, sizes_of
+from gcore.types import Pool, Version
+from placement.slots import sizes_of
 
 # -------------------- placed
 # What a job's placement is, as people are told, and what a person fixes of it. Who fixes nothing that can be is told why.
