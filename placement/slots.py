@@ -80,7 +80,7 @@ class SplitBounds:
         return Split("colocated", rollout, reward, max(fitting))
 
     def allows(self, split: Split) -> bool:
-        """Whether it is one of `feasible`, without looking through them."""
+        """Whether it is one of `feasible`, without enumerating them."""
         if split.mode == "colocated":
             return split == self.all_together()
         if split.train not in self.sizes():
@@ -124,12 +124,12 @@ class ReplicaSizes:
     reward: int = 1
 
     def of(self, pool: Pool) -> int:
-        """Of a pool."""
+        """The size of a pool's replicas."""
         return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
 
     @property
     def widest(self) -> int:
-        """Of the larger ones."""
+        """The larger size."""
         return max(self.rollout, self.reward)
 
 
@@ -138,7 +138,7 @@ SINGLE = ReplicaSizes()
 
 
 def sizes_of(spec: JobSpec) -> ReplicaSizes:
-    """What `spec` says: all judges that the cluster serves are alike in this (`gcore.config.spanning`)."""
+    """The sizes of a spec. All judges that the cluster serves have the same."""
     served = (judge.serving.slots_per_engine for judge in spec.served_judges)
     return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1))
 
@@ -150,13 +150,13 @@ def plan_sizes(plan: Plan) -> ReplicaSizes:
 
 
 def replica_groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """A node's slots as replicas of so many."""
+    """Divide a node's slots into replicas of `size`; slots left over belong to none."""
     for begin in range(0, len(slots) - size + 1, size):
         yield tuple(slots[begin : begin + size])
 
 
 def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
-    """What each node has, one of each node before the second of any."""
+    """Items of all nodes, one of each node before the second of any."""
     deepest = max(map(len, of_nodes), default=0)
     return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
 
@@ -172,13 +172,13 @@ class NodeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What may be placed on."""
+    """The nodes and slots that may be placed on."""
 
     nodes: tuple[NodeSlots, ...]
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         return sum(len(node.slots) for node in self.nodes)
 
 

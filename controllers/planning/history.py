@@ -64,7 +64,7 @@ class _Seen:
 
 
 class StepHistory:
-    """Of one job, on one controller. Mutable."""
+    """The newest steps of one job, kept by each controller. Mutable."""
 
     def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
         """`judges`: those that the cluster serves. `scores`: all of them are classifiers, which write nothing."""
@@ -73,13 +73,13 @@ class StepHistory:
         self._seen: dict[Version, _Seen] = {}
         """Oldest first."""
         self._slots = 0
-        """That were there when the newest step was committed, and so when the next one began."""
+        """Slots when the newest step was committed, and so when the next one began."""
         self._log: Mapping[int, Versioned[LogEntry]] = {}
-        """From which what was not seen was taken."""
+        """The log from which missed steps were taken."""
 
     @classmethod
     def of(cls, served: Sequence[JudgeSpec]) -> StepHistory:
-        """Of a job with these judges, which the cluster serves."""
+        """Make it for a job with these judges, which the cluster serves."""
         scores = bool(served) and all(judge.kind == "classifier" for judge in served)
         return cls(judges=len(served), scores=scores)
 
@@ -99,7 +99,7 @@ class StepHistory:
         self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
     def steps(self, mirror: JobMirror) -> tuple[MeasuredStep, ...]:
-        """The steps on head's chain, oldest first, with what the books say by now."""
+        """The steps on head's chain, oldest first, with the accounts there are by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
         if mirror.log is not self._log:
@@ -124,13 +124,13 @@ class StepHistory:
         return tuple(newest[step] for step in sorted(newest))
 
     def start_s(self) -> float | None:
-        """Seconds of the newest start of a rank that a step told."""
+        """Seconds of the newest start of a rank that a step's entry has."""
         told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
         return next((seconds for seconds in told if seconds is not None), None)
 
     def committed(self, mirror: JobMirror) -> tuple[CommittedStep, ...]:
         """All steps that are known, those that were cut off too, oldest first; without those of which nobody knows what they took."""
-        self.steps(mirror)  # with what the books say by now
+        self.steps(mirror)  # takes the accounts there are by now
         return tuple(
             CommittedStep(
                 step=version.step,
@@ -220,14 +220,14 @@ NAME = "moves.jsonl"
 
 
 TAIL = 1 << 20
-"""Bytes at the end of the file in which who begins to write it looks for the newest moves. What stands further up is written once more."""
+"""Bytes at the end of the file that a new writer reads for the newest moves. Older ones may be written once more."""
 
 
 One = TypeVar("One", bound=RecordPart)
 
 
 class MovesFile:
-    """Of one run, as one controller writes it. Blocks: call it in a thread."""
+    """`moves.jsonl` of one run, as one controller writes it. Blocks: call it in a thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / NAME
@@ -257,7 +257,7 @@ class MovesFile:
                     if _is_torn(self._file):
                         file.write("\n")  # or the first line would be lost with the one that was cut off
                     file.writelines(json.dumps(tree) + "\n" for tree in told)
-            # The store tells of no others any more.
+            # The store has no others any more.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
             self._stays = stays
         except OSError as error:

@@ -67,7 +67,7 @@ class Policy(Protocol):
     """Decides on the split of each step."""
 
     def plan(self, situation: Situation) -> Decision:
-        """The next step's."""
+        """Decide on the split of the next step."""
         ...
 
 
@@ -86,7 +86,7 @@ class PolicyFactory(Protocol):
     """Makes a policy."""
 
     def __call__(self, start: PolicyStart) -> Policy:
-        """For one job, on one controller."""
+        """Make a policy for one job, on one controller."""
         ...
 
 
@@ -94,5 +94,5 @@ KIND = PluginKind("placement policy", "gcore.placement", "placement.policy")
 
 
 def find_policy(name: str) -> PolicyFactory:
-    """What makes the policy. Raises PluginFault."""
+    """Find the factory of a policy. Raises PluginFault."""
     return cast(PolicyFactory, find_plugin(KIND, name))
