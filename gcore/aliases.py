@@ -117,7 +117,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "by_turns": "alternate_answers",
     },
     "placement.live": {
-        "Moving": "MovablePlacementRequest",
+        "Moving": "PlacementRequest",
         "NewPolicy": "PolicyFactory",
         "Start": "PolicyStart",
         "bounds_of": "find_bounds",

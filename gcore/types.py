@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+Pool = Literal["rollout", "reward", "train"]
+"""What slots do, and the role of a worker on them."""
+
 
 class PromptRef(NamedTuple):
     """The identity of a prompt, for ever: which epoch of the data, which shard, which place in that shard's order."""

@@ -1,12 +1,12 @@
-"""From a split of slots to places on slots: which slot changes its role, so that as few as possible do. Pure.
+"""Which slot changes its role for a split of slots: from a split to places on slots, with the fewest changes.
 
-A replica is as many slots of one node as its pool's size says (`placement.replicas`). What a pool keeps stays where it is. What it gives up is
-taken from the nodes that have the most of it, and what it gets lies on those that have the least of it, so that every node keeps an
-engine of the policy for as long as there are enough (its prompts are answered there). The ranks of a train world stay where they are
-while their number does; only a rollback places another number.
+A pool keeps its slots where it can. It gives up slots on the nodes that have the most of it, and gets slots on those that have the least
+of it, so that every node keeps a rollout engine for as long as there are enough (its prompts are answered there). Ranks of a train world
+stay where they are while their number does; only a rollback places another number. A pool's replica is as many slots of one node as
+`ReplicaSizes` says.
 
-Where pools have slots of their own, an engine of each is resident on each slot that does not train, and those whose turn it is not
-sleep: to change over is to sleep and to wake, not to load. Co-located, all are awake on every slot.
+Where pools have slots of their own, an engine of each is resident on each slot that does not train, and all but one of them sleep: a
+change of role is a sleep and a wake, not a load. Co-located, all are awake on every slot.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import lru_cache
 from typing import Literal
 
 from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
+from gcore.types import Pool
 from placement.slots import (
     SINGLE,
     NodeSlots,
-    Pool,
     ReplicaSizes,
     Slot,
     Snapshot,

@@ -1,12 +1,12 @@
-"""What a step will take on each split, from what was measured of the job so far. Pure.
+"""The seconds that a step will take on each split, from what was measured of the job so far.
 
-Lengths are those of the newest steps, since the last plain jump, each moved along their trend, as whoever asks hands them in
-(`placement.trends`). A pool's engines serve `running` requests at `token_s + sequence_s * running` seconds a token, and training takes
-`fixed_s + slot_s * tokens / slots`: what those are is fitted elsewhere (`placement.laws`).
+Lengths are those of the newest steps since the last jump, each moved along their trend (`placement.laws`). A pool's engines serve
+`running` requests at `token_s + sequence_s * running` seconds a token, and training takes `fixed_s + slot_s * tokens / slots`; `laws`
+fits these numbers.
 
-How long a pool takes for a batch: a replica has its share of those that are still going on, whatever number of tokens they have
-made. Judges: what comes after any moment must be served from it on. Lending within a step reaches whatever other shares of the same
-slots are better by more than it costs. What this leaves out shows as a factor, which whoever forecasts learns (`placement.policies.dynamic`).
+A pool's seconds for a batch: a replica has its share of the responses that are still running, whatever number of tokens they have.
+Judges: what is asked after any moment must be served from it on. Lending within a step reaches whatever other shares of the same slots
+are better by more than it costs. What this model leaves out shows as a factor, which `policies.corrections` learns.
 """
 
 from __future__ import annotations

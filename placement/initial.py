@@ -1,11 +1,9 @@
-"""What a job begins with on the nodes that are there. Pure.
+"""The first plan of a job on the nodes that are there.
 
-Where a policy moves slots and neither the spec nor a person says how, it is the way that is predicted to take least of those that fit
-into memory (`placement.mapping`), as far as nodes and models are known; else all slots in turn, or the first split there is. The reason
-says which it was. If nothing fits by what is estimated, the job begins all the same: estimates have errors, nodes may still come, and a
-process that does run out of memory says so itself. It is told who exceeds what.
-
-What comes later is the policy's (`placement.live`).
+Where a policy moves slots and neither the spec nor a pin says how to begin, it is the layout of least predicted step time among those
+that fit into memory (`placement.mapping`), as far as nodes and models are known; else all slots in turn, or the first feasible split. The
+reason says which it was. If by the estimates nothing fits, the job begins all the same, with a warning: estimates have errors, nodes may
+still come, and a process that does run out of memory reports it itself.
 """
 
 from __future__ import annotations
@@ -17,18 +15,18 @@ from gcore.errors import SpecError
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import Pin, Plan
 from placement.assign import assign_split
-from placement.mapping.search import FirstLayout, RejectedLayouts, describe_nodes
-from placement.mapping.search import choose_first_layout as best_that_fits
+from placement.mapping.search import FirstLayout, RejectedLayouts, choose_first_layout, describe_nodes
 from placement.placer import (
     NOTHING_FIXED,
-    MovablePlacementRequest,
     find_bounds,
     first_plan,
     first_split,
+    movable_request,
     place_split,
     too_few_slots,
 )
-from placement.slots import PlacementRequest, Snapshot, Split, count_noun, sizes_of, trim_to_replicas
+from placement.request import PlacementRequest
+from placement.slots import Snapshot, Split, count_noun, sizes_of, trim_to_replicas
 
 WORLD = "w"
 
@@ -44,7 +42,7 @@ class InitialSplit:
     warning: str = ""
 
 
-def choose_initial_split(snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None) -> InitialSplit:
+def choose_initial_split(snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None) -> InitialSplit:
     """What a job whose policy moves slots begins with."""
     limits, fixed = find_bounds(snapshot, job, pin), pin or NOTHING_FIXED
     fallback = first_split(limits, job, fixed)
@@ -58,7 +56,7 @@ def choose_initial_split(snapshot: Snapshot, job: MovablePlacementRequest, pin: 
     there = describe_nodes(snapshot.nodes)
     if isinstance(there, str):
         return InitialSplit(fallback, f"nothing is measured yet, and nothing can be predicted: {there}")
-    match best_that_fits(job.work, there.cluster, limits, there.untimed):
+    match choose_first_layout(job.work, there.cluster, limits, there.untimed):
         case FirstLayout() as first:
             return InitialSplit(first.split, first.reason, first.expected_s, first.cut)
         case RejectedLayouts() as misfits:
@@ -92,7 +90,7 @@ def make_initial_plan(
     if not spec.placement.is_live:
         plan = first_plan(snapshot, PlacementRequest.by(spec), world=world, generation=1)
         return InitialPlan(plan, InitialSplit(None, plan.reason))
-    job = MovablePlacementRequest.by(spec, models)
+    job = movable_request(spec, models)
     found = choose_initial_split(snapshot, job, pin)
     if found.split is None:
         placed_so = place_split(snapshot, job, world=world, generation=1, pin=pin)
@@ -100,7 +98,7 @@ def make_initial_plan(
         where = f"{count_noun(snapshot.slots, 'slot')} on {count_noun(len(snapshot.nodes), 'node')}"
         why = f"{found.split} of {where}; {found.reason}"
         placed_so = assign_split(
-            found.split, None, snapshot, job.judges, world=world, generation=1, reason=why, sizes=job.sizes
+            found.split, None, snapshot, tuple(job.judges), world=world, generation=1, reason=why, sizes=job.sizes
         )
     if placed_so is None:
         raise too_few_slots(snapshot)

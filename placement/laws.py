@@ -1,8 +1,12 @@
-"""How long engines take for a token, and ranks for a step: lines through what was measured of the newest steps. Pure.
+"""Times of tokens and steps as functions of load, and jumps and trends in what was measured.
 
-By least squares of relative errors. Where a line does not rise, or loads hardly differed, only its level is what was measured, and its
-shape is a prior; a pool that was never measured has a pessimistic one. Since when the pace has been what it is, whoever asks knows
-(`placement.paces`); nothing here looks for jumps, or ahead.
+`DecodeLaw` and `TrainLaw` are lines fitted to the newest steps, by least squares of relative errors. Where a line does not rise, or loads
+hardly differed, only its level counts as measured, and its shape is a prior; a pool that was never measured has a pessimistic law.
+
+Jumps and trends are found in series of logarithms, oldest first, so that twice as much is as far off as half as much. A jump counts only
+where it is larger than the noise of the series; no jump is predicted. `PaceTracker` finds since when a pool's engines have had their
+present pace: engines may become slower or faster from one step to the next, and measurements from before a jump only show how the pace
+depends on the load.
 """
 
 from __future__ import annotations
@@ -99,12 +103,6 @@ def fit_line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
     return (start, rise) if start > 0 and rise > 0 else None
 
 
-# -------------------- trends
-# Of a row of numbers, oldest first: whether the newest are plainly others than those before, and what they rise by. Pure.
-#
-# A row is one of logarithms, so that what is twice as much is as far off as what is half. Nothing here knows what is measured: lengths,
-# judgements, times of tokens, errors of forecasts. A jump that is not plain is taken as luck, and nothing is foretold of jumps to come.
-
 PLAIN = 4.0
 """A jump is plain when the newest steps are off by so many standard deviations."""
 
@@ -143,14 +141,6 @@ def slope(logs: NDArray[np.float64]) -> float:
     error = float(np.sum((logs - logs.mean() - rise * at) ** 2)) / (logs.size - 2) / spread
     return rise * max(1.0 - error / max(rise**2, 1e-18), 0.0)
 
-
-# -------------------- paces
-# Since when a pool's engines have been as fast as they are. Pure but for what it remembers.
-#
-# Engines may become slower or faster from one step to the next: judges that were moved to other hardware, or whose prompts are other ones.
-# What was measured before such a jump tells nothing of the pace there is, only of how it depends on the load. A jump is one that is plain
-# beside how uneven the times of tokens were until then, at the loads there were; what the pace is, is for `placement.laws` to fit, and
-# nothing here looks ahead.
 
 POOLS = ("rollout", "reward")
 """Whose engines have a pace."""

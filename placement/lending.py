@@ -1,13 +1,16 @@
-"""Whether slots should be lent within a step, from rollout to the judges or back: a rule over what is there at a moment. Pure.
+"""Elastic reassignment within a step: whether replicas are lent from rollout to the judges or back, and which.
 
-A request is not made faster by another replica once it runs beside few others; a pool's end is put off in proportion to what a token
-of it costs at its load. So each number of replicas that could change over has its own end of the step: the later one of the two pools'.
-The number whose end is earliest is lent, if it comes earlier by more than it costs to put one model to sleep and wake the other. A
-pool that owes anything keeps one replica.
+A request is hardly faster on another replica once it runs beside few others; a pool's end moves in proportion to what a token costs at
+its load. So each number of replicas that could change over gives its own end of the step: the later end of the two pools. The number with
+the earliest end is lent (`replicas_to_lend`), if that is earlier by more than it costs to put one model to sleep and wake the other. A
+pool with outstanding requests keeps one replica.
 
-How much a pool has left is worked out from counts alone: nobody knows how far a request is.
+The tokens that a pool has left are computed from counts, for the progress of a request is not known: how many of the step's responses are
+outstanding, and how long those of the newest steps were. What the last ones have left is the expected excess over the finished ones.
+Where other responses to the same prompts are finished (`gcore.rollout.outliving`), those lengths are scaled. Before a step was measured
+nothing is lent. The slots lent are those with the least load, and each pool keeps one wherever it needs one.
 
-Numbers only, no objects: the simulator compiles these very functions, and a live cluster calls them as they are. They forecast nothing.
+The rule itself works on numbers only: the simulator compiles it, and a live cluster calls it as it is.
 """
 
 from __future__ import annotations
@@ -121,12 +124,6 @@ def spare_replicas(
     return min(max(count, ceil(reward_asked / reward_rows) - reward_awake), 0)
 
 
-# -------------------- speeds
-# How fast engines are, and what requests have still to come, for lending within a step: from a job's newest steps. Pure.
-#
-# How far a request is nobody knows; how many of a step's responses are left is known, and how long those of the newest steps were. So what
-# the last one has still to come is what it is expected to be longer by than those that are done.
-
 STEPS = 2
 """Newest steps from which lengths are."""
 
@@ -188,7 +185,7 @@ def response_tail(steps: Sequence[Sequence[float]]) -> tuple[tuple[float, float]
 
 def pool_speed(history: Sequence[MeasuredStep], pool: str, rows: int, since: int) -> PoolSpeed | None:
     """What the newest steps tell, by the law that steps are forecast with; None: nothing. `since`: the step since which the pool has
-    its pace (`placement.paces.Paces`)."""
+    its pace (`PaceTracker`)."""
     from placement.laws import fit_decode_law  # numpy: a daemon that no job lends in is started without it
 
     newest = history[-STEPS:]
@@ -226,14 +223,6 @@ def pool_speeds(
     # Of a step that is not booked whole nobody knows how often its judges were asked.
     return PoolSpeeds(rollout, reward, fmean(step.asked_per_response for step in history[-STEPS:] if step.judged))
 
-
-# -------------------- loads
-# From what engines have to do at a moment to whether slots are lent, and which. Pure.
-#
-# `placement.lending.lent` says how many; here its numbers are worked out from what the nodes told and from the job's newest steps, and
-# the slots are chosen: those that have least to do, and of each pool so few that it keeps one everywhere it needs one. Before a step
-# was measured nothing is lent. Where other responses to the same prompts are finished, it is known better what those under way have still to
-# come (`gcore.rollout.outliving`): then the newest steps' lengths are taken to be so much longer or shorter.
 
 MOST_OFF = 2.0
 """What responses tell of those to the same prompts changes a forecast by no more: twice as long, or half."""

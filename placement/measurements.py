@@ -1,20 +1,19 @@
-"""From what a committed step left behind to what policies are shown of it. Pure.
+"""What policies are shown of a committed step.
 
-Three sources: the step's log entry has its seconds, as the controller that committed it saw them; its seal has the lengths of its
-responses; the books of the nodes have what their engines did. Whoever plans calls this once a step, with what there is: a number that
-nobody measured is None or missing, never a guess.
+Sources: the step's log entry has its seconds, as the controller that committed it measured them; its seal has the lengths of its
+responses; the accounts of the nodes have what their engines did. A number that was not measured is None or missing, never a guess.
 
-**Where batches are made ahead** (some staleness), what a commit waits for a batch is what is left of its production by then, not what
-its production takes. If the ranks had to wait, batches come as fast as they are made, so that took as long as the whole step. If
-not, engines rest once they may begin nothing more, so it took as long as they had anything to do. Where they share their slots with ranks
-that work, or not all books are there, nobody knows: the step's own length is a bound. The weights go out meanwhile.
+**Where batches are made ahead** (staleness > 0), a commit waits only for what is left of the batch's production by then. If the ranks had
+to wait, production took the whole step. If not, engines become idle once they may begin nothing more, so it took as long as they had
+requests. Where they share slots with ranks that work, or an account is missing, the step's own length is a bound. Weight sync goes on
+meanwhile.
 
-**Where all slots are had in turn** engines of several pools may compute on one slot at once, and each takes the longer. By how much is
-not measured; that they share the slot's pace evenly is an assumption, by which their times are made those of an engine that has its slot
-for itself. Otherwise slots of their own would look as slow as shared ones, and a job that began in turns would stay there.
+**Co-located**, engines of several pools may compute on one slot at once, and each takes longer. That they share the slot's pace evenly is
+an assumption, by which their times are converted to those of an engine that has its slot for itself. Otherwise slots of their own would
+look as slow as shared ones, and a job that began co-located would stay so.
 
-**What was filtered** was generated and judged like the rest. How many groups that were is known, and how long their responses were on
-average; one by one they are taken to be like those that were kept.
+**Filtered groups** were generated and judged like the rest. Their number and mean length are known; one by one they are taken to be like
+those that were kept.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from statistics import fmean
 from gcore.ledger.records.chain import LogEntry, Seal
 from gcore.ledger.records.slot_accounting import EngineSums, StepAccount, sum_engines
 from placement.slots import SINGLE, ReplicaSizes, Split
-
-# -------------------- measured
-# What is measured of a job's steps, for whoever plans its placement. Pure data.
 
 
 def load_class(running: float) -> int:

@@ -1,7 +1,14 @@
-"""What changes of a job's plan are called. Pure: records in, records out; in words `placement.move_words` says it.
+"""Moves of a job's placement: what changes of the plan are called, what came of them, decisions that moved nothing; all in words.
 
-A move is decided between two steps (engines change over; the train world gets another size) or within one (engines are lent). Its
-reason is in numbers that were known then; what came of it (`placement.outcomes`) stands beside what was expected.
+A move is decided between two steps (engines change over; the train world gets another size) or within one (slots are lent). Its reason is
+in numbers that were known then, and its outcome is recorded beside what was expected.
+
+Outcomes: step numbers recur after a rollback, so steps are ordered by the sequence number of their log entry. A move counts for what was
+committed after the head that it was decided at, until the next move between steps. The work of steps differs too (longer responses,
+slower judges), so what is known of that is recorded beside their seconds.
+
+A hold period is a run of steps after which the policy was asked and nothing moved. A move between steps ends it, a loan does not. It keeps
+its newest decision, and compares what was expected of each step with what it took, once.
 """
 
 from __future__ import annotations
@@ -224,14 +231,6 @@ def _took(moves: Moves) -> dict[MoveKind, float]:
     return {kind: found.took_s for kind, found in outcomes if found is not None and found.took_s is not None}
 
 
-# -------------------- outcomes
-# What came of moves: what the steps after each took, beside those before it. Pure: records in, records out.
-#
-# The numbers of steps tell nothing of their order, for after a rollback they come again. So what was committed when is told by the sequence
-# number of its log entry: a move has part in what was committed after the head that it was decided at, until the next move between steps.
-#
-# The work of steps differs too: responses become longer, judges slower. So what is known of that stands beside their seconds.
-
 MOST_AFTER = 5
 """Steps over which what came of a move is measured, at most; and before it, with which it is held."""
 
@@ -330,10 +329,6 @@ def _mean(steps: Sequence[CommittedStep], number: Callable[[CommittedStep], floa
     found = [one for one in map(number, steps) if one is not None]
     return round(fmean(found), 3) if found else None
 
-
-# -------------------- move_words
-# A move in words, for people: what was done and why, what was expected of it, what came of it. Pure; what a move is stands in
-# `placement.moves`, and who shows it where is not known here.
 
 OTHER_WORK = 0.1
 """By how much the work of steps differs before a word is lost about it, as a share of what it was."""
@@ -438,13 +433,6 @@ def _differ(after: float | None, before: float | None) -> bool:
 
 def _gains(before: Split, after: Split) -> str:
     return "rollout" if after.rollout > before.rollout else "the judges"
-
-
-# -------------------- stays
-# Stretches of steps after which a policy was asked and nothing moved: what is kept of them, and in words. Pure.
-#
-# A stretch goes on until something moves between two steps; what is lent within a step does not end it. Of its decisions the newest is kept,
-# with its reason. What was expected of its steps is compared with what they took, each once (`add_taken`).
 
 
 def extend_stay(

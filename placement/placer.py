@@ -1,18 +1,19 @@
-"""The first placement policies. `colocated`: every slot runs rollout, judges and train in turn. `static`: each pool has slots of
-its own, for as long as the job runs.
+"""Plans of a job: its first plan where pools do not move, new plans when nodes come or go, and train worlds.
 
-Pure: a snapshot of the slots in, a plan out. Slots are taken round robin, one of each node before the second of any. With
-`colocated` there is one rollout engine on every slot, the train ranks are on the first slots of the nodes, one a node by default,
-and each judge has an engine on every slot, or on as many as the spec says. Where engines span several slots, read "replica" for "slot"
-(`placement.replicas`). At staleness 0 they take turns by the step's own order: ranks compute only between READY and commit, when no group
-is in flight.
+Fixed placements. `colocated`: one rollout engine on every slot, train ranks on the first slots of the nodes, one a node by default, and an
+engine of each judge on every slot, or on as many as the spec says. `static`: each pool has slots of its own for as long as the job runs.
+Slots are taken round robin, one of each node before the second of any. Where engines span several slots, read "replica" for "slot". At
+staleness 0 the step's order gives the turns: ranks compute only between READY and commit, when no group is in flight.
+
+Movable placements (`spec.placement.is_live`). A policy decides on splits within `SplitBounds`; `placement.assign` finds the slots. A pin
+of a person comes before the policy, and gives way only to a job that could not go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
@@ -20,27 +21,19 @@ from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import EnginePlace, Pin, Plan, RankPlace
 from placement.assign import assign_split, engine_slots, sort_by_unlikeness, split_of, unlikeness
 from placement.policies.base import Decision
+from placement.request import PlacementRequest, count_lacking_slots, count_ranks
 from placement.slots import (
-    SINGLE,
-    JudgePlacementRequest,
     NodeSlots,
-    PlacementRequest,
     ReplicaSizes,
     Slot,
     Snapshot,
     Split,
     SplitBounds,
-    count_lacking_slots,
     count_noun,
-    count_ranks,
     feasible,
     replica_groups,
     round_robin,
-    sizes_of,
 )
-
-if TYPE_CHECKING:
-    from placement.mapping.workload import Workload
 
 
 def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, generation: int) -> Plan:
@@ -50,12 +43,12 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
     if count_lacking_slots(snapshot, wanted):
         raise SpecError(
             f"{_in_words(wanted, ranks or 1)} do not fit on {count_noun(len(places), 'slot')}",
-            where="train.ranks" if wanted.apart is None else "placement",
+            where="train.ranks" if not wanted.has_own_slots else "placement",
             fix=f"Lower {_to_lower(wanted)}, or start controllers with more slots",
         )
     sizes = wanted.sizes
     rollout, reward = (_round_robin(nodes, size) for size in (sizes.rollout, sizes.reward))
-    if wanted.apart is None:
+    if not wanted.has_own_slots:
         how = f"colocated: {len(places)} slots on {len(nodes)} nodes take rollout and train in turn, {ranks} ranks"
     else:
         if sizes.widest > 1:
@@ -63,8 +56,8 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
             places = [place for node in nodes for place in _round_robin([node])]
             if sizes.reward <= sizes.rollout:
                 reward = [one for node in nodes for one in _round_robin([node], sizes.reward)]
-        training = places[: wanted.apart.train]
-        reward = _free(reward, training)[: wanted.apart.reward // sizes.reward]
+        training = places[: wanted.train]
+        reward = _free(reward, training)[: wanted.reward // sizes.reward]
         rollout = _free(rollout, [*training, *reward])
         judge, roll = (sum(len(one.slots) for one in engines) for engines in (reward, rollout))
         how = f"static: of {len(places)} slots {ranks} train, {judge} judge, {roll} roll out"
@@ -78,29 +71,29 @@ def first_plan(snapshot: Snapshot, wanted: PlacementRequest, *, world: str, gene
 
 
 def _in_words(wanted: PlacementRequest, ranks: int) -> str:
-    if wanted.apart is None:
+    if not wanted.has_own_slots:
         return count_noun(ranks, "train rank")
-    reward = f", {count_noun(wanted.apart.reward, 'slot')} for judges" if wanted.apart.reward else ""
+    reward = f", {count_noun(wanted.reward, 'slot')} for judges" if wanted.reward else ""
     return f"{count_noun(ranks, 'train rank')}{reward} and 1 rollout engine, each on slots of its own,"
 
 
 def _to_lower(wanted: PlacementRequest) -> str:
-    if wanted.apart is None:
+    if not wanted.has_own_slots:
         return "train.ranks"
-    return "placement.train or placement.reward" if wanted.apart.reward else "placement.train"
+    return "placement.train or placement.reward" if wanted.reward else "placement.train"
 
 
 def _judge_places(
-    judges: Sequence[JudgePlacementRequest], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
+    judges: Mapping[str, int | None], slots: Sequence[EnginePlace], there: Sequence[EnginePlace]
 ) -> list[EnginePlace]:
     """Engines for judges on `slots`, beside those that are `there`; the judges begin on different slots."""
     more = []
-    for number, judge in enumerate(judges):
-        have = [place for place in there if place.judge == judge.name]
-        wanted = len(slots) + len(have) if judge.replicas is None else judge.replicas
+    for number, (judge, replicas) in enumerate(judges.items()):
+        have = [place for place in there if place.judge == judge]
+        wanted = len(slots) + len(have) if replicas is None else replicas
         turned = [*slots[number % len(slots) :], *slots[: number % len(slots)]] if slots else []
         free = _free(turned, have)
-        more += [place.model_copy(update={"judge": judge.name}) for place in free[: max(wanted - len(have), 0)]]
+        more += [place.model_copy(update={"judge": judge}) for place in free[: max(wanted - len(have), 0)]]
     return more
 
 
@@ -124,9 +117,9 @@ UNKNOWN_STEPS_LEFT = 100
 """What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
 
 
-def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest, *, moves: bool = False) -> Plan | None:
+def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan | None:
     """The plan with engines on each slot that is there and serves nothing; world and ranks as they are. None: there is no such
-    slot. `moves`: a policy moves slots; until it is asked, one that comes is rollout's, with judges that sleep, unless all slots go
+    slot. Where a policy moves slots, one that comes is rollout's until the policy is asked, with judges that sleep, unless all slots go
     through the phases together.
 
     Engines of nodes that are away keep their places: they are started again when the node is back, unless they are judges and
@@ -136,14 +129,14 @@ def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest, *, moves
     ranks = [EnginePlace(node=place.node, slot=place.slot) for place in plan.ranks]
     on = {(place.node, slot) for place in plan.engines for slot in place.slots}
     together = any((rank.node, rank.slot) in on for rank in ranks)
-    taken = [*plan.engines, *(ranks if wanted.apart is not None or moves else ())]
+    taken = [*plan.engines, *(ranks if wanted.has_own_slots or wanted.moves else ())]
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     fresh = _free(_round_robin(nodes, wanted.sizes.rollout), taken)
     to_judge = _free(_round_robin(nodes, wanted.sizes.reward), taken)
     if not fresh:
         return None
-    judging = _judge_places(wanted.judges, to_judge, plan.engines) if wanted.apart is None else []
-    if moves and not together:
+    judging = _judge_places(wanted.judges, to_judge, plan.engines) if not wanted.has_own_slots else []
+    if wanted.moves and not together:
         judging = [place.model_copy(update={"asleep": True}) for place in judging]
     names = ", ".join(sorted({place.node for place in fresh}))
     return plan.model_copy(
@@ -168,11 +161,11 @@ def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Pla
     rollout = [place for place in there if not place.judge]
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     taken: list[EnginePlace] = []
-    if wanted.apart is None:
+    if not wanted.has_own_slots:
         slots, judges = _round_robin(nodes, wanted.sizes.reward), wanted.judges
     else:
         served = {place.judge for place in there}
-        judges = tuple(judge for judge in wanted.judges if judge.name not in served)
+        judges = {judge: replicas for judge, replicas in wanted.judges.items() if judge not in served}
         of_judges = {(p.node, p.slot): p.model_copy(update={"judge": ""}) for p in there if p.judge}
         slots = [of_judges[one] for one in sorted(of_judges)]
         if not slots:
@@ -237,12 +230,6 @@ def worth_forming(growth: GrowthMeasurements) -> str:
     )
 
 
-# -------------------- live
-# What a placement that moves slots begins with and must keep to, and the policies that may be asked for it, by name. Pure.
-#
-# A policy of a package of the user's is an entry point of the group `gcore.placement`: a function that takes a `Start` and gives a
-# `placement.policies.base.Policy`. It decides on splits only; which slots these are is `placement.assign`'s.
-
 NOTHING_FIXED = Pin()
 
 
@@ -250,40 +237,8 @@ ALL_SIZES = 16
 """Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class MovablePlacementRequest:
-    """What a job says of a placement that moves slots. `ranks`: the only size of the train world, if one is set; `most_ranks`: samples
-    that each update has, for a rank without any would only wait. `work`: what a step is, or why that is not known."""
-
-    judges: tuple[str, ...]
-    ranks: int | None
-    most_ranks: int
-    train: int | None
-    reward: int | None
-    group: int = 1
-    work: Workload | str = "what the job's models are was not kept"
-    sizes: ReplicaSizes = SINGLE
-
-    @classmethod
-    def by(cls, spec: JobSpec, models: ModelConfigs | None = None) -> MovablePlacementRequest:
-        """What `spec` says, of a job with these models."""
-        from placement.mapping.search import describe_workload  # a daemon without a job needs none of it
-
-        samples = spec.flow.groups_per_step * spec.flow.samples_per_prompt // spec.train.mini_batches
-        return cls(
-            tuple(judge.name for judge in spec.served_judges),
-            spec.train.ranks,
-            max(samples, 1),
-            spec.placement.train,
-            spec.placement.reward,
-            spec.flow.samples_per_prompt,
-            describe_workload(spec, models),
-            sizes_of(spec),
-        )
-
-
 def find_bounds(
-    snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None, now: int | None = None
+    snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None, now: int | None = None
 ) -> SplitBounds:
     """What splits must keep to on the nodes there are, and what fits into their memory, as far as that is known. `now`: ranks of the
     world that is there, whose size stays possible."""
@@ -298,7 +253,7 @@ def find_bounds(
 
 
 def slot_bounds(
-    snapshot: Snapshot, job: MovablePlacementRequest, pin: Pin | None = None, now: int | None = None
+    snapshot: Snapshot, job: PlacementRequest, pin: Pin | None = None, now: int | None = None
 ) -> SplitBounds:
     """What splits must keep to, whatever fits into memory."""
     slots = snapshot.slots
@@ -330,10 +285,10 @@ def _is_round(size: int) -> bool:
     return size in (1, 3)
 
 
-def first_split(bounds: SplitBounds, job: MovablePlacementRequest, pin: Pin = NOTHING_FIXED) -> Split | None:
+def first_split(bounds: SplitBounds, job: PlacementRequest, pin: Pin = NOTHING_FIXED) -> Split | None:
     """What a job begins with: what a person fixed, beside that what the spec says, or else all slots in turn. None: it does not fit."""
     if job.train is not None:
-        reward = job.reward or 0
+        reward = job.reward
         wanted = Split("coexisting", bounds.slots - job.train - reward, reward, job.train)
         trains = (job.train,) if pin.train is None else bounds.train_sizes
         return nearest_to_pin(wanted, replace(bounds, train_sizes=trains, colocated=False), pin)
@@ -351,7 +306,7 @@ def nearest_to_pin(split: Split, bounds: SplitBounds, pin: Pin) -> Split | None:
 
 def place_split(
     snapshot: Snapshot,
-    job: MovablePlacementRequest,
+    job: PlacementRequest,
     *,
     world: str,
     generation: int,
@@ -377,7 +332,7 @@ def place_split(
         )
     how = f"{split} of {snapshot.slots} slots on {len(snapshot.nodes)} nodes"
     return assign_split(
-        split, current, snapshot, job.judges, world=world, generation=generation, reason=how, sizes=job.sizes
+        split, current, snapshot, tuple(job.judges), world=world, generation=generation, reason=how, sizes=job.sizes
     )
 
 
@@ -400,7 +355,7 @@ def _spread(split: Split, snapshot: Snapshot) -> Split:
     return Split("coexisting", max(slots - reward - train, 1), reward, train)
 
 
-def mend_plan(plan: Plan, snapshot: Snapshot, job: MovablePlacementRequest) -> Plan | None:
+def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | None:
     """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
     here = {Slot(node.node, slot) for node in snapshot.nodes for slot in node.slots}
     awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(engine_slots(place))}
@@ -416,7 +371,7 @@ def mend_plan(plan: Plan, snapshot: Snapshot, job: MovablePlacementRequest) -> P
             split,
             plan,
             snapshot,
-            job.judges,
+            tuple(job.judges),
             world=plan.world,
             generation=plan.generation + 1,
             reason=f"{split}, for a pool had no engine left",
@@ -436,3 +391,83 @@ def apply_pin(decision: Decision, limits: SplitBounds, pin: Pin) -> Decision | N
     if found is None or pin.off(found):
         return None
     return Decision(found, f"{pin}, as was asked; without that: {decision.reason}", idle=decision.idle)
+
+
+@dataclass(frozen=True, slots=True)
+class Placer(ABC):
+    """Makes new plans of a running job, as its request says."""
+
+    request: PlacementRequest
+
+    def with_new_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
+        """The plan with engines on slots that have come. None: there are none."""
+        return fill_plan(plan, snapshot, self.request)
+
+    @abstractmethod
+    def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
+        """The plan with engines moved off nodes that are away for good, the world as it is. None: nothing has to move."""
+
+    @abstractmethod
+    def for_new_world(
+        self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
+    ) -> Plan:
+        """A plan with a new train world. `wanted`: the policy's split. Raises SpecError if there are too few slots."""
+
+    @abstractmethod
+    def fits(self, snapshot: Snapshot) -> bool:
+        """Whether a train world can be placed."""
+
+
+class FixedPlacer(Placer):
+    """Pools stay on their slots (`colocated`, `static`)."""
+
+    __slots__ = ()
+
+    def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
+        return move_judges(plan, snapshot, self.request)
+
+    def for_new_world(
+        self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
+    ) -> Plan:
+        return first_plan(snapshot, self.request, world=world, generation=generation)
+
+    def fits(self, snapshot: Snapshot) -> bool:
+        return snapshot.slots > 0 and not count_lacking_slots(snapshot, self.request)
+
+
+class MovablePlacer(Placer):
+    """A policy moves slots between pools."""
+
+    __slots__ = ()
+
+    def without_nodes(self, plan: Plan, snapshot: Snapshot) -> Plan | None:
+        return mend_plan(plan, snapshot, self.request)
+
+    def for_new_world(
+        self, snapshot: Snapshot, current: Plan | None, wanted: Split | None, pin: Pin, *, world: str, generation: int
+    ) -> Plan:
+        plan = place_split(
+            snapshot, self.request, world=world, generation=generation, current=current, wanted=wanted, pin=pin
+        )
+        if plan is None:
+            raise too_few_slots(snapshot)
+        return plan
+
+    def fits(self, snapshot: Snapshot) -> bool:
+        return place_split(snapshot, self.request, world="any", generation=0) is not None
+
+
+def movable_request(spec: JobSpec, models: ModelConfigs | None = None) -> PlacementRequest:
+    """The request of a spec with the work of a step of these models."""
+    from placement.mapping.search import describe_workload  # a daemon without a job needs none of it
+
+    return replace(PlacementRequest.by(spec), work=describe_workload(spec, models))
+
+
+def new_placer(spec: JobSpec, models: ModelConfigs | None = None) -> Placer:
+    """The placer of a job with these models."""
+    return (
+        MovablePlacer(movable_request(spec, models))
+        if spec.placement.is_live
+        else FixedPlacer(PlacementRequest.by(spec))
+    )

@@ -20,19 +20,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, SlotKey, group_by_node, slots_of_share
-from placement.slots import (
-    PlacementRequest,
-    SeparateSlots,
-    Snapshot,
-    count_lacking_slots,
-    count_noun,
-    replica_groups,
-    sizes_of,
-)
+from placement.request import PlacementRequest, count_lacking_slots
+from placement.slots import Snapshot, count_noun, replica_groups
 
 Unit = tuple[SlotKey, ...]
 """Slots of one node that follow one another, and go together."""
@@ -40,12 +33,9 @@ Unit = tuple[SlotKey, ...]
 
 def new_claim(spec: JobSpec, *, created: float, owner: str = "") -> Claim:
     """What a job wants that is created now."""
-    unit, wanted = sizes_of(spec).widest, PlacementRequest.by(spec)
-    if spec.placement.is_live and spec.placement.train is not None:
-        wanted = replace(
-            wanted, apart=SeparateSlots(spec.placement.train, spec.placement.reward or 0), ranks=spec.placement.train
-        )
-    needed = max(count_lacking_slots(Snapshot(()), wanted), spec.scheduling.slots_min)
+    wanted = PlacementRequest.by(spec)
+    unit = wanted.sizes.widest
+    needed = max(count_lacking_slots(Snapshot(()), wanted, first=True), spec.scheduling.slots_min)
     least = -(-needed // unit) * unit
     return Claim(
         namespace=spec.namespace,

@@ -1,7 +1,12 @@
-"""How a job's slots are shared out among its pools, and which ways there are. Pure.
+"""Slots of a job: nodes and their slots, replicas, splits among the pools and their bounds.
 
-Two modes. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases of a
-step together, rollout, then judges, then train; it costs the waking and sleeping of what takes its turn, and needs the memory of all.
+Two modes of a split. *Co-existing*: each pool has slots of its own, all at the same time. *Co-located*: every slot goes through the phases
+of a step, rollout, then judges, then train; that costs waking and sleeping at each turn, and needs the memory of all pools.
+
+A replica is the slots that together run one engine (tensor parallel). It lies on adjacent slots of one node, and begins at a multiple of
+its size. So where one of two sizes divides the other, the smaller replicas lie within the larger ones, either fills a node whose slots can
+be divided, and engines of another pool can be resident, asleep, on a replica's slots. Slots left over on a node belong to no replica. A
+train rank has one slot.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.cluster import NodeFacts
+from gcore.types import Pool
 
 if TYPE_CHECKING:
     from gcore.ledger.records.job import Plan
@@ -74,7 +80,7 @@ class SplitBounds:
         return Split("colocated", rollout, reward, max(fitting))
 
     def allows(self, split: Split) -> bool:
-        """Whether it is one of `feasible`, without looking through them."""
+        """Whether it is one of `feasible`, without enumerating them."""
         if split.mode == "colocated":
             return split == self.all_together()
         if split.train not in self.sizes():
@@ -107,17 +113,6 @@ def feasible(bounds: SplitBounds) -> Iterator[Split]:
                 yield Split("coexisting", rollout, reward, train)
 
 
-# -------------------- replicas
-# Replicas: the slots that together run one engine (tensor parallel). Pure.
-#
-# A replica lies on one node, on slots that follow one another there, and begins at a multiple of its size. So where one of two sizes divides
-# the other, the smaller replicas lie within the larger ones, and either fills a node whose slots can be divided: whichever pool has a
-# replica's slots, engines of the other can be resident on them, asleep. Slots that are left over on a node belong to no replica. A train rank
-# has one slot.
-
-Pool = Literal["train", "reward", "rollout"]
-
-
 T = TypeVar("T")
 
 
@@ -129,12 +124,12 @@ class ReplicaSizes:
     reward: int = 1
 
     def of(self, pool: Pool) -> int:
-        """Of a pool."""
+        """The size of a pool's replicas."""
         return 1 if pool == "train" else self.rollout if pool == "rollout" else self.reward
 
     @property
     def widest(self) -> int:
-        """Of the larger ones."""
+        """The larger size."""
         return max(self.rollout, self.reward)
 
 
@@ -143,7 +138,7 @@ SINGLE = ReplicaSizes()
 
 
 def sizes_of(spec: JobSpec) -> ReplicaSizes:
-    """What `spec` says: all judges that the cluster serves are alike in this (`gcore.config.spanning`)."""
+    """The sizes of a spec. All judges that the cluster serves have the same."""
     served = (judge.serving.slots_per_engine for judge in spec.served_judges)
     return ReplicaSizes(spec.rollout.slots_per_engine, max(served, default=1))
 
@@ -155,13 +150,13 @@ def plan_sizes(plan: Plan) -> ReplicaSizes:
 
 
 def replica_groups(slots: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
-    """A node's slots as replicas of so many."""
+    """Divide a node's slots into replicas of `size`; slots left over belong to none."""
     for begin in range(0, len(slots) - size + 1, size):
         yield tuple(slots[begin : begin + size])
 
 
 def round_robin(of_nodes: Sequence[Sequence[T]]) -> list[T]:
-    """What each node has, one of each node before the second of any."""
+    """Items of all nodes, one of each node before the second of any."""
     deepest = max(map(len, of_nodes), default=0)
     return [of_node[number] for number in range(deepest) for of_node in of_nodes if number < len(of_node)]
 
@@ -177,49 +172,14 @@ class NodeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What may be placed on."""
+    """The nodes and slots that may be placed on."""
 
     nodes: tuple[NodeSlots, ...]
 
     @property
     def slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         return sum(len(node.slots) for node in self.nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class JudgePlacementRequest:
-    """A judge that the cluster serves. `replicas` None: an engine on each slot of its pool."""
-
-    name: str
-    replicas: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateSlots:
-    """Slots of their own for two of the pools; what remains is rollout's."""
-
-    train: int
-    reward: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What a job wants placed. `ranks` None: one a node. `apart` None: all pools share all slots. `sizes`: slots of an engine."""
-
-    ranks: int | None = None
-    judges: tuple[JudgePlacementRequest, ...] = ()
-    apart: SeparateSlots | None = None
-    sizes: ReplicaSizes = SINGLE
-
-    @classmethod
-    def by(cls, spec: JobSpec) -> PlacementRequest:
-        """What `spec` says."""
-        judges = tuple(JudgePlacementRequest(one.name, one.serving.replicas) for one in spec.served_judges)
-        if spec.placement.policy != "static":  # of a policy that moves slots `placement.live` knows more
-            return cls(spec.train.ranks, judges, sizes=sizes_of(spec))
-        apart = SeparateSlots(spec.placement.train or 0, spec.placement.reward or 0)
-        return cls(apart.train, judges, apart, sizes_of(spec))
 
 
 def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
@@ -236,19 +196,6 @@ def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
 def count_noun(count: int, what: str) -> str:
     """`1 slot`, `2 slots`."""
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def count_ranks(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """How many ranks a world formed now has."""
-    return wanted.ranks if wanted.ranks is not None else sum(1 for node in snapshot.nodes if node.slots)
-
-
-def count_lacking_slots(snapshot: Snapshot, wanted: PlacementRequest) -> int:
-    """How many slots more it takes before the job can be placed; 0: it fits."""
-    need = count_ranks(snapshot, wanted) or 1
-    if wanted.apart is not None:
-        need += wanted.apart.reward + wanted.sizes.rollout
-    return max(need - snapshot.slots, 0)
 
 
 @dataclass(frozen=True, slots=True, order=True)

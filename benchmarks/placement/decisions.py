@@ -30,9 +30,10 @@ from gcore.ledger.records.slot_accounting import EngineSums, NodeAccounts, StepA
 from gcore.types import PromptRef, Version
 from placement.assign import assign_split, split_of
 from placement.moves import DecisionContext, MoveProposal, split_from
-from placement.placer import MovablePlacementRequest, find_bounds, place_split, slot_bounds
+from placement.placer import find_bounds, movable_request, place_split, slot_bounds
 from placement.policies.base import SwitchCosts
 from placement.policies.simple import even_split
+from placement.request import PlacementRequest
 from placement.slots import NodeSlots, Snapshot, Split, feasible
 
 NODE_SLOTS = 8
@@ -65,7 +66,7 @@ class _Job:
     spec: JobSpec = field(init=False)
     view: JobView = field(init=False)
     snapshot: Snapshot = field(init=False)
-    moving: MovablePlacementRequest = field(init=False)
+    moving: PlacementRequest = field(init=False)
     names: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +75,7 @@ class _Job:
         nodes = {name: _node(name) for name in self.names}
         self.snapshot = Snapshot(tuple(NodeSlots(name, one.slots, one.facts) for name, one in nodes.items()))
         models = ModelConfigs(policy=QWEN, judges={"tutor": QWEN})
-        self.moving = MovablePlacementRequest.by(self.spec, models)
+        self.moving = movable_request(self.spec, models)
         first = even_split(slot_bounds(self.snapshot, self.moving))
         plan = assign_split(first, None, self.snapshot, ("tutor",), world="w", generation=1, sizes=self.moving.sizes)
         assert plan is not None, f"{first} cannot be placed"
@@ -175,7 +176,7 @@ async def _measured(slots: int, size: int, count: int) -> dict[str, Any]:
         job.step(history, step)
         at = DecisionContext(step, step, "node-000", 0.0)
         began, computed, loop = time.perf_counter(), time.process_time(), time.thread_time()
-        wish = await next_split.wished(job.view, COSTS, at)
+        wish = await next_split.propose(job.view, COSTS, at)
         clock.append(time.perf_counter() - began)
         computing.append(time.process_time() - computed)
         held_up.append(time.thread_time() - loop)

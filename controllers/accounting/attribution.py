@@ -31,7 +31,6 @@ from controllers.accounting.states import (
     SYNCING,
     UNALLOCATED,
     IdleCause,
-    Pool,
     State,
     Timeline,
     TimeReport,
@@ -45,6 +44,7 @@ from gcore.ledger.records.chain import SealState
 from gcore.ledger.records.job import EnginePlace
 from gcore.ledger.records.slot_accounting import WorkerTotals
 from gcore.rollout.engine_time import EngineTime
+from gcore.types import Pool
 from gcore.worker.records import WorkerRecord
 
 

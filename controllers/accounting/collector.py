@@ -185,7 +185,7 @@ class AccountCollector:
         began = self._clock.monotonic()
         await self._aim(self._account.engines)
         turns = asyncio.Semaphore(TOGETHER)
-        names = self._clients if some is None else self._clients.keys() & some
+        names = [name for name in self._clients if some is None or name in some]
         tasks = [asyncio.create_task(self._read(self._account, name, turns)) for name in names]
         try:
             await asyncio.gather(*tasks)

@@ -20,9 +20,7 @@ from itertools import pairwise
 from typing import Generic, Literal, TypeVar
 
 from gcore.ledger.records.slot_accounting import Span
-
-Pool = Literal["rollout", "reward", "train"]
-
+from gcore.types import Pool
 
 IdleCause = Literal["no_work", "tail", "barrier", "back_pressure", "waiting_weights"]
 

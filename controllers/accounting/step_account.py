@@ -31,7 +31,6 @@ from controllers.accounting.states import (
     FAILED,
     UNALLOCATED,
     IdleCause,
-    Pool,
     SlotAccount,
     State,
     Timeline,
@@ -52,7 +51,7 @@ from gcore.ledger.records.slot_accounting import (
 )
 from gcore.ledger.transactions import Versioned
 from gcore.rollout.engine_time import ALMOST_S, EngineReading, EngineTime, EngineTimeSums, time_between
-from gcore.types import Version
+from gcore.types import Pool, Version
 from gcore.worker.records import WorkerRecord
 from placement.measurements import load_class
 

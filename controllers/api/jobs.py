@@ -59,8 +59,8 @@ from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.types import Store
-from gcore.types import Version
-from placement.slots import Pool, sizes_of
+from gcore.types import Pool, Version
+from placement.slots import sizes_of
 
 PIN_TRIES = 5
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")

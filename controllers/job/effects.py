@@ -38,8 +38,7 @@ from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.types import Version
 from placement.initial import make_initial_plan
 from placement.moves import DecisionContext, initial_move, split_from
-from placement.placer import MovablePlacementRequest, first_plan, place_split, too_few_slots
-from placement.slots import PlacementRequest
+from placement.placer import new_placer
 
 if TYPE_CHECKING:
     from controllers.inference.judge_engines import JudgePools
@@ -75,18 +74,13 @@ class Effects:
 
 def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:
     """A plan over the nodes that may take a train world now. Raises SpecError while they are too few. `split`: what a policy wants."""
-    if view.spec.placement.is_live:
-        stored = view.mirror.plan
-        wanted = None if split is None else split_from(split)
-        there, job = placeable_nodes(view), MovablePlacementRequest.by(view.spec, model_configs(view.mirror))
-        current = None if stored is None or stored.record.stands_still else stored.record
-        plan = place_split(
-            there, job, world=world, generation=generation, current=current, wanted=wanted, pin=view.mirror.pin
-        )
-        if plan is None:
-            raise too_few_slots(there)
-        return plan
-    return first_plan(placeable_nodes(view), PlacementRequest.by(view.spec), world=world, generation=generation)
+    stored = view.mirror.plan
+    current = None if stored is None or stored.record.stands_still else stored.record
+    wanted = None if split is None else split_from(split)
+    placer = new_placer(view.spec, model_configs(view.mirror))
+    return placer.for_new_world(
+        placeable_nodes(view), current, wanted, view.mirror.pin, world=world, generation=generation
+    )
 
 
 def open_slots(view: JobView) -> OpenSlots:

@@ -1,12 +1,16 @@
-"""The newest steps of a job as whoever plans is shown them: each controller keeps them as they are committed, so that any can plan.
+"""The newest steps of a job as placement policies see them, and `moves.jsonl` in the run's folder.
 
-A step's seal, which has its lengths, is deleted with its commit; its books come a little later. What a controller did not see (it has
-just begun, or was paused) it takes from the log, which knows means only. Which split such a step ran with is found back from the plan
-there is, through the moves since; where a plan changed otherwise (nodes came or went), nobody knows it of the steps before, and
-they are not shown: a step that is taken for one of another split teaches worse than none.
+Each controller keeps the history as steps are committed, so that any can plan. A step's seal, which has its lengths, is deleted with its
+commit; its accounts come a little later. Steps that a controller did not see (it has just begun, or was paused) it takes from the log,
+which has means only. Their splits are found back from the present plan through the moves since; where a plan changed otherwise (nodes came
+or went), the steps before have no known split and are not shown: a step with a wrong split misleads a policy more than none.
 
-Whoever plans counts slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine, which runs what all of
-them run (`measured_by_slot`), and has room for as many requests as all of them have (`rows_of`).
+Policies count slots, and a slot that judges has an engine of each judge awake. So these are shown as one engine that runs what all of them
+run (`measured_by_slot`), with room for as many requests as all of them have (`engine_rows`).
+
+`moves.jsonl` has every move, by its number; the store keeps the newest only. When more is known of a move (its outcome), another line with
+its number follows, and the last one holds. A hold period is written once it is over, by when it began. The leader writes the file; a
+folder that takes no writes loses lines and delays nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ class _Seen:
 
 
 class StepHistory:
-    """Of one job, on one controller. Mutable."""
+    """The newest steps of one job, kept by each controller. Mutable."""
 
     def __init__(self, *, judges: int = 1, scores: bool = False) -> None:
         """`judges`: those that the cluster serves. `scores`: all of them are classifiers, which write nothing."""
@@ -69,13 +73,13 @@ class StepHistory:
         self._seen: dict[Version, _Seen] = {}
         """Oldest first."""
         self._slots = 0
-        """That were there when the newest step was committed, and so when the next one began."""
+        """Slots when the newest step was committed, and so when the next one began."""
         self._log: Mapping[int, Versioned[LogEntry]] = {}
-        """From which what was not seen was taken."""
+        """The log from which missed steps were taken."""
 
     @classmethod
     def of(cls, served: Sequence[JudgeSpec]) -> StepHistory:
-        """Of a job with these judges, which the cluster serves."""
+        """Make it for a job with these judges, which the cluster serves."""
         scores = bool(served) and all(judge.kind == "classifier" for judge in served)
         return cls(judges=len(served), scores=scores)
 
@@ -95,7 +99,7 @@ class StepHistory:
         self._add({_version(entry): _Seen(_kept(entry), lengths, base_split(before.plan.record, snapshot), began)})
 
     def steps(self, mirror: JobMirror) -> tuple[MeasuredStep, ...]:
-        """The steps on head's chain, oldest first, with what the books say by now."""
+        """The steps on head's chain, oldest first, with the accounts there are by now."""
         assert mirror.head is not None
         assert mirror.plan is not None
         if mirror.log is not self._log:
@@ -120,13 +124,13 @@ class StepHistory:
         return tuple(newest[step] for step in sorted(newest))
 
     def start_s(self) -> float | None:
-        """Seconds of the newest start of a rank that a step told."""
+        """Seconds of the newest start of a rank that a step's entry has."""
         told = (seen.entry.stats.get("start_seconds") for seen in reversed(self._seen.values()))
         return next((seconds for seconds in told if seconds is not None), None)
 
     def committed(self, mirror: JobMirror) -> tuple[CommittedStep, ...]:
         """All steps that are known, those that were cut off too, oldest first; without those of which nobody knows what they took."""
-        self.steps(mirror)  # with what the books say by now
+        self.steps(mirror)  # takes the accounts there are by now
         return tuple(
             CommittedStep(
                 step=version.step,
@@ -209,13 +213,6 @@ def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> d
     return found
 
 
-# -------------------- moves_file
-# `moves.jsonl` in a run's folder: every move of the placement, for people, of which the store keeps the newest only.
-#
-# A line a move, by its number; what is known of it later (its outcome) is a line more with the same number, and the last one holds. A
-# stretch of decisions that moved nothing is a line once it is over, by when it began.
-# Whoever leads writes it, beside everything else: a folder that takes nothing loses lines and holds nothing up.
-
 log = logging.getLogger(__name__)
 
 
@@ -223,14 +220,14 @@ NAME = "moves.jsonl"
 
 
 TAIL = 1 << 20
-"""Bytes at the end of the file in which who begins to write it looks for the newest moves. What stands further up is written once more."""
+"""Bytes at the end of the file that a new writer reads for the newest moves. Older ones may be written once more."""
 
 
 One = TypeVar("One", bound=RecordPart)
 
 
 class MovesFile:
-    """Of one run, as one controller writes it. Blocks: call it in a thread."""
+    """`moves.jsonl` of one run, as one controller writes it. Blocks: call it in a thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / NAME
@@ -260,7 +257,7 @@ class MovesFile:
                     if _is_torn(self._file):
                         file.write("\n")  # or the first line would be lost with the one that was cut off
                     file.writelines(json.dumps(tree) + "\n" for tree in told)
-            # The store tells of no others any more.
+            # The store has no others any more.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
             self._stays = stays
         except OSError as error:

@@ -1,8 +1,13 @@
-"""Within a step: whether slots are lent between rollout and the judges now, and that what was lent goes back while ranks train.
+"""Elastic reassignment within a step: slots lent between rollout and the judges, and given back while ranks train.
 
-A thin effect around `placement.loads`: it asks every node about once a second what its engines have to do, and sees by the same
-answers when a plan has taken effect, so that it is known what changes cost. Where nothing is lent it asks only for as long as a plan
-is taking effect. What it wants is a proposal, which whoever plans (`controllers.planner`) passes on.
+The rule is `placement.lending`. The controller that leads asks every controller about once a second for the load of its engines
+(`LoadPoller`), never over the store; an answer counts for `STALE_S`. By the same answers it sees when a plan has taken effect, and so what
+changes cost. Where nothing is lent it asks only while a plan takes effect. The result is a proposal, which the planner passes on.
+
+`ForgoneGain`: until an engine of the job has changed over, the cost of a change is a guess, meant to be high: it is derived from how long
+engines took to be put to sleep, which is long while everything starts. A guess that forbids every loan would never be corrected, for
+nothing is measured where nothing moves. So the gains of loans that were not made are added up, of each step the best one; once the sum is
+as much as the guess, the next loan is made. If changes really are so expensive, the loss is no more than what was forgone before.
 """
 
 from __future__ import annotations
@@ -53,30 +58,26 @@ from placement.moves import (
     propose_move,
     switch_costs,
 )
-from placement.placer import MovablePlacementRequest
 from placement.policies.base import Decision, SwitchCosts
+from placement.request import PlacementRequest
 
 if TYPE_CHECKING:
     from placement.laws import PaceTracker
 
-# -------------------- polling
-# What a job's engines have to do now: told by each controller of those it sees to, asked for by the one that plans, about once a
-# second, and never over the store. What a node that does not answer in time told last counts for a few seconds more.
-
 ANSWER_S = 2.0
-"""For a peer's answer, which asks engines that may be busy."""
+"""Timeout of a peer, which asks engines that may be busy."""
 
 
 STALE_S = 5.0
-"""So long does an answer count where no newer one has come."""
+"""How long an answer counts if no newer one comes."""
 
 
 WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
-"""Before any engine has woken here, it is taken for so many times what it took to put one to sleep, and so much more."""
+"""Until an engine has woken here, a wake is estimated as so many times the seconds of a sleep, plus so many seconds."""
 
 
 async def own_loads(view: JobView, engines: EnginePool, judges: JudgePools | None) -> pb.LoadsReply:
-    """What this controller's engines have to do."""
+    """The load of this controller's engines."""
     known, asleep = managed_engines(view), sleeping_engines(view)
     loads = await engines.loads(known)
     if judges is not None:
@@ -109,7 +110,7 @@ async def own_loads(view: JobView, engines: EnginePool, judges: JudgePools | Non
 
 
 class LoadPoller:
-    """Asks all controllers of a cluster. Close it."""
+    """Asks all controllers of a cluster for the load of their engines. Close it."""
 
     def __init__(self, uid: str, clock: Clock, connector: Connector = PLAIN) -> None:
         self._connector = connector
@@ -117,16 +118,15 @@ class LoadPoller:
         self._uid = uid
         self._clock = clock
         self._told: dict[str, tuple[float, pb.LoadsReply]] = {}
-        """By address, when and what was told last."""
+        """By address, the newest answer and its time."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.change_s: float | None = None
-        """What it takes that an engine is put to sleep and another woken, on the node where it takes longest; None: no node that is there
-        knows."""
+        """Seconds to put an engine to sleep and wake another, on the node where it takes longest; None: not known on any node."""
 
     async def loads(self, nodes: Mapping[str, NodeRecord]) -> JobLoads:
-        """Of all engines, as far as their controllers answer."""
+        """The load of all engines whose controllers answer."""
         addresses = {record.for_peers for record in nodes.values() if record.for_peers}
-        if self._generation != self._connector.generation:  # what is open goes on with a certificate that ends
+        if self._generation != self._connector.generation:  # open channels keep the certificate that they began with
             self._generation = self._connector.generation
             await self.close()
         for gone in self._channels.keys() - addresses:
@@ -166,21 +166,12 @@ def _load(told: pb.EngineLoad) -> EngineLoad:
     return EngineLoad(told.node, told.slot, told.judge, told.running, told.waiting, told.ready, told.asleep)
 
 
-# -------------------- forgone
-# Loans that were not made because a change is taken to cost more than they would gain, though nobody has measured yet what a change costs.
-#
-# Until an engine of the job has changed over, that cost is a guess, and meant to be a high one: it is worked out from how long engines took to
-# be put to sleep, which is long while everything starts. A guess that forbids every loan would never be put right, because nothing is
-# measured where nothing moves. So what these loans would have gained is added up, of each step the best one. Once the sum is as much as the
-# guess, the next loan is made all the same. A controller that plans from then on adds up anew. Where changes really are so dear, what one of
-# them costs is lost, and that is no more than what was given up before.
-
 WORTH_KNOWING = "what a change costs is a guess, and by now waiting has cost as much"
 
 
 def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
-    """Whether it was never measured what it takes that engines change over. `took`: what was measured by now, by the plan's generation,
-    whether or not the record of moves has it yet."""
+    """Whether the cost of a change of engines was never measured. `took`: measured seconds by the plan's generation, also those that the
+    record of moves does not have yet."""
     if engine_change_s(moves) is not None:
         return False
     return not any(move.kind in CHANGING and move.state == "done" and move.generation in took for move in moves.moves)
@@ -188,14 +179,13 @@ def is_unmeasured(moves: Moves, took: Mapping[int, float]) -> bool:
 
 @dataclass
 class ForgoneGain:
-    """Of one job, on the controller that plans."""
+    """Gains of loans that were not made, by step."""
 
     _gains: dict[int, float] = field(default_factory=dict)
     """By step."""
 
     def weighed(self, free: MoveProposal | None, step: int, guess_s: float) -> MoveProposal | None:
-        """The loan that is made all the same. `free`: what would be lent within `step` if a change cost nothing; `guess_s`: what it is
-        taken to cost."""
+        """The loan to make although it is not worth the guessed cost `guess_s`. `free`: the loan of `step` if a change cost nothing."""
         gain = 0.0 if free is None else free.move.gain_s or 0.0
         self._gains[step] = max(self._gains.get(step, 0.0), gain)
         if free is None or sum(self._gains.values()) < guess_s:
@@ -208,17 +198,17 @@ log = logging.getLogger(__name__)
 
 
 SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
-"""A plan that has not taken effect for so long is taken to have cost so much, and holds up no more: one of engines, one with a new world."""
+"""A plan that takes longer to take effect counts as that long, and delays loans no more: one of engines, one with a new world."""
 
 
 class Lender:
-    """Of one job, on the controller that plans, for one incarnation."""
+    """Decides loans within a step. One per job and controller, for one incarnation."""
 
     def __init__(
         self,
         spec: JobSpec,
         uid: str,
-        moving: MovablePlacementRequest,
+        moving: PlacementRequest,
         rows: EngineRows,
         clock: Clock,
         history: StepHistory,
@@ -233,12 +223,12 @@ class Lender:
         self._paces: PaceTracker | None = None
         self._forgone = ForgoneGain()
         self._settled = 0
-        """The generation that everything was seen to be as."""
+        """The newest generation that has taken effect."""
         self._since: tuple[int, float] = (0, 0.0)
         """The plan's generation, and since when it is known."""
         self._came = 0
-        """The newest generation that was heard as it was written, by who has led ever since: only of such a one is known how long it took. Who
-        leads after another begins to look late, when the other's lease is over."""
+        """The newest generation that was received as it was written while this controller led: only for such a plan it is known how long it
+        took. A new leader begins late, when the lease of the other has ended."""
         self.took: dict[int, float] = {}
         """By generation, the seconds until it had taken effect."""
 
@@ -256,7 +246,7 @@ class Lender:
         return self._since[0] != self._settled
 
     async def proposal(self, view: JobView, at: DecisionContext) -> MoveProposal | None:
-        """What is to be lent, or to go back, now."""
+        """The slots to lend or to give back now."""
         stored = view.mirror.plan
         assert stored is not None
         plan, placement = stored.record, self._spec.placement
@@ -266,9 +256,9 @@ class Lender:
         if (is_whole or view.mirror.pin.fixes) and not waits and (back := self._given_back(view, plan, at)) is not None:
             return back
         if not lends and not self.is_settling:
-            return None  # nobody needs to know what engines have to do
+            return None  # the load is not needed
         loads = await self._polling.loads(view.nodes)
-        self._look_whether_settled(view, plan, loads)
+        self._check_settled(view, plan, loads)
         cost = self.costs(view).move_s
         if not lends or is_whole or self.is_settling or self._clock.monotonic() < self._since[1] + cost:
             return None
@@ -284,25 +274,25 @@ class Lender:
             free = make_lending_move(plan, loads, speeds, 0.0, members, self._rows, at)
             proposal = self._forgone.weighed(free, view.head.step, cost)
         moved = view.mirror.moves.newest
-        # Nothing changes by it, so it would be told again each second: once in a step is enough.
+        # A dry run changes nothing, so it would be proposed again each second: once in a step is enough.
         has_told = placement.dry_run and moved is not None and moved.within and moved.step == view.head.step
         return None if has_told else proposal
 
     def costs(self, view: JobView) -> SwitchCosts:
-        """What changes cost, by what was measured of them."""
+        """The measured costs of changes."""
         known = switch_costs(view.mirror.moves, self._history.start_s(), self._polling.change_s)
         slots = [slot for node in view.nodes.values() for slot in node.slots]
         turns = any(takes_turns(self._spec, slot) for slot in slots)
         return replace(known, turn_s=known.move_s if turns else 0.0)
 
-    def _look_whether_settled(self, view: JobView, plan: Plan, loads: JobLoads) -> None:
+    def _check_settled(self, view: JobView, plan: Plan, loads: JobLoads) -> None:
         generation, since = self._since
         if generation != plan.generation or not self.is_settling:
             return
         moved, took = view.mirror.moves.newest, self._clock.monotonic() - since
         of_world = moved is not None and moved.generation == generation and moved.kind is MoveKind.WORLD
         most = WORLD_SETTLE_S if of_world else SETTLE_S
-        # Where a node came back with fewer slots, what the plan has on the others never comes up.
+        # Where a node came back with fewer slots, engines of the plan on the others never start.
         engines = tuple(place for place in plan.engines if not view.has_lost(place.node, place.slots))
         known = plan.model_copy(update={"engines": engines})
         is_there = follows_plan(known, loads, view.nodes) and (not of_world or _world_serves(view, plan))
@@ -314,7 +304,7 @@ class Lender:
             self.took = {one: took for one, took in self.took.items() if one > generation - NEWEST_MOVES}
 
     def _speeds(self, history: tuple[MeasuredStep, ...]) -> PoolSpeeds | None:
-        """How fast engines are now. None: nobody knows yet. In a thread."""
+        """The present speeds of engines; None: not measured yet. Runs in a thread."""
         if self._paces is None:
             from placement.laws import PaceTracker  # numpy: a daemon that no job lends in is started without it
 
@@ -334,7 +324,7 @@ class Lender:
             base,
             plan,
             there,
-            job.judges,
+            tuple(job.judges),
             world=plan.world,
             generation=generation,
             reason=back.reason,

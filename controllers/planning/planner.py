@@ -1,8 +1,12 @@
-"""Whoever leads plans: once for each step that was trained it asks which split is to come next (`controllers.next_split`), and within a step,
-about once a second, whether slots are lent (`controllers.lender`). What comes of it is a proposal, which `controllers.leading` has written
-down while it is still about what there is.
+"""The planner of a job: when its placement policy is asked, what is proposed, and what came of moves.
 
-It knows when to ask, keeps account of what came of moves, and tells people what is in the way; what is to move, it does not decide.
+Every controller of a job has one; only that of the leader works. Once for each trained step it asks the policy for the next split
+(`SplitDecider`), and within a step, about once a second, whether slots are lent (`controllers.planning.lender`). The result is a
+`MoveProposal`, which `controllers.rules.placement` has written down while it is still about the present state.
+
+A policy may be anybody's code: `PolicyRunner` calls it in a thread of its own with a time limit and checks what it returns. A policy that
+hangs keeps its thread, and is not asked again while it does. Its decision is held to the pin and to what is feasible, and becomes places
+on slots (`placement.assign`). A policy that raises, or wants what is not feasible, moves nothing.
 """
 
 from __future__ import annotations
@@ -48,29 +52,24 @@ from placement.moves import (
     is_repeated,
     propose_move,
 )
-from placement.placer import MovablePlacementRequest, apply_pin, find_bounds, first_split
+from placement.placer import apply_pin, find_bounds, first_split, movable_request
 from placement.policies.base import Decision, Policy, PolicyStart, Situation, SwitchCosts, find_policy
+from placement.request import PlacementRequest
 from placement.slots import Snapshot, Split, SplitBounds, count_noun
-
-# -------------------- consulting
-# Making a placement policy and asking it, which may be anybody's code: in a thread of its own, for so long at most, and nothing rests on
-# what it gives before that was looked at.
-#
-# A policy that hangs keeps its thread; nobody is asked again while it does, and the process may end without it.
 
 T = TypeVar("T")
 
 
 ANSWER_S = 30.0
-"""For a policy, or a decision, which gcore's own policies make in a fifth of a second."""
+"""Time limit of a policy; gcore's own decide in a fifth of a second."""
 
 
 MOST_IDLE, MOST_NAME = 8, 24
-"""Pools that it may say something of, and characters of a pool's name: both stand in the record of moves, which the store takes whole."""
+"""Pools in a decision's `idle`, and characters of a pool's name: both go into the record of moves, which is stored whole."""
 
 
 MOST_SLOTS = 1_000_000
-"""Of a pool. What has thousands of digits cannot even be told of."""
+"""Slots of a pool in a decision: larger numbers may not even be printable."""
 
 
 class PolicyFailed(GcoreError):
@@ -78,18 +77,18 @@ class PolicyFailed(GcoreError):
 
 
 class PolicyRunner:
-    """One policy at a time. Belongs to one event loop."""
+    """Calls a policy in a thread, one call at a time. Belongs to one event loop."""
 
     def __init__(self, limit_s: float = ANSWER_S) -> None:
         self._limit_s = limit_s
         self._thread: threading.Thread | None = None
 
-    async def made(self, make: Callable[[], object]) -> Policy:
-        """The policy, from what finds and makes it. Raises PolicyFailed."""
+    async def make_policy(self, make: Callable[[], object]) -> Policy:
+        """Find and make the policy. Raises PolicyFailed."""
         return await self._in_thread(lambda: check_policy(make()))
 
-    async def asked(self, policy: Policy, situation: Situation) -> Decision:
-        """What it decides. Raises PolicyFailed."""
+    async def ask_policy(self, policy: Policy, situation: Situation) -> Decision:
+        """Ask for its decision. Raises PolicyFailed."""
         return await self._in_thread(lambda: check_decision(policy.plan(situation)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
@@ -131,14 +130,14 @@ def _fail(answer: asyncio.Future[T], failed: PolicyFailed) -> None:
 
 
 def check_policy(made: object) -> Policy:
-    """What was made, if it plans. Raises PolicyFailed."""
+    """Return `made` if it is a policy. Raises PolicyFailed."""
     if not callable(getattr(made, "plan", None)):
         raise PolicyFailed(f"what makes it gave {type(made).__name__!r}, which has no method plan")
     return cast(Policy, made)
 
 
 def check_decision(given: object) -> Decision:
-    """What a policy gave, if it is a decision. Raises PolicyFailed."""
+    """Return `given` if it is a decision. Raises PolicyFailed."""
     if not isinstance(given, Decision) or not isinstance(given.split, Split):
         raise PolicyFailed(f"it gave {type(given).__name__!r}, and a Decision with a Split is wanted")
     split = given.split
@@ -147,7 +146,7 @@ def check_decision(given: object) -> Decision:
         raise PolicyFailed("its split is of something else than whole numbers of slots")
     if not isinstance(given.reason, str) or not isinstance(given.idle, Mapping):
         raise PolicyFailed("its reason is no text, or what it says of idle pools no mapping")
-    idle = dict(given.idle)  # from here on nothing that it changes is looked at
+    idle = dict(given.idle)  # a copy, which the policy cannot change any more
     told = [one for one in (given.expected_s, given.before_s) if one is not None]
     numbers = [given.cost_s, given.gain_s, *told, *idle.values()]
     if not all(isinstance(one, int | float) and isfinite(one) for one in numbers):
@@ -161,25 +160,17 @@ def _is_slots(count: object) -> bool:
     return type(count) is int and 0 <= count <= MOST_SLOTS
 
 
-# -------------------- next_split
-# Between two steps: which split the job's policy wants for the next ones, and what is proposed because of it.
-#
-# The policy is asked about what is possible on the slots that are there, in a thread of its own (`controllers.consulting`). What it gives is held
-# to what a person fixed and to what can be had (`placement.live`), and becomes places on slots (`placement.assign`). A policy that raises, or
-# wants what cannot be had, moves nothing. When it is asked, and what comes of the answer, is the planner's (`controllers.planner`): nothing is
-# written here, and nobody is told.
-
 log = logging.getLogger(__name__)
 
 
 class _CannotBe(Exception):
-    """Why nothing is moved, for people."""
+    """The decision cannot be carried out; the message says why nothing is moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProposal:
-    """What came of it. `proposal` None: nothing is to move. `kept`: why the policy keeps the split there is; None: it does not. `expected_s`:
-    what it expects of a step on that one. `trouble`: what stands in the way, for people; empty: nothing does; None: that was not looked at."""
+    """The result of a decision. `proposal` None: nothing is to move. `kept`: why the policy keeps the present split; None: it does not.
+    `expected_s`: what it expects of a step on that one. `trouble`: the obstacle, for people; empty: there is none; None: not checked."""
 
     proposal: MoveProposal | None = None
     kept: str | None = None
@@ -188,32 +179,31 @@ class SplitProposal:
 
 
 class SplitDecider:
-    """Of one job, on one controller, for one incarnation. `moving`: what the job says of its placement; `rows`: requests that engines run."""
+    """Asks the policy between two steps, and makes a proposal of its decision. `rows`: requests that engines run."""
 
-    def __init__(self, spec: JobSpec, moving: MovablePlacementRequest, rows: EngineRows, history: StepHistory) -> None:
+    def __init__(self, spec: JobSpec, moving: PlacementRequest, rows: EngineRows, history: StepHistory) -> None:
         self._spec = spec
         self._moving = moving
         self._rows = rows
         self._history = history
-        self._consulting = PolicyRunner()
+        self._runner = PolicyRunner()
         self._policy: Policy | None = None
 
     def forget(self) -> None:
-        """Somebody else plans: who plans here next asks a new policy."""
+        """Another controller leads: drop the policy, so that a new one is made when this one leads again."""
         self._policy = None
 
-    async def wished(self, view: JobView, costs: SwitchCosts, at: DecisionContext) -> SplitProposal:
-        """What the policy wants for the next steps. `costs`: of changes."""
+    async def propose(self, view: JobView, costs: SwitchCosts, at: DecisionContext) -> SplitProposal:
+        """Ask the policy for the next steps. `costs`: of changes."""
         stored = view.mirror.plan
         assert stored is not None
         plan, pin = stored.record, view.mirror.pin
         if pin.frozen:
-            return SplitProposal()  # what is lent goes back all the same (`controllers.lender`)
+            return SplitProposal()  # lent slots go back all the same, by the lender
         there = placeable_nodes(view)
         if not {place.node for place in plan.ranks} <= {one.node for one in there.nodes}:
-            return (
-                SplitProposal()
-            )  # who holds a rank is away: it comes back with it, or the world is lost and placed anew
+            # A node with a rank is away: it comes back, or the world is lost and placed again.
+            return SplitProposal()
         base = base_split(plan, there)
         try:
             decision = await self._decision(view, plan, there, base, costs)
@@ -227,7 +217,7 @@ class SplitDecider:
         return SplitProposal(proposal, trouble="")
 
     async def _decision(self, view: JobView, plan: Plan, there: Snapshot, base: Split, costs: SwitchCosts) -> Decision:
-        """What is possible of what the policy decides. Raises _CannotBe."""
+        """The policy's decision, held to the pin and to what is feasible. Raises _CannotBe."""
         pin, policy = view.mirror.pin, self._spec.placement.policy
         limits = find_bounds(there, self._moving, pin, len(plan.ranks))
         if not (is_state_at_hand(view) or may_use_copies(view)):
@@ -236,7 +226,7 @@ class SplitDecider:
         first = first_split(limits, self._moving)
         if first is None:
             raise _CannotBe(f"the pools do not fit on {slots} with {pin}; nothing is moved")
-        asked = await self._asked(view, limits, base, first, costs)
+        asked = await self._ask(view, limits, base, first, costs)
         decision = await asyncio.to_thread(apply_pin, asked, limits, pin)  # it may look through all splits there are
         if decision is None:
             raise _CannotBe(f"{pin}, and that cannot be had on {slots}; nothing is moved")
@@ -246,10 +236,8 @@ class SplitDecider:
             )
         return decision
 
-    async def _asked(
-        self, view: JobView, limits: SplitBounds, base: Split, first: Split, costs: SwitchCosts
-    ) -> Decision:
-        """What the policy decides. Raises _CannotBe."""
+    async def _ask(self, view: JobView, limits: SplitBounds, base: Split, first: Split, costs: SwitchCosts) -> Decision:
+        """The policy's decision. Raises _CannotBe."""
         name, steps = self._spec.placement.policy, self._spec.flow.steps
         situation = Situation(
             bounds=limits,
@@ -263,8 +251,8 @@ class SplitDecider:
         try:
             if self._policy is None:
                 start = PolicyStart(first, self._rows.rollout, self._rows.reward, self._moving.sizes)
-                self._policy = await self._consulting.made(lambda: find_policy(name)(start))
-            return await self._consulting.asked(self._policy, situation)
+                self._policy = await self._runner.make_policy(lambda: find_policy(name)(start))
+            return await self._runner.ask_policy(self._policy, situation)
         except RAISED as error:  # the edge to foreign code: who makes a policy may raise anything
             log.exception("placement policy %s", name)
             self._policy = None
@@ -274,11 +262,11 @@ class SplitDecider:
     def _proposal(
         self, decision: Decision, plan: Plan, there: Snapshot, base: Split, at: DecisionContext
     ) -> MoveProposal | None:
-        """What it makes of the plan. In a thread: a thousand slots take a moment. Raises _CannotBe."""
-        return propose_move(decision, plan, self._placed(decision, plan, there), base, at)
+        """The move that it makes of the plan. In a thread: a thousand slots take a moment. Raises _CannotBe."""
+        return propose_move(decision, plan, self._place(decision, plan, there), base, at)
 
-    def _placed(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
-        """The plan of its split; None: of one with another train world, which a rollback places. Raises _CannotBe."""
+    def _place(self, decision: Decision, plan: Plan, there: Snapshot) -> Plan | None:
+        """The plan of its split; None for another train world, which a rollback places. Raises _CannotBe."""
         split = decision.split
         if split.train != len(plan.ranks):
             return None
@@ -286,7 +274,7 @@ class SplitDecider:
             split,
             plan,
             there,
-            self._moving.judges,
+            tuple(self._moving.judges),
             world=plan.world,
             generation=plan.generation + 1,
             reason=f"{split}: {decision.reason}"[:MOST_REASON],
@@ -300,50 +288,37 @@ class SplitDecider:
         return after
 
 
-# -------------------- staying
-# What the controller that plans remembers of decisions that moved nothing, and when it tells the store.
-#
-# The record of all moves is written as a whole each time. So the store is told of a stretch when it begins, and along with whatever else is
-# told of moves, and otherwise every few seconds only. What a stretch is, and when it is over, `placement.stays` says; nothing is written
-# here.
-#
-# It also keeps what was expected of each step of a stretch, until it is known what the step took (`StepHistory.took`).
-
 TELL_S = 10.0
 
 
-Took = Callable[[int, int], float | None]
-"""Seconds of that step, committed after that sequence number of head's; None: it is not known."""
-
-
 class HoldLog:
-    """Of one job, on the controller that plans."""
+    """The newest hold period of the leader's decisions, and when it is written to the store.
 
-    def __init__(self, clock: Clock) -> None:
+    The record of moves is written as a whole each time. So a hold period is written when it begins, with whatever else is written of
+    moves, and otherwise every `TELL_S`. `took`: seconds of that step, committed after that sequence number of head's; None: not known yet.
+    """
+
+    def __init__(self, clock: Clock, took: Callable[[int, int], float | None]) -> None:
         self._clock = clock
+        self._took = took
         self._newest: HoldPeriod | None = None
         self._stored: HoldPeriod | None = None
-        """The newest stretch as the store had it at the last look."""
+        """The newest hold period as the store had it at the last call."""
         self._since = 0.0
         """Since when the store has it so."""
 
-    def note(self, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None, took: Took) -> None:
+    def note(self, moves: Moves, at: DecisionContext, reason: str, expected_s: float | None) -> None:
         """A decision moved nothing. `expected_s`: what it expects of the next step."""
         known = self._newest or (moves.stays[-1] if moves.stays else None)
-        if known is not None:
-            known = _with_taken(known, took)
-        self._newest = extend_stay(known, moves, at, reason, expected_s)
+        self._newest = extend_stay(self._with_taken(known), moves, at, reason, expected_s)
 
     def forget(self) -> None:
-        """Somebody else plans."""
+        """Another controller leads."""
         self._newest = None
 
-    def told(self, moves: Moves, took: Took, *, at_once: bool) -> Moves:
-        """The record as it is to stand in the store: with the newest stretch, if it is time to tell it. `at_once`: the record is written in any
-        case, so it is."""
-        if self._newest is not None:
-            self._newest = _with_taken(self._newest, took)
-        stay = self._newest
+    def with_newest_stay(self, moves: Moves, *, at_once: bool) -> Moves:
+        """The record to be stored, with the newest hold period if it is time for it. `at_once`: the record is written in any case."""
+        stay = self._newest = self._with_taken(self._newest)
         stored = next((one for one in moves.stays if stay is not None and one.began == stay.began), None)
         now = self._clock.monotonic()
         if stored != self._stored:
@@ -353,21 +328,20 @@ class HoldLog:
         is_time = at_once or stored is None or now >= self._since + TELL_S
         return add_stay(moves, stay) if is_time else moves
 
-
-def _with_taken(stay: HoldPeriod, took: Took) -> HoldPeriod:
-    return add_taken(stay, took(stay.step + 1, stay.seq))
+    def _with_taken(self, stay: HoldPeriod | None) -> HoldPeriod | None:
+        return None if stay is None else add_taken(stay, self._took(stay.step + 1, stay.seq))
 
 
 POLL_S, SOON_S = 1.0, 0.25
-"""How often it is looked whether slots are lent; and while a move takes effect, to know how long that takes."""
+"""Time between two turns; the shorter one while a move takes effect, to measure how long that takes."""
 
 
 ACCOUNTS_WAIT_S = 0.5
-"""So long are the books of the newest step waited for, before the policy is asked."""
+"""How long the policy is not asked for want of accounts of the newest step."""
 
 
 class PlannedJob(Protocol):
-    """The job that is planned."""
+    """What the planner needs of the job's session."""
 
     uid: str
     node: str
@@ -377,7 +351,7 @@ class PlannedJob(Protocol):
 
     @property
     def mirror(self) -> JobMirror:
-        """Its records as last heard."""
+        """Its newest records."""
         ...
 
     def look(self) -> JobView:
@@ -385,12 +359,12 @@ class PlannedJob(Protocol):
         ...
 
     def look_anew(self) -> None:
-        """What is proposed has changed."""
+        """Drop the cached view: the proposal has changed."""
         ...
 
 
 class Planner:
-    """Of one job, on one controller, for one incarnation."""
+    """One per job and controller, for one incarnation."""
 
     def __init__(
         self, job: PlannedJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN
@@ -399,15 +373,15 @@ class Planner:
         self._spec = spec
         self._clock = clock
         self._file = MovesFile(run_dir)
-        self._moving = MovablePlacementRequest.by(spec, model_configs(job.mirror))
+        self._moving = movable_request(spec, model_configs(job.mirror))
         self._rows = engine_rows(spec)
         self._history = StepHistory.of(spec.served_judges)
         self._next = SplitDecider(spec, self._moving, self._rows, self._history)
         self._lender = Lender(spec, job.uid, self._moving, self._rows, clock, self._history, connector)
-        self._staying = HoldLog(clock)
+        self._holds = HoldLog(clock, self._history.took)
         self._decided: Version | None = None
-        self._stood: tuple[object, ...] = ()
-        """How step and leadership stood when they were looked at last."""
+        self._last_state: tuple[object, ...] = ()
+        """Step and leader at the last turn."""
         self._wait_s = POLL_S
         self._before: Plan | None = None
         """The plan before the newest."""
@@ -423,7 +397,7 @@ class Planner:
             self._before = before.plan.record
 
     async def run(self) -> None:
-        """For ever."""
+        """Plan until cancelled."""
         try:
             while True:
                 self._wait_s = POLL_S
@@ -434,15 +408,15 @@ class Planner:
         finally:
             leader = self._job.mirror.leader
             if self._kept is not None and (leader is None or leader.record.incarnation == self._job.me):
-                # Who planned to the end writes down the end.
+                # The last leader writes the end.
                 self._file.keep(self._at_the_end(self._job.mirror), to_the_end=True)
             await self._lender.close()
 
     def _is_news(self) -> bool:
-        """Whether there is another step, its batch is closed, or somebody else leads."""
-        return self._standing() != self._stood
+        """Whether there is another step, its batch is closed, or another controller leads."""
+        return self._state() != self._last_state
 
-    def _standing(self) -> tuple[object, ...]:
+    def _state(self) -> tuple[object, ...]:
         mirror = self._job.mirror
         leader = None if mirror.leader is None else mirror.leader.record.incarnation
         if mirror.head is None:
@@ -453,7 +427,7 @@ class Planner:
 
     async def _turn(self) -> None:
         mirror = self._job.mirror
-        self._stood = self._standing()
+        self._last_state = self._state()
         if mirror.head is None or mirror.plan is None:
             return
         view = self._job.look()
@@ -461,27 +435,27 @@ class Planner:
             self._propose(None, None)
             if not is_leader(view):
                 self._next.forget()
-                self._staying.forget()
+                self._holds.forget()
             return
         step = newest_trained(view.mirror)
         if self._decided is None and step is not None and has_moved(view.mirror, step):
-            self._decided = step  # who planned before has decided on it
+            self._decided = step  # the leader before has decided on it
         if step is not None and self._decided != step:
-            await self._booked(view)
+            await self._wait_for_accounts(view)
             view = self._job.look()
             if not is_leader(view) or newest_trained(view.mirror) != step:
                 return
-            proposal = await self._between(view)
+            proposal = await self._decide_split(view)
             self._decided = step
         elif self.proposal is not None and not self.proposal.move.within and is_proposal_due(self.proposal, view):
             proposal = self.proposal  # the store has not taken it yet; a loan in its place would be the end of it
         else:
             stored = view.mirror.plan
-            proposal = await self._lender.proposal(view, self._deciding(view))
+            proposal = await self._lender.proposal(view, self._context(view))
             if self._job.mirror.plan is not stored:
                 return
-        self._propose(proposal, self._accounted(view))
-        await self._keep(view)
+        self._propose(proposal, self._report(view))
+        await self._write_moves(view)
         if self._lender.is_settling or (proposal is not None and proposal.plan is not None):
             self._wait_s = SOON_S
 
@@ -491,8 +465,8 @@ class Planner:
             self._job.look_anew()
             self._job.changes.notify()
 
-    async def _booked(self, view: JobView) -> None:
-        """Until the books of the newest step are there, or for a moment."""
+    async def _wait_for_accounts(self, view: JobView) -> None:
+        """Wait for the accounts of the newest step, for `ACCOUNTS_WAIT_S` at most."""
         until = self._clock.monotonic() + ACCOUNTS_WAIT_S
         members = {stored.record.node for stored in view.mirror.members.values()}
         while (left := until - self._clock.monotonic()) > 0:
@@ -501,54 +475,55 @@ class Planner:
                 return
             await self._job.changes.wait(left)
 
-    async def _between(self, view: JobView) -> MoveProposal | None:
-        """What the policy wants for the next steps; what else it says is told."""
-        at = self._deciding(view)
-        wish = await self._next.wished(view, self._lender.costs(view), at)
-        if wish.kept is not None:
-            self._staying.note(view.mirror.moves, at, wish.kept, wish.expected_s, self._history.took)
-        if wish.trouble is not None:
-            self._job.troubles.hold(f"placement-{self._job.node}", wish.trouble)
-        return wish.proposal
+    async def _decide_split(self, view: JobView) -> MoveProposal | None:
+        """Ask for the next split; log a hold, and warn of an obstacle."""
+        at = self._context(view)
+        found = await self._next.propose(view, self._lender.costs(view), at)
+        if found.kept is not None:
+            self._holds.note(view.mirror.moves, at, found.kept, found.expected_s)
+        if found.trouble is not None:
+            self._job.troubles.hold(f"placement-{self._job.node}", found.trouble)
+        return found.proposal
 
-    def _deciding(self, view: JobView) -> DecisionContext:
+    def _context(self, view: JobView) -> DecisionContext:
         dry = self._spec.placement.dry_run
         return DecisionContext(view.head.step, view.head.seq, view.node, self._clock.wall(), dry)
 
-    def _accounted(self, view: JobView) -> MoveReport | None:
-        """The moves with what is known by now of what came of them; None: nothing new."""
+    def _report(self, view: JobView) -> MoveReport | None:
+        """The moves with the outcomes known by now; None: nothing is new."""
         assert view.mirror.plan is not None
         known = view.mirror.moves
-        steps, plan = self._history.committed(view.mirror), view.mirror.plan.record
-        told = add_unrequested(known, self._before, plan, self._deciding(view), world_reason(view))
-        found = add_outcomes(told, steps, self._lender.took, view.head.seq, plan)
-        found = self._staying.told(found, self._history.took, at_once=found != known)
-        return None if found == known else MoveReport(found, view.mirror.moves_revision)
+        moves = add_unrequested(known, self._before, view.mirror.plan.record, self._context(view), world_reason(view))
+        moves = self._with_outcomes(view.mirror, moves)
+        moves = self._holds.with_newest_stay(moves, at_once=moves != known)
+        return None if moves == known else MoveReport(moves, view.mirror.moves_revision)
 
     def _at_the_end(self, mirror: JobMirror) -> Moves:
-        """The moves, with what came of those in the last step; the store is told of it no more."""
-        moves = mirror.moves
-        if mirror.head is not None and mirror.plan is not None:
-            steps, seq = self._history.committed(mirror), mirror.head.record.seq
-            moves = add_outcomes(moves, steps, self._lender.took, seq, mirror.plan.record)
-        return self._staying.told(moves, self._history.took, at_once=True)
+        """The moves with outcomes in the last step, for the file; the store gets them no more."""
+        return self._holds.with_newest_stay(self._with_outcomes(mirror, mirror.moves), at_once=True)
 
-    async def _keep(self, view: JobView) -> None:
-        """Every move stands in the run's folder too: the store keeps the newest."""
+    def _with_outcomes(self, mirror: JobMirror, moves: Moves) -> Moves:
+        if mirror.head is None or mirror.plan is None:
+            return moves
+        steps = self._history.committed(mirror)
+        return add_outcomes(moves, steps, self._lender.took, mirror.head.record.seq, mirror.plan.record)
+
+    async def _write_moves(self, view: JobView) -> None:
+        """Write new moves to the run's folder; the store keeps the newest only."""
         if view.mirror.moves is not self._kept:
             self._kept = view.mirror.moves
             await asyncio.to_thread(self._file.keep, self._kept)
 
 
 def has_moved(mirror: JobMirror, step: Version) -> bool:
-    """Whether a move was decided on after that step already."""
+    """Whether a move was decided after that step already."""
     asked = (MoveKind.SPLIT, MoveKind.WORLD)
     seq = next((s.record.seq for s in mirror.log.values() if Version(s.record.lineage, s.record.step) == step), 0)
     return any(one.kind in asked and one.step == step.step and one.seq >= seq for one in mirror.moves.moves)
 
 
 def world_reason(view: JobView) -> str:
-    """Why the train world that there is was placed, and what it cost; empty: it is the first, or the log has it no more."""
+    """Why the present train world was placed, and what it cost; empty: it is the first, or the log has it no more."""
     assert view.mirror.plan is not None
     world, log = view.mirror.plan.record.world, view.log
     seq = max((seq for seq, one in log.items() if one.kind == "rollback" and one.world == world), default=None)
@@ -560,7 +535,7 @@ def world_reason(view: JobView) -> str:
 
 
 def newest_trained(mirror: JobMirror) -> Version | None:
-    """The newest step that was trained, of those that the log has. A rollback to it changes nothing about it."""
+    """The newest trained step that the log has. A rollback to it does not change it."""
     assert mirror.head is not None
     entries = [stored.record for stored in mirror.log.values() if stored.record.kind == "train"]
     on_chain = [one for one in entries if one.step <= mirror.head.record.step]

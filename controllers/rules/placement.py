@@ -35,8 +35,7 @@ from gcore.ledger.records.cluster import SlotKey
 from gcore.ledger.records.job import SLEEP_CAME, JobPhase, Move, MoveKind, Pin, Plan
 from gcore.ledger.selection import resumable_checkpoints
 from placement.moves import MoveProposal, MoveReport
-from placement.placer import MovablePlacementRequest, place_split
-from placement.slots import PlacementRequest, count_lacking_slots
+from placement.placer import new_placer
 
 AGAIN_S = 0.3
 """Slots that are granted one after the other are looked at together."""
@@ -75,15 +74,7 @@ def fits_grant(view: JobView) -> bool:
 
 
 def _fits(view: JobView) -> bool:
-    there = placement_snapshot(view)
-    if view.spec.placement.is_live:
-        return (
-            place_split(
-                there, MovablePlacementRequest.by(view.spec), world="any", generation=0, current=None, wanted=None
-            )
-            is not None
-        )
-    return there.slots > 0 and not count_lacking_slots(there, PlacementRequest.by(view.spec))
+    return new_placer(view.spec).fits(placement_snapshot(view))
 
 
 def remove_slots(plan: Plan, slots: frozenset[SlotKey]) -> Plan | None:

@@ -25,27 +25,12 @@ from gcore.engines.emulated.launch import emulation_remark
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry, SealState, StateName, WorldState, head_state_names, whole_state
 from gcore.ledger.records.cluster import ModelConfigs
-from gcore.ledger.records.job import JobPhase, Move, MoveKind, Plan
+from gcore.ledger.records.job import JobPhase, Move, MoveKind
 from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.statistics import barren_epoch, explain_barren_epoch
-from placement.placer import (
-    GrowthMeasurements,
-    MovablePlacementRequest,
-    fill_plan,
-    mend_plan,
-    move_judges,
-    worth_forming,
-)
-from placement.slots import (
-    NodeSlots,
-    PlacementRequest,
-    SeparateSlots,
-    Snapshot,
-    count_lacking_slots,
-    count_ranks,
-    sizes_of,
-    trim_to_replicas,
-)
+from placement.placer import GrowthMeasurements, new_placer, worth_forming
+from placement.request import PlacementRequest, count_lacking_slots, count_ranks
+from placement.slots import NodeSlots, Snapshot, sizes_of, trim_to_replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +129,10 @@ def add_engines(view: JobView) -> Iterator[Intent]:
     """Nodes that came after the plan was made get engines; the world stays as it is."""
     stored = view.mirror.plan
     assert stored is not None
-    moves = view.spec.placement.is_live
     plan = view.remembered.get(
         "joined",
         (stored, view.nodes, view.share),
-        lambda: fill_plan(stored.record, placement_snapshot(view), PlacementRequest.by(view.spec), moves=moves),
+        lambda: new_placer(view.spec).with_new_nodes(stored.record, placement_snapshot(view)),
     )
     if plan is not None and not view.is_over:
         topic = f"replan {plan.generation} {' '.join(sorted(view.nodes))}"
@@ -160,16 +144,14 @@ def relocate_judges(view: JobView) -> Iterator[Intent]:
     loss of nodes without a rank is met here."""
     stored = view.mirror.plan
     assert stored is not None
-    plan = view.remembered.get("moved", (stored, view.nodes, view.share), lambda: _elsewhere(view, stored.record))
+    plan = view.remembered.get(
+        "moved",
+        (stored, view.nodes, view.share),
+        lambda: new_placer(view.spec).without_nodes(stored.record, placement_snapshot(view)),
+    )
     if plan is not None and not view.is_over and not world_loss(view):
         topic = f"move judges {plan.generation} {' '.join(sorted(view.nodes))}"
         yield Intent(Replan(plan), topic, view.turn(topic), after=AWAY_S)
-
-
-def _elsewhere(view: JobView, plan: Plan) -> Plan | None:
-    if view.spec.placement.is_live:
-        return mend_plan(plan, placement_snapshot(view), MovablePlacementRequest.by(view.spec))
-    return move_judges(plan, placement_snapshot(view), PlacementRequest.by(view.spec))
 
 
 def resize_world(view: JobView) -> Iterator[Intent]:
@@ -336,19 +318,18 @@ def lacking_slots(view: JobView) -> str:
     Nodes come one by one, after a restart too, so a job waits for them and does not fail for want of them.
     """
     there, job = placeable_nodes(view), PlacementRequest.by(view.spec)
-    placement = view.spec.placement
-    if placement.is_live and placement.train is not None and view.mirror.plan is None:
-        job = replace(job, apart=SeparateSlots(placement.train, placement.reward or 0), ranks=placement.train)
-    lacking = count_lacking_slots(there, job)
+    first = view.mirror.plan is None
+    lacking = count_lacking_slots(there, job, first=first)
     if not lacking:
         return ""
-    wanted = (count_ranks(there, job) or 1) if job.apart is None else there.slots + lacking
+    apart = job.has_own_slots or (first and job.train is not None)
+    wanted = there.slots + lacking if apart else count_ranks(there, job) or 1
     names = ", ".join(sorted(node.node for node in there.nodes)) or "no node"
-    if job.apart is None:
+    if apart:
+        what, fix = f"the pools need {wanted} slots", "begin the job anew with less in placement"
+    else:
         what = "1 train rank needs a slot" if wanted == 1 else f"{wanted} train ranks need as many slots"
         fix = "begin the job anew with fewer train.ranks"
-    else:
-        what, fix = f"the pools need {wanted} slots", "begin the job anew with less in placement"
     widest = sizes_of(view.spec).widest
     counts = f" in whole engines of {widest} slots" * (widest > 1)
     return (

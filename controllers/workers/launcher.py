@@ -38,8 +38,9 @@ from gcore.system.cgroups import MOUNT, CannotLimit, group_of_process, limit_fil
 from gcore.system.clock import Clock
 from gcore.system.process import CannotStart, is_running, last_log_lines
 from gcore.system.slots import count_threads, is_cuda, worker_cores
+from gcore.types import Pool
 from gcore.worker.main import job_folder, start_worker, supervisor_log
-from gcore.worker.records import LaunchSpec, WorkerRecord, WorkerRole
+from gcore.worker.records import LaunchSpec, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class WorkerLauncher:
         uid = view.mirror.keys.uid
         run_dir = Path(view.job.run_dir)
         slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
-        role: WorkerRole
+        role: Pool
         world: str | None
         rank: int | None
         if isinstance(action, StartEngine):

@@ -14,9 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from gcore.schema import Record
 from gcore.store.reference import StoreRef
 from gcore.system.process import ProcessId
-
-WorkerRole = Literal["rollout", "reward", "train"]
-
+from gcore.types import Pool
 
 WorkerState = Literal["starting", "serving", "failed", "stopping"]
 
@@ -28,7 +26,7 @@ class WorkerRecord(Record):
 
     instance: str
     node: str
-    role: WorkerRole
+    role: Pool
     job_uid: str
     slot: str
     pid: int
@@ -66,7 +64,7 @@ class LaunchSpec(Record):
 
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
-    role: WorkerRole
+    role: Pool
     job_uid: str
     slot: str
     store: StoreRef

@@ -1,11 +1,14 @@
-"""The nodes that a job is planned for, as a person writes them down: the file behind `gcore plan --cluster`. Pure data.
+"""The cluster that a job is planned for, as a person writes it down: the file behind `gcore plan --cluster`; known accelerators.
 
     nodes:
       - { name: gpu, count: 2, accelerators: 8, device: h100, host_memory_gib: 1800 }
     network_gb_s: 50
 
-A device is named, or described by its figures; figures beside a name replace the named ones. Nodes may differ; what is planned then
-holds for the weakest of them, since any of them may get any pool.
+A device is named, or described by its figures; figures beside a name replace the named ones. Nodes may differ; the plan then holds for the
+weakest of them, since any of them may get any pool.
+
+Figures of accelerators are the makers': dense bfloat16 operations without sparsity, memory as the driver shows it, the link's two
+directions halved. `cpu-core` is a core as gcore's own benchmarks measure it on a virtual machine: float32, one thread.
 """
 
 from __future__ import annotations
@@ -18,12 +21,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 
 from gcore.config.base import Section, shorten_text
 from gcore.errors import UsageError, did_you_mean
-
-# -------------------- devices
-# What accelerators are said to do: memory, operations, bandwidths, by name. Pure data.
-#
-# Figures are the makers' own: dense bfloat16 operations without sparsity, memory as the driver shows it, the link's two directions
-# halved. `cpu-core` is a core as gcore's own benchmarks find it on a virtual machine: float32, one thread.
 
 GIB = 1 << 30
 
@@ -109,7 +106,7 @@ class NodeKind(Section):
     accelerators: Annotated[PositiveInt, Field(le=1024)]
     """Slots of each node."""
     device: str | None = None
-    """A name of `placement.mapping.devices`."""
+    """A name of `DEVICES`."""
     memory_gib: Gib | None = None
     """Of each accelerator."""
     tflops: Tflops | None = None

@@ -1,10 +1,16 @@
-"""What engines and train ranks take of a slot's memory: weights, gradients, optimizer, cache, activations. Pure.
+"""Memory of engines and train ranks on a slot, whether a layout fits into it, and what it leaves of the splits.
 
-Of a rank, as gcore trains (`gcore.train.trained`): DeepSpeed divides the optimizer's state among the ranks at stage 1, gradients too
-at stage 2, and weights too at stage 3, where they are gathered while they are used. A bucket for gradients on their way is as
-large as the model, up to `BUCKET`. Activations are those of a decoder of transformers, layer by layer, as autograd keeps them.
+A rank, as gcore trains: DeepSpeed divides the optimizer's state among the ranks at stage 1, gradients too at stage 2, and weights too at
+stage 3, where they are gathered while they are used. A bucket for gradients in transfer is as large as the model, up to `BUCKET`.
+Activations are those of a decoder of transformers, layer by layer, as autograd keeps them. `make bench-memory` compares these numbers with
+real processes.
 
-`make bench-memory` compares these numbers with real processes. Does not know which slots there are (`search`).
+A layout: a slot has the memory of its pools, a rank with the models it trains, engines with weights and cache. Engines get the cache that
+they want if there is room, else what is left, in proportion; none gets less than one longest request takes.
+
+Bounds of splits leave out only what cannot fit whatever else is chosen: a train world of which one rank does not fit on a slot of its own
+or its host, and co-location where ranks and engines do not fit together. The number of engines of a pool hardly changes what one of them
+takes. Where nothing would be left, nothing is left out: these are estimates, and a running job goes on.
 """
 
 from __future__ import annotations
@@ -206,12 +212,6 @@ def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
         return max(1, min(rows, cells // (served.longest + SLACK)))
     return max(1, min(rows, int(cells / max(1.0, served.read + served.written))))
 
-
-# -------------------- fitting
-# Whether a way of placing the pools fits into memory, who it is that does not, and by how much. Pure.
-#
-# On a slot lie what its pools are: a rank with the models it trains, engines with weights and cache. Engines get the cache that they
-# want if there is room, else what is left, shared by what they want; none gets less than one longest request takes.
 
 PROCESS_GIB = 0.8
 """Of a process on a GPU: its context, its libraries' workspaces."""
@@ -457,14 +457,6 @@ def format_gib(size: float) -> str:
     if size >= 100 * GIB:
         return f"{size / GIB:,.0f} GiB"
     return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.3g} MiB"
-
-
-# -------------------- limits
-# What memory leaves of the splits that a policy may choose from. Pure.
-#
-# Left out is what cannot fit whatever else is chosen: a train world of which one rank does not fit on a slot of its own or its host, and
-# all slots in turn where ranks and engines do not fit together. How many engines a pool has hardly changes what one of them takes, so
-# nothing is left out for that. Where nothing would be left, nothing is left out: estimates are estimates, and a job that is there goes on.
 
 
 def bound_by_memory(

@@ -1,7 +1,14 @@
-"""The first placement of a job: every way is tried, those that fit are put in order of predicted step time. Pure.
+"""The first placement of a job: all layouts, those that fit ranked by predicted step time.
 
-Of those that do not fit, one sentence for each kind says who exceeds what by how much: of a kind the one that is nearest to
-fitting. Hints say which fields of the spec would change the answer.
+Of those that do not fit, the nearest of each kind is kept, with which process exceeds what by how much; hints name the fields of the
+spec that would change the answer.
+
+Predicted times (seconds) follow from what the parts of a step compute, read and send. A device's figures are its maker's; real programs
+reach a part of them, and those parts are named assumptions below. So a prediction is good for a ranking, and its absolute value is a
+guess, which the job's own measurements replace from its first steps on.
+
+Facts that nodes and jobs do not report are not guessed: a sentence stands in their place. Where an accelerator's speed is not known, the
+layout is planned with memory alone. Networks and the shared folder have the defaults of a cluster's file.
 """
 
 from __future__ import annotations
@@ -29,13 +36,6 @@ from placement.mapping.workload import (
     read_shape,
 )
 from placement.slots import NodeSlots, Split, SplitBounds
-
-# -------------------- speed
-# How long the parts of a step take on given devices, by what they compute, read and send. Pure.
-#
-# A device's figures are its maker's; real programs reach a part of them, and those parts are assumptions that stand here by name. So
-# a predicted time is good for putting ways in order, and its absolute value is to be taken as a guess: what a job measures of
-# itself replaces it from its first steps on. Times in seconds.
 
 DECODING_SHARE = 0.6
 """Of a memory's bandwidth that decoding reaches."""
@@ -368,13 +368,6 @@ def _alternatives(training: TrainWorkload) -> Iterator[tuple[str, TrainWorkload]
             yield "train.zero_stage: 3 and train.activation_checkpointing: true", both
 
 
-# -------------------- told
-# From what nodes and jobs tell of themselves (`gcore.ledger.facts`) to what placements are searched with. Pure.
-#
-# What nobody tells is not guessed: then there is a sentence in its place. How fast accelerators are that `placement.mapping.devices`
-# does not know is not known either, and then memory alone is planned with. Networks and the shared folder are taken as a cluster's file
-# takes them where it says nothing of them.
-
 CALLED: Mapping[str, str] = {
     "NVIDIA A10": "a10",
     "NVIDIA A100-SXM4-40GB": "a100-40gb",
@@ -387,7 +380,7 @@ CALLED: Mapping[str, str] = {
     "NVIDIA L4": "l4",
     "NVIDIA L40S": "l40s",
 }
-"""By what the driver calls an accelerator, its name in `placement.mapping.devices`."""
+"""By what the driver calls an accelerator, its name in `placement.mapping.cluster`."""
 
 
 CORE = "cpu-core"

@@ -1,7 +1,13 @@
-"""What one step of a job does, model by model, as far as it can be said before it has run. Pure.
+"""The work of one step of a job, model by model, as far as it is known before it has run; sizes of models; layouts of pools.
 
-Lengths are the one thing that nobody knows yet: they are guessed, or a person gives them. What must fit in memory is taken at
-its longest, what takes time at its mean.
+Lengths of responses are not known yet: they are guessed, or given by a person. Memory is planned for the longest, time for the mean.
+
+A model's size (parameters, cache of a token, operations) follows from its configuration alone. Counts are exact for the architectures in
+`KNOWN`, decoders with norms of one vector, a gated feed-forward layer and grouped heads. Others are refused, for a wrong count would look
+like a right one. What a configuration leaves out is as transformers takes it.
+
+Layouts: a replica spans 1, 2, 4 or more slots of one node, so that its heads can be divided; pools have slots of their own
+(co-existing), or all slots go through the phases together (co-located), with every model awake, or only the one whose turn it is.
 """
 
 from __future__ import annotations
@@ -18,14 +24,6 @@ from gcore.errors import DataError, did_you_mean
 from gcore.ledger.records.cluster import ConfigValue
 from placement.mapping.cluster import ClusterSpec
 from placement.slots import Split, SplitBounds, count_noun, feasible
-
-# -------------------- shapes
-# How large a model is, from its configuration alone: parameters, the cache of a token, operations. Pure.
-#
-# Counts are exact for the architectures named in `KNOWN`, which are the decoders of one kind: norms of one vector, a gated
-# feed-forward layer, grouped heads. Others are refused, not guessed: a wrong count would look like a right one.
-#
-# Does not read files and does not know transformers; what a configuration leaves out is as transformers takes it.
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -417,12 +415,6 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
         forwards=recomputed + (train.kl_coef > 0),
     )
 
-
-# -------------------- ways
-# The ways in which a job's pools can lie on the slots of a cluster, before anybody asks whether they fit. Pure.
-#
-# A replica spans 1, 2, 4 or more slots of one node, so many that its heads can be divided; pools lie side by side (co-existing), or all
-# slots go through the phases together (co-located), with every model awake, or with those asleep whose turn it is not.
 
 FEW = 64
 """So many slots and fewer are shared out in every way; more of them in about `GRID` sizes of each pool."""

@@ -1,7 +1,8 @@
-"""What a placement policy is asked between two steps, and what it says. Pure.
+"""The interface of placement policies, and finding one by its name in the spec.
 
-A policy may keep what it remembers of its own moves; whoever plans hands in everything else. The same calls with the same situations
-give the same plans.
+gcore's own policies and those of other packages are entry points of the group `gcore.placement`: a function that takes a `PolicyStart` and
+returns a `Policy`. A policy decides on splits only; `placement.assign` finds the slots. It may remember its own moves; everything else is
+in the `Situation`. The same calls with the same situations give the same decisions.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Policy(Protocol):
     """Decides on the split of each step."""
 
     def plan(self, situation: Situation) -> Decision:
-        """The next step's."""
+        """Decide on the split of the next step."""
         ...
 
 
@@ -85,16 +86,13 @@ class PolicyFactory(Protocol):
     """Makes a policy."""
 
     def __call__(self, start: PolicyStart) -> Policy:
-        """For one job, on one controller."""
+        """Make a policy for one job, on one controller."""
         ...
 
-
-# -------------------- named
-# Placement policies by the name that a spec gives: gcore's own, and those of other packages, as entry points. Pure but for that.
 
 KIND = PluginKind("placement policy", "gcore.placement", "placement.policy")
 
 
 def find_policy(name: str) -> PolicyFactory:
-    """What makes the policy. Raises PluginFault."""
+    """Find the factory of a policy. Raises PluginFault."""
     return cast(PolicyFactory, find_plugin(KIND, name))

@@ -1,9 +1,16 @@
-"""What forecasts of production turned out to be wrong by, and what the next ones are multiplied by for it. Pure but for what it remembers.
+"""Learned errors of forecasts, and by what the next forecasts are multiplied for them.
 
-A split that was tried goes by its own error, pulled towards that of its mode; any other by that of its mode. A split that is plainly worse
-than its like, two steps in a row, goes by its own at once: what a change made worse must not take dozens of steps to be believed. Its like
-are those of its mode; of all slots in turn, which are one split only, those of the other.
-How wrong forecasts still are once they are put right so is their spread, which decides how wide the dead band is.
+A split that was tried has its own error, pulled towards that of its mode; any other split has that of its mode. A split that is plainly
+worse than the others of its mode (co-located, which is one split only: of the other mode) for two steps in a row has its own error at
+once: a change for the worse must not take dozens of steps to be believed. The spread of the errors that remain after correction is the
+width of the dead band.
+
+`ModeSlowdown`: co-located, engines of several pools may be awake on one slot and slow one another down, which by their times alone looks as
+if they had become slower. The slowdown in the mode that was not measured first is learned from its first steps and taken out of
+their times, so laws and paces are those of the mode that was measured first. What a mode is slower by as a whole is part of its error. A
+pool whose pace changes in the very steps in which the mode changes is taken to be slowed down by it, until the mode changes again.
+
+`SplitChoices`: all splits within bounds, by number and as arrays, for on a thousand slots there are tens of thousands of them.
 """
 
 from __future__ import annotations
@@ -24,16 +31,6 @@ from placement.measurements import EngineSpeed, MeasuredStep
 from placement.policies.base import SwitchCosts
 from placement.policies.simple import feasible_splits
 from placement.slots import Mode, Split, SplitBounds
-
-# -------------------- hindered
-# What engines of a pool take longer for a token in one mode than in the other. Pure but for what it remembers.
-#
-# Where all slots are had in turn, engines of several pools may be awake on one slot, and what computes there at once holds one another up. By
-# their times alone that looks as if the engines had become slower, and every split would be forecast with that pace. So what engines are
-# slower by in the mode that was not measured first is learned from its first steps, and taken out of their times: laws and paces are those
-# of the mode that was measured first. What a mode is slower by as a whole is seen by `placement.policies.errors`, as that of its mode.
-#
-# A pool that changes its pace in the very steps in which the mode changes is taken to be held up by it, until the mode changes again.
 
 LEARNED = 3
 """First steps of the other mode from which it is learned."""
@@ -92,12 +89,6 @@ class ModeSlowdown:
 def _times_as_long(seen: list[EngineSpeed], law: DecodeLaw) -> float:
     said = law.at(np.array([one.running for one in seen]))
     return float(median((np.array([one.token_s for one in seen]) / np.maximum(said, 1e-9)).tolist()))
-
-
-# -------------------- choices
-# All splits that there are within some bounds, as a policy looks through them: one by one, by number, and all at once as arrays. Pure.
-#
-# On a thousand slots there are tens of thousands; what is worked out of each of them one by one takes longer than the decision may.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,17 @@
-"""`dynamic`: the split by which the job is expected to be done soonest, what changes cost counted in. The product.
+"""`dynamic`: the split by which the job is expected to finish soonest, the cost of changes included. The default policy.
 
-1. Every feasible split gets its forecast (`placement.forecast`), its production times what such forecasts turned out to be wrong by
-   (`placement.policies.errors`). Errors are taken from what the model says of the very lengths that were there, so luck with lengths is
-   no error.
-2. A change must save more than it costs within the steps that are looked ahead to: as many as there were since the job's lengths last
-   jumped, for what has lasted so long is expected to last as long again. What it saves counts as far as that is sure
-   (`placement.policies.weighing`).
-3. It must also save more in each step than forecasts are wrong by: the dead band.
+1. Every feasible split gets its forecast (`placement.forecast`), its production time corrected by learned errors
+   (`placement.policies.corrections`). Errors are measured against the model's time for the very lengths of the step, so luck with
+   lengths is no error.
+2. A change must save more than it costs within the steps ahead: as many as there were since the job's lengths last jumped, for what has
+   lasted so long is expected to last as long again. A saving is the mean over the batches of a forecast, less what it may be off by: its
+   spread between them.
+3. It must also save more in each step than the dead band: the share of a step by which forecasts of production were wrong.
 4. After a change a few steps must pass before the next one, unless the split there is has become impossible.
-5. What was changed and got worse is changed back by the same rules: the split's own error has been seen by then. That engines hold one
-   another up where all slots are had in turn makes none of the other splits look worse (`placement.policies.hindered`).
+5. A change for the worse is reverted by the same rules: the split's own error has been measured by then. Engines that slow one another
+   down where co-located make no other split look worse.
 
-Lending within a step is no decision of this module; that it takes place is part of the forecast. Nothing here draws at random.
+Lending within a step is decided elsewhere (`placement.lending`); that it takes place is part of the forecast. Nothing is random.
 """
 
 from __future__ import annotations
@@ -49,15 +49,6 @@ def dynamic(start: PolicyStart) -> Policy:
     sizes = start.sizes
     return DynamicPolicy(PoolLimits(sizes.rollout, sizes.reward, start.rollout_rows, start.reward_rows), start.first)
 
-
-# -------------------- weighing
-# What every other split would save beside the one there is, whether a change to it is worth what it costs, and why or why not in words. Pure.
-#
-# A saving is the mean over the batches that a forecast is made of. It is as unsure as it differs between them: what is luck with lengths
-# differs, what a split is really better by does not. What a saving may well be less by is taken away from it. And no change is made that
-# saves no more than the dead band, the share of a step by which forecasts of production turned out to be wrong.
-#
-# What is looked ahead to, and when a split is left at all, is `placement.policies.dynamic`'s to decide.
 
 MARGIN = 1.2
 """A change must save so many times what it costs."""

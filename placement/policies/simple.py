@@ -1,8 +1,8 @@
-"""The rules of others, which `dynamic` is held against. Pure.
+"""Policies that do not forecast: `static` and `colocated`, which never move, and two rules that `dynamic` is compared with.
 
-`hill_climb`: after each step one unit goes from the pool that is used least to the one that is used most (the utilisation rule of the
-paper on G-Core). `threshold`: the same, but only where one pool is used less than `LOW` and another more than `HIGH` (RLinf's rule).
-Neither forecasts, weighs what a change costs, or lends within a step.
+`hill_climb`: after each step one unit goes from the least used pool to the most used one (the utilization rule of the paper on G-Core).
+`threshold`: the same, but only where one pool is used less than `LOW` and another more than `HIGH` (the rule of RLinf). Neither weighs
+what a change costs, or lends within a step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ def threshold(start: PolicyStart) -> Policy:
     """The same, only between pools that are used little and much."""
 
     return new_threshold_policy(start.first)
-
-
-# -------------------- fixed
-# Policies that never move anything of themselves: `static`, one split for ever, and `colocated`, all slots in turn. Pure.
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""A simulated job: how long each step takes on a split, with and without lending, and what is measured of it. The truth.
+"""A simulated job: the work of its steps, how long each takes on a split with and without lending, and what is measured of it.
 
-A strict step is production, then training, then the weights' way to the engines; co-located pools also change over in between. One
-step ahead, pools with slots of their own make a batch while they train on the one before: the longer of the two is the step. That the
-two are of different batches, and that the tail of one batch can overlap the next batch's beginning, is left out.
+The work of a step is drawn once for each scenario, seed and step, whatever policy meets it. A strict step is production, then training,
+then weight sync; co-located pools also change over in between. One step ahead, pools with slots of their own make a batch while they train
+on the one before, and the longer of the two is the step. That the two are of different batches, and that the tail of one batch can overlap
+the next batch's beginning, is left out.
 
-What is lent at the end of a strict step goes back while ranks train: what takes longer than that puts the next step off. One step
-ahead it goes back in the beginning of the next production, which those replicas begin late.
+What is lent at the end of a strict step goes back while ranks train; what takes longer than that delays the next step. One step ahead it
+goes back at the beginning of the next production, which those replicas begin late. The lending rule knows what was measured until then,
+as in a live cluster; with true knowledge, a step's own lengths and speeds without errors.
 """
 
 from __future__ import annotations
@@ -17,17 +19,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.laws import PaceTracker
+from placement.laws import Floats, PaceTracker
 from placement.lending import EngineRows, pool_speeds
 from placement.measurements import EngineSpeed, MeasuredStep, least_requests
 from placement.simulator.kernel import BY_RULE, NEVER, play_batch
 from placement.simulator.scenario import Scenario, ScenarioEngine
 from placement.slots import Split, count_turns, feasible
-
-# -------------------- workload
-# What a step of a simulated job has to do: drawn once for each scenario, seed and step, whatever policy meets it. Pure.
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,6 @@ def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int
     return drawn
 
 
-# -------------------- told
-# What the rule that lends within a step is told: what somebody has measured until then, as in a live cluster (`placement.loads`).
-#
-# Whoever knew everything is told a step's own lengths and speeds, without errors.
-
 LOADS = (1.0, 3.0, 9.0)
 """Of engines whose law is known: a line goes through what they take."""
 
@@ -95,7 +87,7 @@ NOBODYS = MeasuredStep(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LendingKnowledge:
-    """By pool, [2, 4], and of responses by how many are left, [2, left], as `placement.simulate.kernel.play` takes them; all zeros:
+    """By pool, [2, 4], and of responses by how many are left, [2, left], as `play_batch` takes them; all zeros:
     nothing is known."""
 
     pools: Floats = field(default_factory=lambda: np.zeros((2, 4)))
@@ -107,7 +99,7 @@ UNKNOWN = LendingKnowledge()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LendingSetup:
-    """How replicas are lent within a step: what it costs each of them, and what the rule is told (`placement.simulate.kernel`). `late`:
+    """How replicas are lent within a step: what it costs each of them, and what the rule is told (`placement.simulator.kernel`). `late`:
     replicas that were lent in the step before, and come back in the first `late_s` seconds; above 0 to rollout, below 0 to the judges."""
 
     cost_s: float

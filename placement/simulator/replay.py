@@ -1,14 +1,14 @@
-"""A run's own records as a job to simulate: what if another policy had planned it, or it had had other slots.
+"""A recorded run as a job to simulate: what another policy would have planned, or other slots would have changed.
 
-From the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds, `books/` what engines and slots did, `samples/`
-the lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them.
+From the run's folder: `metrics.jsonl` has each step's mean length, tokens and seconds, `books/` what engines and slots did, `samples/` the
+lengths of the responses that were kept. Engine speeds and training are fitted as a policy would fit them.
 
-A step has as many responses as it had: those that were trained on, and those that were filtered out, which were generated and judged
-too. What was kept of it is a part of the former: from that the others are drawn, with the means that the step had. Lengths of steps
-without kept samples are drawn with the spread of those that have them. It is always the same. Of judgements the mean is known.
+A step has as many responses as it had: those that were trained on, and those that were filtered out, which were generated and judged too.
+The kept samples are a part of the former; the other lengths are resampled from them, with the means that the step had. Lengths of steps
+without kept samples have the spread of those that have them. The same run always gives the same job. Of judgements the mean is known.
 
-What a run did not do is not in its records: how fast an engine is beside more requests than it ever had is read off the fitted line,
-and that slots are of one kind is taken for granted. Nothing here asks a cluster.
+Not in the records: how fast an engine is with more requests than it ever had (read off the fitted line), and differences between slots
+(taken to be of one kind).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, read_l
 from gcore.observability import samples as folder
 from gcore.system.files import parse_object
 from gcore.types import Version
-from placement.laws import fit_decode_law, fit_train_law
+from placement.laws import Floats, fit_decode_law, fit_train_law
 from placement.measurements import EngineSpeed, MeasuredStep
-from placement.simulator.job import Floats, SimulatedJob, SimulatedWorkload
+from placement.simulator.job import SimulatedJob, SimulatedWorkload
 from placement.simulator.scenario import (
     MOST_RESPONSES,
     Scenario,

@@ -1,4 +1,10 @@
-"""A policy that plans a simulated job, step by step: what it takes, and where it moved."""
+"""A policy on a simulated job, step by step, compared with the best that was possible.
+
+`best_static` and `best_each_step` find the best split in hindsight and the best split for each step, the cost of changes included, exactly, over all
+feasible splits. Lending is not searched for there: each step is taken with nothing lent, or lent by the rule with true knowledge,
+whichever is shorter. `compare_lending` compares the rule with the best of all schedules at the moments at which the rule looks, which are few,
+for all schedules are tried. `lower_bound` is below whatever lends and moves; one step ahead, what was lent goes back for nothing here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from placement.forecast import Forecast, LengthProfile, PoolLimits, shapes_of
-from placement.laws import DecodeLaw, PaceTracker, TrainLaw
+from placement.laws import DecodeLaw, Floats, PaceTracker, TrainLaw
 from placement.measurements import MeasuredStep
 from placement.policies.base import Decision, Policy, Situation, SwitchCosts
 from placement.policies.dynamic import DynamicPolicy
@@ -29,16 +35,9 @@ from placement.simulator.job import (
     SimulatedJob,
     estimated_knowledge,
 )
-from placement.simulator.job import Floats as job_Floats
-from placement.simulator.kernel import BY_RULE, BY_SCHEDULE, NEVER, Floats, Ints, play_batch
+from placement.simulator.kernel import BY_RULE, BY_SCHEDULE, NEVER, Ints, play_batch
 from placement.simulator.scenario import Scenario, ScenarioEngine
 from placement.slots import Split, count_turns
-
-# -------------------- within
-# What could have been had within one step: the best lending in a few moments, exact on small cases, and a bound for large ones.
-#
-# `reached` holds the rule against the best of all that could have been lent at the moments at which the rule looks. These are a few, for all
-# schedules are tried: with more, both might lend at better moments.
 
 NO_MOVES = np.zeros(0, np.int64)
 
@@ -195,13 +194,6 @@ def play_job(
     return JobRun(total, tuple(step_s), tuple(splits), tuple(moves))
 
 
-# -------------------- oracle
-# What could have been had by whoever knew everything. The best static split in hindsight and the best split for each step with what
-# changes cost are exact, over all feasible splits. What is lent within a step is not searched for: each step is taken with nothing lent, or
-# lent by the rule that was told the truth, whichever is shorter (`placement.simulate.within` has the best lending, on small cases). The
-# bound is below whatever lends and moves. One step ahead, what was lent goes back for nothing here: below what could have been had.
-
-
 @dataclass(frozen=True, slots=True)
 class OracleRun:
     """Seconds of the whole run, and the split of each step. `step_s`: without what changes took."""
@@ -247,7 +239,7 @@ def best_each_step(job: SimulatedJob, costs: SwitchCosts, runs: Iterable[JobRun]
     return OracleRun(seconds, tuple(job.splits[i] for i in path), step_s)
 
 
-def change_costs(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> job_Floats:
+def change_costs(splits: tuple[Split, ...], of: Callable[[Split, Split], float]) -> Floats:
     """What each change costs, [before, after]."""
     return np.array([[of(one, other) for other in splits] for one in splits])
 
@@ -275,9 +267,6 @@ def _least(engine: ScenarioEngine) -> float:
     """Slot-seconds that a token takes at least, on an engine that is full."""
     return (engine.token_s / engine.running + engine.sequence_s) * engine.size
 
-
-# -------------------- table
-# Every policy on one simulated job, beside what could have been had. Pure.
 
 COSTS = (0.0, 0.5, 5.0, 20.0, 60.0)
 """Seconds that engines which move take; a train world of another size takes twice that."""

@@ -1,4 +1,4 @@
-"""Scenarios of the simulator: what a job and its cluster are like, from a file. Pure data; lengths in tokens, times in seconds."""
+"""Scenarios of the simulator: a job and its cluster, from a file. Lengths in tokens, times in seconds."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.system.process import ProcessId
 from gcore.train.rank.feed import WorldName
-from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Token, Version, VersionSpan
-from gcore.worker.records import LaunchSpec, WorkerRole
+from gcore.types import Group, Outcome, Pool, Prompt, PromptRef, Sample, Token, Version, VersionSpan
+from gcore.worker.records import LaunchSpec
 
 SOURCE = "source"
 CALL_S = 5.0
@@ -95,7 +95,7 @@ class SimulatedStaff(WorkerLauncher):
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         self._count += 1
-        role: WorkerRole
+        role: Pool
         world: str | None
         rank: int | None
         child: dict[str, Any]

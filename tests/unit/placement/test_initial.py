@@ -25,7 +25,7 @@ from gcore.testing import FakeClock
 from placement.assign import split_of
 from placement.initial import make_initial_plan
 from placement.moves import CommittedStep, add_outcomes
-from placement.placer import MovablePlacementRequest, find_bounds
+from placement.placer import find_bounds, movable_request
 from placement.slots import NodeSlots, Snapshot, Split, feasible
 
 LARGE = QWEN | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -57,7 +57,7 @@ def test_where_all_models_do_not_fit_on_a_slot_together_pools_have_slots_of_thei
     )
     assert split_of(roomy.plan).mode == "colocated"
     assert split_of(tight.plan).mode == "coexisting"
-    limits = find_bounds(gpus(memory=80.0), MovablePlacementRequest.by(job(memory="kept"), LARGE_MODELS))
+    limits = find_bounds(gpus(memory=80.0), movable_request(job(memory="kept"), LARGE_MODELS))
     assert not limits.colocated, "and it is no choice for the policy later"
 
 
@@ -158,7 +158,7 @@ def test_what_a_job_begins_with_is_one_of_the_splits_that_its_policy_may_choose(
     asked = job(memory="kept") if kept else job()
     found = make_initial_plan(nodes, asked, models)
     assert found.plan == make_initial_plan(nodes, asked, models).plan
-    assert split_of(found.plan) in set(feasible(find_bounds(nodes, MovablePlacementRequest.by(asked, models))))
+    assert split_of(found.plan) in set(feasible(find_bounds(nodes, movable_request(asked, models))))
 
 
 class Writing:

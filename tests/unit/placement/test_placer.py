@@ -19,7 +19,6 @@ from placement.assign import assign_split, split_of
 from placement.initial import make_initial_plan
 from placement.mapping.search import describe_workload
 from placement.placer import (
-    MovablePlacementRequest,
     apply_pin,
     fill_plan,
     find_bounds,
@@ -28,9 +27,10 @@ from placement.placer import (
     place_split,
 )
 from placement.policies.base import Decision, PolicyStart, Situation, SwitchCosts, find_policy
-from placement.slots import NodeSlots, PlacementRequest, Snapshot, Split, SplitBounds, feasible
+from placement.request import PlacementRequest
+from placement.slots import NodeSlots, Snapshot, Split, SplitBounds, feasible
 
-JOB = MovablePlacementRequest(("j",), None, 32, None, None)
+JOB = PlacementRequest(judges={"j": None}, moves=True, most_ranks=32)
 
 
 def cluster(*sizes: int) -> Snapshot:
@@ -91,9 +91,7 @@ def test_what_a_person_fixed_gives_way_to_a_job_that_could_not_go_on() -> None:
         pytest.param(Pin(reward=3, train=2), replace(JOB, train=4, reward=1), id="other than the spec says"),
     ],
 )
-def test_a_plan_has_what_a_person_fixed_at_the_beginning_and_in_a_new_world(
-    pin: Pin, said: MovablePlacementRequest
-) -> None:
+def test_a_plan_has_what_a_person_fixed_at_the_beginning_and_in_a_new_world(pin: Pin, said: PlacementRequest) -> None:
     first = first_split(find_bounds(cluster(4, 4), said, pin), said, pin)
     assert first is not None
     assert pin.off(first) == 0
@@ -127,11 +125,11 @@ def test_a_pool_whose_engines_are_all_away_gets_one() -> None:
 def test_a_slot_that_comes_is_rollouts_and_its_judges_sleep() -> None:
     plan = place_split(cluster(4), JOB, world="w", generation=1, wanted=Split("coexisting", 2, 1, 1))
     assert plan is not None
-    more = fill_plan(plan, cluster(4, 1), PlacementRequest(judges=()), moves=True)
+    more = fill_plan(plan, cluster(4, 1), PlacementRequest(moves=True))
     assert more is not None
     (fresh,) = [place for place in more.engines if place.node == "n1"]
     assert not fresh.asleep
-    assert fill_plan(more, cluster(4, 1), PlacementRequest(judges=()), moves=True) is None
+    assert fill_plan(more, cluster(4, 1), PlacementRequest(moves=True)) is None
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -161,7 +159,7 @@ def test_what_cannot_be_had_is_no_decision() -> None:
 @given(st.integers(1, 12), st.integers(0, 6), st.integers(1, 4), st.integers(1, 4))
 def test_on_other_slots_pools_keep_their_shares(rollout: int, reward: int, train: int, times: int) -> None:
     """A job that comes back on more slots does not give all of the new ones to rollout."""
-    before, job = Split("coexisting", rollout, reward, train), replace(JOB, judges=("j",) if reward else ())
+    before, job = Split("coexisting", rollout, reward, train), replace(JOB, judges={"j": None} if reward else {})
     first = assign_split(before, None, cluster(rollout + reward + train), job.judges, world="w", generation=1)
     assert first is not None
     there = cluster(*[rollout + reward + train] * times)
@@ -207,7 +205,7 @@ def test_a_world_keeps_its_size_whatever_memory_it_is_estimated_to_take() -> Non
     work = describe_workload(
         spec(placement={"policy": "dynamic"}), ModelConfigs(policy=QWEN | {"num_hidden_layers": 100})
     )
-    job = MovablePlacementRequest((), None, 32, None, None, work=work)
+    job = PlacementRequest(moves=True, most_ranks=32, work=work)
     assert 1 not in find_bounds(nodes, job).train_sizes
     before = place_split(nodes, replace(job, work=""), world="w", generation=1, wanted=Split("coexisting", 7, 0, 1))
     assert before is not None

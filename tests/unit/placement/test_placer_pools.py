@@ -12,14 +12,8 @@ from gcore.config import JobSpec, parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.records.job import Plan
 from placement.placer import fill_plan, first_plan, move_judges
-from placement.slots import (
-    JudgePlacementRequest,
-    NodeSlots,
-    PlacementRequest,
-    SeparateSlots,
-    Snapshot,
-    count_lacking_slots,
-)
+from placement.request import PlacementRequest, count_lacking_slots
+from placement.slots import NodeSlots, Snapshot
 
 TREE: dict[str, Any] = {
     "name": "j",
@@ -78,7 +72,7 @@ def test_with_static_each_pool_has_slots_of_its_own() -> None:
         first_plan(there(2, 1), PlacementRequest.by(job), world="w", generation=1)
     assert str(lacking.value.fix).startswith("Lower placement.train or placement.reward, or start")
     with pytest.raises(SpecError, match=r"2 train ranks and 1 rollout engine.*1 slot\. Lower placement\.train, or"):
-        first_plan(there(1), PlacementRequest(2, (), SeparateSlots(2, 0)), world="w", generation=1)
+        first_plan(there(1), PlacementRequest(2, train=2), world="w", generation=1)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,8 @@ SLOTS = st.lists(st.integers(1, 3), min_size=1, max_size=5)
 
 @given(SLOTS, st.integers(1, 3), st.integers(0, 3), st.integers(1, 3))
 def test_no_slot_of_static_pools_serves_two_of_them(slots: list[int], train: int, reward: int, judges: int) -> None:
-    names = tuple(JudgePlacementRequest(f"j{i}") for i in range(judges if reward else 0))
-    wanted, snapshot = PlacementRequest(train, names, SeparateSlots(train, reward)), there(*slots)
+    names = {f"j{i}": None for i in range(judges if reward else 0)}
+    wanted, snapshot = PlacementRequest(train, names, train, reward), there(*slots)
     if count_lacking_slots(snapshot, wanted):
         with pytest.raises(SpecError):
             first_plan(snapshot, wanted, world="w", generation=1)
@@ -135,7 +129,7 @@ def test_no_slot_of_static_pools_serves_two_of_them(slots: list[int], train: int
 def test_nodes_that_come_are_rollouts_and_judges_never_have_more_engines_than_they_want(
     before: list[int], more: list[int], replicas: int
 ) -> None:
-    wanted = PlacementRequest(judges=(JudgePlacementRequest("all"), JudgePlacementRequest("some", replicas)))
+    wanted = PlacementRequest(judges={"all": None, "some": replicas})
     plan = first_plan(there(*before), wanted, world="w", generation=1)
     after = there(*before, *more)
     new = fill_plan(plan, after, wanted)
@@ -194,9 +188,10 @@ def test_colocated_judges_with_a_number_of_engines_get_those_back() -> None:
 def test_whoever_stays_away_judges_that_can_have_engines_have_them_and_nothing_is_moved_twice(
     slots: list[int], away: set[int], data: st.DataObject
 ) -> None:
-    judges = tuple(JudgePlacementRequest(name, data.draw(st.none() | st.integers(1, 3))) for name in "ab")
-    apart = data.draw(st.none() | st.builds(SeparateSlots, train=st.just(1), reward=st.integers(1, 2)))
-    nodes, wanted = there(*slots), PlacementRequest(1 if apart else None, judges, apart)
+    judges = {name: data.draw(st.none() | st.integers(1, 3)) for name in "ab"}
+    reward = data.draw(st.none() | st.integers(1, 2))
+    train = None if reward is None else 1
+    nodes, wanted = there(*slots), PlacementRequest(train, judges, train, reward or 0)
     if count_lacking_slots(nodes, wanted):
         return
     plan = first_plan(nodes, wanted, world="w", generation=1)
@@ -208,10 +203,10 @@ def test_whoever_stays_away_judges_that_can_have_engines_have_them_and_nothing_i
     assert (new.ranks, new.world) == (plan.ranks, plan.world)
     rollout = {place for place in of_judge(plan, "") if place in here}
     judging = {place for name in "ab" for place in of_judge(plan, name) if place in here}
-    for one in judges:
-        has = len(here.intersection(of_judge(new, one.name)))
-        if apart is None:
-            assert has == min(len(here), one.replicas or len(here))
+    for name, replicas in judges.items():
+        has = len(here.intersection(of_judge(new, name)))
+        if reward is None:
+            assert has == min(len(here), replicas or len(here))
         else:
             assert has or not (judging or len(rollout) > 1)
     assert not rollout or here.intersection(of_judge(new, ""))

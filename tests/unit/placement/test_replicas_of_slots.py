@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from gcore.errors import SpecError
 from gcore.ledger.records.job import EnginePlace, Plan
 from placement.assign import assign_split, engine_slots, plan_roles, role_changes, split_of
-from placement.placer import MovablePlacementRequest, fill_plan, first_plan, mend_plan, move_judges, place_split
+from placement.placer import fill_plan, first_plan, mend_plan, move_judges, place_split
+from placement.request import PlacementRequest
 from placement.slots import (
-    JudgePlacementRequest,
     NodeSlots,
-    PlacementRequest,
     ReplicaSizes,
-    SeparateSlots,
     Snapshot,
     Split,
     SplitBounds,
@@ -36,7 +34,7 @@ SIZES = st.sampled_from(
     ]
 )
 JUDGES = ("j", "k")
-WANTED = tuple(JudgePlacementRequest(name) for name in JUDGES)
+WANTED = dict.fromkeys(JUDGES)
 
 
 def cluster(*counts: int) -> Snapshot:
@@ -119,7 +117,7 @@ def test_a_policy_that_moves_slots_begins_and_goes_on_with_whole_engines(
     given_: tuple[Snapshot, ReplicaSizes, Split, Split],
 ) -> None:
     snapshot, sizes, wanted, _ = given_
-    job = MovablePlacementRequest(JUDGES, None, 64, None, None, sizes=sizes)
+    job = PlacementRequest(judges=WANTED, sizes=sizes, moves=True, most_ranks=64)
     plan = place_split(snapshot, job, world="w", generation=1, wanted=wanted)
     assert plan is not None
     check(plan, snapshot, sizes)
@@ -136,7 +134,7 @@ def test_a_static_placement_gives_each_pool_whole_engines(
 ) -> None:
     snapshot = cluster(*(count * sizes.widest for count in blocks))
     reward = judging * sizes.reward
-    wanted = PlacementRequest(train, WANTED if judging else (), SeparateSlots(train, reward), sizes)
+    wanted = PlacementRequest(train, WANTED if judging else {}, train, reward, sizes)
     try:
         plan = first_plan(snapshot, wanted, world="w", generation=1)
     except SpecError:
@@ -185,9 +183,7 @@ def test_a_judge_whose_node_stays_away_gets_whole_engines_of_the_policys_slots(
         EnginePlace(node="n0", slot=g[0], further=g[1:]) for g in replica_groups(here.nodes[0].slots, sizes.rollout)
     ]
     plan = Plan(generation=1, world="w", ranks=(), engines=(*engines, judge))
-    after = move_judges(
-        plan, here, PlacementRequest(1, (JudgePlacementRequest("j"),), SeparateSlots(1, sizes.reward), sizes)
-    )
+    after = move_judges(plan, here, PlacementRequest(1, {"j": None}, 1, sizes.reward, sizes))
     assert after is not None
     assert [place.slots for place in after.engines if place.judge] == [given]
     assert sum(not place.judge for place in after.engines) == left
@@ -228,12 +224,12 @@ def test_a_judge_whose_engine_lost_its_second_slot_gets_another() -> None:
     (judge,) = (place for place in before.engines if place.judge and not place.asleep)
     lost = judge.further[0]
     left = trim_to_replicas(without(lost, 6, 4), ReplicaSizes(2, 2))
-    job = MovablePlacementRequest(("j",), None, 64, None, None, sizes=ReplicaSizes(2, 2))
+    job = PlacementRequest(judges={"j": None}, sizes=ReplicaSizes(2, 2), moves=True, most_ranks=64)
     after = mend_plan(before, left, job)
     assert after is not None
     (judges,) = [place for place in after.engines if place.judge and not place.asleep]
     assert lost not in judges.slots
-    wanted = PlacementRequest(2, (JudgePlacementRequest("j"),), SeparateSlots(2, 2), ReplicaSizes(2, 2))
+    wanted = PlacementRequest(2, {"j": None}, 2, 2, ReplicaSizes(2, 2))
     static = first_plan(cluster(4, 4), wanted, world="w", generation=1)
     (judge,) = (place for place in static.engines if place.judge)
     assert (judge.node, judge.slots) == ("n0", ("cuda:2", "cuda:3"))
@@ -244,7 +240,7 @@ def test_a_judge_whose_engine_lost_its_second_slot_gets_another() -> None:
 
 def test_a_judge_is_not_moved_onto_slots_of_which_it_has_one_already() -> None:
     """The slots that are left of a node are other replicas than they were."""
-    wanted = PlacementRequest(1, (JudgePlacementRequest("j"),), sizes=ReplicaSizes(1, 2))
+    wanted = PlacementRequest(1, {"j": None}, sizes=ReplicaSizes(1, 2))
     plan = first_plan(cluster(6), wanted, world="w", generation=1)
     left = Snapshot((NodeSlots("n0", ("cuda:1", "cuda:2", "cuda:3", "cuda:5")),))
     after = move_judges(plan, left, wanted)
@@ -253,7 +249,7 @@ def test_a_judge_is_not_moved_onto_slots_of_which_it_has_one_already() -> None:
 
 def test_nodes_with_too_few_slots_for_an_engine_mend_nothing() -> None:
     before = of_a(Split("colocated", 4, 4, 4), ReplicaSizes(4, 4), 4)
-    job = MovablePlacementRequest(("j",), None, 64, None, None, sizes=ReplicaSizes(4, 4))
+    job = PlacementRequest(judges={"j": None}, sizes=ReplicaSizes(4, 4), moves=True, most_ranks=64)
     assert (
         mend_plan(before, trim_to_replicas(Snapshot((NodeSlots("late", ("cuda:0", "cuda:1")),)), job.sizes), job)
         is None

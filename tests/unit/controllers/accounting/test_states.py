@@ -16,7 +16,6 @@ from controllers.accounting.states import (
     NOBODY,
     SYNCING,
     UNALLOCATED,
-    Pool,
     SlotAccount,
     Timeline,
     TimeReport,
@@ -26,6 +25,7 @@ from controllers.accounting.states import (
     settle_claims,
     switching,
 )
+from gcore.types import Pool
 
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 STATES = [

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.cluster.rules import FAILURES, LONGEST_REST_S, REST_S, NodeHealth, next_check_at, update_health
-from gcore.worker.records import WorkerRecord, WorkerRole, WorkerState
+from gcore.types import Pool
+from gcore.worker.records import WorkerRecord, WorkerState
 
 ACTIVE = frozenset({"j"})
 
@@ -20,7 +21,7 @@ def worker(
     state: WorkerState,
     *,
     node: str = "n",
-    role: WorkerRole = "rollout",
+    role: Pool = "rollout",
     job: str = "j",
     reason: str = "CUDA error: uncorrectable ECC error",
     further: tuple[str, ...] = (),

@@ -37,7 +37,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 
 async def test_what_a_policy_decides_is_what_comes() -> None:
-    assert await PolicyRunner().asked(Of(lambda: GOOD), SITUATION) == GOOD
+    assert await PolicyRunner().ask_policy(Of(lambda: GOOD), SITUATION) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ async def test_what_a_policy_decides_is_what_comes() -> None:
 async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> None:
     consulting = PolicyRunner()
     with pytest.raises(PolicyFailed, match=type(error).__name__):
-        await consulting.asked(Of(raising(error)), SITUATION)
-    assert await consulting.asked(Of(lambda: GOOD), SITUATION) == GOOD
+        await consulting.ask_policy(Of(raising(error)), SITUATION)
+    assert await consulting.ask_policy(Of(lambda: GOOD), SITUATION) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ async def test_whatever_a_policy_raises_is_a_sentence(error: BaseException) -> N
 async def test_whatever_is_raised_where_a_policy_is_made_is_a_sentence(error: BaseException) -> None:
     consulting = PolicyRunner()
     with pytest.raises(PolicyFailed, match=type(error).__name__) as caught:
-        await consulting.made(raising(error))
+        await consulting.make_policy(raising(error))
     assert len(caught.value.what.splitlines()) == 1
     assert caught.value.__cause__ is error, "the log has its traceback"
     with pytest.raises(PolicyFailed, match="'object', which has no method plan"):
-        await consulting.made(object)
+        await consulting.make_policy(object)
     made = Of(lambda: GOOD)
-    assert await consulting.made(lambda: made) is made
+    assert await consulting.make_policy(lambda: made) is made
 
 
 class Silent(Exception):
@@ -78,13 +78,13 @@ class Silent(Exception):
 
 async def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name() -> None:
     with pytest.raises(PolicyFailed, match=r"^Silent$"):
-        await PolicyRunner().asked(Of(raising(Silent())), SITUATION)
+        await PolicyRunner().ask_policy(Of(raising(Silent())), SITUATION)
 
 
 async def test_a_policy_whose_making_hangs_holds_up_nobody() -> None:
     may_end, consulting = threading.Event(), PolicyRunner(limit_s=0.05)
     with pytest.raises(PolicyFailed, match="has not answered for"):
-        await consulting.made(lambda: may_end.wait(30.0))
+        await consulting.make_policy(lambda: may_end.wait(30.0))
     may_end.set()
 
 
@@ -92,14 +92,14 @@ async def test_a_policy_that_hangs_is_left_and_not_asked_again_before_it_has_ans
     may_end, consulting = threading.Event(), PolicyRunner(limit_s=0.05)
     hangs = Of(lambda: may_end.wait(30.0) and GOOD)
     with pytest.raises(PolicyFailed, match="has not answered for"):
-        await consulting.asked(hangs, SITUATION)
+        await consulting.ask_policy(hangs, SITUATION)
     with pytest.raises(PolicyFailed, match="what it was asked before"):
-        await consulting.asked(Of(lambda: GOOD), SITUATION)
+        await consulting.ask_policy(Of(lambda: GOOD), SITUATION)
     assert consulting._thread is not None
     assert consulting._thread.daemon, "a process ends without it"
     may_end.set()
     await asyncio.to_thread(consulting._thread.join)
-    assert await consulting.asked(Of(lambda: GOOD), SITUATION) == GOOD
+    assert await consulting.ask_policy(Of(lambda: GOOD), SITUATION) == GOOD
 
 
 def made(**more: Any) -> Any:

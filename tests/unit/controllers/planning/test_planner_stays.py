@@ -162,15 +162,15 @@ def test_each_step_of_which_something_was_expected_is_compared_once(
     steps: list[tuple[float | None, float | None]],
 ) -> None:
     """`steps`: what was expected of each, and what it took."""
-    staying, moves = HoldLog(FakeClock()), Moves()
     took: dict[int, float | None] = {}
+    staying, moves = HoldLog(FakeClock(), lambda step, after: took.get(step)), Moves()
     for step, (expected, _) in enumerate(steps):
         took[step] = steps[step - 1][1]
-        staying.note(moves, at(step), "why", expected, lambda step, after: took.get(step))
-        moves = staying.told(moves, lambda step, after: took.get(step), at_once=True)
+        staying.note(moves, at(step), "why", expected)
+        moves = staying.with_newest_stay(moves, at_once=True)
     took[len(steps)] = steps[-1][1]
     for _ in range(2):
-        moves = staying.told(moves, lambda step, after: took.get(step), at_once=True)
+        moves = staying.with_newest_stay(moves, at_once=True)
     told = moves.stays[-1].foretold
     both = [(expected, took) for expected, took in steps if expected is not None and took is not None]
     assert told.steps == len(both)
@@ -182,18 +182,18 @@ def test_each_step_of_which_something_was_expected_is_compared_once(
 async def test_a_step_before_which_another_controller_planned_is_compared_too_and_one_that_was_rolled_back_is_not() -> (
     None
 ):
-    first, moves = HoldLog(FakeClock()), Moves()
-    first.note(moves, at(1), "why", 2.0, unknown)
-    moves = first.told(moves, unknown, at_once=True)
-    other = HoldLog(FakeClock())
+    first, moves = HoldLog(FakeClock(), unknown), Moves()
+    first.note(moves, at(1), "why", 2.0)
+    moves = first.with_newest_stay(moves, at_once=True)
     asked: list[tuple[int, int]] = []
 
     def took(step: int, after: int) -> float | None:
         asked.append((step, after))
         return 3.0 if step == 2 else None
 
-    other.note(moves, at(2, seq=7), "why", 2.5, took)
-    (stay,) = other.told(moves, took, at_once=True).stays
+    other = HoldLog(FakeClock(), took)
+    other.note(moves, at(2, seq=7), "why", 2.5)
+    (stay,) = other.with_newest_stay(moves, at_once=True).stays
     assert (stay.foretold.steps, stay.foretold.took_s, stay.foretold.off_s) == (1, 3.0, 1.0)
     assert asked == [(2, 1), (3, 7)]
     assert extend_stay(stay, moves, at(1, seq=9), "rolled back").foretold == ForecastAccuracy()
@@ -208,21 +208,21 @@ def test_what_is_no_number_is_not_compared(expected: float | None) -> None:
 
 async def test_the_store_is_told_at_once_where_a_stretch_begins_and_then_now_and_then() -> None:
     clock = FakeClock()
-    staying, moves = HoldLog(clock), Moves()
-    staying.note(moves, at(1), "why 1", None, unknown)
-    moves = staying.told(moves, unknown, at_once=False)
+    staying, moves = HoldLog(clock, unknown), Moves()
+    staying.note(moves, at(1), "why 1", None)
+    moves = staying.with_newest_stay(moves, at_once=False)
     assert [one.step for one in moves.stays] == [1]
-    assert staying.told(moves, unknown, at_once=False) is moves
-    staying.note(moves, at(2), "why 2", None, unknown)
-    assert staying.told(moves, unknown, at_once=False) is moves
-    assert [one.step for one in staying.told(moves, unknown, at_once=True).stays] == [2]
+    assert staying.with_newest_stay(moves, at_once=False) is moves
+    staying.note(moves, at(2), "why 2", None)
+    assert staying.with_newest_stay(moves, at_once=False) is moves
+    assert [one.step for one in staying.with_newest_stay(moves, at_once=True).stays] == [2]
     await clock.advance(TELL_S)
-    assert [one.reason for one in staying.told(moves, unknown, at_once=False).stays] == ["why 2"]
-    other = HoldLog(clock)  # another controller plans, and goes on with the stretch
-    other.note(moves, at(5), "why 5", None, unknown)
-    assert [(one.since, one.step) for one in other.told(moves, unknown, at_once=True).stays] == [(1, 5)]
+    assert [one.reason for one in staying.with_newest_stay(moves, at_once=False).stays] == ["why 2"]
+    other = HoldLog(clock, unknown)  # another controller plans, and goes on with the stretch
+    other.note(moves, at(5), "why 5", None)
+    assert [(one.since, one.step) for one in other.with_newest_stay(moves, at_once=True).stays] == [(1, 5)]
     other.forget()
-    assert other.told(moves, unknown, at_once=True) is moves
+    assert other.with_newest_stay(moves, at_once=True) is moves
 
 
 def test_the_runs_folder_has_a_stretch_once_it_is_over_and_the_last_one_at_the_end(tmp_path: Path) -> None:

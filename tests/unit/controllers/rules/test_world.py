@@ -56,7 +56,8 @@ from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
 from gcore.worker.records import WorkerRecord
 from placement.placer import GrowthMeasurements, fill_plan, first_plan, worth_forming
-from placement.slots import NodeSlots, PlacementRequest, Snapshot
+from placement.request import PlacementRequest
+from placement.slots import NodeSlots, Snapshot
 
 KEYS = JobKeys("u")
 STATE = WorldState(world="w", lineage=0, step=2, attempt=1, shards=2)
