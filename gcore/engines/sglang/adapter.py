@@ -1,11 +1,11 @@
-"""The worker between a supervisor and SGLang's server: starts it, tells when it serves, and how it is, and when it died.
+"""Worker between a supervisor and SGLang's server: starts it, reports when it serves and how it is, and explains its end.
 
-It stands beside the path of requests, not in it: what is registered is the server's own address. From the outside it is
-a worker like any other: a launch document, "serving", progress, "stop", and "failed" with a sentence.
+It is not in the path of requests: the server's own address is registered. Seen from outside it is a worker like any other: a
+launch document, "serving", progress, "stop", and "failed" with a sentence. Nothing is restarted.
 
-Progress while loading is the number of lines that the server has said. Afterwards its scheduler is asked now and then,
-over /server_info, which it answers between two steps of the model: each answer is progress. A scheduler that answers no
-more gets nowhere, and the supervisor's watchdog ends it. Does not restart anything.
+Progress while loading is the number of lines that the server has written. Afterwards its scheduler is polled over
+/server_info, which it answers between two steps of the model: each answer is progress. When a scheduler answers no more,
+the supervisor's watchdog ends it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,6 @@ from gcore.system.clock import Clock, SystemClock
 from gcore.types import Version
 from gcore.worker.control import ControlLine
 
-# -------------------- server
-# SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it started.
-#
-# What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death can be
-# told with its own words. No orphans: see `gcore.worker.warden`. Does not know whether the server is well.
-
 WARDEN = Path(death.__file__).with_name("warden.py")
 
 
@@ -57,7 +51,14 @@ LAST_WORD_S = 1.0
 
 
 def free_port(host: str) -> int:
-    """A port that is free now. Another may take it before the server does; then the server ends and says so."""
+    """A port that is free now. Another may take it before the server does; then the server ends and says so.
+
+    SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it
+    started.
+
+    What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death
+    can be told with its own words. No orphans: see `gcore.system.warden`. Does not know whether the server is well.
+    """
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -255,12 +256,11 @@ def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEven
     threading.Thread(target=waiting, name=name, daemon=True).start()
 
 
-# -------------------- __main__
-# `python -m gcore.rollout.sglang`: the process's edge. Started by a supervisor; imports no torch.
-
-
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve; the exit code.
+
+    `python -m gcore.engines.sglang`: the process's edge. Started by a supervisor; imports no torch.
+    """
     control = ControlLine.inherit()
     if control is None:
         error = UsageError(
