@@ -26,12 +26,13 @@ from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineUnreachabl
 from gcore.rollout.transport import STREAMED, EngineTransport, split_lines
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
-# -------------------- native_api
-# The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they are. Pure.
-
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """How one response is drawn, with its seed."""
+    """How one response is drawn, with its seed.
+
+    The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they
+    are.
+    """
     body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -536,13 +537,12 @@ def _reason(response: httpx.Response) -> str:
     return error_text(answer)
 
 
-# -------------------- reaching
-# How an engine is reached that is registered: its address and its name become a client, with TLS and its key where the cluster has
-# them.
-
-
 class EngineReach(Protocol):
-    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port)."""
+    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port).
+
+    How an engine is reached that is registered: its address and its name become a client, with TLS and its key where
+    the cluster has them.
+    """
 
     def __call__(self, url: str, *, timeout_s: float, instance: str) -> EngineClient: ...
 

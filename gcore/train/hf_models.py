@@ -1,4 +1,4 @@
-"""A Hugging Face model as a plain torch module: loading it, feeding it, and what it may be asked to do.
+"""Hugging Face models as plain torch modules: loading, feeding, activation checkpointing, and memory errors.
 
 Modules are in evaluation mode throughout: with dropout the ratio of a policy to itself would not be 1. Activation
 checkpointing is a matter of training mode in transformers, so the layers it concerns, and nothing inside them, are put
@@ -27,9 +27,6 @@ from gcore.errors import DataError, GcoreError
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
 
-# -------------------- memory
-# What running out of memory is called, and which field of the spec to lower.
-
 WORDS = ("out of memory", "not enough memory", "DefaultCPUAllocator", "can't allocate memory")
 """What torch's own errors say of it, besides having a type of their own for it on GPUs."""
 
@@ -39,7 +36,10 @@ REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "off
 
 
 class OutOfMemory(GcoreError):
-    """A rank's memory does not hold what the spec makes it compute."""
+    """A rank's memory does not hold what the spec makes it compute.
+
+    What running out of memory is called, and which field of the spec to lower.
+    """
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""From models' folders to what a rank trains: how they are fed, the policy, its critic, and the reference.
+"""Models of a rank: the policy, its critic and the reference, from folders to what is trained.
 
 In this order, because each changes the module for what comes after: read it, prove how sequences may be laid out, copy it
 for the critic and the reference while they are still the same, ask for activation checkpointing, hand it to DeepSpeed.
@@ -38,12 +38,12 @@ from gcore.train.hf_models import (
 from gcore.train.packing import Packing, Rectangle
 from gcore.train.rank.launch import RankLaunch
 
-# -------------------- policy
-# The policy: the model whose log-probabilities are trained, and whose weights engines serve.
-
 
 class PolicyModel(DeepSpeedBackend):
-    """A causal language model being trained."""
+    """A causal language model being trained.
+
+    The policy: the model whose log-probabilities are trained, and whose weights engines serve.
+    """
 
     @classmethod
     def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> PolicyModel:
@@ -56,19 +56,18 @@ class PolicyModel(DeepSpeedBackend):
         return self.outputs_of
 
 
-# -------------------- reference
-# The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
-#
-# Under ZeRO stages 1 and 2 every rank has all of it: in host memory, and on its GPU during the step's reference phase alone
-# (`train.offload_reference`). Under stage 3, where not even the policy fits on one, it is partitioned over the ranks like
-# the policy, and gathered layer by layer; offloaded, its part lies in host memory all the time. Where there is no GPU,
-# host memory is where it is used.
-#
-# It is scored without gradients and never changes.
-
-
 class Reference:
-    """A frozen model. `awake` is a collective under stage 3, as is every use of what it gives."""
+    """A frozen model. `awake` is a collective under stage 3, as is every use of what it gives.
+
+    The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
+
+    Under ZeRO stages 1 and 2 every rank has all of it: in host memory, and on its GPU during the step's reference
+    phase alone (`train.offload_reference`). Under stage 3, where not even the policy fits on one, it is partitioned
+    over the ranks like the policy, and gathered layer by layer; offloaded, its part lies in host memory all the time.
+    Where there is no GPU, host memory is where it is used.
+
+    It is scored without gradients and never changes.
+    """
 
     def __init__(self, module: nn.Module, train: TrainSpec, device: torch.device) -> None:
         cast_parameters(module, torch.bfloat16 if train.dtype == "bf16" else torch.float32)
@@ -123,17 +122,6 @@ def _partitioned(module: nn.Module, train: TrainSpec) -> Any:
     return engine
 
 
-# -------------------- prove
-# The proof, at load, that sequences may lie end to end in one row of this model.
-#
-# A few short sequences go through the model each alone, with the attention it came with, and then together in one row, in
-# rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or states look beyond
-# a sequence gives other numbers; so no table of supported models has to be kept. What shows only in long contexts is
-# refused by the attention (sliding windows shorter than the context) or found in the configuration (chunked attention).
-#
-# Done in float32 and in host memory, before DeepSpeed has the module. All ranks decide alike: one that cannot pack is
-# enough.
-
 log = logging.getLogger("gcore.train")
 
 
@@ -147,7 +135,19 @@ ROWS = ((Rectangle(2, 9), (9, 8)), (Rectangle(2, 5), (5, 5)), (Rectangle(1, 3), 
 
 @dataclass(frozen=True, slots=True)
 class FeedingChoice:
-    """How the model is fed, and, if bucketed though packed was allowed, why."""
+    """How the model is fed, and, if bucketed though packed was allowed, why.
+
+    The proof, at load, that sequences may lie end to end in one row of this model.
+
+    A few short sequences go through the model each alone, with the attention it came with, and then together in one
+    row, in rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or
+    states look beyond a sequence gives other numbers; so no table of supported models has to be kept. What shows only
+    in long contexts is refused by the attention (sliding windows shorter than the context) or found in the
+    configuration (chunked attention).
+
+    Done in float32 and in host memory, before DeepSpeed has the module. All ranks decide alike: one that cannot pack
+    is enough.
+    """
 
     packing: Packing
     reason: str = ""

@@ -47,16 +47,18 @@ if TYPE_CHECKING:
     from gcore.train.backends.distributed import Collective
     from gcore.train.models import Fill, RankModels
 
-# -------------------- loading
-# Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it starts from.
-#
-# Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for somebody
-# else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a thread.
-
 
 @dataclass(frozen=True, slots=True)
 class RendezvousCalls:
-    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks)."""
+    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks).
+
+    Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it
+    starts from.
+
+    Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for
+    somebody else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a
+    thread.
+    """
 
     publish: Callable[[str], None]
     find: Callable[[], str]
