@@ -24,12 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError
+from gcore.system.memory import is_out_of_memory
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
-
-WORDS = ("out of memory", "not enough memory", "DefaultCPUAllocator", "can't allocate memory")
-"""What torch's own errors say of it, besides having a type of their own for it on GPUs."""
-
 
 REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
 """Fields that help against too little memory in a micro-batch, in this order."""
@@ -56,13 +53,6 @@ def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) 
             f"out of memory while {doing} ({_first_line(error)})",
             fix=f"{fix[0].upper()}{fix[1:]}" if fix else "Use more train ranks, or larger ones",
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what torch or Python raise when there is no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
 
 
 def list_remedies(train: TrainSpec) -> dict[str, str]:

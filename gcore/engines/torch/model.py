@@ -30,7 +30,7 @@ from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.checks import check_code
-from gcore.system.memory import release_free_memory
+from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -481,7 +481,8 @@ MEMORY_FIX = (
 )
 
 
-SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+UNKNOWN_HOST_BYTES = 2**32
+"""Taken for the free memory of a system that is not Linux."""
 
 
 def default_cache_tokens(shape: CacheShape, free_bytes: int) -> int:
@@ -507,47 +508,10 @@ def free_bytes(device: torch.device) -> int:
 
 def free_host_bytes(root: Path) -> int:
     """Of the host, or of the control group where that has less. `root`: where /proc and /sys are."""
-    found = [_meminfo(root / "proc/meminfo")]
-    group = root / "sys/fs/cgroup"
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and used is not None:
-        # Cached files count as used, and go when memory is wanted.
-        found.append(limit - used + _inactive_files(group / "memory.stat"))
-    return max(0, min(found))
-
-
-def _meminfo(file: Path) -> int:
     try:
-        for line in file.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 2**32  # not Linux: four gibibytes
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
+        return host_memory(root / "proc/meminfo", root / "sys/fs/cgroup").available
     except (OSError, ValueError):
-        return None
-
-
-def _inactive_files(file: Path) -> int:
-    try:
-        for line in file.read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+        return UNKNOWN_HOST_BYTES
 
 
 @contextmanager
