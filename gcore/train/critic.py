@@ -34,7 +34,8 @@ from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankSum, ValueTargets, moments, value_targets
 from gcore.train.algorithms.losses import loss_sum, value_clip_tokens, value_loss
 from gcore.train.algorithms.schedules import learning_rate
-from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, UpdateResult
+from gcore.train.backends.base import UpdateResult
+from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
 from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors
 from gcore.train.hf_models import REMEDIES, check_names, explain_memory_error, load_module
 from gcore.train.loss import Losses

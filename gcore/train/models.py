@@ -1,7 +1,7 @@
 """Models of a rank: the policy, its critic and the reference, from folders to what is trained.
 
 In this order, because each changes the module for what comes after: read it, prove how sequences may be laid out, copy it
-for the critic and the reference while they are still the same, ask for activation checkpointing, hand it to DeepSpeed.
+for the critic and the reference while they are still the same, ask for activation checkpointing, hand it to the backend.
 Policy and critic are fed the same micro-batches; where the critic is another model, both must be able to take them.
 """
 
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import critic_folder
-from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, silence_deepspeed
+from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, forward_tensors, partition_module
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
 from gcore.train.critic import Critic, load_backbone, make_value_model
@@ -76,16 +75,15 @@ class Reference:
         self._device = device
         self._moves = train.offload_reference and train.zero_stage < 3 and device.type != "cpu"
         if train.zero_stage == 3:
-            self._logits_of = logits_of(_partitioned(module, train))
+            self._logits_of = logits_of(partition_module(module, train))
             return
         if not self._moves:
             module.to(device)
         self._logits_of = logits_of(module)
 
-    @property
-    def module(self) -> nn.Module:
-        """What computes forward, wherever it is."""
-        return self._module
+    def forward_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on this rank that it computes with. Not a collective."""
+        return forward_tensors(self._module)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[LogitsOf]:
@@ -99,27 +97,6 @@ class Reference:
         finally:
             self._module.to("cpu")
             torch.cuda.empty_cache()
-
-
-def _partitioned(module: nn.Module, train: TrainSpec) -> Any:
-    silence_deepspeed()
-    buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
-    zero: dict[str, Any] = {"stage": 3}
-    if train.offload_reference and torch.cuda.is_available():
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": zero,
-            "bf16": {"enabled": train.dtype == "bf16"},
-            "steps_per_print": None,
-        },
-    )
-    engine.eval()
-    for name, buffer in module.named_buffers():
-        buffer.data = buffers[name].to(buffer.device)
-    return engine
 
 
 log = logging.getLogger("gcore.train")
@@ -145,7 +122,7 @@ class FeedingChoice:
     in long contexts is refused by the attention (sliding windows shorter than the context) or found in the
     configuration (chunked attention).
 
-    Done in float32 and in host memory, before DeepSpeed has the module. All ranks decide alike: one that cannot pack
+    Done in float32 and in host memory, before the backend has the module. All ranks decide alike: one that cannot pack
     is enough.
     """
 

@@ -41,7 +41,7 @@ from gcore.models.replicas import (
     shard_bytes,
 )
 from gcore.system.fault_injection import FaultPoint, fault_point
-from gcore.train.backends.deepspeed import DeepSpeedBackend, NamedTensor
+from gcore.train.backends.base import NamedTensor, TrainBackend
 from gcore.train.backends.distributed import Collective
 from gcore.train.checkpoint.writer import UpdateCounts
 from gcore.train.models import RankModels
@@ -68,7 +68,7 @@ class StateReplicator:
     def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels) -> None:
         self._launch = launch
         self._collective = collective
-        self._models: Mapping[str, DeepSpeedBackend] = trained_models(models)
+        self._models: Mapping[str, TrainBackend] = trained_models(models)
         self._folder = Path(launch.memory_dir)
         self._keepers = second_keepers(launch.nodes)
         self._group = host_group(collective)
@@ -255,9 +255,9 @@ class StateReplicator:
         return False
 
 
-def trained_models(models: RankModels) -> dict[str, DeepSpeedBackend]:
+def trained_models(models: RankModels) -> dict[str, TrainBackend]:
     """What a rank trains, under the names that copies call it by."""
-    named: dict[str, DeepSpeedBackend] = {"policy": models.policy}
+    named: dict[str, TrainBackend] = {"policy": models.policy}
     return named if models.critic is None else {**named, "critic": models.critic}
 
 

@@ -40,14 +40,18 @@ from gcore.models.layout import (
     weights_folder,
 )
 from gcore.system.files import replace_folder
-from gcore.train.backends.deepspeed import DeepSpeedBackend, Kind, NamedTensor
+from gcore.train.backends.base import NamedTensor, TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
 from gcore.train.critic import Critic
 from gcore.train.models import PolicyModel
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
-CHECKPOINT_KINDS: Mapping[str, Kind] = {MODEL_FILE: "master", EXP_AVG_FILE: "exp_avg", EXP_AVG_SQ_FILE: "exp_avg_sq"}
+CHECKPOINT_KINDS: Mapping[str, TensorKind] = {
+    MODEL_FILE: "master",
+    EXP_AVG_FILE: "exp_avg",
+    EXP_AVG_SQ_FILE: "exp_avg_sq",
+}
 
 
 CODES: Mapping[torch.dtype, Dtype] = {
@@ -102,7 +106,7 @@ class SnapshotFile:
 class HostSnapshot:
     """One model's."""
 
-    def __init__(self, model: DeepSpeedBackend) -> None:
+    def __init__(self, model: TrainBackend) -> None:
         self._model = model
         self._memory: dict[str, Tensor] = {}
 
@@ -117,7 +121,7 @@ class HostSnapshot:
             for _ in self._model.tensors(kind):
                 tell()
 
-    def _file(self, name: str, kind: Kind, tell: Callable[[], None]) -> SnapshotFile:
+    def _file(self, name: str, kind: TensorKind, tell: Callable[[], None]) -> SnapshotFile:
         extra = list(self._model.buffers()) if name == MODEL_FILE else []
         sizes = [4 * torch.Size(shape).numel() for shape in self._model.shapes.values()]
         sizes += [one.tensor.numel() * one.tensor.element_size() for one in extra]
@@ -132,7 +136,7 @@ class HostSnapshot:
             tell()
         return SnapshotFile(name, copied)
 
-    def _all(self, kind: Kind, extra: list[NamedTensor]) -> Iterator[tuple[NamedTensor, torch.dtype]]:
+    def _all(self, kind: TensorKind, extra: list[NamedTensor]) -> Iterator[tuple[NamedTensor, torch.dtype]]:
         for one in self._model.tensors(kind):
             yield one, torch.float32
         for one in extra:
@@ -321,7 +325,7 @@ def restore_critic(critic: Critic, folder: Path, manifest: Manifest) -> None:
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 
 
-def _restore(model: DeepSpeedBackend, folder: Path, adam_steps: int) -> None:
+def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
     model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
 
 
