@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 TOOLS := $(BIN)/python tests/support/system_tools.py
 # What `make test-SUBJECT` knows: folders with tests in them.
-SUBJECTS = $(sort $(foreach file,$(wildcard tests/unit/*/test_*.py tests/contract/*/test_*.py),$(word 3,$(subst /, ,$(file)))))
+SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
 .PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu sim sim-long mutations lint proto clean bench-check bench-page simulate-setup trl-setup
@@ -111,7 +111,7 @@ test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes
 	@GCORE_DEPLOY_PYTHON=$(abspath $(DEPLOY_VENV))/bin/python $(BIN)/python -m pytest -m "deploy" tests/unit tests/integration $(PYTEST_ARGS)
 
 test-upgrade: setup ## A running job under daemons of a commit before (GCORE_UPGRADE_FROM), replaced one by one; an older backup of the store
-	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" tests/integration/test_upgrade.py tests/integration/test_store_put_back.py $(PYTEST_ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" tests/integration/cluster/test_upgrade.py tests/integration/store/test_store_restored.py $(PYTEST_ARGS)
 
 # make bench-NAME for every NAME of `python -m benchmarks run --help`; not phony, as make looks for no pattern rule for those.
 bench-%: setup ## One benchmark, its result and its table: bench-engine, bench-trainer, ...; BENCH_ARGS="--pairs 3 --compare COMMIT"
@@ -143,14 +143,14 @@ test-gpu: setup ## What needs a CUDA device (tests/gpu); fails without one
 	@$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 fuzz: setup ## Every request of the job API, and specs, of any shape and as raw bytes: GCORE_FUZZ=500 lists of each kind
-	@GCORE_FUZZ=$(or $(GCORE_FUZZ),500) $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_api_bounds.py --timeout 3600 $(PYTEST_ARGS)
+	@GCORE_FUZZ=$(or $(GCORE_FUZZ),500) $(TEST_ENV) $(BIN)/python -m pytest tests/integration/api/test_api_bounds.py --timeout 3600 $(PYTEST_ARGS)
 	@$(BIN)/pip install -qq -c $(CONSTRAINTS) atheris
 	@$(TEST_ENV) $(BIN)/python tests/fuzz/spec_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=4096 -timeout=10
 	@$(TEST_ENV) $(BIN)/python tests/fuzz/request_bytes.py -runs=$(or $(FUZZ_RUNS),200000) -max_len=1024 -timeout=10
 
 test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
-	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/test_train_rank_gradients.py tests/integration/test_train_critic.py
+	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/train/test_train_rank_gradients.py tests/integration/train/test_train_critic.py
 	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
 
 chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1

@@ -45,8 +45,8 @@ MODULES = {
     "placement": "placement.simulator",
     "placement-within": "placement.simulator",
     "placement-decisions": "placement.decisions",
-    "placement-live": "placement.placer",
-    "placement-pairs": "placement.placer",
+    "placement-live": "placement.live",
+    "placement-pairs": "placement.live",
     "sim": "protocol",
     "mutations": "protocol",
 }

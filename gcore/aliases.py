@@ -1,4 +1,6 @@
-"""Alias until 0.3: the old names of modules that packages of users import. Each import warns and gives the module of today.
+"""Alias until 0.3: the old names of modules that packages of users import, and of what is in them.
+
+The import of an old module warns and gives the names of the modules of today; an old name warns with its new one.
 
 `AliasFinder` is last in `sys.meta_path`, so it costs nothing where a module is found under its own name. Programs that daemons
 start with `python -m` keep files of their old names instead.
@@ -51,6 +53,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "gcore.testing.contract": ("gcore.testing.contracts",),
     "gcore.testing.fake_peer": ("gcore.testing.flows",),
     "gcore.testing.tiny_model": ("gcore.testing.models",),
+    "gcore.tracking.api": ("gcore.observability.tracking",),
     "gcore.train.algorithms.aggregate": ("gcore.train.algorithms.losses",),
     "gcore.train.algorithms.corrections": ("gcore.train.algorithms.losses",),
     "gcore.train.algorithms.kl": ("gcore.train.algorithms.losses",),
@@ -66,9 +69,89 @@ MOVED: dict[str, tuple[str, ...]] = {
     ),
     "placement.policies.climbing": ("placement.policies.simple",),
     "placement.policies.fixed": ("placement.policies.simple",),
+    "placement.replicas": ("placement.slots",),
     "placement.split": ("placement.slots",),
 }
 """Old name -> the modules of today that have its public names; the first one that has a name gives it."""
+RENAMED: dict[str, dict[str, str]] = {
+    "gcore.agents.api": {
+        "Refused": "AgentRequestRefused",
+    },
+    "gcore.atomic": {
+        "sweep": "sweep_drafts",
+        "sync": "sync_path",
+        "whole_file": "replace_file",
+        "whole_folder": "replace_folder",
+    },
+    "gcore.metrics.declared": {
+        "Declared": "MetricsBase",
+    },
+    "gcore.metrics.steps": {
+        "StepMetrics": "ChainMetrics",
+    },
+    "gcore.prepare.lesson": {
+        "shuffled": "shuffle_exercises",
+    },
+    "gcore.prepare.small_model": {
+        "deterministic": "deterministic_torch",
+        "responses": "generate_responses",
+    },
+    "gcore.prepare.starter_tasks": {
+        "one_pass": "bubble_pass",
+    },
+    "gcore.prepare.teaching": {
+        "Taught": "TaughtModel",
+        "right_once": "any_sample_accuracy",
+        "teach": "teach_model",
+    },
+    "gcore.prompts.curriculum": {
+        "ReadLater": "LazyFields",
+        "arranged": "arrange_shard",
+    },
+    "gcore.reward.generative": {
+        "Ask": "ChatCall",
+        "Seen": "JudgeObserver",
+        "Value": "ScoreCall",
+    },
+    "gcore.testing.contract": {
+        "by_turns": "alternate_answers",
+    },
+    "placement.live": {
+        "Moving": "MovablePlacementRequest",
+        "NewPolicy": "PolicyFactory",
+        "Start": "PolicyStart",
+        "bounds_of": "find_bounds",
+        "mended": "mend_plan",
+        "nearest_fixed": "nearest_to_pin",
+        "obeying": "apply_pin",
+        "placed": "place_split",
+        "slots_allow": "slot_bounds",
+        "too_few": "too_few_slots",
+    },
+    "placement.policies.climbing": {
+        "HillClimb": "HillClimbPolicy",
+        "shifted": "shift_slots",
+        "threshold": "new_threshold_policy",
+    },
+    "placement.policies.fixed": {
+        "Colocated": "ColocatedPolicy",
+        "Static": "StaticPolicy",
+        "even": "even_split",
+        "nearest": "nearest_split",
+        "possible": "feasible_splits",
+    },
+    "placement.replicas": {
+        "Sizes": "ReplicaSizes",
+        "groups": "replica_groups",
+        "spanned": "plan_sizes",
+    },
+    "placement.split": {
+        "Bounds": "SplitBounds",
+        "distance": "split_distance",
+        "turns": "count_turns",
+    },
+}
+"""Old module -> old name -> the name that it has in one of the modules of today."""
 
 
 class AliasFinder(MetaPathFinder):
@@ -93,10 +176,15 @@ class _AliasLoader(Loader):
         )
 
         def look_up(name: str) -> object:
+            new = RENAMED.get(old, {}).get(name, name)
             for home in () if name.startswith("__") else homes:
                 found = importlib.import_module(home)
-                if hasattr(found, name):
-                    return getattr(found, name)
+                if not hasattr(found, new):
+                    continue
+                if new != name:
+                    renamed = f"{old}.{name} is {home}.{new} now; the old name goes in gcore {REMOVED_IN}"
+                    warnings.warn(renamed, DeprecationWarning, stacklevel=2)
+                return getattr(found, new)
             raise AttributeError(f"module {old!r} has no attribute {name!r}; it has moved to {instead}")
 
         module.__dict__["__getattr__"] = look_up

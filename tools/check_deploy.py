@@ -8,11 +8,8 @@ services mount is there, and every version is pinned. What a program checks (pro
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ from typing import Any
 import yaml
 
 import gcore
+from deploy.tools.files import dashboards, outdated
 from tools.monitoring import dashboard_files, panels, rule_files, rules, rules_of, unknown_metrics
 from tools.problem import Problem, line_of, main, relative
 
 GRAFANA = "deploy/grafana"
-MAKE = f"{GRAFANA}/make.py"
 RULE_TESTS = "deploy/prometheus/tests"
 RUNBOOKS = "docs/runbooks"
 DOCKERFILE = "deploy/docker/Dockerfile"
@@ -56,19 +53,11 @@ def check(root: Path) -> Iterator[Problem]:
 
 
 def dashboards_are_made(root: Path) -> Iterator[Problem]:
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)}
-        command = [sys.executable, str(root / MAKE), folder]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            yield Problem(MAKE, 1, f"it fails: {ended.stderr.strip().splitlines()[-1]}: correct the description")
-            return
-        made = {file.name: file.read_text() for file in Path(folder).glob("*.json")}
-    committed = {file.name: file.read_text() for file in dashboard_files(root)}
-    for name in sorted(made.keys() | committed.keys()):
-        if made.get(name) != committed.get(name):
-            message = f"the dashboard is not what its description makes: run python {MAKE} and commit the result"
-            yield Problem(f"{GRAFANA}/dashboards/{name}", 1, message)
+    made = dashboards()
+    committed = {relative(file, root) for file in dashboard_files(root)}
+    for path in sorted({*outdated(made, root), *(committed - made.keys())}):
+        message = "the dashboard is not what its description makes: run python -m deploy.tools and commit the result"
+        yield Problem(path, 1, message)
 
 
 def dashboard_is_readable(file: Path, root: Path) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
 """Check the documents: commands, specs, links, test names and tables agree with the code and the files.
 
 Checks every document of `documents()`: each `gcore` command exists with its options, each YAML block is a valid part
-of a spec or of a daemon's configuration, each link leads to a file, each named test and systemd unit exists. Checks
+of a spec or of a daemon's configuration, each link leads to a file, each named test, systemd unit, module, function and
+Python file exists. Checks
 the pages that must be complete: the index, the map of the code, the step protocol, failures, algorithms and the
 daemon's configuration. Checks that the help of each verb has an example that can be typed.
 """
@@ -14,6 +15,7 @@ import re
 import shlex
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -28,11 +30,13 @@ from controllers.cli.main import app
 from controllers.rules.waits import PATIENCE_S
 from gcore.config import NodeConfig, parse_spec
 from gcore.config.node import GarbageSection, JobLimits, KeepPolicy
+from gcore.config.placement import PlacementSpec
 from gcore.config.rollout import RolloutSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.schema import NEWEST_VERSION
 from tools.documents import Block, blocks, commands, documents, inline_commands
+from tools.draw_architecture import drawings
 from tools.problem import Problem, line_of, main, relative
 
 CLI: Any = typer.main.get_command(app)
@@ -50,6 +54,20 @@ LEAST_NODE = {"node": "n", "home": "h", "run_root": "r", "slots": ["cpu:0"], "et
 PLACEHOLDER = re.compile(r"^[A-Z][A-Z_.]*$|^FOLDER/.*")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 TEST = re.compile(r"`(?:tests/)?((?:unit|integration|contract|sim|chaos|gpu|trackers|upgrade)/[\w/]+\.py)::(\w+)`")
+DOTTED = re.compile(r"(?<![\w./-])((?:gcore|controllers|placement)(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
+"""A module, or a name in one; also an entry-point group, a field of the spec or a gRPC service."""
+NO_MODULES = {
+    "controllers.yml": "a file of deploy/prometheus",
+    "gcore.advantages": "an entry-point group of which gcore itself has no entry",
+    "gcore.losses": "an entry-point group of which gcore itself has no entry",
+    "gcore.lineage": "a tag in MLflow",
+    "gcore.rollback": "a tag in MLflow",
+    "gcore.rl.svc": "a Kubernetes service",
+    "src/sorting/reward.py": "a file that `gcore init` makes",
+}
+"""What looks like a name or a file of the product and is another thing."""
+MODULE_PATH = re.compile(r"(?<![\w./*{}<>-])([\w-]+(?:/[\w.-]+)*\.py)\b")
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 UNIT = re.compile(r"(?:systemctl (?:status|start|stop|restart|reload|enable --now)|journalctl -u) ([\w.-]+)")
 
 
@@ -60,8 +78,10 @@ def check(root: Path) -> Iterator[Problem]:
         yield from links_lead_somewhere(file, root)
         yield from tests_exist(file, root)
         yield from units_exist(file, root)
+        yield from names_exist(file, root)
     yield from index_is_complete(root)
     yield from map_is_complete(root)
+    yield from drawings_are_current(root)
     yield from protocol_page_is_complete(root)
     yield from failures_page_is_right(root)
     yield from names_are_listed(root)
@@ -173,6 +193,78 @@ def units_exist(file: Path, root: Path) -> Iterator[Problem]:
             yield Problem(relative(file, root), text.count("\n", 0, match.start()) + 1, message)
 
 
+def names_exist(file: Path, root: Path) -> Iterator[Problem]:
+    """Each module, each name in a module and each Python file that the running text names in backticks exists."""
+    text = file.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
+        for code in INLINE.findall(line):
+            for match in DOTTED.finditer(code):
+                if not (_is_defined(match[1], root) or match[1] in _other_names(root)):
+                    yield Problem(relative(file, root), number, f"there is no {match[1]}: write today's name")
+            for match in MODULE_PATH.finditer(code):
+                if not _is_file(match[1], file, root):
+                    yield Problem(relative(file, root), number, f"there is no file {match[1]}: write today's path")
+
+
+def _is_defined(name: str, root: Path) -> bool:
+    """Whether a dotted name is a package, a module, or something that a module or its class defines."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        folder = root.joinpath(*parts[:length])
+        module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if module.exists():
+            return ".".join(parts[length:]) in _members(module)
+    return False
+
+
+@cache
+def _members(module: Path) -> frozenset[str]:
+    """The names that a module defines, imports or exports, those of its classes as `Class.member`; "" is itself."""
+    names = {""}
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        names |= _bound(node)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{member}" for part in node.body for member in _bound(part)}
+    return frozenset(names)
+
+
+def _bound(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return {node.name}
+        case ast.Import() | ast.ImportFrom():
+            return {alias.asname or alias.name for alias in node.names}
+        case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List() as exported):
+            return set(ast.literal_eval(exported))
+        case ast.Assign():
+            return {target.id for target in node.targets if isinstance(target, ast.Name)}
+        case ast.AnnAssign(target=ast.Name() as target):
+            return {target.id}
+    return set()
+
+
+@cache
+def _other_names(root: Path) -> frozenset[str]:
+    """Entry-point groups, fields of the spec and gRPC services, which look like names of modules."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    fields = {f"placement.{name}" for name in PlacementSpec.model_fields}
+    protos = "".join(file.read_text(encoding="utf-8") for file in (root / "protos").rglob("*.proto"))
+    services = {f"gcore.api.v1.{name}" for name in re.findall(r"^service (\w+)", protos, re.MULTILINE)}
+    return frozenset({*project["entry-points"], *fields, *services, *NO_MODULES})
+
+
+def _is_file(path: str, page: Path, root: Path) -> bool:
+    if path in NO_MODULES or any((folder / path).exists() for folder in (root, root / "tests", page.parent)):
+        return True
+    return "/" not in path and path in _file_names(root)
+
+
+@cache
+def _file_names(root: Path) -> frozenset[str]:
+    folders = [*MAPPED, "tests", "tools", "benchmarks", "deploy", "examples"]
+    return frozenset(file.name for folder in folders for file in (root / folder).rglob("*.py"))
+
+
 def index_is_complete(root: Path) -> Iterator[Problem]:
     index = (root / "docs" / "index.md").read_text(encoding="utf-8")
     for page in sorted((root / "docs").glob("*.md")):
@@ -188,6 +280,13 @@ def map_is_complete(root: Path) -> Iterator[Problem]:
             alias = init.read_text(encoding="utf-8").startswith(ALIAS)
             if not alias and f"`{package}`" not in page:
                 yield Problem("docs/architecture.md", 1, f"the map does not name {package}: say what it is for")
+
+
+def drawings_are_current(root: Path) -> Iterator[Problem]:
+    for path, content in drawings().items():
+        file = root / path
+        if not file.exists() or file.read_text(encoding="utf-8") != content:
+            yield Problem(path, 1, "it is not what its program draws: run python -m tools.draw_architecture")
 
 
 def protocol_page_is_complete(root: Path) -> Iterator[Problem]:

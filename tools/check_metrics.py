@@ -7,17 +7,16 @@ metric about a job is a gauge, or it could not be removed with the job.
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram, Metric
 
+from deploy.tools.files import metrics as metrics_page
+from deploy.tools.files import outdated
 from gcore.observability.metrics import Metrics
 from gcore.observability.registry import MetricsBase
 from tools.problem import PRODUCT, Problem, line_of, main, relative
@@ -32,8 +31,6 @@ WITH_UNIT = {"seconds": r"\b[Ss]econds?\b", "bytes": r"\b[Bb]ytes\b", "ratio": r
 HISTOGRAMS = ("_seconds", "_bytes", "_ratio", "_verdict")
 """Endings of histograms; a verdict has no unit."""
 SUFFIXES = ("_total", "_count", "_sum", "_bucket", "_created")
-CATALOGUE = "deploy/prometheus/catalogue.py"
-PAGE = "docs/metrics.md"
 
 
 def check(root: Path) -> Iterator[Problem]:
@@ -127,15 +124,8 @@ def _is_metric(one: Any) -> bool:
 
 
 def page_is_current(root: Path) -> Iterator[Problem]:
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "metrics.md"
-        environment = os.environ | {"PYTHONPATH": str(root)}
-        command = [sys.executable, str(root / CATALOGUE), str(made)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            yield Problem(CATALOGUE, 1, f"it fails: {ended.stderr.strip().splitlines()[-1]}: list every subject")
-        elif made.read_text(encoding="utf-8") != (root / PAGE).read_text(encoding="utf-8"):
-            yield Problem(PAGE, 1, f"it differs from the catalogue: run python {CATALOGUE} and commit the page")
+    for path in outdated(metrics_page(), root):
+        yield Problem(path, 1, "it differs from the catalogue: run python -m deploy.tools and commit the page")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def _line_in(text: str, field: str) -> int:
 
 
 def example_clusters_are_valid(root: Path) -> Iterator[Problem]:
-    for file in sorted((root / "examples" / "clusters").glob("*.yaml")):
+    for file in sorted((root / "deploy" / "local" / "clusters").glob("*.yaml")):
         try:
             slots = parse_cluster(yaml.safe_load(file.read_text()), where=file.name).slots
         except GcoreError as error:

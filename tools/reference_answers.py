@@ -263,7 +263,7 @@ def write_local(folder: Path) -> None:
         "train": {"copies_gb": 0},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(spec))
-    (folder / "cluster.yaml").write_text((ROOT / "examples" / "clusters" / "two-cores.yaml").read_text())
+    (folder / "cluster.yaml").write_text((ROOT / "deploy" / "local" / "clusters" / "two-cores.yaml").read_text())
     scenario = {
         "name": "small", "what": "a small job", "slots": 5, "steps": 4, "groups": 4, "samples": 4,
         "lengths": {"mean": 120}, "training": {"sizes": [1, 2]},

@@ -1,9 +1,22 @@
-"""What is claimed of a node's slots by engines that serve and by ranks. Pure. Places where none does: `controllers.booking_places`.
+"""What the time of each worker and each vacant place counts as, and why a worker was idle.
 
-Engines and ranks tell seconds that they measured themselves; what their idle seconds were for is this controller's to say
-(`controllers.booking_causes`), by what it knew of the job while they passed. An engine that the plan puts to sleep is switching from the
-moment when it is to go, and claims nothing once it sleeps; one that is to wake is switching until it is awake. So is one that makes
-room for the rank on its slot, and so is the rank, until it has its memory. A rank that stages a step's weights is syncing.
+Engines and ranks report seconds that they measured. Only this controller knows what idle time was for, so each report is combined with
+what the job was waiting for while it passed. Causes of idleness, exactly one at a time:
+
+    waiting_weights  the engine does not serve head's version; for ranks and judges: none of this controller's engines does
+    barrier          the step's batch is closed, or whole and about to be: nothing may begin before it is committed
+    back_pressure    prompts are due and admission holds them: `rollout.concurrency` groups are in flight, a judge has as many requests
+                     as it may have, or the batch is closed and the next one would be too old (`rollout.staleness`)
+    tail             everything due here was begun; others have the last responses or verdicts
+    no_work          prompts are due that are not begun yet; before the first step and after the last; for a controller without
+                     prompts of its own: the batch is open
+
+An engine that the plan puts to sleep is `switching` from the moment when it is to go, and claims nothing once it sleeps; one that is to
+wake is `switching` until it is awake. So is one that makes room for the rank on its slot, and the rank until it has its memory. A rank
+that stages weights is `syncing`. A place of the plan whose worker does not serve is `switching` while it loads, and `failed` once it has
+failed or was there and is gone. A worker without a place is `switching` until it has ended. A slot without a place in the plan, or whose
+places all sleep, is `unallocated`, whichever other job it may serve. Where an engine over several slots sleeps because it is a rank's
+turn on one of them, the others are idle.
 """
 
 from __future__ import annotations
@@ -12,13 +25,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from controllers.accounting import states as books
 from controllers.accounting.states import (
     FAILED,
     NOBODY,
     SYNCING,
     UNALLOCATED,
-    Cause,
+    IdleCause,
     Pool,
     State,
     Timeline,
@@ -30,32 +42,16 @@ from controllers.accounting.states import (
 from controllers.rules.memory import engine_places, engines_asleep_for_ranks, takes_turns
 from controllers.rules.view import JobView, RankView
 from gcore.ledger.records.chain import SealState
-from gcore.ledger.records.job import EnginePlace, JobPhase
+from gcore.ledger.records.job import EnginePlace
 from gcore.ledger.records.slot_accounting import WorkerTotals
 from gcore.rollout.engine_time import EngineTime
 from gcore.worker.records import WorkerRecord
 
-# -------------------- booking_causes
-# Why engines and ranks have nothing to do: each cause by evidence of its own, as this controller sees the job now. Pure.
-#
-# waiting_weights  an engine does not serve head's version. Of ranks and judges: none of this controller's engines does, so nothing can be
-#                  made yet that they could work on
-# barrier          the step's batch is closed, or whole and about to be: it is exchanged, trained and committed, and nothing may begin
-#                  before that
-# back_pressure    prompts are due, and admission holds them: as many groups are in flight as may be (`rollout.concurrency`), a judge has all the
-#                  questions that it may have, or the step's batch is closed and what comes after it would be too old (`rollout.staleness`)
-# tail             everything that is due here was begun: others have the last responses, or the last verdicts
-# no_work          prompts are due that nothing holds, and they are not begun yet; of a controller without prompts of its own: the batch is
-#                  open. Before a job's first step and after its last there is no work either
-#
-# These exclude one another: a look finds one. How long each held is `controllers.booking`'s to sum up.
 
-
-def find_idle_cause(view: JobView, *, held_back: bool) -> Cause:
-    """What keeps those idle that have nothing to do. `held_back`: whether no prompt should be begun because of a judge."""
+def find_idle_cause(view: JobView, *, held_back: bool) -> IdleCause:
+    """What keeps idle workers of this controller idle now. `held_back`: whether a judge's limit holds prompts back."""
     mirror = view.mirror
-    running = mirror.status is not None and mirror.status.record.phase is JobPhase.RUNNING
-    if mirror.head is None or not running or view.is_over:
+    if mirror.head is None or not mirror.is_running or view.is_over:
         return "no_work"
     if view.seal is not None and not view.seal.collects and not (view.rules.staleness and view.due):
         return "back_pressure" if view.rules.staleness else "barrier"
@@ -70,7 +66,7 @@ def find_idle_cause(view: JobView, *, held_back: bool) -> Cause:
 
 
 def _all_begun(view: JobView) -> bool | None:
-    """Whether this controller has begun all that is due of its shards; None: it has no shards."""
+    """Whether this controller has begun everything due of its shards; None: it has no shards."""
     mine = set(view.mirror.assign.record.shards_of(view.me)) if view.mirror.assign is not None else set()
     if not mine:
         return None
@@ -80,26 +76,26 @@ def _all_begun(view: JobView) -> bool | None:
     )
 
 
-def step_phase(view: JobView, stage: Cause) -> str:
-    """What the job is at, for the trace: as the log entries call it."""
+def step_phase(view: JobView, cause: IdleCause) -> str:
+    """The phase of the step, for the trace: start, collect, exchange, train or publish, as log entries call them."""
     seal = view.seal if view.mirror.head is not None else None
     if seal is None or seal.collects:
-        return "publish" if worker_idle_cause(view, stage, "train", "") == "waiting_weights" else "collect"
+        return "publish" if worker_idle_cause(view, cause, "train", "") == "waiting_weights" else "collect"
     return "train" if seal.state is SealState.READY else "exchange"
 
 
-def worker_idle_cause(view: JobView, stage: Cause, pool: Pool, instance: str) -> Cause:
-    """Why a worker of `pool` is idle, if it is. `stage`: what keeps everybody."""
+def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str) -> IdleCause:
+    """Why a worker of `pool` is idle, if it is: its weights may be the reason. `cause`: that of all idle workers."""
     served = view.engines
     if pool == "rollout":
         engine = served.get(instance)
         late = engine is not None and view.mirror.head is not None and engine.version != view.head.version
-        return "waiting_weights" if late and not view.is_over else stage
-    open_now = stage not in ("barrier", "back_pressure") and view.mirror.head is not None and not view.is_over
+        return "waiting_weights" if late and not view.is_over else cause
+    open_now = cause not in ("barrier", "back_pressure") and view.mirror.head is not None and not view.is_over
     awake = [engine for engine in served.values() if not engine.asleep] if open_now else []
     if awake and all(engine.version != view.head.version for engine in awake):
         return "waiting_weights"
-    return "no_work" if pool == "reward" and stage == "back_pressure" else stage
+    return "no_work" if pool == "reward" and cause == "back_pressure" else cause
 
 
 WAITING, LOADING, SAVING = "waiting", "loading", "saving"
@@ -117,7 +113,7 @@ MOVING: Mapping[str, State] = {
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What a worker's own words mean now: its being idle, and its being asleep. None: it lays no claim to its slot then."""
+    """What the idle and the sleeping time that a worker reports count as now. None: it lays no claim to its slot then."""
 
     idle: State | None
     asleep: State | None = None
@@ -138,14 +134,14 @@ class _Placed:
     other: str
 
 
-def make_attributions(view: JobView, workers: Mapping[str, WorkerRecord], stage: Cause) -> dict[str, Attribution]:
-    """By instance: of each of these workers that serves."""
+def make_attributions(view: JobView, workers: Mapping[str, WorkerRecord], cause: IdleCause) -> dict[str, Attribution]:
+    """By instance, for each of these workers that serves."""
     placed = view.remembered.get("placed", (workers, view.mirror.plan), lambda: dict(_placed(view, workers)))
     turn = engines_asleep_for_ranks(view)
     return {
-        instance: _of_rank(view, instance, one.worker, workers, turn, stage)
+        instance: _of_rank(view, instance, one.worker, workers, turn, cause)
         if one.worker.role == "train"
-        else _of_engine(view, instance, one, turn, stage)
+        else _of_engine(view, instance, one, turn, cause)
         for instance, one in placed.items()
     }
 
@@ -171,12 +167,12 @@ def _of_rank(
     worker: WorkerRecord,
     workers: Mapping[str, WorkerRecord],
     turn: frozenset[str],
-    stage: Cause,
+    cause: IdleCause,
 ) -> Attribution:
-    """A rank without its memory claims nothing while an engine is to have it, but for the time from when engines are to make room for it."""
+    """A rank without its memory claims nothing while an engine is to have it, until engines are to make room for the rank."""
     known = view.ranks.get(worker.rank) if worker.rank is not None else None
     if known is None or not known.released or not _shares(view, worker.slot):
-        return Attribution(idle("train", worker_idle_cause(view, stage, "train", instance)))
+        return Attribution(idle("train", worker_idle_cause(view, cause, "train", instance)))
     before = next((workers[name].role for name in turn if name in workers and worker.slot in workers[name].slots), None)
     return Attribution(None if before is None else switching(before, "train"))
 
@@ -189,8 +185,8 @@ def _shares(view: JobView, slot: str) -> bool:
     )
 
 
-def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], stage: Cause) -> Attribution:
-    """One that keeps no sums of its own (SGLang) calls itself idle while it sleeps: who put it to sleep knows."""
+def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str], cause: IdleCause) -> Attribution:
+    """An engine without sums of its own (SGLang) reports idle time while it sleeps; this controller knows that it does."""
     pool, place = one.worker.role, one.place
     known = view.engines.get(instance) or view.judges.get(instance)
     sleeps = known is not None and known.asleep
@@ -202,17 +198,17 @@ def _of_engine(view: JobView, instance: str, one: _Placed, turn: frozenset[str],
         return Attribution(switching(one.other, pool), switching(one.other, pool))
     if f"publish {instance}" in view.under_way:
         return Attribution(SYNCING, switching(one.other, pool))
-    return Attribution(idle(pool, worker_idle_cause(view, stage, pool, instance)), switching(one.other, pool))
+    return Attribution(idle(pool, worker_idle_cause(view, cause, pool, instance)), switching(one.other, pool))
 
 
-def engine_reports(instance: str, pool: Pool, passed: EngineTime, line: Timeline[Attribution]) -> Iterator[TimeReport]:
-    """What an engine's time between two readings was, one telling for each stretch in which its words meant the same.
+def engine_reports(instance: str, pool: Pool, passed: EngineTime, over: Timeline[Attribution]) -> Iterator[TimeReport]:
+    """An engine's time between two readings, one report for each part of it with the same attribution.
 
-    An engine that is to sleep lays no claim to the time from then on, and the one that wakes in its place none to the time before. They
-    are read at moments of their own: were what they claim spread over the time between two readings of each, it would be too much of one
-    part of it and too little of another."""
+    An engine that is to sleep lays no claim to the time from then on, and the one that wakes in its place none to the time before. Their
+    readings are at different times: one report over the whole of each would claim too much of one part and too little of another.
+    """
     length = passed.end - passed.begin
-    for meaning, begin, end in _stretches(line, passed.begin, passed.end):
+    for meaning, begin, end in _stretches(over, passed.begin, passed.end):
         share = (end - begin) / length
         seconds: dict[State, float] = {busy(pool): passed.busy_s * share, SYNCING: passed.paused_s * share}
         for state, told in ((meaning.idle, passed.idle_s), (meaning.asleep, passed.asleep_s)):
@@ -221,10 +217,10 @@ def engine_reports(instance: str, pool: Pool, passed: EngineTime, line: Timeline
         yield TimeReport(instance, begin, end, seconds)
 
 
-def _stretches(line: Timeline[Attribution], begin: float, end: float) -> Iterator[tuple[Attribution, float, float]]:
-    """What was so between two moments, from when to when."""
+def _stretches(over: Timeline[Attribution], begin: float, end: float) -> Iterator[tuple[Attribution, float, float]]:
+    """Attributions between two moments, with the begin and end of each."""
     at = begin
-    for meaning, held in line.over(begin, end):
+    for meaning, held in over.between(begin, end):
         until = min(at + held, end)
         if until > at:
             yield meaning, at, until
@@ -232,15 +228,15 @@ def _stretches(line: Timeline[Attribution], begin: float, end: float) -> Iterato
 
 
 class RankReports:
-    """What one rank's time was, from the seconds by phase that it tells. Mutable.
+    """Turns a rank's totals by phase into time reports. Mutable.
 
-    It tells each change of its phase at once, so until it tells again it is in the phase that it told; what that was taken for beyond
-    its word is taken off its next one.
+    A rank reports each change of its phase at once, so between two messages it is taken to be in the phase that it named last. What was
+    counted ahead of a message is taken off the next one.
     """
 
     def __init__(self, instance: str, kept: WorkerTotals | None = None, since: float | None = None) -> None:
-        """`kept`: what it had said to another life of this controller's, which ended at `since`; None: there was none. Of one that began
-        after that, its first word says all that it did."""
+        """`kept`: its totals when the controller's incarnation before ended, at `since`; None: there was none. Of a rank that began after
+        that, the first message has all its time."""
         self.instance = instance
         self._kept = kept
         self._since = since
@@ -248,20 +244,20 @@ class RankReports:
         self._phases: Mapping[str, float] = {}
         self._phase = WAITING
         self._claimed = 0.0
-        """Until when its time was told of."""
+        """Until when its time was reported."""
         self._ahead: dict[str, float] = {}
-        """Seconds by phase that were told beyond its word."""
+        """Seconds by phase that were reported ahead of its next message."""
 
     @property
-    def said(self) -> tuple[float, Mapping[str, float]] | None:
-        """Its newest word: when, and its seconds by phase."""
+    def totals(self) -> tuple[float, Mapping[str, float]] | None:
+        """Its newest message: when, and its seconds by phase."""
         return None if self._at is None else (self._at, self._phases)
 
-    def hear(self, rank: RankView, line: Timeline[Attribution]) -> tuple[TimeReport, ...]:
-        """Its newest word; what its time was since the one before, as far as that is not told already."""
+    def receive(self, rank: RankView, over: Timeline[Attribution]) -> tuple[TimeReport, ...]:
+        """Take its newest message. Return its time since the one before, as far as it is not reported already."""
         if rank.clock is None or (self._at is not None and rank.clock <= self._at):
             return ()
-        told: tuple[TimeReport, ...] = ()
+        reports: tuple[TimeReport, ...] = ()
         if self._kept is not None and self._kept.at < rank.clock:
             self._at, self._phases, self._claimed = self._kept.at, self._kept.sums, self._kept.at
         elif self._since is not None and (began := rank.clock - sum(rank.phases.values())) >= self._since:
@@ -270,28 +266,28 @@ class RankReports:
         if self._at is not None:
             grown = {phase: rank.phases[phase] - self._phases.get(phase, 0.0) for phase in rank.phases}
             new = {phase: max(seconds - self._ahead.get(phase, 0.0), 0.0) for phase, seconds in grown.items()}
-            told = tuple(self._tellings(rank.clock, new, line))
+            reports = tuple(self._reports(rank.clock, new, over))
         self._claimed = max(self._claimed, rank.clock)
         self._at, self._phases, self._phase, self._ahead = rank.clock, rank.phases, rank.phase, {}
-        return told
+        return reports
 
-    def extend(self, until: float, line: Timeline[Attribution]) -> tuple[TimeReport, ...]:
-        """Until then it was in the phase that it told last."""
+    def extend(self, until: float, over: Timeline[Attribution]) -> tuple[TimeReport, ...]:
+        """Report that it was in the phase of its last message until then."""
         if self._at is None or until <= self._claimed:
             return ()
         passed = until - self._claimed
-        told = tuple(self._tellings(until, {self._phase: passed}, line))
+        reports = tuple(self._reports(until, {self._phase: passed}, over))
         self._ahead[self._phase] = self._ahead.get(self._phase, 0.0) + passed
         self._claimed = until
-        return told
+        return reports
 
-    def _tellings(self, until: float, phases: Mapping[str, float], line: Timeline[Attribution]) -> Iterator[TimeReport]:
-        """As an engine's: one for each stretch in which its waiting meant the same."""
+    def _reports(self, until: float, phases: Mapping[str, float], over: Timeline[Attribution]) -> Iterator[TimeReport]:
+        """One report for each part with the same attribution, as for an engine."""
         length, total = until - self._claimed, sum(phases.values())
         if length <= 0 or total <= 0:
             return
         shrink = min(length / total, 1.0)
-        for meaning, begin, end in _stretches(line, self._claimed, until):
+        for meaning, begin, end in _stretches(over, self._claimed, until):
             share = shrink * (end - begin) / length
             seconds: dict[State, float] = {}
             for phase, told in phases.items():
@@ -301,47 +297,38 @@ class RankReports:
             yield TimeReport(self.instance, begin, end, seconds)
 
 
-# -------------------- booking_places
-# What is claimed of a node's slots where no worker serves that could tell. Pure.
-#
-# A place of the plan whose worker does not serve is `switching` while it loads, and `failed` once it has failed, or was there and is
-# gone. What has no place any more is switching until it has ended. A slot that has no place in the job's plan is `unallocated`: it is so to
-# this job, whichever other job it may serve. So is one whose places all sleep: nobody is to have it. Where an engine over several slots sleeps
-# because it is a rank's turn on one of them, the others are idle: they wait for the step.
-
-
 class VacantPlaces:
-    """What such places are, and since when. Mutable."""
+    """States of slots on which no worker serves that could report, over time. Mutable."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, str], Timeline[State | None]] = {}
         self._served: set[str] = set()
         """Places that had a worker which served."""
 
-    def note(
+    def update(
         self, view: JobView, here: Mapping[str, WorkerRecord], now: float, left: Collection[tuple[str, Pool]] = ()
     ) -> None:
-        """It is so from now on. `here`: the job's workers on this node; `left`: as `slots_left_by_ranks` has them."""
+        """Set the states from now on. `here`: the job's workers on this node; `left`: see `slots_left_by_ranks`."""
         self._served |= {worker_place(worker) for worker in here.values() if worker.state == "serving"}
         found = vacant_states(view, here, frozenset(self._served))
         found |= {(slot, f"turn of {pool}"): idle(pool, "barrier") for slot, pool in left}
         for key, state in found.items():
             if key not in self._lines:
                 self._lines[key] = Timeline(state, now)
-            self._lines[key].note(state, now)
+            self._lines[key].set(state, now)
         for key in self._lines.keys() - found.keys():
-            self._lines[key].note(None, now)
+            self._lines[key].set(None, now)
 
     @property
     def slots(self) -> frozenset[str]:
-        """Those of which something is known."""
+        """Slots with a known state."""
         return frozenset(slot for slot, _ in self._lines)
 
-    def told(self, settled: Mapping[str, float], until: float) -> Iterator[tuple[str, TimeReport]]:
-        """By slot, what was so until then. `settled`: from when on, by slot."""
+    def reports(self, settled: Mapping[str, float], until: float) -> Iterator[tuple[str, TimeReport]]:
+        """By slot, the states until then. `settled`: from when on, by slot."""
         for (slot, place), line in list(self._lines.items()):
             begin = settled[slot]
-            for state, seconds in line.over(begin, until):
+            for state, seconds in line.between(begin, until):
                 if state is not None:
                     yield slot, TimeReport(f"place {place}", begin, begin + seconds, {state: seconds})
                 begin += seconds
@@ -421,7 +408,7 @@ def _places(view: JobView, workers: Mapping[str, WorkerRecord]) -> Iterator[tupl
 
 
 def worker_place(worker: WorkerRecord) -> str:
-    """What the place is known by for which a worker is there."""
+    """Name of the place that a worker is there for."""
     if worker.role == "train":
         return _rank(worker.world or "", worker.rank or 0, worker.slot)
     return _engine(worker.judge, worker.slot)
@@ -435,48 +422,42 @@ def _rank(world: str, rank: int, slot: str) -> str:
     return f"rank {world} {rank} {slot}"
 
 
-# -------------------- engine_waits
-# How long engines had nothing to do in the step until now, and why, for the step's log entry: the books (`controllers.booking`) are
-# closed after it is written. For people; nothing is decided by it. Pure.
-#
-# wait_for_weights_s   nothing may begin: the batch is closed and the weights that it makes are not there yet (`barrier`), or an engine
-#                      does not serve head's weights (`waiting_weights`). What holds the step up is training, exchange or publication
-# tail_s               everything that is due was begun, an engine serves, and there is nothing for it: others have the last responses
-#
-# The causes are those of the books (`controllers.booking_causes`). An engine counts while it owes nothing at all. Each is the mean over
-# the engines of this controller, in seconds. What a rank waits for is `controllers.stopwatch`'s.
-
 WaitCause = Literal["wait_for_weights_s", "tail_s"]
 
 
-TOLD: Mapping[books.Cause, WaitCause] = {
+WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
     "barrier": "wait_for_weights_s",
     "waiting_weights": "wait_for_weights_s",
     "tail": "tail_s",
 }
-"""Under which number a cause of the books counts; others hold no step up by themselves."""
+"""The statistic that a cause counts to; the other causes delay no step by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdleEngines:
-    """What engines have nothing to do, and why: by instance, None where one is at work."""
+    """Why engines are idle: by instance, None for one at work."""
 
     causes: Mapping[str, WaitCause | None]
 
     @classmethod
-    def of(cls, view: JobView, busy: Collection[str], stage: books.Cause) -> IdleEngines:
-        """As it is now. `busy`: the engines that owe something; `stage`: what keeps those idle that have nothing to do."""
+    def of(cls, view: JobView, busy: Collection[str], cause: IdleCause) -> IdleEngines:
+        """The engines now. `busy`: engines with outstanding requests; `cause`: that of all idle workers."""
         awake = (name for name, engine in view.engines.items() if not engine.asleep)
         return cls(
             {
-                name: None if name in busy else TOLD.get(worker_idle_cause(view, stage, "rollout", name))
+                name: None if name in busy else WAIT_CAUSES.get(worker_idle_cause(view, cause, "rollout", name))
                 for name in awake
             }
         )
 
 
 class StepWaits:
-    """Seconds by cause, since it was begun. Mutable."""
+    """Mean seconds that engines waited in the step so far, for the step's log entry, which is written before its account is closed. Mutable.
+
+    `wait_for_weights_s`: nothing may begin (`barrier`), or an engine does not serve head's weights (`waiting_weights`): training, exchange
+    or weight sync delay the step. `tail_s`: everything due was begun, and others have the last responses. An engine counts while it has
+    no request at all. What a rank waits for is `controllers.telemetry.step_stats`'.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[WaitCause, float] = {}
@@ -488,12 +469,12 @@ class StepWaits:
         self._last = (now, self._last[1]) if self._last is not None else None
 
     def note(self, idle: IdleEngines, now: float) -> None:
-        """As it is from now on."""
+        """Set what engines wait for from now on."""
         self._add(now)
         self._last = (now, idle)
 
     def stats(self, now: float) -> dict[str, float]:
-        """The numbers until now; nothing if no engine is known."""
+        """Mean seconds by cause until now; empty if no engine is known."""
         self._add(now)
         if self._last is None or not self._last[1].causes:
             return {}

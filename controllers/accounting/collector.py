@@ -1,11 +1,12 @@
-"""Keeps the books of a node's slots, for one job: reads the node's engines, and writes each step's book.
+"""Reads the engines of this node, and writes the account of each step.
 
-Engines sum their time up themselves, so when they are read is of no matter to how much is booked; it is to what their idle time is booked
-on, for that is what this controller knew of the job meanwhile. So they are read when a step ends and when what keeps the idle ones changes, but
-for a share of the time at most (`SHARE`), and every `READ_S` or so else.
+Engines keep running totals, so the time of a reading does not change how much is booked, only how precisely idle time is attributed.
+Engines are read when a step ends and when the cause of idleness changes, at most for `READ_READ_SHARE` of the time, and every `READ_S`
+otherwise.
 
-A step's book goes into the node's record (`placement/books/NODE`, under the controller's lease), as a line into `books/NODE.jsonl` in the run's
-folder, on the counters, and into what the job has used (`controllers.using`). Nothing waits for it: what cannot be written is missing.
+An account goes to the node's record in the store (`placement/books/NODE`, under the controller's lease), to `books/NODE.jsonl` in the
+run's folder, to the metrics, and to the usage of the job. A target that fails is skipped: the account is missing there, and nothing
+else is affected.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from controllers.accounting.attribution import find_idle_cause
-from controllers.accounting.states import Cause
-from controllers.accounting.step_account import WORD_S, ClosedStep, StepAccountBuilder
+from controllers.accounting.states import IdleCause
+from controllers.accounting.step_account import REPORT_DELAY_S, ClosedStep, StepAccountBuilder
 from controllers.accounting.usage import UsageWriter
 from controllers.changes import ChangeSignal
 from controllers.rules.view import JobView
@@ -40,37 +41,37 @@ log = logging.getLogger(__name__)
 
 
 READ_S = 1.0
-"""Between two readings when nothing happens."""
+"""Time between two readings when nothing happens."""
 
 
-SHARE = 0.01
-"""Of the time, for reading; a step's end is not waited for."""
+READ_SHARE = 0.01
+"""Share of the time for reading; a reading at a step's end does not wait for it."""
 
 
 LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
 
 
 TOGETHER = 32
-"""Engines that are read at once."""
+"""Engines that are read concurrently."""
 
 
 ANSWER_S = 4.0
 
 
 BEGIN_S = 2.0
-"""For the end of the books that are there, in a folder that may hang."""
+"""For reading the node's last line, in a folder that may hang."""
 
 
 LONGEST_GAP_S = 600.0
-"""A controller that was away for longer has left no step unbooked, but a job alone."""
+"""After a longer absence of the controller, the time since its last line is not accounted for."""
 
 
 FINISH_S = 1.0
-"""For the last step's book, at the end of the job: a folder may take nothing any more."""
+"""For the last step's account, at the end of the job: the folder may take no more writes."""
 
 
 class AccountCollector:
-    """Of one job on one controller. Mutable; one event loop."""
+    """One per job and controller. Mutable; one event loop."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class AccountCollector:
         connect: EngineReach = plain_reach,
         tell: Callable[[AccountLine], None] = lambda line: None,
     ) -> None:
-        """`tell`: who else wants to hear of a step that was booked; never blocks."""
+        """`tell`: is called with each line; never blocks."""
         self._store = store
         self._keys = keys
         self._node = node
@@ -92,24 +93,24 @@ class AccountCollector:
         self._clock = clock
         self._connect = connect
         self._tell = tell
-        self._books: StepAccountBuilder | None = None
+        self._account: StepAccountBuilder | None = None
         self._run_dir = Path()
         self._clients: dict[str, tuple[str, Engine]] = {}
         self._record = NodeAccounts(node=node)
         self._wanted = ChangeSignal()
-        self._stage: Cause | None = None
-        self._hurry = False
+        self._cause: IdleCause | None = None
+        self._step_ended = False
         self._usage: UsageWriter | None = None
         self._writing: asyncio.Task[None] | None = None
-        """Of steps that were closed: once begun it is not given up with who reads the engines, or those steps stood nowhere."""
+        """Writes closed steps. It is not cancelled with the reading of engines, or these steps would be lost."""
 
     @property
-    def stage(self) -> Cause:
-        """What keeps those idle that have nothing to do, as it was last seen."""
-        return self._stage or "no_work"
+    def stage(self) -> IdleCause:
+        """What keeps idle workers idle, as of the last `look`."""
+        return self._cause or "no_work"
 
     async def begin(self, spec: JobSpec, run_dir: Path, head: Version | None, usage: UsageWriter | None = None) -> None:
-        """The job is at `head`, and time is booked from now on; where another life of this controller's did so until lately, the time since then is not left out."""
+        """Account for time from now on, or continue from this node's last line unless it is older than `LONGEST_GAP_S`. `head`: where the job is."""
         self._run_dir, self._usage = run_dir, usage
         before: AccountLine | None = None
         with contextlib.suppress(OSError, TimeoutError):
@@ -118,48 +119,48 @@ class AccountCollector:
         now, wall = self._clock.monotonic(), self._clock.wall()
         gap = 0.0 if before is None else wall - before.until
         if before is None or not 0 < gap < LONGEST_GAP_S:
-            self._books = StepAccountBuilder(spec, now, wall, head=head)
+            self._account = StepAccountBuilder(spec, now, wall, head=head)
         else:
-            self._books = StepAccountBuilder(spec, now, wall, head=head, gap_s=gap, kept=before.kept)
+            self._account = StepAccountBuilder(spec, now, wall, head=head, gap_s=gap, kept=before.kept)
 
     def head_moved(self, version: Version) -> None:
-        """Head is at `version`, as was just heard."""
-        if self._books is not None:
-            self._books.head_moved(version, self._clock.monotonic(), self._clock.wall())
-            self._hurry = True
+        """Head has just moved to `version`."""
+        if self._account is not None:
+            self._account.head_moved(version, self._clock.monotonic(), self._clock.wall())
+            self._step_ended = True
             self._wanted.notify()
 
     def look(self, view: JobView, *, held_back: bool) -> None:
-        """The job is so now."""
-        stage = find_idle_cause(view, held_back=held_back)
-        if self._books is not None:
-            self._books.look(view, stage, self._clock.monotonic())
-        if stage != self._stage:
-            self._stage = stage
+        """Take the job as it is now. `held_back`: whether a judge's limit holds prompts back."""
+        cause = find_idle_cause(view, held_back=held_back)
+        if self._account is not None:
+            self._account.update(view, cause, self._clock.monotonic())
+        if cause != self._cause:
+            self._cause = cause
             self._wanted.notify()
 
     async def run(self) -> None:
-        """For ever."""
+        """Read and write until cancelled."""
         while True:
-            seen, self._hurry = self._wanted.count, False
+            seen, self._step_ended = self._wanted.count, False
             took = await self._round()
-            again = self._clock.monotonic() + min(max(took / SHARE, LEAST_REST_S), LONGEST_REST_S)
-            while not self._hurry and (rest := again - self._clock.monotonic()) > 0:
-                await self._rest(min(rest, WORD_S) if self._is_behind else rest)
-                if self._is_behind and not self._hurry and self._books is not None:
-                    await self._round(self._books.unheard)
+            again = self._clock.monotonic() + min(max(took / READ_SHARE, LEAST_REST_S), LONGEST_REST_S)
+            while not self._step_ended and (rest := again - self._clock.monotonic()) > 0:
+                await self._rest(min(rest, REPORT_DELAY_S) if self._is_behind else rest)
+                if self._is_behind and not self._step_ended and self._account is not None:
+                    await self._round(self._account.unread)
             if self._wanted.count == seen and not self._is_behind:
                 await self._wanted.wait(READ_S)
 
     async def _rest(self, seconds: float) -> None:
-        """For so long, or until a step has ended."""
+        """Wait for so long, or until a step has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self._hurry:
+                while not self._step_ended:
                     await self._wanted.wait()
 
     async def finish(self) -> None:
-        """The job has ended: what was not closed yet is, as far as it can be heard in time. Closes all connections."""
+        """Close the last step as far as it can be read within `FINISH_S`; close connections."""
         closing = asyncio.create_task(self._round(last=True), name=f"last books {self._keys.uid}")
         await self._in_time(closing)
         if self._writing is not None:
@@ -176,23 +177,23 @@ class AccountCollector:
 
     @property
     def _is_behind(self) -> bool:
-        return self._books is not None and self._books.is_behind
+        return self._account is not None and self._account.is_behind
 
     async def _round(self, some: Collection[str] | None = None, *, last: bool = False) -> float:
-        """Read all engines, or only these, and write what is over; how long the reading took. `last`: there is no round after it."""
-        if self._books is None:
+        """Read all engines, or only these, and write closed steps; seconds that the reading took. `last`: there is no round after it."""
+        if self._account is None:
             return 0.0
         began = self._clock.monotonic()
-        await self._aim(self._books.engines)
+        await self._aim(self._account.engines)
         turns = asyncio.Semaphore(TOGETHER)
         names = self._clients if some is None else self._clients.keys() & some
-        tasks = [asyncio.create_task(self._read(self._books, name, turns)) for name in names]
+        tasks = [asyncio.create_task(self._read(self._account, name, turns)) for name in names]
         try:
             await asyncio.gather(*tasks)
         finally:
             await cancel_all(tasks)
         took = self._clock.monotonic() - began
-        if closed := self._books.close(self._clock.monotonic(), last=last):
+        if closed := self._account.close(self._clock.monotonic(), final=last):
             self._writing = asyncio.create_task(
                 self._write_all(closed, self._writing), name=f"write books {self._keys.uid}"
             )
@@ -200,7 +201,7 @@ class AccountCollector:
         return took
 
     async def _write_all(self, closed: Collection[ClosedStep], before: asyncio.Task[None] | None) -> None:
-        """In their order: `before` is what is being written still."""
+        """Write them in order, after `before`."""
         if before is not None and not before.done():
             await asyncio.gather(before, return_exceptions=True)
         for one in closed:
@@ -218,15 +219,15 @@ class AccountCollector:
                     self._connect(f"http://{address}", timeout_s=ANSWER_S, instance=instance),
                 )
 
-    async def _read(self, books: StepAccountBuilder, instance: str, turns: asyncio.Semaphore) -> None:
+    async def _read(self, account: StepAccountBuilder, instance: str, turns: asyncio.Semaphore) -> None:
         _, client = self._clients[instance]
         async with turns:
             asked = self._clock.monotonic()
             try:
-                books.read(instance, parse_reading(await client.metrics(), asked, self._clock.monotonic()))
+                account.engine_read(instance, parse_reading(await client.metrics(), asked, self._clock.monotonic()))
             except EngineError as error:
                 log.debug("%s: %s", instance, error)
-                books.unread(instance, asked)
+                account.engine_unreachable(instance, asked)
 
     async def _write(self, closed: ClosedStep) -> None:
         book = closed.book

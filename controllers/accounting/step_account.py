@@ -1,13 +1,13 @@
-"""The books of a node's slots, for one job: what is heard of engines and ranks goes in, a step's book comes out once all of it was heard.
+"""The account of one job on one node: readings of engines and ranks in, closed steps out.
 
-A step's window is from when this node heard that head had moved to the version before until it heard of this one, on its own clock; a
-rollback ends one as a commit does. What an engine's time was is booked on each slot that it spans. The book is closed as soon as every
-engine that answers was read after the window's end, and ranks have had the time to tell (`WORD_S`); after `PATIENCE_S` in any case, with
-what is missing unbooked.
+A step's window begins when this node learned that head moved to the version before and ends when it learned of this one, on the node's
+own clock; a rollback ends a window as a commit does. The step is closed when every answering engine was read after the window's end and
+ranks had `REPORT_DELAY_S` to report; after `PATIENCE_S` in any case, with what is missing unbooked. An engine's time is booked on each
+slot that it spans.
 
-An engine that does not answer for `SURE_S` is `failed` from when it was asked in vain; its time before that, since it was read last, stays
-unbooked, for nobody can say what it was. What happened while the node's controller was away is told by `controllers.booking_gaps`. Nothing
-is read or written here (`controllers.booking`).
+An engine that does not answer for `UNREACHABLE_S` is `failed` from the moment it was first asked in vain; its time between its last
+reading and that moment stays unbooked. Time for which this controller was away (`UnwatchedInterval`) is reported by the workers
+themselves as far as they still serve; a worker that was there before and is gone counts as failed for all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from controllers.accounting.attribution import (
 from controllers.accounting.states import (
     FAILED,
     UNALLOCATED,
-    Cause,
+    IdleCause,
     Pool,
     SlotAccount,
     State,
@@ -46,8 +46,8 @@ from gcore.ledger.records.slot_accounting import (
     MOST_SWITCHES,
     AccountLine,
     EngineSums,
+    Span,
     StepAccount,
-    StepSpan,
     WorkerTotals,
 )
 from gcore.ledger.transactions import Versioned
@@ -56,23 +56,20 @@ from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 from placement.measurements import load_class
 
-# -------------------- booking_gaps
-# The time for which nobody kept a node's books: from the last step that the controller's life before had booked until this life began.
-#
-# A worker that was there then, and serves still, tells itself what it did meanwhile, and is waited for. One that was there and tells nothing
-# more has failed, for the job had nothing of it: it is gone, was on its way out before it could be asked, is of a train world that is no
-# more, or is silent. A slot on which nobody was before or is now had nobody: it was `unallocated`, or has failed if the plan has a place
-# there, which nobody could fill.
-#
-# What a worker that began later has summed up says when it began; a rank's word of that is waited for, too. Of the time before it began, and of
-# workers that sum nothing up, nothing is known: it stays unbooked. Who waits, and who reads, is `controllers.booked`.
-
 
 class UnwatchedInterval:
-    """From `begin` to `end`; there is none if these are the same. Mutable."""
+    """The time for which this controller was away: from the last step that its incarnation before closed until this one began. Mutable.
+
+    A worker that was there then and serves still reports its time itself, and is waited for. One that was there and reports nothing more
+    has failed: it is gone, was on its way out before it could be asked, is of an earlier train world, or does not answer. A slot without
+    a worker then or now was `unallocated`, or has failed if the plan has a place there.
+
+    The totals of a worker that began later say when it began; a rank's first message is waited for, too. Time before a worker began, and
+    time of workers that keep no totals, stays unbooked. The interval is empty if `begin` and `end` are the same.
+    """
 
     def __init__(self, begin: float, end: float, kept: Mapping[str, WorkerTotals]) -> None:
-        """`kept`: of those that were there, when it began."""
+        """`kept`: totals of the workers that were there when it began."""
         self._begin = begin
         self._end = end
         self._silent: dict[str, tuple[str, ...]] = {instance: (one.slot,) for instance, one in kept.items()}
@@ -82,11 +79,11 @@ class UnwatchedInterval:
 
     @property
     def is_seen(self) -> bool:
-        """Whether `look` was told who is there."""
+        """Whether `look` was called, with the workers that are there."""
         return self._is_seen
 
     def look(self, view: JobView, here: Mapping[str, WorkerRecord]) -> Iterator[tuple[str, TimeReport]]:
-        """By slot, what is known as soon as it is seen who is there. `here`: the job's workers on this node."""
+        """By slot, what the workers that are there show. `here`: the job's workers on this node."""
         self._is_seen = True
         plan, node = view.mirror.plan, view.nodes.get(view.node)
         planned = set()
@@ -102,40 +99,36 @@ class UnwatchedInterval:
         taken |= {slot for slots in self._silent.values() for slot in slots}
         for slot in node.slots if node is not None else ():
             if slot not in taken:
-                yield slot, self._told("nobody", FAILED if slot in planned else UNALLOCATED)
+                yield slot, self._report("nobody", FAILED if slot in planned else UNALLOCATED)
         for instance in [name for name in self._silent if name not in here or here[name].state != "serving"]:
             yield from self.lost(instance)
 
     def waits(self, silent: Collection[str]) -> bool:
-        """Whether somebody may still tell. `silent`: those who do not answer."""
+        """Whether a worker may still report. `silent`: workers that do not answer."""
         return not self._is_seen or bool((self._silent.keys() | self._fresh) - set(silent))
 
     def heard(self, instance: str) -> None:
-        """It has told what it did."""
+        """It has reported its time."""
         self._silent.pop(instance, None)
         self._fresh.discard(instance)
 
     def lost(self, instance: str) -> Iterator[tuple[str, TimeReport]]:
-        """It will not tell any more."""
+        """It will not report any more."""
         self._fresh.discard(instance)
         for slot in self._silent.pop(instance, ()):
-            yield slot, self._told(instance, FAILED)
+            yield slot, self._report(instance, FAILED)
 
     def close(self) -> Iterator[tuple[str, TimeReport]]:
-        """Nobody is waited for any more."""
+        """End the wait for reports."""
         for instance in list(self._silent):
             yield from self.lost(instance)
 
-    def _told(self, worker: str, state: State) -> TimeReport:
+    def _report(self, worker: str, state: State) -> TimeReport:
         return TimeReport(worker, self._begin, self._end, {state: self._end - self._begin})
 
 
-# -------------------- booking_sums
-# What the engines of a node did in a step, in sums: by pool, and of each pool by load; and what of their own sums is kept.
-
-
 class EngineWork:
-    """What engines did in a step, as much of it as is known. Mutable; however long the step is, it takes no more room."""
+    """Work of engines in a step, in sums by pool and by load, so its size does not grow with the step. Mutable."""
 
     def __init__(self) -> None:
         self.sums: dict[str, EngineSums] = {}
@@ -148,7 +141,7 @@ class EngineWork:
         return {pool: tuple(found for _, found in sorted(by_load.items())) for pool, by_load in self._loads.items()}
 
     def add(self, pool: Pool, passed: EngineTime, begin: float, end: float) -> None:
-        """What is of an engine's time between two moments, as if it had been even throughout."""
+        """Add the part of an engine's time between two moments, as if its work were spread evenly."""
         share = (min(passed.end, end) - max(passed.begin, begin)) / (passed.end - passed.begin)
         if share <= 0:
             return
@@ -166,10 +159,11 @@ class EngineWork:
 
 
 def reading_at_start(reading: EngineReading, since: float, came: float | None = None) -> EngineReading | None:
-    """What would have been read when the engine began; None if that was before `since`, or nobody knows.
+    """The reading when the engine began; None if that was before `since` or is not known.
 
-    One that began before that, while it loaded, and was seen to begin to serve at `came`: what would have been read then. Nobody has asked it
-    for anything before, so it rested."""
+    For an engine that began before that, while it loaded, and was seen to begin to serve at `came`: the reading then. It had no request
+    before, so it was idle or asleep.
+    """
     sums = reading.sums
     if sums is None:
         return None
@@ -191,14 +185,14 @@ COUNTED = ("tokens", "requests")
 
 
 def engine_totals(slot: str, reading: EngineReading) -> WorkerTotals:
-    """What an engine had summed up when it was read, to be written down."""
+    """Totals of an engine at a reading, as they are stored."""
     assert reading.sums is not None
     counted = {name: float(getattr(reading, name)) for name in COUNTED}
     return WorkerTotals(slot, reading.at, {**asdict(reading.sums), **counted})
 
 
 def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
-    """Inverse of `engine_totals`; None for what is no engine's."""
+    """Inverse of `engine_totals`; None if these are not an engine's totals."""
     try:
         sums = EngineTimeSums(**{one.name: kept.sums[one.name] for one in fields(EngineTimeSums)})
         return EngineReading(kept.at, sums, 0.0, 0.0, *(int(kept.sums[name]) for name in COUNTED))
@@ -206,28 +200,24 @@ def reading_from_totals(kept: WorkerTotals) -> EngineReading | None:
         return None
 
 
-# -------------------- booking_steps
-# What a step comes to in a node's books: where it ends, and what of its slots' times is cut off there.
-
-
 @dataclass(frozen=True)
 class ClosedStep:
-    """A step, booked. `phases`: of the job, as it was seen here; `spans`: by slot. Both in seconds since the step began."""
+    """A closed step. `phases` of the job as seen here and `spans` by slot, in seconds since the step began; `kept`: totals of workers at its end."""
 
     book: StepAccount
-    phases: tuple[StepSpan, ...]
-    spans: Mapping[str, tuple[StepSpan, ...]]
+    phases: tuple[Span, ...]
+    spans: Mapping[str, tuple[Span, ...]]
     kept: Mapping[str, WorkerTotals]
 
     def line(self, node: str) -> AccountLine:
-        """As it is written down."""
+        """The line of the node's file."""
         return AccountLine(node, self.book, self.phases, self.spans, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBoundary:
-    """Where a step ends that is not closed yet, and what engines did in it. `kept`: what workers said last before it, of those who have
-    said something since."""
+    """The end of a step that is not closed yet, and the work of engines in it. `kept`: the last totals before it, of workers that have
+    reported since."""
 
     at: float
     wall: float
@@ -236,27 +226,27 @@ class StepBoundary:
     kept: dict[str, WorkerTotals] = field(default_factory=dict)
 
     def passed(self, instance: str, before: WorkerTotals, at: float) -> None:
-        """A worker said something at `at`, and the time before that was `before`."""
+        """A worker reported at `at`, and the time before that was `before`."""
         if before.at <= self.at < at:
             self.kept[instance] = before
 
 
 def close_step(
     slots: Mapping[str, SlotAccount], boundary: StepBoundary, begun: float, began: float
-) -> tuple[StepAccount, dict[str, tuple[StepSpan, ...]]]:
-    """The step that ends there, of slots that are settled until then, and their spans. `begun`, `began`: when it did, on both clocks."""
+) -> tuple[StepAccount, dict[str, tuple[Span, ...]]]:
+    """The step that ends there, of slots that are settled until then, and their spans. `begun`, `began`: when it began, on both clocks."""
     booked: dict[State, float] = {}
     unbooked = overbooked = 0.0
     switches: dict[str, tuple[float, ...]] = {}
     spans = {}
-    for slot, book in sorted(slots.items()):
-        times = book.cut()
+    for slot, account in sorted(slots.items()):
+        times = account.close()
         booked = add_times(booked, times.booked)
         unbooked += times.unbooked
         overbooked += times.overbooked
         for change, took in times.switches.items():
             switches[change] = (*switches.get(change, ()), *took)[-MOST_SWITCHES:]
-        spans[slot] = tuple(StepSpan(span.begin - begun, span.end - begun, span.seconds) for span in times.spans)
+        spans[slot] = tuple(Span(span.begin - begun, span.end - begun, span.seconds) for span in times.spans)
     step = StepAccount(
         version=boundary.version,
         began=began,
@@ -272,26 +262,26 @@ def close_step(
     return step, spans
 
 
-WORD_S = 0.15
-"""So long may a rank's word of a change of its phase be under way."""
+REPORT_DELAY_S = 0.15
+"""The most that a rank's message of a change of its phase takes."""
 
 
 PATIENCE_S = 5.0
-"""For an engine that should have been read."""
+"""How long a step waits for an engine that should have been read."""
 
 
-SURE_S = 1.5
-"""So long an engine that was asked in vain is waited for as one that answers: a connection may break once."""
+UNREACHABLE_S = 1.5
+"""How long an engine that was asked in vain still counts as answering: a connection may break once."""
 
 
 SHORTEST_S = 1e-3
-"""A window below this is none: several changes were heard of at once."""
+"""A shorter window is no step: several changes were received at once."""
 
 
 @dataclass
 class _Engine:
-    """One that serves. `came`: when it was seen to begin to; None: it did already when the job was looked at first. `failing`: since when it is
-    asked in vain."""
+    """An engine that serves. `came`: when it was seen to begin to; None: it served already at the first update. `failing`: since when it
+    is asked in vain."""
 
     worker: WorkerRecord
     rows: int
@@ -302,7 +292,7 @@ class _Engine:
 
 
 class StepAccountBuilder:
-    """Mutable; one event loop."""
+    """Not safe for threads; one event loop."""
 
     def __init__(
         self,
@@ -314,9 +304,8 @@ class StepAccountBuilder:
         gap_s: float = 0.0,
         kept: Mapping[str, WorkerTotals] = MappingProxyType({}),
     ) -> None:
-        """`head`: where the job is. `gap_s`: for so long nobody has kept the books here, since another life of this controller's, which
-        has `kept` what workers had summed up by then. Those that serve still say what they did since; who of them is idle has
-        no work, for nobody gave it any; who says nothing more has failed."""
+        """`gap_s`: for how long this controller was away, since its incarnation before, which `kept` the totals of workers. Idle time of
+        workers in it counts as `no_work`, for none was given."""
         self._spec = spec
         self._since = now
         self._kept = {instance: one for instance, one in kept.items() if one.at <= now}
@@ -326,27 +315,27 @@ class StepAccountBuilder:
         self._slots: dict[str, SlotAccount] = {}
         self._engines: dict[str, _Engine] = {}
         self._served: set[str] = set()
-        """Engines that have served, those that are gone too."""
+        """Engines that have served, also those that are gone."""
         self._ranks: dict[str, tuple[str, RankReports, Timeline[Attribution]]] = {}
-        """By instance: the slot, what it tells, and what its waiting means."""
+        """By instance: the slot, its reports, and what its waiting counts as."""
         self._places = VacantPlaces()
         self._work = EngineWork()
-        """Since the newest step ended."""
+        """Work since the newest step ended."""
         self._boundaries: deque[StepBoundary] = deque()
         self._head = head
         self._phase = Timeline("start", now)
         self._seen: tuple[object, ...] | None = None
         self._placed: tuple[object, ...] | None = None
-        """What meanings, and places, were worked out from."""
+        """What attributions, and vacant places, were computed from."""
 
     @property
     def engines(self) -> Mapping[str, str]:
-        """Whom to read: their addresses, by instance."""
+        """Engines to be read: address by instance."""
         return {instance: engine.worker.address for instance, engine in self._engines.items()}
 
     @property
-    def unheard(self) -> frozenset[str]:
-        """Those that were not read since the step ended that waits to be closed."""
+    def unread(self) -> frozenset[str]:
+        """Engines that were not read since the end of the oldest open step."""
         if not self._boundaries:
             return frozenset()
         at = self._boundaries[0].at
@@ -360,75 +349,75 @@ class StepAccountBuilder:
         return bool(self._boundaries)
 
     def head_moved(self, version: Version, now: float, wall: float) -> None:
-        """Head is at `version` now."""
+        """Head is at `version` now: the step before has ended."""
         if self._head != version:
             self._head = version
             self._boundaries.append(StepBoundary(now, wall, version, self._work))
             self._work = EngineWork()
 
-    def look(self, view: JobView, stage: Cause, now: float) -> None:
-        """The job is so now."""
-        self._phase.note(step_phase(view, stage), now)
+    def update(self, view: JobView, cause: IdleCause, now: float) -> None:
+        """Take the job as it is now, and what keeps idle workers idle."""
+        self._phase.set(step_phase(view, cause), now)
         here = view.remembered.get("mine here", (view.workers,), lambda: own_workers(view))
-        # Most looks are about something else, and a node may have very many engines.
+        # Most updates change nothing of this, and a node may have very many engines.
         turn, resting = engines_asleep_for_ranks(view), frozenset(r for r, rank in view.ranks.items() if rank.released)
-        seen = (here, view.mirror.plan, view.mirror.head, stage, view.engines, view.under_way, turn, resting)
+        seen = (here, view.mirror.plan, view.mirror.head, cause, view.engines, view.under_way, turn, resting)
         if self._seen is None or not _same(seen, self._seen):
             came = None if self._seen is None else now
             self._seen = seen
-            self._note_meanings(here, make_attributions(view, here, stage), now, came)
+            self._set_attributions(here, make_attributions(view, here, cause), now, came)
         if not self._gap.is_seen:
-            self._tell_all(self._gap.look(view, here))
+            self._add_all(self._gap.look(view, here))
         plan, node = view.mirror.plan, view.nodes.get(view.node)
-        resting_wide = slots_left_by_ranks(view, here, turn)
-        placed = (here, plan, node, view.mirror.head is None, resting_wide)
+        left = slots_left_by_ranks(view, here, turn)
+        placed = (here, plan, node, view.mirror.head is None, left)
         if self._placed is None or not _same(placed, self._placed):
             self._placed = placed
-            self._places.note(view, here, now, resting_wide)
+            self._places.update(view, here, now, left)
             for slot in self._places.slots:
                 self._slot(slot)
         for instance, (slot, claims, line) in self._ranks.items():
             worker = here[instance]
             rank = view.ranks.get(worker.rank) if worker.rank is not None else None
             if rank is not None and view.mirror.head is not None and worker.world == view.head.world:
-                before = claims.said
-                self._tell((slot,), *claims.hear(rank, line))
-                if claims.said is not None:
+                before = claims.totals
+                self._add((slot,), *claims.receive(rank, line))
+                if claims.totals is not None:
                     self._gap.heard(instance)
-                if claims.said is not None and before is not None:
+                if claims.totals is not None and before is not None:
                     for ended in self._boundaries:
-                        ended.passed(instance, WorkerTotals(slot, *before), claims.said[0])
+                        ended.passed(instance, WorkerTotals(slot, *before), claims.totals[0])
 
-    def _note_meanings(
+    def _set_attributions(
         self, here: Mapping[str, WorkerRecord], found: Mapping[str, Attribution], now: float, came: float | None
     ) -> None:
-        """`came`: when those that are new began to serve, if that is known."""
+        """`came`: when new engines began to serve, if that is known."""
         for instance, meaning in found.items():
             worker = here[instance]
             if worker.role == "train":
                 if instance not in self._ranks:
                     claims = RankReports(instance, self._kept.get(instance), None if self._gap.is_seen else self._begun)
                     self._ranks[instance] = worker.slot, claims, self._line(worker, meaning, now)
-                self._ranks[instance][2].note(meaning, now)
+                self._ranks[instance][2].set(meaning, now)
             elif instance in self._engines:
-                self._engines[instance].line.note(meaning, now)
+                self._engines[instance].line.set(meaning, now)
             else:
                 last = reading_from_totals(self._kept[instance]) if instance in self._kept else None
-                is_new = instance not in self._served  # else it may have been asked for much before
+                is_new = instance not in self._served  # else it may have had requests before
                 self._served.add(instance)
                 self._engines[instance] = _Engine(
                     worker, self._rows(worker), self._line(worker, meaning, now), came if is_new else None, last=last
                 )
         self._kept = {}
         for gone in self._engines.keys() - found.keys():
-            self._tell_all(self._gap.lost(gone))
-            self._tell_failing(gone, self._engines.pop(gone), now)
+            self._add_all(self._gap.lost(gone))
+            self._add_failing(gone, self._engines.pop(gone), now)
         for gone in self._ranks.keys() - found.keys():
-            self._tell_all(self._gap.lost(gone))
+            self._add_all(self._gap.lost(gone))
             slot, claims, line = self._ranks.pop(gone)
-            self._tell((slot,), *claims.extend(now, line))
+            self._add((slot,), *claims.extend(now, line))
 
-    def read(self, instance: str, reading: EngineReading) -> None:
+    def engine_read(self, instance: str, reading: EngineReading) -> None:
         """An engine was read."""
         engine = self._engines.get(instance)
         if engine is None:
@@ -439,7 +428,7 @@ class StepAccountBuilder:
         if passed is not None and before is not None:
             self._gap.heard(instance)
             pool, begin = engine.worker.role, self._begun
-            self._tell(engine.worker.slots, *engine_reports(instance, pool, passed, engine.line))
+            self._add(engine.worker.slots, *engine_reports(instance, pool, passed, engine.line))
             for ended in self._boundaries:
                 ended.work.add(pool, passed, begin, ended.at)
                 begin = ended.at
@@ -448,27 +437,29 @@ class StepAccountBuilder:
             self._work.add(pool, passed, begin, passed.end)
             engine.line.forget(passed.end)
 
-    def unread(self, instance: str, asked: float) -> None:
-        """An engine was asked at `asked`, and has not answered."""
+    def engine_unreachable(self, instance: str, asked_at: float) -> None:
+        """An engine that was asked then has not answered."""
         engine = self._engines.get(instance)
         if engine is not None and engine.failing is None:
-            engine.failing = asked
+            engine.failing = asked_at
 
-    def close(self, now: float, *, last: bool = False) -> list[ClosedStep]:
-        """The steps that are over and of which all was heard; and what lies before is settled. `last`: nothing more will be heard."""
+    def close(self, now: float, *, final: bool = False) -> list[ClosedStep]:
+        """Steps that can be closed, oldest first. `final`: no report will come any more."""
         failing = {
-            name for name, one in self._engines.items() if one.failing is not None and one.failing <= now - SURE_S
+            name
+            for name, one in self._engines.items()
+            if one.failing is not None and one.failing <= now - UNREACHABLE_S
         }
         answering = [engine for instance, engine in self._engines.items() if instance not in failing]
         heard = min((engine.last.at if engine.last is not None else self._begun for engine in answering), default=now)
         if now < self._since + PATIENCE_S and self._gap.waits(failing):
             heard = self._begun
-        until = now if last else min(heard, now - WORD_S)
+        until = now if final else min(heard, now - REPORT_DELAY_S)
         closed = []
         while self._boundaries and (self._boundaries[0].at <= until or self._boundaries[0].at <= now - PATIENCE_S):
             boundary = self._boundaries.popleft()
             self._settle(boundary.at)
-            # Before the job was looked at nobody knows of a slot: its start may be over by then.
+            # Before the first update no slot is known: the job's start may be over by then.
             if self._placed is not None and boundary.at - self._begun >= SHORTEST_S:
                 closed.append(self._closed(boundary))
             self._begun, self._began = boundary.at, boundary.wall
@@ -486,41 +477,41 @@ class StepAccountBuilder:
         return self._slots.setdefault(slot, SlotAccount(self._begun))
 
     def _line(self, worker: WorkerRecord, meaning: Attribution, now: float) -> Timeline[Attribution]:
-        """What a worker's words mean from now on; and before that, while nobody kept the books."""
+        """What a worker's reports count as from now on, and before that, while this controller was away."""
         if self._gap.is_seen:
             return Timeline(meaning, now)
         line = Timeline(Attribution(idle(worker.role, "no_work"), UNALLOCATED), self._begun)
-        line.note(meaning, now)
+        line.set(meaning, now)
         return line
 
-    def _tell(self, slots: Iterable[str], *tellings: TimeReport) -> None:
+    def _add(self, slots: Iterable[str], *reports: TimeReport) -> None:
         for slot in slots:
-            for telling in tellings:
-                self._slot(slot).tell(telling)
+            for report in reports:
+                self._slot(slot).add(report)
 
-    def _tell_all(self, tellings: Iterable[tuple[str, TimeReport]]) -> None:
-        for slot, telling in tellings:
-            self._tell((slot,), telling)
+    def _add_all(self, reports: Iterable[tuple[str, TimeReport]]) -> None:
+        for slot, report in reports:
+            self._add((slot,), report)
 
-    def _tell_failing(self, instance: str, engine: _Engine, until: float) -> None:
+    def _add_failing(self, instance: str, engine: _Engine, until: float) -> None:
         if engine.failing is not None and engine.failing < until:
             for slot in engine.worker.slots:
-                begin = max(engine.failing, self._slot(slot).settled)
-                self._tell((slot,), TimeReport(instance, begin, until, {FAILED: until - begin}))
+                begin = max(engine.failing, self._slot(slot).settled_until)
+                self._add((slot,), TimeReport(instance, begin, until, {FAILED: until - begin}))
 
     def _settle(self, until: float) -> None:
-        """Book all time until then."""
+        """Settle all slots until then."""
         if until > self._begun:
-            self._tell_all(self._gap.close())
+            self._add_all(self._gap.close())
         for slot, claims, line in self._ranks.values():
-            self._tell((slot,), *claims.extend(until, line))
+            self._add((slot,), *claims.extend(until, line))
             line.forget(until)
         for instance, engine in self._engines.items():
-            self._tell_failing(instance, engine, until)
-        settled = {slot: max(self._slot(slot).settled, self._since) for slot in self._places.slots}
-        self._tell_all(self._places.told(settled, until))
-        for book in self._slots.values():
-            book.settle(until)
+            self._add_failing(instance, engine, until)
+        settled = {slot: max(self._slot(slot).settled_until, self._since) for slot in self._places.slots}
+        self._add_all(self._places.reports(settled, until))
+        for account in self._slots.values():
+            account.settle(until)
 
     def _closed(self, boundary: StepBoundary) -> ClosedStep:
         book, spans = close_step(self._slots, boundary, self._begun, self._began)
@@ -535,18 +526,18 @@ class StepAccountBuilder:
         for instance, (slot, claims, _) in self._ranks.items():
             if instance in boundary.kept:
                 yield instance, boundary.kept[instance]
-            elif (said := claims.said) is not None:
+            elif (said := claims.totals) is not None:
                 yield instance, WorkerTotals(slot, said[0], said[1])
 
-    def _phases_until(self, until: float) -> Iterator[StepSpan]:
-        """Those of the window that ends then."""
+    def _phases_until(self, until: float) -> Iterator[Span]:
+        """The job's phases in the window that ends then."""
         begin = 0.0
-        for phase, seconds in self._phase.over(self._begun, until):
-            yield StepSpan(begin, begin + seconds, {phase: seconds})
+        for phase, seconds in self._phase.between(self._begun, until):
+            yield Span(begin, begin + seconds, {phase: seconds})
             begin += seconds
         self._phase.forget(until)
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Whether nothing has changed; what is the same object is not compared further."""
+    """Whether nothing has changed. Stored records are compared by identity."""
     return all(a is b or (not isinstance(a, Versioned) and a == b) for a, b in zip(one, other, strict=True))

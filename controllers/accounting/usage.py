@@ -1,11 +1,12 @@
-"""The records of what was used (`gcore.ledger.usage`), of all nodes, also those that have left: read for some days, and forgotten when they
-are very old.
+"""Usage per job, node and day: written as steps are accounted for, read and deleted for all nodes.
 
-There may be very many: a day of a job on a node is one. So the days that nobody asked for are not read at all, a few records at a time are
-decoded, and whoever waits for the next few lets everything else go on.
+Records (`gcore.ledger.usage`) are read for some days, also those of nodes that have left, and deleted when they are very old. There may
+be very many, one per job, node and day, so other days are not read, and a page of records is decoded at a time. The first daemon that
+comes to it on a day deletes old records for all; what one run deletes is bounded, so a clock that is wrong cannot delete everything.
 
-Forgetting is nobody's task in particular: the first daemon that comes to it on a day does it for all. What is forgotten at once is bounded, so
-that one whose clock has run away does not take everything.
+A write may add several steps, but no more than its record remembers by name. It is guarded by a compare, and a write without an answer
+is read again before it is repeated, so nothing is counted twice. No step waits for it: when a daemon is killed, at most `EVERY_S` of
+work is not counted.
 """
 
 from __future__ import annotations
@@ -29,20 +30,29 @@ log = logging.getLogger(__name__)
 
 
 AT_ONCE = 100
-"""Records that are read, and decoded without a rest: some milliseconds."""
+"""Records in a page. To decode one takes some milliseconds."""
 
 
 SWEPT_DAYS = 32
-"""So many days further than the last time the oldest are forgotten, at most."""
+"""Days that one run deletes at most, counted from the run before."""
 
 
 MOST_DIGITS = 9
-"""Of the day that stands in the store."""
+"""Digits of the stored day of the last run."""
+
+
+EVERY_S = 2.0
+
+
+TRIES = 3
+
+
+MOST_WAITING = 1000
+"""Steps that wait while the store is unavailable; the oldest are dropped."""
 
 
 async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[NodeUsage], None]:
-    """What jobs used on these days, both included, some at a time; those too of which nothing else is known any more. Raises
-    StoreUnavailable."""
+    """Usage on these days, both included, in pages; also that of deleted jobs. Raises StoreUnavailable."""
     async with aclosing(_records(store, first_day, last_day)) as pages:
         async for kvs in pages:
             found = []
@@ -55,11 +65,11 @@ async def read_usage(store: Store, first_day: int, last_day: int) -> AsyncGenera
 
 
 async def forget_old_usage(store: Store, today: int) -> None:
-    """Of every node, as far as the store takes it, unless somebody has done it today."""
+    """Delete old usage of all nodes, as far as the store takes it, unless a daemon has done it today."""
     with contextlib.suppress(StoreUnavailable):
         kv = await store.get(keys.USAGE_SWEPT)
-        told = b"" if kv is None else kv.value
-        swept = int(told) if told.isdigit() and len(told) <= MOST_DIGITS else None
+        stored = b"" if kv is None else kv.value
+        swept = int(stored) if stored.isdigit() and len(stored) <= MOST_DIGITS else None
         if swept == today:
             return
         until = today if swept is None else min(today, swept + SWEPT_DAYS)
@@ -72,7 +82,7 @@ async def forget_old_usage(store: Store, today: int) -> None:
 
 
 async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerator[Sequence[KeyValue], None]:
-    """Of all nodes on these days, some at a time. A node's days follow one another, so the others are passed over."""
+    """Records of all nodes on these days, in pages. A node's days are adjacent keys, so other days are not read."""
     async for node in _nodes(store):
         at, behind = keys.usage_of_day(node, max(first_day, 0)), keys.usage_of_day(node, last_day + 1)
         while last_day >= 0:
@@ -85,7 +95,7 @@ async def _records(store: Store, first_day: int, last_day: int) -> AsyncGenerato
 
 
 async def _nodes(store: Store) -> AsyncIterator[str]:
-    """Those of which there is any record."""
+    """Nodes that have any record."""
     at = keys.USAGE
     while kvs := (await store.between(at, keys.prefix_end(keys.USAGE), 1)).kvs:
         node = kvs[0].key.removeprefix(keys.USAGE).partition("/")[0]
@@ -93,26 +103,9 @@ async def _nodes(store: Store) -> AsyncIterator[str]:
         at = keys.prefix_end(keys.usage_of(node))
 
 
-# -------------------- using
-# Writes down what a job uses of this node (`gcore.ledger.usage`), as steps are booked.
-#
-# Several steps may go into one write, but no more than its record remembers by name; what is not written yet when a daemon is killed, at most `EVERY_S` of work, is not counted. A
-# write compares what it adds to, and one whose answer never came is looked at again before it is made once more, so nothing is counted
-# twice. Nothing waits for it.
-
-EVERY_S = 2.0
-
-
-TRIES = 3
-
-
-MOST_WAITING = 1000
-"""Steps that wait for a store that is away; the oldest are given up."""
-
-
 @dataclass
 class UsageWriter:
-    """Of one job on one node."""
+    """Writes what one job uses of one node."""
 
     store: Store
     job: JobRecord
@@ -121,16 +114,16 @@ class UsageWriter:
     _waiting: list[StepAccount] = field(default_factory=list)
     _written: float | None = None
 
-    async def add(self, book: StepAccount) -> None:
-        """A step was booked."""
-        self._waiting = [*self._waiting, book][-MOST_WAITING:]
+    async def add(self, step: StepAccount) -> None:
+        """Add a step, and write if it is time to."""
+        self._waiting = [*self._waiting, step][-MOST_WAITING:]
         now = self.clock.monotonic()
         if self._written is None or now - self._written >= EVERY_S:
             self._written = now
             await self.write()
 
     async def write(self) -> None:
-        """Write what waits, as far as the store takes it."""
+        """Write the steps that wait, as far as the store takes them."""
         with contextlib.suppress(StoreUnavailable):
             for day in sorted({end_day(book) for book in self._waiting}):
                 of_day = [book for book in self._waiting if end_day(book) == day]

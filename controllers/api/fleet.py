@@ -39,7 +39,6 @@ from gcore.store.types import Compare, Delete, Put, Store
 
 LONGEST_NODE = 64
 
-
 LAST = 10.0**11
 """No time of a request is later, in seconds since the epoch."""
 

@@ -31,7 +31,7 @@ from gcore.api.v1 import jobs_pb2_grpc
 from gcore.config.base import MOST_SLOTS
 from gcore.config.load import stored_spec
 from gcore.config.node import ApiConfig
-from gcore.config.spec import HIGHEST_PRIORITY
+from gcore.config.placement import HIGHEST_PRIORITY
 from gcore.errors import SpecError, did_you_mean
 from gcore.ledger import archive as store_copy
 from gcore.ledger.evaluation import best_evaluation
@@ -56,20 +56,13 @@ if TYPE_CHECKING:
 MOST_TOLD = 2**31 - 1
 """What the API has room for."""
 
-
 UPDATABLE = ("priority", "slots_min", "slots_max")
-
 
 SECTION = "scheduling."
 """Fields may be named as in the spec, too."""
 
-
 Change = Callable[[Claim], Claim]
-
-
 NO_QUEUE: Mapping[str, QueuePosition] = MappingProxyType({})
-
-
 _GOES_ON = (pb.JOB_STATE_PENDING, pb.JOB_STATE_RUNNING)
 
 
@@ -245,10 +238,8 @@ def newest_evaluation(mirror: JobMirror) -> Evaluation | None:
 MOST_WARNINGS = 8
 """Troubles that an answer tells, the newest."""
 
-
 MOST_SAID = 2000
 """Characters of each."""
-
 
 STATES = {
     JobPhase.PENDING: pb.JOB_STATE_PENDING,
@@ -372,22 +363,16 @@ async def add_queue_positions(
 
 DEFAULT_SIZE, MOST_ON_A_PAGE = 100, 1000
 
-
 MOST_LOOKED_AT = 2000
 """Jobs that one call looks at: behind a filter that few pass there may be very many."""
-
 
 MOST_BYTES = 16 << 20
 """Of an answer: a page ends with the job that takes it there. Specs may be long, and an answer that is too large reaches nobody."""
 
-
 AT_ONCE = 32
 """Jobs that are read at the same time."""
 
-
 LONGEST_FILTER = 256
-
-
 _AGAIN = "Ask for the first page again, without a token"
 
 

@@ -61,8 +61,6 @@ from placement.slots import Pool, sizes_of
 # What a job's placement is, as people are told, and what a person fixes of it. Who fixes nothing that can be is told why.
 
 PIN_TRIES = 5
-
-
 POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 
 
@@ -281,7 +279,6 @@ def _known(mirror: JobMirror) -> Version | None:
 # The verbs of the Jobs service that begin, find and end jobs.
 
 LONGEST_REQUEST_ID = 128
-
 
 LONGEST_SPEC = 1 << 20
 """Characters of a spec as JSON, with the templates that were read into it."""

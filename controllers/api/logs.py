@@ -47,18 +47,12 @@ from gcore.worker.records import WorkerRecord
 # writes into a run's folder must not choose what a daemon reads. Blocks on the disk.
 
 MOST_CHARACTERS = 16 * 1024
-
-
 READ_BYTES = 256 << 10
-
 
 HEAD_BYTES = 256
 """By so many of its first bytes a log is known: the lines of a worker begin with when it wrote them."""
 
-
 _BEGIN = re.compile(r"^(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6})\d*)?(Z|[+-]\d\d:?\d\d)?")
-
-
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -237,14 +231,11 @@ def _behind(file: object, size: int, lines: int) -> int:
 
 ROLES = ("rollout", "reward", "train")
 
-
 LOOK_S = 0.5
 """Between two looks at logs that are followed."""
 
-
 FOLDER_EVERY = 4
 """Looks between two at the folder, for new workers."""
-
 
 MOST_TAIL = 100_000
 
@@ -444,7 +435,6 @@ def log_names(run_dir: Path) -> list[str]:
 # its own: what the others have is told all the same.
 
 Source = Callable[[], AsyncGenerator[pb.LogLine, None]]
-
 
 HELD = 64
 """Lines that wait for a client that reads slowly."""

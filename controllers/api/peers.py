@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 
-
 SERVED = frozenset(
     {
         "checkpoints",
@@ -52,15 +51,9 @@ SERVED = frozenset(
 )
 """The folders of a run whose files peers fetch."""
 
-
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
-
-
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
 
 FolderOf = Callable[[str], Awaitable[Path]]
 """The folder of a job's run on this node. Raises GcoreError for a job whose files are not served."""

@@ -54,7 +54,6 @@ _ORDERS: dict[int, Order] = {
     pb.SAMPLE_ORDER_WORST: "worst",
 }
 
-
 _STANDINGS = {
     "committed": pb.STEP_STANDING_COMMITTED,
     "under way": pb.STEP_STANDING_UNDER_WAY,

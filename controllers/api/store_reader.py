@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from controllers.cluster.mirror import ClusterMirror
 
 log = logging.getLogger(__name__)
-
-
 R = TypeVar("R", bound=Record)
 
 

@@ -52,10 +52,7 @@ if TYPE_CHECKING:
 # unknown if it is neither in the catalogue nor a number of any step so far; before the first step nothing is known to be wrong.
 
 MOST_NAMES = 256
-
-
 KINDS = ("trained", "filtered", "failed")
-
 
 COUNTS = ("groups", "filtered", "failed")
 """What each step has of these, as the API calls it."""
@@ -139,14 +136,11 @@ def step_message(entry: LogEntry, names: Collection[str]) -> pb.StepMetrics:
 LOOK_S, LOOKS = 0.25, 8
 """Between two looks at a job that waits for slots, whether somebody works on it by now; and how many, before its records are read anew."""
 
-
 AT_ONCE = 256
 """Events, or steps, that are taken at once: a client that reads slowly keeps no more of them from being forgotten."""
 
-
 SOON_S, LATER_S = 0.05, 1.0
 """Between two looks whether a job that is to be worked on is heard of here: the first rest, and the longest."""
-
 
 HEARD_S = 20.0
 """For so long; then whoever asked is told so."""

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["controller", "worker", "child", "etcd"]
 
-
 _PROGRAMS: Mapping[str, Kind] = {
     "controllers.daemon": "controller",
     "gcore-controller": "controller",
@@ -173,7 +172,6 @@ def _descendants(roots: Iterable[int], table: Mapping[int, int]) -> frozenset[in
 GRACES_S: Mapping[Kind, float] = {"controller": 10.0, "worker": 15.0, "child": 0.0, "etcd": 10.0}
 """In this order; seconds from SIGTERM to SIGKILL. A worker gives its child ten itself."""
 
-
 ROUNDS = 5
 
 
@@ -267,21 +265,14 @@ def check_timing_model(environment: MutableMapping[str, str]) -> None:
 
 HOST = "127.0.0.1"
 
-
 READY_S = 90.0
 """From a daemon's start to its readiness; an import from a cold disk takes a while."""
-
 
 RETURN_S = 30.0
 """In which a daemon that died in a living cluster is to be back."""
 
-
 POLL_S = 0.1
-
-
 START_FAILED_GRACE_S = 3.0
-
-
 DaemonCommand = Callable[[str, str], Sequence[str]]
 
 
@@ -312,11 +303,7 @@ class UpResult:
 
 
 MOST_SLOTS = 4096
-
-
 SLOT_KINDS = ("cpu", "cuda", "emulated")
-
-
 LAST_PORT = 65535
 
 

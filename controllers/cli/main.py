@@ -1,7 +1,7 @@
-"""The `gcore` command: which verbs there are, and how an error ends.
+"""The `gcore` command: the commands there are, and how an error ends.
 
-A `GcoreError` is one sentence on standard error and its exit code; anything else is a defect of gcore and shows its
-traceback. Verbs import what they need when they run, so that help is quick and nothing here ever imports torch.
+A `GcoreError` is printed as one sentence on standard error and sets the exit code. Anything else is a defect of gcore and
+shows its traceback. Commands import what they need when they run, so that `--help` is fast; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Annotated, Any
 
 import typer
 
-from controllers.cli.commands import access as certs_verb
-from controllers.cli.commands import checkpoints as checkpoints_verb
-from controllers.cli.commands import cluster as fleet_verbs
-from controllers.cli.commands import doctor as doctor_verb
-from controllers.cli.commands import jobs as job_verbs
-from controllers.cli.commands import placement as top_verb
-from controllers.cli.commands import plan as plan_verb
-from controllers.cli.commands import run as run_verb
-from controllers.cli.commands import specs as init_verb
-from controllers.cli.commands import streams as stream_verbs
-from controllers.cli.commands.checkpoints import EXPORT_EXAMPLES, export
+from controllers.cli.commands import (
+    access,
+    checkpoints,
+    cluster,
+    doctor,
+    jobs,
+    placement,
+    plan,
+    run,
+    specs,
+    streams,
+)
 from controllers.cli.options import prepare_hint, verb_examples, with_program_name
 from gcore import __version__
 from gcore.errors import GcoreError
@@ -51,7 +52,6 @@ gcore doctor
 gcore init sorting
 """
 
-
 app = typer.Typer(
     name="gcore",
     help="Reinforcement-learning post-training of language models on a cluster without a head node.",
@@ -62,15 +62,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
+_RUN, _JOBS, _FLEET, _CLUSTER, _FILES = "Run", "Jobs", "Cluster", "Local cluster", "Specs and models"
 _ACCESS = "Access"
 
 
-_RUN, _JOBS, _FLEET, _CLUSTER, _FILES = "Run", "Jobs", "Cluster", "Local cluster", "Specs and models"
-
-
-def _verb(name: str, call: Callable[..., None], examples: str, panel: str) -> None:
-    """Register a verb. One that is interrupted ends with 130, as shells do."""
+def _add_command(name: str, call: Callable[..., None], examples: str, panel: str) -> None:
+    """Register a command. One that is interrupted ends with 130, as shells do."""
 
     @functools.wraps(call)
     def interruptible(*args: Any, **options: Any) -> None:
@@ -78,126 +75,50 @@ def _verb(name: str, call: Callable[..., None], examples: str, panel: str) -> No
             call(*args, **options)
         except KeyboardInterrupt:
             typer.echo("gcore: interrupted", err=True)
-            raise typer.Exit(run_verb.EXIT_INTERRUPTED) from None
+            raise typer.Exit(run.EXIT_INTERRUPTED) from None
 
     app.command(name, epilog=examples, rich_help_panel=panel)(interruptible)
 
 
-_verb("init", init_verb.init, init_verb.INIT_EXAMPLES, _RUN)
-
-
-_verb("run", run_verb.run, run_verb.RUN_EXAMPLES, _RUN)
-
-
-_verb("submit", run_verb.submit, run_verb.SUBMIT_EXAMPLES, _RUN)
-
-
-_verb("list", job_verbs.list_jobs, job_verbs.LIST_EXAMPLES, _JOBS)
-
-
-_verb("describe", job_verbs.describe, verb_examples("describe"), _JOBS)
-
-
-_verb("events", stream_verbs.events, stream_verbs.EVENTS_EXAMPLES, _JOBS)
-
-
-_verb("logs", stream_verbs.logs, stream_verbs.LOGS_EXAMPLES, _JOBS)
-
-
-_verb("cancel", job_verbs.cancel, job_verbs.CANCEL_EXAMPLES, _JOBS)
-
-
-_verb("pause", job_verbs.pause, job_verbs.PAUSE_EXAMPLES, _JOBS)
-
-
-_verb("resume", job_verbs.resume, job_verbs.RESUME_EXAMPLES, _JOBS)
-
-
-_verb("retry", job_verbs.retry, job_verbs.RETRY_EXAMPLES, _JOBS)
-
-
-_verb("update", job_verbs.update, job_verbs.UPDATE_EXAMPLES, _JOBS)
-
-
-_verb("eval", job_verbs.evaluate, job_verbs.EVAL_EXAMPLES, _JOBS)
-
-
-_verb("delete", job_verbs.delete, job_verbs.DELETE_EXAMPLES, _JOBS)
-
-
-_verb("samples", stream_verbs.samples, stream_verbs.SAMPLES_EXAMPLES, _JOBS)
-
-
-_verb("checkpoints", checkpoints_verb.checkpoints, checkpoints_verb.CHECKPOINTS_EXAMPLES, _JOBS)
-
-
-_verb("audit", job_verbs.audit, verb_examples("audit"), _JOBS)
-
-
-_verb("top", top_verb.top, top_verb.TOP_EXAMPLES, _JOBS)
-
-
-_verb("trace", top_verb.trace, top_verb.TRACE_EXAMPLES, _JOBS)
-
-
-app.add_typer(certs_verb.certs_app, name="certs", rich_help_panel=_ACCESS)
-
-
-app.add_typer(certs_verb.token_app, name="token", rich_help_panel=_ACCESS)
-
-
-app.add_typer(certs_verb.context_app, name="context", rich_help_panel=_ACCESS)
-
-
-_verb("whoami", certs_verb.whoami, certs_verb.WHOAMI_EXAMPLES, _ACCESS)
-
-
-_verb("shards", fleet_verbs.shards, fleet_verbs.SHARDS_EXAMPLES, _JOBS)
-
-
-_verb("nodes", fleet_verbs.nodes, fleet_verbs.NODES_EXAMPLES, _FLEET)
-
-
-_verb("drain", fleet_verbs.drain, fleet_verbs.DRAIN_EXAMPLES, _FLEET)
-
-
-_verb("usage", fleet_verbs.usage, fleet_verbs.USAGE_EXAMPLES, _FLEET)
-
-
-_verb("quota", fleet_verbs.quota, fleet_verbs.QUOTA_EXAMPLES, _FLEET)
-
-
-app.add_typer(top_verb.app, name="placement", rich_help_panel=_JOBS)
-
-
-_verb("export", export, EXPORT_EXAMPLES, _FILES)
-
-
-_verb("up", fleet_verbs.up, fleet_verbs.UP_EXAMPLES, _CLUSTER)
-
-
-_verb("down", fleet_verbs.down, fleet_verbs.DOWN_EXAMPLES, _CLUSTER)
-
-
-_verb("doctor", doctor_verb.doctor, doctor_verb.DOCTOR_EXAMPLES, _CLUSTER)
-
-
-_verb("gc", fleet_verbs.gc, fleet_verbs.GC_EXAMPLES, _CLUSTER)
-
-
-_verb("validate", init_verb.validate, init_verb.VALIDATE_EXAMPLES, _FILES)
-
-
-_verb("plan", plan_verb.plan, plan_verb.PLAN_EXAMPLES, _FILES)
-
-
-_verb("simulate", plan_verb.simulate, plan_verb.SIMULATE_EXAMPLES, _FILES)
-
-
-_verb("schema", init_verb.schema, init_verb.SCHEMA_EXAMPLES, _FILES)
-
-
-_verb("prepare", init_verb.prepare, init_verb.PREPARE_EXAMPLES, _FILES)
+_add_command("init", specs.init, specs.INIT_EXAMPLES, _RUN)
+_add_command("run", run.run, run.RUN_EXAMPLES, _RUN)
+_add_command("submit", run.submit, run.SUBMIT_EXAMPLES, _RUN)
+_add_command("list", jobs.list_jobs, jobs.LIST_EXAMPLES, _JOBS)
+_add_command("describe", jobs.describe, verb_examples("describe"), _JOBS)
+_add_command("events", streams.events, streams.EVENTS_EXAMPLES, _JOBS)
+_add_command("logs", streams.logs, streams.LOGS_EXAMPLES, _JOBS)
+_add_command("cancel", jobs.cancel, jobs.CANCEL_EXAMPLES, _JOBS)
+_add_command("pause", jobs.pause, jobs.PAUSE_EXAMPLES, _JOBS)
+_add_command("resume", jobs.resume, jobs.RESUME_EXAMPLES, _JOBS)
+_add_command("retry", jobs.retry, jobs.RETRY_EXAMPLES, _JOBS)
+_add_command("update", jobs.update, jobs.UPDATE_EXAMPLES, _JOBS)
+_add_command("eval", jobs.evaluate, jobs.EVAL_EXAMPLES, _JOBS)
+_add_command("delete", jobs.delete, jobs.DELETE_EXAMPLES, _JOBS)
+_add_command("samples", streams.samples, streams.SAMPLES_EXAMPLES, _JOBS)
+_add_command("checkpoints", checkpoints.checkpoints, checkpoints.CHECKPOINTS_EXAMPLES, _JOBS)
+_add_command("audit", jobs.audit, verb_examples("audit"), _JOBS)
+_add_command("top", placement.top, placement.TOP_EXAMPLES, _JOBS)
+_add_command("trace", placement.trace, placement.TRACE_EXAMPLES, _JOBS)
+app.add_typer(access.certs_app, name="certs", rich_help_panel=_ACCESS)
+app.add_typer(access.token_app, name="token", rich_help_panel=_ACCESS)
+app.add_typer(access.context_app, name="context", rich_help_panel=_ACCESS)
+_add_command("whoami", access.whoami, access.WHOAMI_EXAMPLES, _ACCESS)
+_add_command("shards", cluster.shards, cluster.SHARDS_EXAMPLES, _JOBS)
+_add_command("nodes", cluster.nodes, cluster.NODES_EXAMPLES, _FLEET)
+_add_command("drain", cluster.drain, cluster.DRAIN_EXAMPLES, _FLEET)
+_add_command("usage", cluster.usage, cluster.USAGE_EXAMPLES, _FLEET)
+_add_command("quota", cluster.quota, cluster.QUOTA_EXAMPLES, _FLEET)
+app.add_typer(placement.app, name="placement", rich_help_panel=_JOBS)
+_add_command("export", checkpoints.export, checkpoints.EXPORT_EXAMPLES, _FILES)
+_add_command("up", cluster.up, cluster.UP_EXAMPLES, _CLUSTER)
+_add_command("down", cluster.down, cluster.DOWN_EXAMPLES, _CLUSTER)
+_add_command("doctor", doctor.doctor, doctor.DOCTOR_EXAMPLES, _CLUSTER)
+_add_command("gc", cluster.gc, cluster.GC_EXAMPLES, _CLUSTER)
+_add_command("validate", specs.validate, specs.VALIDATE_EXAMPLES, _FILES)
+_add_command("plan", plan.plan, plan.PLAN_EXAMPLES, _FILES)
+_add_command("simulate", plan.simulate, plan.SIMULATE_EXAMPLES, _FILES)
+_add_command("schema", specs.schema, specs.SCHEMA_EXAMPLES, _FILES)
+_add_command("prepare", specs.prepare, specs.PREPARE_EXAMPLES, _FILES)
 
 
 def _print_version(wanted: bool) -> None:
@@ -228,8 +149,8 @@ def main() -> None:
     try:
         app()
     except GcoreError as error:
-        said = " ".join(str(error).split())
-        typer.echo("gcore: " + with_program_name(said + prepare_hint(said)), err=True)
+        sentence = " ".join(str(error).split())
+        typer.echo("gcore: " + with_program_name(sentence + prepare_hint(sentence)), err=True)
         sys.exit(error.exit_code)
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 # never says a word of its own.
 
 WITHIN_S = 1.0
-
-
 MOST = 100
 
 
@@ -91,7 +89,6 @@ def check_utf8(word: str | None) -> str | None:
 
 Home = Annotated[Path, typer.Option(envvar="GCORE_HOME", help="Folder of the local cluster: its state, logs and runs.")]
 
-
 Address = Annotated[
     str | None,
     typer.Option(
@@ -100,9 +97,7 @@ Address = Annotated[
     ),
 ]
 
-
 Controllers = Annotated[int, typer.Option(help="Daemons on this machine.")]
-
 
 Slots = Annotated[
     str,
@@ -110,7 +105,6 @@ Slots = Annotated[
         help="Slots of this machine, dealt out to the daemons: cpu:N or cuda:N. emulated:N computes nothing; for tests and benchmarks only."
     ),
 ]
-
 
 Set = Annotated[
     list[str] | None,
@@ -120,18 +114,10 @@ Set = Annotated[
     ),
 ]
 
-
 New = Annotated[bool, typer.Option("--new", help="Always a new job; one of that name that has not ended is ended.")]
-
-
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")]
-
-
 Format = Annotated[Output, typer.Option("--output", "-o", help="How the answer is printed.")]
-
-
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A job spec, a YAML file.")]
-
 
 JobName = Annotated[
     str,
@@ -140,14 +126,11 @@ JobName = Annotated[
     ),
 ]
 
-
 NodeName = Annotated[
     str, typer.Argument(metavar="NODE", help="A node's name.", callback=check_utf8, autocompletion=complete_node)
 ]
 
-
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Only this one; default: all that you may see.")]
-
 
 SglangPython = Annotated[
     Path | None,
@@ -157,13 +140,8 @@ SglangPython = Annotated[
     ),
 ]
 
-
 DEFAULT_HOME = Path(".gcore")
-
-
 DEFAULT_CONTROLLERS = 2
-
-
 DEFAULT_SLOTS = "cpu:2"
 
 
@@ -218,8 +196,6 @@ def _checked(address: str) -> str:
 
 
 T = TypeVar("T")
-
-
 INTERRUPTED = 130
 
 
@@ -254,7 +230,6 @@ def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None
 # How gcore was called, so that what a person is told to type works when typed: `gcore` may be in .venv/bin only.
 
 _HINT = "`gcore "
-
 
 PREPARED = ".cache/examples"
 """Where `gcore prepare` puts what it makes, unless it is told another folder."""

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 # goes through `visible`.
 
 LEVELS = " ▁▂▃▄▅▆▇█"
-
-
 SHADES = " ░▒▓█"
 
 
@@ -260,7 +258,6 @@ def _finite(tree: Any) -> Any:
 
 MOST_VIOLATIONS = 20
 """Violations that a table shows; JSON has all."""
-
 
 PIPE_WIDTH = 1000
 """Columns of an output that is no terminal: whoever reads it there wants whole lines, not 80 columns."""

@@ -12,12 +12,13 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, choose_version, parse_version
+from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity
+from gcore.config.node import NodeConfig
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
@@ -30,9 +31,6 @@ from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.memory import host_memory
 from gcore.system.slots import is_cuda
-
-if TYPE_CHECKING:
-    from controllers.daemon.life import DaemonState
 
 # -------------------- machine
 # What a daemon tells of its node: how much memory its accelerators and its host have, and what its accelerators are called.
@@ -131,6 +129,20 @@ async def _gpus(command: Sequence[str]) -> tuple[Gpu, ...]:
     return parse_gpus(out.decode(errors="replace"))
 
 
+class NodeFactsReader:
+    """Reads what a node is once, for as long as its daemon lives."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._found: tuple[NodeFacts | None] | None = None
+
+    async def read(self) -> NodeFacts | None:
+        """The facts; None: not known."""
+        if self._found is None:
+            self._found = (await node_facts(self._config.slots, self._config.host_memory_gib),)
+        return self._found[0]
+
+
 RETRY_S = 0.5
 
 
@@ -149,7 +161,11 @@ class NodeRegistration:
 
     def __init__(
         self,
-        own: DaemonState,
+        config: NodeConfig,
+        health: SlotHealth,
+        facts: NodeFactsReader,
+        is_version_agreed: Callable[[], bool],
+        clock: Clock,
         store: Store,
         identity: Identity,
         metrics_address: str,
@@ -157,7 +173,11 @@ class NodeRegistration:
         session: Session,
         ready: Callable[[bool, str], Awaitable[None]],
     ) -> None:
-        self._own = own
+        self._config = config
+        self._health = health
+        self._facts = facts
+        self._is_version_agreed = is_version_agreed
+        self._clock = clock
         self._store = store
         self._identity = identity
         self._metrics_address = metrics_address
@@ -170,36 +190,33 @@ class NodeRegistration:
         """The schema version of what stands there."""
         self._sick: dict[str, str] = {}
         """The sick slots that are told there."""
-        self._key = keys.node(own.config.node)
+        self._key = keys.node(config.node)
 
     async def run(self) -> None:
         """For ever."""
-        own = self._own
-        await own.health.check()
-        if not own.looked:
-            own.facts, own.looked = await node_facts(own.config.slots, own.config.host_memory_gib), True
-        record = self._record()
+        await self._health.check()
+        record = self._record(await self._facts.read())
         # First of all who else is there, and in which version they are to be spoken to.
-        await self._changes.until(lambda: own.spoken > 0)
+        await self._changes.until(self._is_version_agreed)
         await self._register(record)
         self._registered = True
         await self._tell_readiness()
         while True:
-            await self._changes.until(lambda: written_version() != self._written or own.health.sick != self._sick)
+            await self._changes.until(lambda: written_version() != self._written or self._health.sick != self._sick)
             if not await self._is_written_anew(record):
-                await own.clock.sleep(RETRY_S)
+                await self._clock.sleep(RETRY_S)
 
     async def watch_readiness(self) -> None:
         """For ever. That the store does not answer shows in the lease, which is not renewed any more."""
         while True:
             await self._tell_readiness()
-            await self._own.clock.sleep(READINESS_S)
+            await self._clock.sleep(READINESS_S)
 
     async def _tell_readiness(self) -> None:
-        alive = self._session.alive(self._own.clock.monotonic())
+        alive = self._session.alive(self._clock.monotonic())
         ready = alive and self._registered
         if ready:
-            status = f"ready: {len(self._own.config.slots)} slots, {len(self._own.health.sick)} of them sick"
+            status = f"ready: {len(self._config.slots)} slots, {len(self._health.sick)} of them sick"
         else:
             status = "waits for the store: its lease is not renewed" if not alive else "registers its node"
         if (ready, status) != self._told:
@@ -207,12 +224,12 @@ class NodeRegistration:
             await self._ready(ready, status)
 
     async def _register(self, record: NodeRecord) -> None:
-        config, lease, store = self._own.config, self._identity.lease, self._store
+        config, lease, store = self._config, self._identity.lease, self._store
         waited_for = 0
         reads = Put(keys.readable_version(config.node), str(SCHEMA_VERSION).encode(), lease=lease)
         while True:
             with contextlib.suppress(StoreUnavailable):
-                self._written, self._sick = written_version(), dict(self._own.health.sick)
+                self._written, self._sick = written_version(), dict(self._health.sick)
                 put = Put(self._key, record.encode(), lease=lease)
                 fault_point(FaultPoint.NODE, "before")
                 # With the registration: no job may be given a slot that is known to be sick.
@@ -229,14 +246,14 @@ class NodeRegistration:
                 if holder is not None and holder.lease != waited_for:
                     waited_for = holder.lease
                     log.warning(WAITS_FOR_ANOTHER, config.node, waited_for)
-            await self._own.clock.sleep(RETRY_S)
+            await self._clock.sleep(RETRY_S)
 
     async def _is_written_anew(self, record: NodeRecord) -> bool:
         """Whether all of it stands there as it is now; False: look again."""
         with contextlib.suppress(StoreUnavailable):
             there = await self._store.get(self._key)
             compare = Compare(self._key, there.mod_revision if there is not None else 0)
-            version, sick = written_version(), dict(self._own.health.sick)
+            version, sick = written_version(), dict(self._health.sick)
             put = Put(self._key, record.encode(), lease=self._identity.lease)
             if (await self._store.transact((compare,), (put, *self._sick_now()))).won:
                 self._written, self._sick = version, sick
@@ -244,11 +261,11 @@ class NodeRegistration:
         return False
 
     def _sick_now(self) -> tuple[Put | Delete, ...]:
-        key, sick = keys.sick_slots(self._own.config.node), dict(self._own.health.sick)
+        key, sick = keys.sick_slots(self._config.node), dict(self._health.sick)
         return (Put(key, SickSlots(slots=sick).encode(), lease=self._identity.lease) if sick else Delete(key),)
 
-    def _record(self) -> NodeRecord:
-        config, identity = self._own.config, self._identity
+    def _record(self, facts: NodeFacts | None) -> NodeRecord:
+        config, identity = self._config, self._identity
         return NodeRecord(
             name=config.node,
             incarnation=identity.incarnation,
@@ -257,9 +274,9 @@ class NodeRegistration:
             metrics_address=self._metrics_address,
             slots=config.slots,
             pid=os.getpid(),
-            started=self._own.clock.wall(),
+            started=self._clock.wall(),
             sglang=config.sglang_python is not None,
-            facts=self._own.facts,
+            facts=facts,
         )
 
 

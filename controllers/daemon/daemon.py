@@ -48,7 +48,7 @@ from gcore.system.clock import Clock
 from gcore.system.daemon import ServiceManager
 
 if TYPE_CHECKING:
-    from controllers.api.submission.submit import CheckCache, Submitter
+    from controllers.api.submission.submit import Submitter
 
 LEAVE_WITHIN_S = 8.0
 """Whoever asks a daemon to end kills it after ten seconds, often enough."""
@@ -260,21 +260,15 @@ class Daemon:
         gate = AccessGate(self._security.book, self._security.journal, CallLimiter(config.api.calls))
         server = new_server([counted, gate, VersionGate()], config.api)
 
-        lately: list[CheckCache] = []
-
         async def submissions() -> Submitter:
             await import_in_thread("controllers.api.submission.submit")
             from controllers.api.submission.allowlist import Allowlist
-            from controllers.api.submission.submit import CheckCache, Submitter
+            from controllers.api.submission.submit import Submitter
 
-            if not lately:
-                lately.append(CheckCache(self._clock))
             cache, slots = Path(config.home) / "cache", functools.partial(most_slots, config)
             allowed = Allowlist.of(config)
             run_root, local = Path(config.run_root), config.local_cluster
-            return Submitter(
-                store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed, lately=lately[0]
-            )
+            return Submitter(store, jobs, run_root, cache, self._clock, slots, local=local, allowed=allowed)
 
         room = StreamLimiter(config.api.streams)
         service = JobsService(jobs, submissions, self._own.runners.get, self._clock, self._trouble, room)

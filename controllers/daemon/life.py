@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.registration import NodeRegistration, raise_version
+from controllers.cluster.registration import NodeFactsReader, NodeRegistration, raise_version
 from controllers.cluster.shares import ShareWriter
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity, new_incarnation
@@ -32,7 +32,7 @@ from controllers.workers.launcher import JobGroups
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.node import NodeConfig
 from gcore.errors import LeaseLost, StoreUnavailable
-from gcore.ledger.records.cluster import Claim, NodeFacts, Shares, slots_of_share
+from gcore.ledger.records.cluster import Claim, Shares, slots_of_share
 from gcore.ledger.transactions import Versioned
 from gcore.models.replicas import sweep_memory
 from gcore.observability.metrics import Metrics
@@ -67,10 +67,8 @@ class DaemonState:
     """What this life, or the last, hears of the cluster; None: none has begun."""
     spoken: int = 0
     """The schema version that is written; 0: it is not known yet which everybody reads."""
-    facts: NodeFacts | None = None
+    facts: NodeFactsReader = field(init=False)
     """What the node is."""
-    looked: bool = False
-    """Whether that was looked at: once."""
     health: SlotHealth = field(init=False)
     """Which of its slots are sick."""
     groups: JobGroups = field(init=False)
@@ -81,6 +79,7 @@ class DaemonState:
     def __post_init__(self) -> None:
         self.traces = None if self.config.collector is None else StepTraces(self.config.collector, self.config.node)
         self.folders = LocalRunFolders(self.connector)
+        self.facts = NodeFactsReader(self.config)
         self.health = SlotHealth(self.config.node, self.config.slots, self.clock)
         self.groups = JobGroups(self.config.limits)
 
@@ -189,7 +188,17 @@ class Incarnation:
                 sharing = ShareWriter(self._config.node, self._store, cluster, self._changes, self._clock)
                 group.create_task(sharing.run(), name="shares")
                 registration = NodeRegistration(
-                    own, self._store, identity, at.metrics, self._changes, session, self._ready
+                    own.config,
+                    own.health,
+                    own.facts,
+                    self._is_version_agreed,
+                    self._clock,
+                    self._store,
+                    identity,
+                    at.metrics,
+                    self._changes,
+                    session,
+                    self._ready,
                 )
                 group.create_task(registration.run(), name="register")
                 group.create_task(registration.watch_readiness(), name="readiness")
@@ -204,6 +213,9 @@ class Incarnation:
             with contextlib.suppress(StoreUnavailable):
                 await session.close()
 
+    def _is_version_agreed(self) -> bool:
+        return self._own.spoken > 0
+
     async def _speak(self) -> None:
         """Write what every node of the cluster reads, and never an older version again."""
         own, cluster, store, changes = self._own, self._cluster, self._store, self._changes
@@ -215,7 +227,7 @@ class Incarnation:
         """A runner for every job that has not ended; workers of jobs that have are stopped."""
         cluster = self._cluster
         # A job looked at before the workers were heard of would seem to have lost all of them.
-        await self._changes.until(lambda: cluster.is_complete and self._own.spoken > 0)
+        await self._changes.until(lambda: cluster.is_complete and self._is_version_agreed())
         running: dict[str, asyncio.Task[None]] = {}
         asked: set[str] = set()
         swept: frozenset[str] | None = None

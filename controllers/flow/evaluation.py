@@ -202,7 +202,7 @@ class Evaluator:
         """Head's version, if it is to be evaluated and is not yet."""
         view = self.look()
         mirror = view.mirror
-        if mirror.head is None or mirror.status is None or mirror.status.record.phase.ended:
+        if mirror.head is None or mirror.status is None or mirror.has_ended:
             return None
         version = mirror.head.record.version
         due_now = view.is_evaluated_after(version.step, last=view.is_over) and bool(self.plans)

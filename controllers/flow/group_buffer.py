@@ -110,9 +110,9 @@ class InFlightPrompts:
             self._seen = head, {ref: flight.version(head) for ref, flight in self._flights.items()}
         return self._seen[1]
 
-    def oldest(self) -> tuple[PromptRef, InFlightPrompt] | None:
-        """The one that has been in flight for the longest time."""
-        return min(self._flights.items(), key=lambda item: item[1].since, default=None)
+    def oldest_s(self, now: float) -> float:
+        """Seconds for which the oldest of them has been in flight at the monotonic clock's `now`."""
+        return max((now - flight.since for flight in self._flights.values()), default=0.0)
 
 
 REASON_CHARACTERS, REASON_BYTES = 200, 300

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from gcore.config.data import ResolvedSource, eval_sources, training_sources
+from gcore.config.data import ResolvedSource
 from gcore.config.reward import RewardSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.curriculum import (
     Curriculum,
     CurriculumView,
@@ -32,9 +32,9 @@ from gcore.data.curriculum import (
 from gcore.data.stream import EvalPromptSource, JobPrompts, PromptStream, ShardPermutation
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.ledger.records.chain import EpochRecord, SourceTally
-from gcore.reward.api import Response, RewardError, RewardResult
+from gcore.reward.api import Response, RewardError, RewardResult, Scored
 from gcore.reward.judges.judge import Judge
-from gcore.reward.pool import FunctionScorer, Scored
+from gcore.reward.pool import FunctionScorer
 from gcore.reward.scorer import ResponseNotJudged, Scorer, reward_functions
 from gcore.rollout.client import SamplingParams
 from gcore.rollout.environments.api import ENVIRONMENT

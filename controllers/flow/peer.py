@@ -221,7 +221,7 @@ class JobPeer:
             assert mirror.head is not None
             head = mirror.head.record
             self.collectives.begin(head.version)
-            if self.look().is_over or (mirror.status and mirror.status.record.phase.ended):
+            if self.look().is_over or mirror.has_ended:
                 await self.holdings.in_flight.give_up_all()
                 return
             yield JobStep(self, head.version)
@@ -285,12 +285,11 @@ class JobPeer:
         """Responses of head's version, drawn as the prompt's source says, or greedy; of several turns if the job has an
         environment. Raises EngineError, and RewardError for an environment that failed."""
         view = self.look()
-        assert view.mirror.head is not None
         count = self.material.spec.flow.samples_per_prompt if samples is None else samples
         reissue = self.holdings.reissues.get(prompt.ref, 0)
         seeds = tuple(sample_seed(self.material, prompt.ref, index, reissue) for index in range(count))
         rid = f"{self.material.uid}/{prompt.ref}/{reissue}/{view.me}{'/greedy' if greedy else ''}"
-        version = view.mirror.head.record.version
+        version = view.head.version
         params = self.material.sources[prompt.source].params
         if greedy:
             params = replace(params, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
@@ -381,10 +380,9 @@ class JobPeer:
     async def demonstrate(self, prompt: Prompt) -> Group | Outcome:
         """The answer of the prompt's entry, in the name of head's version."""
         view = self.look()
-        assert view.mirror.head is not None
         opened, _ = self.material.stream.found(prompt.ref)
         longest = self.material.sources[prompt.source].params.max_new_tokens
-        return make_demonstration(prompt, opened, view.mirror.head.record.version, longest)
+        return make_demonstration(prompt, opened, view.head.version, longest)
 
     async def score(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group | Outcome:
         """The source's rule reward, and what the spec says of cut-off responses. Raises RewardError."""
@@ -423,7 +421,6 @@ class JobPeer:
 
     def _due(self) -> list[PromptRef]:
         view = self.look()
-        assert view.mirror.head is not None
         if view.mirror.assign is None or view.leaving:
             return []
         mine = set(view.mirror.assign.record.shards_of(view.me))
@@ -432,7 +429,7 @@ class JobPeer:
         fresh = [ref for ref in ready if not self.holdings.knows(ref)]
         if self._expecting is None or not self._longest_first:
             return fresh
-        return self._expecting.in_turn(fresh, view.mirror.head.record.version)
+        return self._expecting.in_turn(fresh, view.head.version)
 
     def _entry(self, ref: PromptRef) -> PromptEntry:
         opened, number = self.material.stream.found(ref)

@@ -257,8 +257,7 @@ class JobStep:
         return self.is_open() or (self.is_current() and self._peer.material.spec.rollout.staleness > 0)
 
     def _ended(self) -> bool:
-        status = self._peer.look().mirror.status
-        return status is not None and status.record.phase.ended
+        return self._peer.look().mirror.has_ended
 
     def hand_out(self, prompt: Prompt) -> None:
         """`prompt` is the flow's now; the next `start` is for it."""
@@ -288,8 +287,7 @@ class JobStep:
         allowed also if the group has become too old: it was issued in vain, and counts.
         """
         view = self._peer.look()
-        assert view.mirror.head is not None
-        head = view.mirror.head.record
+        head = view.head
         if not is_ancestor(head, self.version):
             return
         if is_acceptable(head, head.step + 1, group.versions, view.rules.staleness):
@@ -311,8 +309,7 @@ class JobStep:
         if outcome.kind == "failed":
             self._peer.faults.note(outcome.reason, trace)
         view = self._peer.look()
-        assert view.mirror.head is not None
-        if is_ancestor(view.mirror.head.record, self.version):
+        if is_ancestor(view.head, self.version):
             self._peer.holdings.end(ref, outcome, view.me, self.version, source)
 
     def fail(self, defect: BaseException) -> None:
@@ -349,8 +346,7 @@ class JobStep:
 
         def served() -> bool:
             view = self._peer.look()
-            assert view.mirror.head is not None
-            version = view.mirror.head.record.version
+            version = view.head.version
             return self._ended() or not view.engines or any(e.version == version for e in view.engines.values())
 
         await self._peer.changes.until(served)

@@ -40,7 +40,7 @@ from placement.slots import PlacementRequest
 
 if TYPE_CHECKING:
     from controllers.inference.judge_engines import JudgePools
-    from controllers.storage.run_folder import LocalRunFolder
+    from controllers.storage.replication import Replicator
 
 # -------------------- hands
 # What actions are carried out with, and the small things that several of them need. Decides nothing, writes nothing.
@@ -65,8 +65,8 @@ class Effects:
     """Tells people of a trouble, by topic, once while it lasts; an empty sentence: it is over."""
     away: Callable[[], str] = str
     """Why this node does not see the run's folder any more, or nothing. Blocks."""
-    own: LocalRunFolder | None = None
-    """This node's own folder of the run, where nodes share none."""
+    replicator: Replicator | None = None
+    """Keeps this node's own folder of the run, where nodes share none."""
     memory_dir: Path | None = None
     """Where copies of the job's train states lie in this node's memory."""
     judges: JudgePools | None = None
@@ -151,7 +151,7 @@ async def sweep_keys(action: Sweep, view: JobView, hands: Effects) -> ActionResu
     assert mirror.checkpoints is not None
     txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
-    return await _left(txn, mirror.checkpoints.record.entries, sentence, view, hands)
+    return await _left(txn, view.checkpoints, sentence, view, hands)
 
 
 async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Effects) -> ActionResult:
@@ -176,7 +176,7 @@ async def _moved(keep: Callable[[], None], txn: Transaction, sentence: str, hand
         hands.tell(ARCHIVE_TOPIC, why)
         return ActionResult(TxnOutcome.UNKNOWN, why)
     try:
-        if hands.own is None:
+        if hands.replicator is None:
             await asyncio.to_thread(keep)
     except OSError as error:
         why = f"the run's folder takes no old records ({error.strerror or error}); they stay in the store, which grows"

@@ -61,7 +61,6 @@ from controllers.rules.actions import (
     Warn,
 )
 from controllers.rules.view import JobView
-from controllers.storage import replication as own_folder
 from controllers.workers.ranks import RankNotConnected
 from gcore.errors import EngineError
 from gcore.ledger import transactions
@@ -108,7 +107,9 @@ async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionR
         case ForgetEvaluations():
             return await tidying.forget_evaluations(action, view, hands)
         case SayFolder() | FetchWeights() | FetchCheckpoint() | BringStart() | Gather() | Archive() | Discard():
-            return await own_folder.carry_out_folder_action(action, view, hands)
+            if hands.replicator is None:
+                return ActionResult(TxnOutcome.STALE, f"{type(action).__name__}: nodes share a folder")
+            return await hands.replicator.carry_out(action, view)
         case _:
             txn = _transaction(action, view, hands)
             report = await hands.ledger.run(txn)
@@ -132,13 +133,12 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
             )
         case MakeSeal():
             assert mirror.plan is not None
-            assert mirror.job is not None
-            mini_batches, weight = view.spec.train.mini_batches, mirror.job.record.attention_equals_at
+            mini_batches, weight = view.spec.train.mini_batches, view.job.attention_equals_at
             return transactions.seal(
                 keys,
                 open_slots(view),
                 action.chosen,
-                mirror.plan.record,
+                view.plan,
                 mini_batches,
                 view.me,
                 weight,

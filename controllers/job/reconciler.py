@@ -55,7 +55,6 @@ from controllers.workers.ranks import RankConnections
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import GcoreError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.job import JobPhase
 from gcore.ledger.transactions import TxnOutcome
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
@@ -298,7 +297,7 @@ class Reconciler:
             self._staff_up(view, now)
             if now >= self._shown + SHOW_S:
                 self._shown = now
-                show_in_flight(self._metrics, view.mirror, self._job.holdings, now)
+                self._show_in_flight(view, now)
             intents = decide(view)
             self._telling.look(view, (i.condition for i in intents), now)
             delays = [LOOK_AGAIN_S if self._deeds.held_off else LOOK_ANYWAY_S]
@@ -322,9 +321,15 @@ class Reconciler:
                 if self._deeds.held_off:
                     self._job.look_anew()
 
+    def _show_in_flight(self, view: JobView, now: float) -> None:
+        if view.mirror.head is not None:
+            buffer, head = self._job.holdings, view.head
+            versions = buffer.in_flight.versions(head).values()
+            show_in_flight(self._metrics, view.mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(now))
+
     def _staff_up(self, view: JobView, now: float) -> None:
         """Start and stop this node's workers of the job."""
-        if view.mirror.status is None or view.mirror.status.record.phase is not JobPhase.RUNNING:
+        if not view.mirror.is_running:
             return
         # Whether a process lives is asked of the kernel, for each of them: not at every look.
         lines = {**view.engines, **view.judges}

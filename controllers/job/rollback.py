@@ -15,7 +15,6 @@ from controllers.job.effects import Effects, new_world_name, new_writer, open_sl
 from controllers.rules.actions import Account, ActionResult, Rollback
 from controllers.rules.view import JobView, SavedCheckpoint
 from controllers.rules.world import state_at_hand, world_loss
-from controllers.storage.replication import ensure_checkpoint
 from gcore.errors import GcoreError, SpecError
 from gcore.ledger import chain, transactions
 from gcore.ledger.archive import highest_in_folder
@@ -45,13 +44,10 @@ LEFT_OUT_CAME = 2
 
 async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionResult:
     """Load and verify first, then one transaction: weights and cursors always come from the same record."""
-    mirror = view.mirror
-    assert mirror.checkpoints is not None
-    assert mirror.plan is not None
     head = open_slots(view).head.record
     world = new_world_name()
     try:
-        generation = mirror.plan.record.generation + 1
+        generation = view.plan.generation + 1
         if action.stands_still:
             plan = Plan(
                 generation=generation, world=world, ranks=(), engines=(), reason=action.reason, stands_still=True
@@ -76,7 +72,7 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
         )
         return ActionResult(report.outcome, sentence, report.revision)
     skipped: list[str] = []
-    for target in resumable_checkpoints(head, mirror.checkpoints.record.entries):
+    for target in resumable_checkpoints(head, view.checkpoints):
         if action.between_steps and target.step != head.step:
             # Head's own checkpoint is damaged, or copies went since it was decided: no training is given up for a larger world.
             return ActionResult(
@@ -84,14 +80,14 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
             )
         entry = await _entry_of(target, view, hands)
         cursors = entry.cursors if entry is not None else None
-        if hands.own is not None and target.file:
-            brought = await ensure_checkpoint(SavedCheckpoint.of(target), view, hands, hands.own, read_all=True)
+        if hands.replicator is not None and target.file:
+            brought = await hands.replicator.ensure_checkpoint(SavedCheckpoint.of(target), view, read_all=True)
             problem = brought.problem
             if problem and not brought.is_final:
                 return ActionResult(TxnOutcome.UNKNOWN, f"rollback: checkpoint {target.file}: {problem}")
         else:
             problem = await asyncio.to_thread(find_damage, hands.run_dir, target)
-        if problem and hands.own is None and (away := await asyncio.to_thread(hands.away)):
+        if problem and hands.replicator is None and (away := await asyncio.to_thread(hands.away)):
             # What this node cannot see is not damaged. Who skipped it would train everything anew, and then forget it.
             hands.tell(AWAY, away)
             return ActionResult(TxnOutcome.UNKNOWN, f"rollback: {away}")

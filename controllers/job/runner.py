@@ -45,6 +45,7 @@ from controllers.rules.decide import has_handed_over
 from controllers.rules.view import EngineView, JobView, Memo, Timers
 from controllers.storage import garbage as quota
 from controllers.storage.garbage import DiskQuota
+from controllers.storage.replication import Replicator
 from controllers.storage.run_folder import (
     NOTHING_STAGED,
     LocalRunFolder,
@@ -61,12 +62,12 @@ from controllers.workers.launcher import JobGroups, WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.api.tls import PLAIN, Connector
 from gcore.api.v1.placement_pb2 import LoadsReply
-from gcore.config.load import stored_spec
+from gcore.config.load import find_flow, stored_spec
 from gcore.config.node import NodeConfig
 from gcore.config.spec import JobSpec
 from gcore.data.dataset import DataChanged
 from gcore.errors import GcoreError
-from gcore.flows.api import Flow, Peer, find_flow
+from gcore.flows.api import Flow, Peer
 from gcore.flows.filters import find_filters
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import SHARES_CAME, Claim
@@ -191,7 +192,7 @@ class JobRunner(ABC):
         return self._view[1]
 
     def _ended(self) -> bool:
-        return self.mirror.status is not None and self.mirror.status.record.phase.ended
+        return self.mirror.has_ended
 
     def _rules_or_none(self) -> StreamRules | None:
         if self.mirror.job is None:
@@ -385,10 +386,10 @@ class JobSession(JobRunner):
         try:
             while self.mirror.job is None or self.mirror.status is None:
                 await self._unless(watching, self.changes.wait())
-            if not self.mirror.status.record.phase.ended:
+            if not self.mirror.has_ended:
                 self._reading.begin()
                 await self._unless(watching, self._work())
-            if self.mirror.status.record.phase.ended:
+            if self.mirror.has_ended:
                 await self._reading.finish()
         finally:
             self.closed, self.is_working = True, False
@@ -424,7 +425,7 @@ class JobSession(JobRunner):
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
             self.troubles.note(f"record-{self.node}", sentence)
-        self._reading.note(self.mirror, self.holdings)
+        self._reading.note(self.mirror, self.holdings.group)
         self._prune(before)
         self.chronicle.note(before, batch, self.mirror)
         if self._planner is not None:
@@ -645,10 +646,10 @@ class JobSession(JobRunner):
     def hands(self) -> Effects:
         """What this job's actions are carried out with."""
         assert self.mirror.job is not None
-        run_dir = Path(self.mirror.job.record.run_dir)
+        run_dir, ledger = Path(self.mirror.job.record.run_dir), TransactionExecutor(self._store, self.keys)
         return Effects(
             store=self._store,
-            ledger=TransactionExecutor(self._store, self.keys),
+            ledger=ledger,
             lease=self._identity.lease,
             address=self._identity.address,
             ranks=self._ranks,
@@ -659,10 +660,17 @@ class JobSession(JobRunner):
             tell=self.troubles.hold,
             run_dir=run_dir,
             away=partial(folder_loss, run_dir, self.node),
-            own=self._own_folder(),
+            replicator=self._replicator(run_dir, ledger),
             memory_dir=self._staff.memory_dir(self.uid),
             judges=self._judge_engines,
         )
+
+    def _replicator(self, run_dir: Path, ledger: TransactionExecutor) -> Replicator | None:
+        own = self._own_folder()
+        if own is None:
+            return None
+        lease = self._identity.lease
+        return Replicator(self._store, ledger, lease, self._clock, run_dir, self.troubles.hold, own)
 
     def _quota(self, run_dir: Path, disk_gib: float) -> DiskQuota:
         def show(found: quota.DiskUsage) -> None:

@@ -185,9 +185,8 @@ def assign_shards(view: JobView) -> Iterator[Intent]:
 
 def _assignment(view: JobView) -> Assignment | None:
     """The assignment that is to be, if it is not what stands."""
-    assert view.mirror.plan is not None
     old = view.mirror.assign
-    nodes = view.mirror.plan.record.rollout_nodes
+    nodes = view.plan.rollout_nodes
     staying = {name: m for name, m in view.mirror.members.items() if not m.record.leaving} or view.mirror.members
     equipped = sorted(name for name, member in staying.items() if member.record.node in nodes)
     members = equipped or sorted(staying)

@@ -134,8 +134,7 @@ def _is_at_head(view: JobView, known: RankView) -> bool:
 
 def _serves(view: JobView, rank: int) -> bool:
     """Whether a rank of head's world is loaded."""
-    assert view.mirror.plan is not None
-    if view.mirror.plan.record.world != view.head.world:
+    if view.plan.world != view.head.world:
         return False
     claim = view.mirror.claim(view.head.world, rank)
     worker = view.workers.get(claim.instance) if claim is not None else None

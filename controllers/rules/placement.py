@@ -62,9 +62,8 @@ def surplus_slots(view: JobView) -> frozenset[SlotKey]:
 
 
 def _surplus(view: JobView) -> frozenset[SlotKey]:
-    assert view.mirror.plan is not None
     assert view.share is not None
-    return plan_slots(view.mirror.plan.record) - view.share.granted
+    return plan_slots(view.plan) - view.share.granted
 
 
 def fits_grant(view: JobView) -> bool:
@@ -77,7 +76,6 @@ def fits_grant(view: JobView) -> bool:
 def _fits(view: JobView) -> bool:
     there = placement_snapshot(view)
     if view.spec.placement.is_live:
-        assert view.mirror.plan is not None
         return (
             place_split(
                 there, MovablePlacementRequest.by(view.spec), world="any", generation=0, current=None, wanted=None
@@ -104,8 +102,7 @@ def remove_slots(plan: Plan, slots: frozenset[SlotKey]) -> Plan | None:
 
 def is_checkpointed(view: JobView) -> bool:
     """Whether head's step has a registered checkpoint; the model that the job began with needs none."""
-    assert view.mirror.checkpoints is not None
-    saved = resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)
+    saved = resumable_checkpoints(view.head, view.checkpoints)
     return bool(saved) and saved[0].step == view.head.step
 
 
@@ -116,8 +113,7 @@ def wants_checkpoint(view: JobView) -> bool:
         return False
     if not fits_grant(view):
         return not is_checkpointed(view)
-    assert view.mirror.plan is not None
-    return remove_slots(view.mirror.plan.record, given) is None and not is_state_at_hand(view)
+    return remove_slots(view.plan, given) is None and not is_state_at_hand(view)
 
 
 def awaits_checkpoint(view: JobView) -> bool:
@@ -136,8 +132,7 @@ def give_up_slots(view: JobView) -> Iterator[Intent]:
     given = surplus_slots(view)
     if not given or is_suspended(view):
         return
-    assert view.mirror.plan is not None
-    plan, why = view.mirror.plan.record, _why(view)
+    plan, why = view.plan, _why(view)
     if not fits_grant(view) and world_loss(view) is not None:
         # Nothing more will be trained here. It goes on as after any loss, when it has slots.
         topic = f"suspend {plan.generation} {view.head.world}"
@@ -169,9 +164,8 @@ def _why(view: JobView) -> str:
 def resume(view: JobView) -> Iterator[Intent]:
     """A job that stood still goes on once it has slots, from head's own checkpoint."""
     if is_suspended(view) and fits_grant(view):
-        assert view.mirror.plan is not None
         assert view.share is not None
-        topic = f"resume {view.mirror.plan.record.generation} {view.share.revision}"
+        topic = f"resume {view.plan.generation} {view.share.revision}"
         yield Intent(Rollback(HAS_AGAIN, slots_as_seen=True), topic, view.turn(topic), after=AGAIN_S)
 
 
@@ -261,10 +255,9 @@ def write_moves(view: JobView) -> Iterator[Intent]:
 def is_proposal_due(proposal: MoveProposal, view: JobView) -> bool:
     """Whether it is about the plan and the step that are there, is not written, a person lets it be, and it is in the way of no train world
     that is wanted."""
-    assert view.mirror.plan is not None
     move = proposal.move
     is_written = any((one.generation, one.time) == (move.generation, move.time) for one in view.mirror.moves.moves)
-    is_of_now = move.generation == view.mirror.plan.record.generation + 1 and move.step == view.head.step
+    is_of_now = move.generation == view.plan.generation + 1 and move.step == view.head.step
     is_in_the_way = proposal.plan is not None and awaits_world(view)
     return is_of_now and not is_written and not is_in_the_way and _obeys(move, view.mirror.pin)
 

@@ -142,8 +142,7 @@ def fetch_inputs(view: JobView) -> Iterator[Intent]:
     """What workers of this node load must lie here: head's weights, and the checkpoint that a rank starts from."""
     if not keeps_copies(view):
         return
-    assert view.mirror.plan is not None
-    head, plan = view.head, view.mirror.plan.record
+    head, plan = view.head, view.plan
     source = _writer(view)
     has_engines = any(place.node == view.node for place in plan.engines)
     if has_engines and head.version not in view.staged and source not in ("", view.node) and _stages(view):
@@ -161,8 +160,7 @@ def may_start(view: JobView) -> bool:
     checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None:
         return True
-    assert view.mirror.plan is not None
-    nodes = {place.node for place in view.mirror.plan.record.ranks}
+    nodes = {place.node for place in view.plan.ranks}
     have = checkpoint_holders(view, checkpoint.version, checkpoint.digest)
     return view.head.world in view.brought and nodes <= have
 
@@ -172,10 +170,9 @@ def delete_orphans(view: JobView) -> Iterator[Intent]:
     own = _own(view) if keeps_copies(view) else None
     if own is None:
         return
-    assert view.mirror.checkpoints is not None
     lying = [one.version for one in own.checkpoints]
     # What lies here was listed before head came to be what it is now, so nothing of a later world is among it.
-    gone = sorted(orphaned_checkpoints(view.head, view.mirror.checkpoints.record.entries, lying))
+    gone = sorted(orphaned_checkpoints(view.head, view.checkpoints, lying))
     if gone:
         yield Intent(Discard(tuple(gone)), f"discard {gone[0]}", after=SETTLE_S)
 
@@ -185,8 +182,7 @@ def why_start_lost(view: JobView) -> str:
     checkpoint = start_checkpoint(view) if keeps_copies(view) else None
     if checkpoint is None or checkpoint_holders(view, checkpoint.version, checkpoint.digest):
         return ""
-    assert view.mirror.plan is not None
-    waiting = [p for p in view.mirror.plan.record.ranks if view.mirror.claim(view.head.world, p.rank) is None]
+    waiting = [p for p in view.plan.ranks if view.mirror.claim(view.head.world, p.rank) is None]
     return f"no node that is there has {checkpoint.file}, which the world was to start from" if waiting else ""
 
 
@@ -194,8 +190,7 @@ def newest_checkpoint_away(view: JobView) -> str:
     """The newest checkpoint on the chain, if no node has it that is there, or nothing."""
     if not keeps_copies(view):
         return ""
-    assert view.mirror.checkpoints is not None
-    newest = next(iter(resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)), None)
+    newest = next(iter(resumable_checkpoints(view.head, view.checkpoints)), None)
     if newest is None or not newest.file:
         return ""
     return "" if checkpoint_holders(view, newest.version, newest.digest) else newest.file
@@ -215,8 +210,7 @@ def _registered(view: JobView) -> Iterator[SavedCheckpoint]:
 
 
 def _on_chain(view: JobView) -> tuple[Checkpoint, ...]:
-    assert view.mirror.checkpoints is not None
-    return resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)
+    return resumable_checkpoints(view.head, view.checkpoints)
 
 
 def _own(view: JobView) -> NodeFolder | None:
@@ -241,8 +235,7 @@ def _is_my_turn(view: JobView, topic: str, have: frozenset[str]) -> bool:
 
 def _writer(view: JobView) -> str:
     """The node of the rank that writes weights and checkpoints; nothing while the plan is another world's."""
-    assert view.mirror.plan is not None
-    plan = view.mirror.plan.record
+    plan = view.plan
     return next((p.node for p in plan.ranks if p.rank == 0 and plan.world == view.head.world), "")
 
 

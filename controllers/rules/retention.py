@@ -84,7 +84,7 @@ def prune_log(view: JobView) -> Iterator[Intent]:
     """The store holds a bounded stretch of the log; what is older goes to the run's folder, many entries at a time."""
     mirror = view.mirror
     assert mirror.checkpoints is not None
-    known = mirror.checkpoints.record.entries
+    known = view.checkpoints
     sources = (mirror.head, mirror.checkpoints, mirror.log)
     old = view.remembered.get(
         "prunable", sources, lambda: chain.prunable_entries(view.head, known, view.log, keep=KEEP_LOG)
@@ -107,8 +107,7 @@ def begin_epochs(view: JobView) -> Iterator[Intent]:
     epoch = epochs.needed_epoch(view.due, view.epochs)
     if epoch is None:
         return
-    assert view.mirror.checkpoints is not None
-    known = view.mirror.checkpoints.record.entries
+    known = view.checkpoints
     forgotten = epochs.superfluous_epochs(view.rules.shape, head, known, view.log, view.epochs)
     topic = f"epoch {epoch} {head.lineage}"
     yield Intent(BeginEpoch(epochs.make_epoch_record(head, epoch, view.epochs), forgotten), topic, view.turn(topic))

@@ -76,10 +76,9 @@ def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
 
 def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
     """What has been waited for too long, and what can no longer be trained, is given up."""
-    assert view.mirror.head is not None
     if not view.rules.staleness:
         return
-    head = view.mirror.head.record
+    head = view.head
     awaited = frozenset(view.awaited)
     for ref, version in view.in_flight.items():
         topic = f"late {ref} {version}"
@@ -94,8 +93,7 @@ def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
 
 def owes_evaluation(view: JobView) -> bool:
     """Whether head's weights are still to be evaluated. What is carried could close the next batch before they are."""
-    assert view.mirror.head is not None
-    head = view.mirror.head.record
+    head = view.head
     if not view.rules.staleness or not view.is_evaluated_after(head.step, last=False):
         return False
     return str(head.version) not in view.mirror.evaluations

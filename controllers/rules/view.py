@@ -30,7 +30,7 @@ from gcore.ledger.records.chain import (
     SealState,
 )
 from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition
-from gcore.ledger.records.job import NodeRecord
+from gcore.ledger.records.job import JobRecord, NodeRecord, Plan
 from gcore.ledger.selection import (
     AwaitGroups,
     CachedOrder,
@@ -380,6 +380,24 @@ class JobView:
         assert self.mirror.head is not None
         return self.mirror.head.record
 
+    @property
+    def plan(self) -> Plan:
+        """The plan of the placement; there must be one."""
+        assert self.mirror.plan is not None
+        return self.mirror.plan.record
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The registered checkpoints; there must be a record of them."""
+        assert self.mirror.checkpoints is not None
+        return self.mirror.checkpoints.record.entries
+
+    @property
+    def job(self) -> JobRecord:
+        """The record of the job; there must be one."""
+        assert self.mirror.job is not None
+        return self.mirror.job.record
+
     def has_lost(self, node: str, slots: Collection[str]) -> bool:
         """Whether a node that is there has not all of these slots: it came back with fewer than it was planned with."""
         record = self.nodes.get(node)
@@ -462,10 +480,8 @@ class JobView:
 
 def world_start(view: JobView) -> WorldStart | None:
     """What head's world starts from: what its lineage's rollback named, copies or a checkpoint, or the base."""
-    assert view.mirror.head is not None
-    assert view.mirror.checkpoints is not None
-    head = view.mirror.head.record
-    entries = view.mirror.checkpoints.record.entries
+    head = view.head
+    entries = view.checkpoints
     if head.lineage == 0:
         return WorldStart(step=0)
     for entry in view.mirror.log.values():
@@ -479,9 +495,8 @@ def world_start(view: JobView) -> WorldStart | None:
 
 def start_checkpoint(view: JobView) -> Checkpoint | None:
     """The registered checkpoint that head's world starts from, if it does from one."""
-    assert view.mirror.checkpoints is not None
     start = world_start(view)
     if start is None or not start.checkpoint:
         return None
-    entries = view.mirror.checkpoints.record.entries
+    entries = view.checkpoints
     return next((c for c in entries if c.file == start.checkpoint), None)

@@ -181,7 +181,6 @@ def _models(view: JobView) -> Iterator[Wait]:
 
 def _world(view: JobView, head: Head) -> Iterator[Wait]:
     """A place for a world that was lost, and the ranks of the one that begins."""
-    assert view.mirror.plan is not None
     if (away := newest_checkpoint_away(view)) and world_loss(view):
         what = (
             f"no node that is there has {away}, from which a new train world is to start; one that has it is waited for"
@@ -189,7 +188,7 @@ def _world(view: JobView, head: Head) -> Iterator[Wait]:
         yield Wait("train_world", f"{what} for {HOLDERS_GRACE_S:.0f} s", f"wait holders {head.world} {away}")
     if (lost := world_loss(view)) and (short := lacking_slots(view)):
         yield Wait("train_world", f"{lost.why}: {short}", f"wait slots {head.world}", short)
-    for place in view.mirror.plan.record.ranks:
+    for place in view.plan.ranks:
         claim = view.mirror.claim(head.world, place.rank)
         worker = view.workers.get(claim.instance) if claim else None
         if worker is None or worker.state != "serving":
@@ -345,8 +344,7 @@ def _collectives(view: JobView) -> Iterator[Wait]:
 
 def _evaluation(view: JobView) -> Iterator[Wait]:
     """How far the evaluation of head's weights is, if it is due and not made yet."""
-    assert view.mirror.head is not None
-    version = view.mirror.head.record.version
+    version = view.head.version
     if not view.is_evaluated_after(version.step, last=view.is_over) or str(version) in view.mirror.evaluations:
         return
     parts = view.mirror.eval_parts_of(version)

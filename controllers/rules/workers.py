@@ -122,9 +122,8 @@ def _is_taken(view: JobView, slots: Collection[str]) -> bool:
 def _has_memory(view: JobView, place: EnginePlace, mine: Mapping[str, WorkerRecord]) -> bool:
     """Whether an engine that is started would find its memory: on a GPU where engines take turns, only once all others there sleep.
     Those that are to sleep load first, so that each has the GPU to itself for that."""
-    assert view.mirror.plan is not None
     slots = set(place.slots)
-    here = [p for p in view.mirror.plan.record.engines if p.node == place.node and not slots.isdisjoint(p.slots)]
+    here = [p for p in view.plan.engines if p.node == place.node and not slots.isdisjoint(p.slots)]
     if not is_cuda(place.slot) or not any(p.asleep for p in here):
         return True
     known = {**view.engines, **view.judges}

@@ -67,8 +67,7 @@ def world_loss(view: JobView) -> WorldLoss | None:
 
 def _lost_world(view: JobView) -> WorldLoss | None:
     head = view.head
-    assert view.mirror.plan is not None
-    for place in view.mirror.plan.record.ranks:
+    for place in view.plan.ranks:
         claim = view.mirror.claim(head.world, place.rank)
         if claim is None:
             if place.node not in view.nodes:
@@ -223,7 +222,6 @@ def wanted_world(view: JobView) -> Move | None:
 
 
 def _growth(view: JobView) -> str:
-    assert view.mirror.plan is not None
     if view.spec.placement.is_live:
         move = wanted_world(view)
         return "" if move is None or view.is_over else f"placement: {move.reason}"
@@ -231,7 +229,7 @@ def _growth(view: JobView) -> str:
     ready = {stored.record.node for stored in view.mirror.members.values()}
     if view.is_over or entry is None or entry.lineage != view.head.lineage or not ready >= view.nodes.keys():
         return ""
-    now, there = len(view.mirror.plan.record.ranks), view.spec.flow.steps
+    now, there = len(view.plan.ranks), view.spec.flow.steps
     wanted = count_ranks(placement_snapshot(view), PlacementRequest.by(view.spec))
     left = None if there is None else there - view.head.step
     seconds = entry.stats.get("train_s"), entry.stats.get("start_seconds")
@@ -247,8 +245,7 @@ def is_between_steps(view: JobView) -> bool:
 
 def is_state_at_hand(view: JobView) -> bool:
     """Whether a new world can start from exactly head's state."""
-    assert view.mirror.checkpoints is not None
-    saved = resumable_checkpoints(view.head, view.mirror.checkpoints.record.entries)
+    saved = resumable_checkpoints(view.head, view.checkpoints)
     return (bool(saved) and saved[0].step == view.head.step) or state_at_hand(view, frozenset(view.nodes)) is not None
 
 
@@ -421,8 +418,7 @@ def recover_world(view: JobView) -> Iterator[Intent]:
         why = view.hopeless or f"{fruitless} train worlds died without a step between them; the last: {last}"
         yield Intent(SetPhase(JobPhase.FAILED, why), "fail", view.turn("fail"))
     elif lost is not None:
-        assert view.mirror.plan is not None
-        away = {place.node for place in view.mirror.plan.record.ranks} - view.nodes.keys()
+        away = {place.node for place in view.plan.ranks} - view.nodes.keys()
         after = max(NODE_GRACE_S if away else 0.0, min(SETTLE_S * 2**fruitless, LONGEST_PAUSE_S))
         if unreported_nodes(view):
             after = max(after, SETTLE_S + STOCK_PATIENCE_S)
@@ -460,21 +456,19 @@ def finish_job(view: JobView) -> Iterator[Intent]:
 def is_complete(view: JobView) -> bool:
     """Whether nothing is left to do."""
     head = view.head
-    assert view.mirror.checkpoints is not None
     return (
         view.is_over
         and head.step > 0
-        and any(c.step == head.step for c in resumable_checkpoints(head, view.mirror.checkpoints.record.entries))
+        and any(c.step == head.step for c in resumable_checkpoints(head, view.checkpoints))
         and (not view.is_evaluated_after(head.step, last=True) or str(head.version) in view.mirror.evaluations)
     )
 
 
 def _how_it_ended(view: JobView) -> str:
     epochs, steps = view.rules.epochs, view.head.step
-    assert view.mirror.plan is not None
     failed = sum(one.failed for one in view.head.tally.sources.values())
     said = f"; {failed} prompt{'s' * (failed > 1)} failed, the job's events say why" if failed else ""
-    said += emulation_remark(place.slot for place in view.mirror.plan.record.engines)
+    said += emulation_remark(place.slot for place in view.plan.engines)
     if epochs is None:
         return f"all {steps} steps are trained{said}"
     through = "the data epoch" if epochs == 1 else f"all {epochs} data epochs"

@@ -1,20 +1,19 @@
-"""Carries out what `controllers.spreading` decides, of a job whose nodes share no folder: this node's own folder of the run gets
-what it lacks from those of its peers, and the store is told what lies in it.
+"""Carries out `controllers.rules.replication` for a job whose nodes share no folder: this node's own folder of the run gets what it lacks
+from those of its peers, and this node's record says what lies in it.
 
-What was fetched counts once it is whole here: a checkpoint by every byte of its manifest and by the digest that was registered,
-the rest by the digest of what was sent. Decides nothing. A peer that gives nothing, and a disk that takes nothing, are told and
-tried again.
+A copy counts once every byte of it was read here: a checkpoint against its manifest and the registered digest, the rest against the
+digest of what was sent. A peer that gives nothing and a disk that takes nothing are reported and tried again; neither ends the job.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from controllers.job.effects import Effects
 from controllers.rules.actions import (
     ActionResult,
     Archive,
@@ -34,7 +33,7 @@ from gcore.ledger import archive, transactions
 from gcore.ledger.archive import highest_in_folder
 from gcore.ledger.audit import receipts
 from gcore.ledger.records.chain import HeldCheckpoint, NodeFolder
-from gcore.ledger.transactions import TxnOutcome, Versioned
+from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
 from gcore.models.layout import (
     CheckpointDamaged,
     checkpoint_folder,
@@ -45,15 +44,24 @@ from gcore.models.layout import (
     weights_folder,
 )
 from gcore.schema import UnreadableRecord
-from gcore.store.types import KeyValue
+from gcore.store.types import KeyValue, Store
+from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.system.files import DiskFull
 
-# -------------------- bringing
-# Brings a checkpoint to this node's own folder of the run, where nodes share none: it lies here whole, or it is said why not.
-#
-# What was fetched counts once every byte of it was read here, against its manifest and the digest that was registered. Decides
-# nothing, and writes nothing to the store.
+TOPIC = "copies"
+"""What trouble with a node's own folder is called."""
+
+
+PATIENCE_S = 15.0
+"""Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
+
+
+AGAIN_S = 1.0
+"""After a peer gave nothing, or the disk took nothing, until it is tried again."""
+
+
+OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,41 +71,6 @@ class CheckpointFetch:
 
     problem: str = ""
     is_final: bool = False
-
-
-async def ensure_checkpoint(
-    checkpoint: SavedCheckpoint, view: JobView, hands: Effects, own: LocalRunFolder, *, read_all: bool = False
-) -> CheckpointFetch:
-    """See that a checkpoint lies here, and fetch it if not. `read_all`: every byte of one that lies here, and fetch another in
-    its place if it is damaged. Raises OSError."""
-    name, folder = (checkpoint.version, checkpoint.digest), hands.run_dir / checkpoint.file
-    here = ""
-    try:
-        await asyncio.to_thread(
-            verify_files if read_all or name in own.damaged else verify_digest, folder, checkpoint.digest
-        )
-    except CheckpointDamaged as error:
-        here = str(error)
-    else:
-        own.damaged.discard(name)
-        return CheckpointFetch()
-    lies = await asyncio.to_thread(folder.is_dir)
-    if lies:
-        own.damaged.add(name)
-    peers = peer_addresses(view)
-    said = checkpoint_holders(view, *name) - {view.node}
-    fetch = partial(
-        own.files.folder, folder=checkpoint.file, prove=partial(verify_files, digest=checkpoint.digest), durable=True
-    )
-    fetched = await fetch_from_first(peers, turn_order(said, f"source {view.node}"), fetch)
-    if fetched.source:
-        own.damaged.discard(name)
-        return CheckpointFetch()
-    is_final = said == fetched.wrong.keys() and all(
-        isinstance(error, CheckpointDamaged | FileMissing) for error in fetched.wrong.values()
-    )
-    why = fetched.why or "no other node that is there has it"
-    return CheckpointFetch(f"{here}; {why}" if lies else why, is_final)
 
 
 def verify_files(folder: Path, digest: str) -> None:
@@ -117,66 +90,14 @@ def peer_addresses(view: JobView) -> dict[str, str]:
     return {name: record.for_peers for name, record in view.nodes.items() if name != view.node}
 
 
-TOPIC = "copies"
-"""What trouble with a node's own folder is called."""
-
-
-PATIENCE_S = 15.0
-"""Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
-
-
-AGAIN_S = 1.0
-"""After a peer gave nothing, or the disk took nothing, until it is tried again."""
-
-
-OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
-
-
-async def carry_out_folder_action(action: OwnAction, view: JobView, hands: Effects) -> ActionResult:
-    """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
-    name, own = type(action).__name__, hands.own
-    if own is None:
-        return ActionResult(TxnOutcome.STALE, f"{name}: nodes share a folder")
-    patience = PATIENCE_S
-    try:
-        done = await _do(action, view, hands, own)
-    except (OSError, DiskFull) as error:
-        why, patience = f"{error.strerror or error}" if isinstance(error, OSError) else error.what, 0.0
-        done = ActionResult(
-            TxnOutcome.UNKNOWN, f"its folder of the run {hands.run_dir} does not take what it is to keep ({why})"
-        )
-    except StoreUnavailable:
-        raise
-    except GcoreError as error:
-        done = ActionResult(TxnOutcome.UNKNOWN, f"{name}: {error}")
-    if done.outcome is not TxnOutcome.UNKNOWN:
-        if own.failing.pop(name, None) is not None and not own.failing:
-            hands.tell(TOPIC, "")
-        return done
-    now = hands.clock.monotonic()
-    if now - own.failing.setdefault(name, now) >= patience:
-        hands.tell(TOPIC, f"{view.node}: {done.sentence}")
-    if not isinstance(action, Gather | SayFolder):
-        await hands.clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
-    return done
-
-
-async def _do(action: OwnAction, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    match action:
-        case SayFolder():
-            return await report_own_folder(view, hands, own)
-        case FetchWeights():
-            return await fetch_weights(action, view, hands, own)
-        case FetchCheckpoint():
-            return await fetch_checkpoint(action, view, hands, own)
-        case BringStart():
-            return await fetch_start(action, view, hands, own)
-        case Gather():
-            return await fetch_receipts(action, view, hands, own)
-        case Archive():
-            return await write_archive(action, view, hands, own)
-        case Discard():
-            return await delete_own_copies(action, view, hands, own)
+def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:
+    found = []
+    for version, folder in sorted(checkpoints_in(run_dir).items()):
+        try:
+            found.append(HeldCheckpoint(lineage=version.lineage, step=version.step, digest=manifest_digest(folder)))
+        except CheckpointDamaged:
+            continue  # without a manifest it is none
+    return tuple(found)
 
 
 def _read(kv: KeyValue) -> NodeFolder | None:
@@ -187,101 +108,188 @@ def _read(kv: KeyValue) -> NodeFolder | None:
         return None
 
 
-async def report_own_folder(view: JobView, hands: Effects, own: LocalRunFolder, **said: object) -> ActionResult:
-    """Look what lies here and say so, with `said` as new fields."""
-    key = view.mirror.keys.folder(view.node)
-    found = await asyncio.to_thread(_lying, hands.run_dir)
-    kv = await hands.store.get(key)
-    known = None if kv is None else _read(kv)
-    if known is not None and known.by == view.me:
-        before = known
-    else:
-        left = await asyncio.to_thread(highest_in_folder, hands.run_dir)
-        before = NodeFolder(node=view.node, by=view.me, entry=left.entry)
-    checkpoints = tuple(one for one in found if (one.version, one.digest) not in own.damaged)
-    now = before.model_copy(update={"lineage": view.head.lineage, "checkpoints": checkpoints, **said})
-    sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"
-    if known == now:
-        return ActionResult(TxnOutcome.STALE, sentence)
-    written = None if kv is None else Versioned(known or now, kv.mod_revision)  # compared by its revision alone
-    report = await hands.ledger.run(transactions.say_folder(view.mirror.keys, written, now, hands.lease))
-    return ActionResult(report.outcome, sentence, report.revision)
+class Replicator:
+    """Keeps the folder of one job's run on one node as complete as the rules want it."""
 
+    def __init__(
+        self,
+        store: Store,
+        ledger: TransactionExecutor,
+        lease: int,
+        clock: Clock,
+        run_dir: Path,
+        tell: Callable[[str, str], None],
+        own: LocalRunFolder,
+    ) -> None:
+        """`tell` reports a problem of a topic, once while it lasts; an empty sentence says that it is over."""
+        self.own = own
+        self._store = store
+        self._ledger = ledger
+        self._lease = lease
+        self._clock = clock
+        self._run_dir = run_dir
+        self._tell = tell
 
-async def fetch_weights(action: FetchWeights, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    """From the node where they were staged, else from any that has them."""
-    target = weights_folder(hands.run_dir, action.version)
-    name = str(target.relative_to(hands.run_dir))
-    peers = peer_addresses(view)
-    fetch = partial(own.files.folder, folder=name, durable=False)
-    fetched = await fetch_from_first(peers, (action.source, *sorted(peers.keys() - {action.source})), fetch)
-    if not fetched.source:
-        return ActionResult(TxnOutcome.UNKNOWN, f"fetch {name}: {fetched.why}")
-    await asyncio.to_thread(delete_old_staged, target.parent)
-    return ActionResult(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
-
-
-async def fetch_checkpoint(action: FetchCheckpoint, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    """Bring a copy here, and say so."""
-    brought = await ensure_checkpoint(action.checkpoint, view, hands, own)
-    if brought.problem:
-        return ActionResult(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
-    return await report_own_folder(view, hands, own)
-
-
-async def fetch_start(action: BringStart, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    """What a world starts from is read to the last byte by every node that runs a rank of it."""
-    brought = await ensure_checkpoint(action.checkpoint, view, hands, own, read_all=True)
-    said = await report_own_folder(view, hands, own)
-    if brought.problem:
-        return ActionResult(TxnOutcome.UNKNOWN, f"bring {action.checkpoint.file}: {brought.problem}")
-    own.brought.add(action.world)
-    return ActionResult(TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision)
-
-
-async def fetch_receipts(action: Gather, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
-    assert view.mirror.plan is not None
-    peers = peer_addresses(view)
-    nodes = {place.node for place in view.mirror.plan.record.ranks} & peers.keys()
-    sentence = f"gather the receipts of {action.token}"
-    if wrong := await extend_files(own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
-        return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
-    done = await report_own_folder(view, hands, own, receipts=str(action.token))
-    return ActionResult(done.outcome, sentence, done.revision)
-
-
-async def write_archive(action: Archive, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
-    comes along: so a node that came later, or was wiped, gets all of it."""
-    wrong = await extend_files(own, peer_addresses(view), RECORDS)
-    entries = [view.mirror.log[seq].record for seq in action.seqs]
-    evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
-    if entries:
-        await asyncio.to_thread(archive.append_entries, hands.run_dir, view.me, entries)
-    if evaluations:
-        await asyncio.to_thread(archive.append_evaluations, hands.run_dir, view.me, evaluations)
-    said = {"log": action.seqs} if entries else {}
-    more = {"evaluations": action.evaluations} if evaluations else {}
-    done = await report_own_folder(view, hands, own, **said, **more)
-    sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations are written down"
-    return ActionResult(done.outcome, "; ".join((sentence, *wrong)), done.revision)
-
-
-async def delete_own_copies(action: Discard, view: JobView, hands: Effects, own: LocalRunFolder) -> ActionResult:
-    """Delete copies that no record names."""
-    for version in action.versions:
-        fault_point(FaultPoint.FORGET, "before")
-        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(hands.run_dir, version), ignore_errors=True)
-        fault_point(FaultPoint.FORGET, "after")
-    return await report_own_folder(view, hands, own)
-
-
-def _lying(run_dir: Path) -> tuple[HeldCheckpoint, ...]:
-    found = []
-    for version, folder in sorted(checkpoints_in(run_dir).items()):
+    async def carry_out(self, action: OwnAction, view: JobView) -> ActionResult:
+        """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
+        name = type(action).__name__
+        patience = PATIENCE_S
         try:
-            found.append(HeldCheckpoint(lineage=version.lineage, step=version.step, digest=manifest_digest(folder)))
-        except CheckpointDamaged:
-            continue  # without a manifest it is none
-    return tuple(found)
+            done = await self._do(action, view)
+        except (OSError, DiskFull) as error:
+            why, patience = f"{error.strerror or error}" if isinstance(error, OSError) else error.what, 0.0
+            done = ActionResult(
+                TxnOutcome.UNKNOWN, f"its folder of the run {self._run_dir} does not take what it is to keep ({why})"
+            )
+        except StoreUnavailable:
+            raise
+        except GcoreError as error:
+            done = ActionResult(TxnOutcome.UNKNOWN, f"{name}: {error}")
+        if done.outcome is not TxnOutcome.UNKNOWN:
+            if self.own.failing.pop(name, None) is not None and not self.own.failing:
+                self._tell(TOPIC, "")
+            return done
+        now = self._clock.monotonic()
+        if now - self.own.failing.setdefault(name, now) >= patience:
+            self._tell(TOPIC, f"{view.node}: {done.sentence}")
+        if not isinstance(action, Gather | SayFolder):
+            await self._clock.sleep(AGAIN_S)  # many bytes must not go back and forth in vain, as fast as they can
+        return done
+
+    async def ensure_checkpoint(
+        self, checkpoint: SavedCheckpoint, view: JobView, *, read_all: bool = False
+    ) -> CheckpointFetch:
+        """See that a checkpoint lies here, and fetch it if not. `read_all`: every byte of one that lies here, and fetch another in
+        its place if it is damaged. Raises OSError."""
+        name, folder = (checkpoint.version, checkpoint.digest), self._run_dir / checkpoint.file
+        here = ""
+        try:
+            await asyncio.to_thread(
+                verify_files if read_all or name in self.own.damaged else verify_digest, folder, checkpoint.digest
+            )
+        except CheckpointDamaged as error:
+            here = str(error)
+        else:
+            self.own.damaged.discard(name)
+            return CheckpointFetch()
+        lies = await asyncio.to_thread(folder.is_dir)
+        if lies:
+            self.own.damaged.add(name)
+        peers = peer_addresses(view)
+        said = checkpoint_holders(view, *name) - {view.node}
+        fetch = partial(
+            self.own.files.folder,
+            folder=checkpoint.file,
+            prove=partial(verify_files, digest=checkpoint.digest),
+            durable=True,
+        )
+        fetched = await fetch_from_first(peers, turn_order(said, f"source {view.node}"), fetch)
+        if fetched.source:
+            self.own.damaged.discard(name)
+            return CheckpointFetch()
+        is_final = said == fetched.wrong.keys() and all(
+            isinstance(error, CheckpointDamaged | FileMissing) for error in fetched.wrong.values()
+        )
+        why = fetched.why or "no other node that is there has it"
+        return CheckpointFetch(f"{here}; {why}" if lies else why, is_final)
+
+    async def _do(self, action: OwnAction, view: JobView) -> ActionResult:
+        match action:
+            case SayFolder():
+                return await self._report_own_folder(view)
+            case FetchWeights():
+                return await self._fetch_weights(action, view)
+            case FetchCheckpoint():
+                return await self._fetch_checkpoint(action, view)
+            case BringStart():
+                return await self._fetch_start(action, view)
+            case Gather():
+                return await self._fetch_receipts(action, view)
+            case Archive():
+                return await self._write_archive(action, view)
+            case Discard():
+                return await self._delete_own_copies(action, view)
+
+    async def _report_own_folder(self, view: JobView, **said: object) -> ActionResult:
+        """Look what lies here and say so, with `said` as new fields."""
+        key = view.mirror.keys.folder(view.node)
+        found = await asyncio.to_thread(_lying, self._run_dir)
+        kv = await self._store.get(key)
+        known = None if kv is None else _read(kv)
+        if known is not None and known.by == view.me:
+            before = known
+        else:
+            left = await asyncio.to_thread(highest_in_folder, self._run_dir)
+            before = NodeFolder(node=view.node, by=view.me, entry=left.entry)
+        checkpoints = tuple(one for one in found if (one.version, one.digest) not in self.own.damaged)
+        now = before.model_copy(update={"lineage": view.head.lineage, "checkpoints": checkpoints, **said})
+        sentence = f"{view.node} has {len(checkpoints)} checkpoints in its folder"
+        if known == now:
+            return ActionResult(TxnOutcome.STALE, sentence)
+        written = None if kv is None else Versioned(known or now, kv.mod_revision)  # compared by its revision alone
+        report = await self._ledger.run(transactions.say_folder(view.mirror.keys, written, now, self._lease))
+        return ActionResult(report.outcome, sentence, report.revision)
+
+    async def _fetch_weights(self, action: FetchWeights, view: JobView) -> ActionResult:
+        """From the node where they were staged, else from any that has them."""
+        target = weights_folder(self._run_dir, action.version)
+        name = str(target.relative_to(self._run_dir))
+        peers = peer_addresses(view)
+        fetch = partial(self.own.files.folder, folder=name, durable=False)
+        fetched = await fetch_from_first(peers, (action.source, *sorted(peers.keys() - {action.source})), fetch)
+        if not fetched.source:
+            return ActionResult(TxnOutcome.UNKNOWN, f"fetch {name}: {fetched.why}")
+        await asyncio.to_thread(delete_old_staged, target.parent)
+        return ActionResult(TxnOutcome.WON, f"fetch {name} from {fetched.source}")
+
+    async def _fetch_checkpoint(self, action: FetchCheckpoint, view: JobView) -> ActionResult:
+        """Bring a copy here, and say so."""
+        brought = await self.ensure_checkpoint(action.checkpoint, view)
+        if brought.problem:
+            return ActionResult(TxnOutcome.UNKNOWN, f"fetch {action.checkpoint.file}: {brought.problem}")
+        return await self._report_own_folder(view)
+
+    async def _fetch_start(self, action: BringStart, view: JobView) -> ActionResult:
+        """What a world starts from is read to the last byte by every node that runs a rank of it."""
+        brought = await self.ensure_checkpoint(action.checkpoint, view, read_all=True)
+        said = await self._report_own_folder(view)
+        if brought.problem:
+            return ActionResult(TxnOutcome.UNKNOWN, f"bring {action.checkpoint.file}: {brought.problem}")
+        self.own.brought.add(action.world)
+        return ActionResult(
+            TxnOutcome.WON, f"world {action.world} can start from {action.checkpoint.file}", said.revision
+        )
+
+    async def _fetch_receipts(self, action: Gather, view: JobView) -> ActionResult:
+        """The receipts of ranks on other nodes; those of nodes that are away come later, or never."""
+        peers = peer_addresses(view)
+        nodes = {place.node for place in view.plan.ranks} & peers.keys()
+        sentence = f"gather the receipts of {action.token}"
+        if wrong := await extend_files(self.own, {node: peers[node] for node in nodes}, (receipts.FOLDER,)):
+            return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {'; '.join(wrong)}")
+        done = await self._report_own_folder(view, receipts=str(action.token))
+        return ActionResult(done.outcome, sentence, done.revision)
+
+    async def _write_archive(self, action: Archive, view: JobView) -> ActionResult:
+        """What is to leave the store stands there still, so each node writes it down from there. What peers have of earlier times
+        comes along: so a node that came later, or was wiped, gets all of it."""
+        wrong = await extend_files(self.own, peer_addresses(view), RECORDS)
+        entries = [view.mirror.log[seq].record for seq in action.seqs]
+        evaluations = [view.mirror.evaluations[version].record for version in action.evaluations]
+        if entries:
+            await asyncio.to_thread(archive.append_entries, self._run_dir, view.me, entries)
+        if evaluations:
+            await asyncio.to_thread(archive.append_evaluations, self._run_dir, view.me, evaluations)
+        said = {"log": action.seqs} if entries else {}
+        more = {"evaluations": action.evaluations} if evaluations else {}
+        done = await self._report_own_folder(view, **said, **more)
+        sentence = f"{len(entries)} log entries and {len(evaluations)} evaluations are written down"
+        return ActionResult(done.outcome, "; ".join((sentence, *wrong)), done.revision)
+
+    async def _delete_own_copies(self, action: Discard, view: JobView) -> ActionResult:
+        """Delete copies that no record names."""
+        for version in action.versions:
+            fault_point(FaultPoint.FORGET, "before")
+            await asyncio.to_thread(shutil.rmtree, checkpoint_folder(self._run_dir, version), ignore_errors=True)
+            fault_point(FaultPoint.FORGET, "after")
+        return await self._report_own_folder(view)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from controllers.flow.group_buffer import GroupBuffer
 from controllers.rules.actions import Action, Place, Register, Retain, Warn
 from controllers.rules.retention import CHECKPOINT_TROUBLE
 from controllers.rules.view import JobView, Timers
@@ -17,19 +16,23 @@ from gcore.observability.metrics import Metrics, MoveFigures
 from gcore.observability.step_metrics import PHASES
 from gcore.store.types import StoreMemberStatus, WatchBatch
 from gcore.system.clock import Clock
+from gcore.types import Version
 from placement.assign import split_of
 
 
-def show_in_flight(metrics: Metrics, mirror: JobMirror, holdings: GroupBuffer, now: float) -> None:
-    """What this peer has in flight and holds, and how old the oldest in flight is. `now`: the monotonic clock."""
+def show_in_flight(
+    metrics: Metrics, mirror: JobMirror, versions: Collection[Version], offered: int, oldest_s: float
+) -> None:
+    """Show the prompts that this peer has in flight, of which `versions` has the oldest weights each, and the groups that it offers.
+
+    `oldest_s`: for how many seconds the oldest has been in flight.
+    """
     if mirror.job is None or mirror.head is None:
         return
     job, head = mirror.job.record.full_name, mirror.head.record
-    metrics.groups_in_flight.labels(job).set(len(holdings.in_flight))
-    metrics.groups_offered.labels(job).set(len(holdings.offers))
-    oldest = holdings.in_flight.oldest()
-    metrics.oldest_seconds.labels(job).set(0.0 if oldest is None else max(now - oldest[1].since, 0.0))
-    versions = holdings.in_flight.versions(head).values()
+    metrics.groups_in_flight.labels(job).set(len(versions))
+    metrics.groups_offered.labels(job).set(offered)
+    metrics.oldest_seconds.labels(job).set(oldest_s)
     metrics.oldest_steps.labels(job).set(max((head.step - version.step for version in versions), default=0))
 
 

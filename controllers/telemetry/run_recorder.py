@@ -17,7 +17,6 @@ from typing import Any
 
 from controllers.accounting.collector import AccountCollector
 from controllers.changes import ChangeSignal
-from controllers.flow.group_buffer import GroupBuffer
 from controllers.identity import Identity
 from controllers.rules.view import TURN_SECONDS, JobView, turn_of
 from controllers.telemetry.events import EventLog
@@ -161,6 +160,10 @@ MOST_WAITING = 4
 """Steps whose samples wait to be written; when the disk is slower than the steps, the oldest are left out."""
 
 
+GroupLookup = Callable[[str], Group | None]
+"""Finds a finished group that this controller has by its digest."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     group: Group
@@ -189,15 +192,15 @@ class SampleWriter:
         """From here on prompts can be looked up."""
         self._spec, self._stream, self._run_dir = spec, stream, run_dir
 
-    def note(self, mirror: JobMirror, holdings: GroupBuffer) -> None:
-        """Called at each change, before what is terminal leaves the holdings."""
+    def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
+        """Called at each change, before terminal groups leave the buffer."""
         if self._spec is None or mirror.head is None:
             return
         for stored in mirror.seals.values():
             seal = stored.record
             sealed = seal.state in (SealState.SEALED, SealState.READY)
             if self.has_room and sealed and seal.token not in self._held and self._spec.samples.due(seal.step):
-                self._held[seal.token] = tuple(self._mine(seal, holdings))
+                self._held[seal.token] = tuple(self._mine(seal, find_group))
         if not self._held:
             return
         head = mirror.head.record
@@ -234,12 +237,12 @@ class SampleWriter:
             else:
                 self._in_trouble = False
 
-    def _mine(self, seal: Seal, holdings: GroupBuffer) -> list[_Held]:
+    def _mine(self, seal: Seal, find_group: GroupLookup) -> list[_Held]:
         assert self._stream is not None
         assert self._spec is not None
         found = []
         for sealed in choose_groups(seal, self._spec.samples.groups):
-            group = holdings.group(sealed.digest) if sealed.holder == self._me else None
+            group = find_group(sealed.digest) if sealed.holder == self._me else None
             if group is not None:
                 found.append(_Held(group, sealed.digest, *self._stream.found(sealed.ref)))
         return found
@@ -310,9 +313,9 @@ class RunRecorder:
             )
             self._trackers.append(start_background_task(keeper.run(), f"tracker {tracker.name}"))
 
-    def note(self, mirror: JobMirror, holdings: GroupBuffer) -> None:
-        """A change, before what is terminal leaves the holdings."""
-        self.samples.note(mirror, holdings)
+    def note(self, mirror: JobMirror, find_group: GroupLookup) -> None:
+        """A change, before terminal groups leave the buffer."""
+        self.samples.note(mirror, find_group)
 
     async def finish(self) -> None:
         """The job has ended: what is missing is written and given to the trackers, for a bounded time."""

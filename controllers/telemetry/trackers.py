@@ -23,9 +23,9 @@ from typing import BinaryIO
 from controllers.changes import ChangeSignal
 from controllers.rules.view import turn_of
 from gcore.config.spec import TrackerSpec
+from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import JobRecord
-from gcore.observability.metrics_file import FILE
 from gcore.observability.tracking import BUSY, TrackerDocument, tracker_folder
 from gcore.system.clock import Clock
 
@@ -186,7 +186,7 @@ class TrackerProcess:
             waiting.cancel()
 
     async def _stalled(self, heard: _Heard, now: float) -> bool:
-        size = await asyncio.to_thread(_size, Path(self._job().run_dir) / FILE)
+        size = await asyncio.to_thread(_size, Path(self._job().run_dir) / METRICS_FILE)
         if heard.ready and heard.offset >= size:
             heard.moved = now
         return now - heard.moved > self._patience.stall_s
@@ -224,8 +224,7 @@ class TrackerProcess:
         return self._me in members and turn_of(members, self._me, f"tracker {self._tracker.name}") == 0
 
     def _ended(self) -> bool:
-        status = self._look().status
-        return status is not None and status.record.phase.ended
+        return self._look().has_ended
 
     def _job(self) -> JobRecord:
         job = self._look().job

@@ -31,19 +31,10 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 log = logging.getLogger(__name__)
-
-
 MOST_AT_ONCE = 8
-
-
 ANSWER_S = 10.0
-
-
 UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
 MOST_DIGITS = 18
-
 
 SAFE = [
     ("Cache-Control", "no-store"),
@@ -53,10 +44,7 @@ SAFE = [
     ("Cross-Origin-Resource-Policy", "same-origin"),
 ]
 
-
 Told = Tree | list[Tree]
-
-
 Who = Callable[["WSGIEnvironment"], Caller]
 
 

@@ -26,10 +26,11 @@ from controllers.rules.waits import current_waits
 from controllers.telemetry.events import Event, EventLog
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.node import EVERY_ADDRESS
+from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import Move
 from gcore.ledger.records.slot_accounting import FOLDER, AccountLine, parse_line
-from gcore.observability.metrics_file import FILE, Line, decode_line
+from gcore.observability.metrics_file import Line, decode_line
 from gcore.store.keys import DEFAULT_NAMESPACE, JobKeys, full_name
 from gcore.system.clock import Clock
 from placement.moves import move_in_words, numbers_in_words, outcome_in_words
@@ -46,9 +47,7 @@ if TYPE_CHECKING:
 CURVES_MOST_BYTES = 4 << 20
 """Of the file's end."""
 
-
 MOST_POINTS = 400
-
 
 NAMES = (
     "reward",
@@ -84,7 +83,7 @@ class Curves:
 def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
     """Of a run's folder; empty where there is no file yet. Raises OSError."""
     try:
-        with (run_dir / FILE).open("rb") as file:
+        with (run_dir / METRICS_FILE).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - most_bytes, 0))
             lines = file.read(most_bytes).split(b"\n")
@@ -97,7 +96,7 @@ def read_curves(run_dir: Path, most_bytes: int = CURVES_MOST_BYTES) -> Curves:
 def curves_stamp(run_dir: Path) -> object:
     """Differs when there is anything new to read. Raises OSError, but for a file that is not there."""
     try:
-        return (run_dir / FILE).stat().st_size
+        return (run_dir / METRICS_FILE).stat().st_size
     except FileNotFoundError:
         return None
 
@@ -145,13 +144,10 @@ def thin_points(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) ->
 TIMELINES_MOST_BYTES = 512 << 10
 """Of the end of a node's books."""
 
-
 MOST_STEPS, MOST_LINES = 8, 128
 """Of each node's books; and of all of them together: with many nodes fewer steps are drawn."""
 
-
 MOST_NODES = 64
-
 
 MOST_SLOTS = 256
 """Rows of the picture, of all nodes."""
@@ -221,11 +217,7 @@ def _add(found: SlotTimelines, lines: list[AccountLine]) -> None:
 # daemon has few threads, and other work for them than pages.
 
 MOST_RUNS = 16
-
-
 TURN_S = 1.0
-
-
 T = TypeVar("T")
 
 
@@ -256,18 +248,13 @@ class FileCache(Generic[T]):
 
 
 MOST_JOBS = 200
-
-
 MOST_EVENTS = 200
-
 
 MOST_SAID = 2000
 """Characters of one event's message."""
 
-
 LIST_ANEW_S = 5.0
 """So long is a list of the jobs good: it takes reading the records of each."""
-
 
 Tree = dict[str, Any]
 

@@ -216,9 +216,8 @@ class WorkerLauncher:
 
     def _spawn(self, action: StartEngine | StartRank, view: JobView) -> Launch:
         """Raises CannotStart, SglangMissing, OSError."""
-        assert view.mirror.job is not None
         uid = view.mirror.keys.uid
-        run_dir = Path(view.mirror.job.record.run_dir)
+        run_dir = Path(view.job.run_dir)
         slots: tuple[str, ...] = action.place.slots if isinstance(action, StartEngine) else (action.place.slot,)
         role: WorkerRole
         world: str | None
@@ -266,24 +265,21 @@ class WorkerLauncher:
         return memory_folder(Path(self._config.memory_dir), self._config.home, self._config.node, job_uid)
 
     def _rank_child(self, action: StartRank, view: JobView) -> LaunchDocument:
-        assert view.mirror.job is not None
-        assert view.mirror.head is not None
-        assert view.mirror.plan is not None
         start = world_start(view)
         assert start is not None
         slot = action.place.slot
-        places = sorted(view.mirror.plan.record.ranks, key=lambda place: place.rank)
+        places = sorted(view.plan.ranks, key=lambda place: place.rank)
         memory = self.memory_dir(view.mirror.keys.uid)
         makes_copies = view.spec.train.copies_gb != 0 and open_folder(memory, self._config.home)
         document = {
             "kind": "rank",
             "job_uid": view.mirror.keys.uid,
             "world": action.world,
-            "lineage": view.mirror.head.record.lineage,
+            "lineage": view.head.lineage,
             "rank": action.place.rank,
             "world_size": len(places),
             "spec": view.spec.model_dump(mode="json"),
-            "run_dir": view.mirror.job.record.run_dir,
+            "run_dir": view.job.run_dir,
             "start": start.model_dump(mode="json"),
             "host": self._config.workers_listen_on,
             "threads": count_threads((slot,)),

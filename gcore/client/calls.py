@@ -30,7 +30,6 @@ from gcore.system.clock import Clock
 
 NO_ANSWER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
-
 WRONG_REQUEST = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -41,16 +40,12 @@ WRONG_REQUEST = frozenset(
     }
 )
 
-
 NOT_ALLOWED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-
 
 FINAL = WRONG_REQUEST | NOT_ALLOWED
 """Another controller would say the same."""
 
-
 NOTHING_THERE = "nothing listens there"
-
 
 HANDSHAKES = {
     "certificate has expired": "its certificate has expired (`gcore certs renew`)",
@@ -99,8 +94,6 @@ def _kind(error: grpc.aio.AioRpcError, address: str, what: str) -> GcoreError:
 # How long what is waited for, and which states a job ends in.
 
 ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
-
-
 MAX_ANSWER_BYTES = 64 << 20
 
 
@@ -138,10 +131,8 @@ def job_state_name(state: int) -> str:
 
 T = TypeVar("T")
 
-
 ApiCall = Callable[[Any, float], Awaitable[T]]
 """Makes a call with a stub, for so many seconds."""
-
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),

@@ -1,31 +1,38 @@
-"""The client for people who write asynchronous programs: `gcore.AsyncClient`.
+"""The clients for people: `gcore.AsyncClient` for asynchronous programs, `gcore.Client` for scripts and notebooks.
 
 ```python
 async with gcore.AsyncClient() as cluster:
     job = await cluster.submit("grpo.yaml", set=["flow.steps=40"])
     async for event in cluster.events(job):
         print(event.kind, event.message)
+
+cluster = gcore.Client()
+job = cluster.submit("grpo.yaml")
+for event in cluster.events(job):
+    print(event.kind, event.message)
+cluster.list(states=["RUNNING"])        # a notebook shows a table
 ```
 
-Without an address it talks to the cluster that the command line talks to: of GCORE_ADDRESS, of the named or current context, of the local
-cluster in `home`. A job is named by a `Job`, its uid, `NAMESPACE/NAME` or `NAME`. Errors are gcore's (`gcore.errors`), and carry what the API
-told programs in `refusal`. Streams go on from another controller when theirs dies.
+Without an address a client talks to the cluster that the command line talks to: of GCORE_ADDRESS, of the named or current context, of the local
+cluster in `home`. A job is named by a `Job`, its uid, `NAMESPACE/NAME` or `NAME`. Errors are gcore's (`gcore.errors`); their
+`refusal` has what the API says to programs. A stream continues at another controller when its own dies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.client.calls import WaitPolicy
+from gcore.client.calls import WaitPolicy, find_cluster
 from gcore.client.jobs import JobsClient
 from gcore.client.models import (
     Job,
@@ -44,9 +51,9 @@ from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
 
 JobRef = Job | str
-
-
 HOUR_S = 3600.0
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class AsyncClient:
@@ -61,8 +68,6 @@ class AsyncClient:
         clock: Clock | None = None,
     ) -> None:
         """`address`: host:port of a controller, or several. Raises UsageError, and Unreachable if no cluster is known."""
-        from gcore.client.calls import find_cluster
-
         found = find_cluster(address, Path(home), os.environ)
         self.jobs = JobsClient(
             found.addresses, clock=clock or SystemClock(), patience=patience, connector=found.connector
@@ -251,25 +256,38 @@ def _name(job: JobRef) -> str:
     return job.uid if isinstance(job, Job) else job
 
 
-# -------------------- sync
-# The client for scripts and notebooks: `gcore.Client`, with the verbs of `gcore.AsyncClient`, which it has run in a thread of its own.
-#
-# ```python
-# cluster = gcore.Client()
-# job = cluster.submit("grpo.yaml")
-# for event in cluster.events(job):
-#     print(event.kind, event.message)
-# cluster.list(states=["RUNNING"])        # a notebook shows a table
-# ```
-#
-# So it can be used where an event loop runs already, as in a notebook. Interrupting a call (Ctrl-C, the stop button) ends the call, and
-# nothing that the cluster does. A stream that is not read to its end is closed with its iterator.
+def blocking(
+    verb: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """The same verb of `Client`: it returns when the answer is there."""
 
-T = TypeVar("T")
+    @functools.wraps(verb)
+    def call(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
+        work: Coroutine[Any, Any, T] = getattr(client._inner, verb.__name__)(*args, **options)
+        return client._run(work)
+
+    return call
+
+
+def streaming(
+    verb: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Generator[T, None, None]]:
+    """The same stream of `Client`, as an iterator that blocks. One that is not read to its end is closed with its iterator."""
+
+    @functools.wraps(verb)
+    def call(client: Client, /, *args: P.args, **options: P.kwargs) -> Generator[T, None, None]:
+        source: AsyncGenerator[T, None] = getattr(client._inner, verb.__name__)(*args, **options)
+        return client._stream(source)
+
+    return call
 
 
 class Client:
-    """Close it, or use it as a context manager; its thread ends with the process in any case."""
+    """The verbs of `AsyncClient`, run by a thread of its own, so that it also works where an event loop runs already, as in a notebook.
+
+    Interrupting a call (Ctrl-C, the stop button) ends the call and nothing that the cluster does. Close it, or use it as a context manager;
+    its thread ends with the process in any case.
+    """
 
     def __init__(
         self,
@@ -300,139 +318,31 @@ class Client:
             self._run(self._inner.close())
             self._stop()
 
-    def submit(
-        self,
-        spec: str | Path | Mapping[str, Any],
-        *,
-        set: Sequence[str] = (),
-        new: bool = False,
-        request_id: str | None = None,
-    ) -> Job:
-        """See `AsyncClient.submit`."""
-        return self._run(self._inner.submit(spec, set=set, new=new, request_id=request_id))
-
-    def get(self, job: JobRef) -> Job:
-        """See `AsyncClient.get`."""
-        return self._run(self._inner.get(job))
-
-    def list(
-        self, *, states: Iterable[str] = (), namespace: str = "", name_prefix: str = "", limit: int | None = None
-    ) -> Listing[Job]:
-        """See `AsyncClient.list`."""
-        return self._run(self._inner.list(states=states, namespace=namespace, name_prefix=name_prefix, limit=limit))
-
-    def cancel(self, job: JobRef, *, drain: bool = False) -> Job:
-        """See `AsyncClient.cancel`."""
-        return self._run(self._inner.cancel(job, drain=drain))
-
-    def pause(self, job: JobRef) -> Job:
-        """See `AsyncClient.pause`."""
-        return self._run(self._inner.pause(job))
-
-    def resume(self, job: JobRef) -> Job:
-        """See `AsyncClient.resume`."""
-        return self._run(self._inner.resume(job))
-
-    def update(
-        self, job: JobRef, *, priority: int | None = None, slots_min: int | None = None, slots_max: int | None = None
-    ) -> Job:
-        """See `AsyncClient.update`."""
-        return self._run(self._inner.update(job, priority=priority, slots_min=slots_min, slots_max=slots_max))
-
-    def delete(self, job: JobRef, *, files: bool = False) -> None:
-        """See `AsyncClient.delete`."""
-        self._run(self._inner.delete(job, files=files))
-
-    def evaluate(self, job: JobRef) -> int:
-        """See `AsyncClient.evaluate`."""
-        return self._run(self._inner.evaluate(job))
-
-    def wait(self, job: JobRef) -> Job:
-        """See `AsyncClient.wait`."""
-        return self._run(self._inner.wait(job))
-
-    def events(
-        self, job: JobRef, *, after: int = 0, newest: int = 0, follow: bool = True
-    ) -> Generator[JobEvent, None, None]:
-        """See `AsyncClient.events`."""
-        return self._stream(self._inner.events(job, after=after, newest=newest, follow=follow))
-
-    def metrics(
-        self, job: JobRef, *, after_step: int = 0, names: Sequence[str] = (), follow: bool = False
-    ) -> Generator[StepMetrics, None, None]:
-        """See `AsyncClient.metrics`."""
-        return self._stream(self._inner.metrics(job, after_step=after_step, names=names, follow=follow))
-
-    def logs(
-        self,
-        job: JobRef,
-        *,
-        role: str = "",
-        rank: int | None = None,
-        node: str = "",
-        since: float = 0.0,
-        tail: int = 0,
-        previous: bool = False,
-        follow: bool = False,
-    ) -> Generator[LogLine, None, None]:
-        """See `AsyncClient.logs`."""
-        return self._stream(
-            self._inner.logs(
-                job, role=role, rank=rank, node=node, since=since, tail=tail, previous=previous, follow=follow
-            )
-        )
-
-    def shards(self, job: JobRef) -> Listing[Shard]:
-        """See `AsyncClient.shards`."""
-        return self._run(self._inner.shards(job))
-
-    def nodes(self) -> Listing[Node]:
-        """See `AsyncClient.nodes`."""
-        return self._run(self._inner.nodes())
-
-    def drain(self, node: str, *, undo: bool = False) -> Node:
-        """See `AsyncClient.drain`."""
-        return self._run(self._inner.drain(node, undo=undo))
-
-    def usage(
-        self, *, by: Sequence[str] = ("namespace",), since: float = 0.0, until: float = 0.0, namespace: str = ""
-    ) -> Listing[Usage]:
-        """See `AsyncClient.usage`."""
-        return self._run(self._inner.usage(by=by, since=since, until=until, namespace=namespace))
-
-    def samples(
-        self, job: JobRef, *, step: int | None = None, source: str = "", limit: int = 0
-    ) -> Sequence[pb.SampleGroup]:
-        """See `AsyncClient.samples`."""
-        return self._run(self._inner.samples(job, step=step, source=source, limit=limit))
-
-    def audit(self, job: JobRef) -> pb.AuditReport:
-        """See `AsyncClient.audit`."""
-        return self._run(self._inner.audit(job))
-
-    def checkpoints(self, job: JobRef) -> Sequence[pb.CheckpointInfo]:
-        """See `AsyncClient.checkpoints`."""
-        return self._run(self._inner.checkpoints(job))
-
-    def books(self, job: JobRef, *, step: int | None = None) -> Sequence[pb.BookOfNode]:
-        """See `AsyncClient.books`."""
-        return self._run(self._inner.books(job, step=step))
-
-    def placement(self, job: JobRef) -> pb.PlacementReply:
-        """See `AsyncClient.placement`."""
-        return self._run(self._inner.placement(job))
-
-    def pin(self, request: pb.PinPlacementRequest) -> pb.PlacementReply:
-        """See `AsyncClient.pin`."""
-        return self._run(self._inner.pin(request))
-
-    def quotas(self) -> Sequence[pb.Quota]:
-        """See `AsyncClient.quotas`."""
-        return self._run(self._inner.quotas())
-
-    def set_quota(self, namespace: str, slots: int | None) -> Sequence[pb.Quota]:
-        """See `AsyncClient.set_quota`."""
-        return self._run(self._inner.set_quota(namespace, slots))
+    submit = blocking(AsyncClient.submit)
+    get = blocking(AsyncClient.get)
+    list = blocking(AsyncClient.list)
+    cancel = blocking(AsyncClient.cancel)
+    pause = blocking(AsyncClient.pause)
+    resume = blocking(AsyncClient.resume)
+    update = blocking(AsyncClient.update)
+    delete = blocking(AsyncClient.delete)
+    evaluate = blocking(AsyncClient.evaluate)
+    wait = blocking(AsyncClient.wait)
+    events = streaming(AsyncClient.events)
+    metrics = streaming(AsyncClient.metrics)
+    logs = streaming(AsyncClient.logs)
+    shards = blocking(AsyncClient.shards)
+    nodes = blocking(AsyncClient.nodes)
+    drain = blocking(AsyncClient.drain)
+    usage = blocking(AsyncClient.usage)
+    samples = blocking(AsyncClient.samples)
+    audit = blocking(AsyncClient.audit)
+    checkpoints = blocking(AsyncClient.checkpoints)
+    books = blocking(AsyncClient.books)
+    placement = blocking(AsyncClient.placement)
+    pin = blocking(AsyncClient.pin)
+    quotas = blocking(AsyncClient.quotas)
+    set_quota = blocking(AsyncClient.set_quota)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

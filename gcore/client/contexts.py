@@ -32,11 +32,7 @@ from gcore.errors import UsageError, did_you_mean
 from gcore.system.files import replace_file
 
 CONTEXT, ADDRESS, TOKEN, CA, CONFIG = "GCORE_CONTEXT", "GCORE_ADDRESS", "GCORE_TOKEN", "GCORE_CA", "GCORE_CONFIG"
-
-
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-
-
 MAX_BYTES = 1 << 18
 
 

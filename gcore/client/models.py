@@ -16,8 +16,6 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client.calls import job_state_name
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
-
-
 T = TypeVar("T")
 
 

@@ -1,4 +1,8 @@
-"""The base of every section of a job spec: frozen, unknown keys are errors, a truth is no number."""
+"""What the sections of a job spec and a daemon's configuration share: the base class, field types, and error sentences.
+
+A section is frozen, unknown keys are errors, and a boolean is no number. `explain_errors` turns pydantic's errors into
+sentences, each with its key and the nearest known key.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +68,6 @@ Temperature = Annotated[float, Field(ge=1e-6, le=1e6)]
 StopString = Annotated[str, Field(min_length=1)]
 
 
-# -------------------- explain
-# What is wrong with a spec, or a daemon's configuration, in words: the problems that pydantic found, each with its key, a sentence and the nearest key.
-
 MAX_SHOWN = 100
 
 
@@ -97,8 +98,8 @@ _WORDS = {
 """In place of what pydantic says in the words of Python."""
 
 
-def explain_errors(error: ValidationError, model: type[BaseModel] | None = None) -> Iterator[str]:
-    """The problems of a spec, or of another document of `model`, a sentence each, with the key."""
+def explain_errors(error: ValidationError, model: type[BaseModel], root: str = "the document") -> Iterator[str]:
+    """The problems of a document of `model`, a sentence each, with the key; `root` stands for the key of the whole document."""
     for problem in error.errors():
         loc = problem["loc"]
         option = len(loc) > 2 and str(loc[-3]).endswith("options")  # its last part is one of four types
@@ -107,9 +108,7 @@ def explain_errors(error: ValidationError, model: type[BaseModel] | None = None)
             continue
         if option and loc[-1] != "str":
             continue  # the first type speaks for all
-        dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or (
-            "spec" if model is None else "the document"
-        )
+        dotted = ".".join(str(part) for part in (loc[:-1] if option else loc)) or root
         if option:
             yield f"{dotted}: it should be a single value: text, a number, true or false"
         elif problem["type"] == "extra_forbidden":
@@ -153,12 +152,8 @@ def _choice(given: str | float, expected: str) -> str:
     return f"it should be {expected} (got {shorten_text(repr(given))}){hint}"
 
 
-def _nearest(loc: tuple[int | str, ...], model: type[BaseModel] | None) -> str | None:
+def _nearest(loc: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
     """The known key that is nearest to an unknown one, under the same items of the same lists."""
-    if model is None:
-        from gcore.config.spec import JobSpec  # a daemon's configuration needs none, and building it takes a while
-
-        model = JobSpec
     named = ".".join(part for part in loc if isinstance(part, str))
     near = nearest_name(named, _known_keys(model))
     if near is None:

@@ -1,34 +1,25 @@
-"""How a model is evaluated: the section `eval` of a spec, and the sets it resolves to.
+"""The sections `data` and `eval` of a job spec, and the sources and held-out sets they resolve to.
 
-A spec with one file says `eval.path`; one with several sets lists `eval.sources`. What a set leaves out, the section says for
-all of them; what the section leaves out of how prompts look and how long answers may be, `data` and `rollout` say.
-`eval_sets` is what the rest of gcore reads: every field decided.
+A spec with one file says `data.path`; one with several lists `data.sources`. What a source leaves out, its section says
+for all of them; what `eval` leaves out of how prompts look and how long answers may be, `data` and `rollout` say.
+`gcore.config.spec` resolves a spec (`training_sources`, `eval_sets`): in a `ResolvedSource` and an `EvalSet` every field is
+decided.
 
-What a set measures has a name each: `accuracy`, `mean@N`, `pass@1` and a `pass@K` for each K in `pass_k` (`EvalSet.metrics`).
-`gcore.estimators` computes them, `gcore.ledger.evaluation` records them.
+A set measures `accuracy`, `mean@N`, `pass@1` and a `pass@K` for each K in `pass_k` (`EvalSampling.metrics`);
+`gcore.ledger.evaluation` computes and records them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from gcore.config.base import Option, Section, StopString, Temperature
 from gcore.config.reward import RewardSpec
 from gcore.errors import did_you_mean
-
-if TYPE_CHECKING:
-    from gcore.config.spec import JobSpec
-
-# -------------------- sources
-# Where prompts come from: the section `data` of a spec, and the sources it resolves to; of `eval`, what both share.
-#
-# A spec with one file says `data.path`; one with several lists `data.sources`. What a source leaves out, the section says
-# for all of them. `training_sources` is what the rest of gcore reads: every field decided, no fallback left to apply.
-# Held-out sets are `gcore.config.evaluation`'s.
 
 DataFormat = Literal["auto", "jsonl", "parquet", "hf"]
 
@@ -170,45 +161,6 @@ class ResolvedSource:
     max_prompt_tokens: int | None
     reward: RewardSpec
     sampling: SourceSampling
-
-
-def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
-    """Where the prompt stream comes from; at least one source."""
-    return tuple(resolve_source(spec, source) for source in _listed(spec.data))
-
-
-def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
-    if origin.path is None:
-        return origin.sources
-    return (SourceSpec(name=ONLY_SOURCE, path=origin.path, format=origin.format, split=origin.split),)
-
-
-def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
-    """The source with every field decided, as `data`, `model`, `reward` and `rollout` say where it says nothing."""
-    data, rollout, own = spec.data, spec.rollout, source.sampling
-    return ResolvedSource(
-        name=source.name,
-        path=source.path,
-        format=source.format,
-        split=source.split,
-        weight=source.weight,
-        prompt=data.prompt if source.prompt is None else source.prompt,
-        chat=spec.model.chat if source.chat is None else source.chat,
-        template=source.template or data.template,
-        system=data.system if source.system is None else source.system,
-        tools=source.tools or data.tools,
-        min_prompt_tokens=source.min_prompt_tokens or data.min_prompt_tokens,
-        max_prompt_tokens=source.max_prompt_tokens or data.max_prompt_tokens,
-        reward=source.reward or spec.reward,
-        sampling=SourceSampling(
-            temperature=rollout.temperature if own.temperature is None else own.temperature,
-            top_p=rollout.top_p if own.top_p is None else own.top_p,
-            top_k=rollout.top_k if own.top_k is None else own.top_k,
-            min_p=rollout.min_p if own.min_p is None else own.min_p,
-            max_new_tokens=own.max_new_tokens or rollout.max_new_tokens,
-            stop=rollout.stop if own.stop is None else own.stop,
-        ),
-    )
 
 
 LEAST_TEMPERATURE = 1e-6
@@ -415,35 +367,3 @@ class EvalSet:
 
     source: ResolvedSource
     draws: EvalSampling
-
-
-def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
-    """The held-out sets, in the order of the spec; none if nothing is evaluated."""
-    section = spec.eval
-    if section.path is not None:
-        listed: tuple[SourceSpec, ...] = (
-            SourceSpec(name=ONLY_SOURCE, path=section.path, format=section.format, split=section.split),
-        )
-    else:
-        listed = section.sources
-    sets, drawn = [], section.drawn
-    for one in listed:
-        draws = drawn[one.name]
-        source = resolve_source(spec, one)
-        longest = one.max_new_tokens if isinstance(one, EvalSetSpec) else None
-        longest = longest or section.max_new_tokens or spec.rollout.max_new_tokens
-        sampling = replace(
-            source.sampling,
-            temperature=draws.temperature,
-            top_p=draws.top_p,
-            top_k=None,
-            min_p=0.0,
-            max_new_tokens=longest,
-        )
-        sets.append(EvalSet(replace(source, sampling=sampling), draws))
-    return tuple(sets)
-
-
-def eval_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
-    """Where held-out prompts come from, set by set."""
-    return tuple(one.source for one in eval_sets(spec))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import stat
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -19,6 +20,7 @@ from gcore.config.reward import LONGEST_TEMPLATE, JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.config.train import STORED, FlowSpec
 from gcore.errors import SpecError, did_you_mean
+from gcore.plugins import PluginFault, PluginKind, find_plugin
 
 # -------------------- settings
 # What a flow sets in a spec unless the spec says otherwise: the estimator that its paper uses, say.
@@ -34,6 +36,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 Tree = dict[str, Any]
+
+
+FLOWS = PluginKind("flow", "gcore.flows", "flow.name")
 
 
 _SETTINGS = "__gcore_settings__"
@@ -63,6 +68,16 @@ def _why_not(section: str) -> str:
     return "a spec has no such section" + did_you_mean(section, JobSpec.model_fields.keys() - set(_NOT_A_FLOWS))
 
 
+def find_flow(name: str) -> Callable[..., Awaitable[None]]:
+    """The flow (`gcore.flows.api.Flow`) of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    found = find_plugin(FLOWS, name)
+    if not inspect.iscoroutinefunction(found) and not inspect.iscoroutinefunction(type(found).__call__):
+        raise PluginFault(
+            f"flow {name!r} is no coroutine function, and cannot be awaited", where=FLOWS.where, fix="Write `async def`"
+        )
+    return found
+
+
 def flow_settings(found: Callable[..., Any]) -> Mapping[str, Any]:
     """What a flow sets; empty for one that was not marked."""
     settings = getattr(found, _SETTINGS, {})
@@ -80,9 +95,7 @@ def apply_flow_settings(tree: Tree) -> Tree:
     name = section.get("name", FlowSpec.model_fields["name"].default)
     if not isinstance(name, str):
         return tree
-    from gcore.flows.api import find_flow  # a flow is foreign code: only with a spec that is new
-
-    settings = flow_settings(find_flow(name))
+    settings = flow_settings(find_flow(name))  # a flow is foreign code: only with a spec that is new
     return _under(tree, settings, JobSpec) if settings else tree
 
 
@@ -257,7 +270,7 @@ def _checked(
     try:
         spec = JobSpec.model_validate(tree, context=context)
     except ValidationError as error:
-        problems = blame(list(explain_errors(error)))
+        problems = blame(list(explain_errors(error, JobSpec, root="spec")))
         more = len(problems) - MAX_PROBLEMS
         text = "; ".join(problems[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
         raise SpecError(text, where=where, fix="See `gcore schema` for every field") from error
@@ -268,7 +281,7 @@ def _problems(tree: dict[str, Any]) -> list[str]:
     try:
         JobSpec.model_validate(tree)
     except ValidationError as error:
-        return list(explain_errors(error))
+        return list(explain_errors(error, JobSpec, root="spec"))
     return []
 
 

@@ -1,4 +1,4 @@
-"""The sections of a job spec.
+"""The job spec, the small sections that have no module of their own, and the resolved sources and held-out sets of a spec.
 
 Every field has its unit and meaning here; `gcore schema` prints them. Frozen, and unknown keys are errors
 (`gcore.config.load` names the nearest known one). A spec names flows, rewards and policies; it never carries code.
@@ -6,34 +6,52 @@ Every field has its unit and meaning here; `gcore schema` prints them. Frozen, a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
-from gcore.config.base import MOST_SLOTS, NAMESPACE, Option, Section
-from gcore.config.data import ACCURACY, NO_BEST, DataSpec, EvalSpec, eval_sources, training_sources
+from gcore.config.base import NAMESPACE, Option, Section
+from gcore.config.data import (
+    ACCURACY,
+    NO_BEST,
+    ONLY_SOURCE,
+    DataSpec,
+    EvalSet,
+    EvalSetSpec,
+    EvalSpec,
+    ResolvedSource,
+    SourceSampling,
+    SourceSpec,
+    SourcesSection,
+)
+from gcore.config.placement import PlacementSpec, SchedulingSpec
 from gcore.config.reward import MOST_JUDGES, JudgeSpec, RewardSpec, ScoringSpec
 from gcore.config.rollout import AgentSpec, EnvironmentSpec, RolloutSpec
 from gcore.config.train import FlowSpec, TrainSpec
 from gcore.config.validation import (
-    refuse_agent,
-    refuse_correction,
-    refuse_environment,
-    refuse_environment_reward,
-    refuse_flow,
-    refuse_judges,
-    refuse_pairs,
-    refuse_placement,
-    refuse_source,
-    refuse_spans,
-    refuse_stale,
-    refuse_streamed,
-    refuse_turns,
+    check_agent,
+    check_best,
+    check_chat,
+    check_context,
+    check_correction,
+    check_engine_sizes,
+    check_environment,
+    check_flow,
+    check_groups,
+    check_judges,
+    check_pairs,
+    check_placement,
+    check_sources,
+    check_stale,
+    check_streamed,
+    check_tracking,
+    check_turns,
+    check_warmup,
+    reward_names,
 )
 from gcore.store.keys import DEFAULT_NAMESPACE
-
-# -------------------- reading
-# What of a run is kept for people to read: samples, and where its numbers go besides the run's own folder.
 
 
 class TrackerSpec(Section):
@@ -62,46 +80,6 @@ class SamplesSpec(Section):
         return self.groups > 0 and (step == 1 or step % self.every == 0)
 
 
-# -------------------- scheduling
-# What a job says of itself where several share a cluster. Who gets which slots is `placement.shares`' business.
-
-HIGHEST_PRIORITY = 1000
-
-
-class SchedulingSpec(Section):
-    """The job's place among those that want the same slots."""
-
-    priority: Annotated[int, Field(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = Field(
-        0,
-        description="A job of a higher priority gets its slots first, and takes them from those below it at their next commit",
-    )
-    slots_min: PositiveInt = Field(
-        1,
-        le=MOST_SLOTS,
-        description="Fewer slots it does not run on: until so many are there for it, it waits; what its pools and ranks need counts too",
-    )
-    slots_max: PositiveInt | None = Field(
-        None,
-        le=MOST_SLOTS,
-        description="More it does not take; default: all that nobody else has a better claim to",
-    )
-
-    @model_validator(mode="after")
-    def _most_is_enough(self) -> SchedulingSpec:
-        if self.slots_max is not None and self.slots_max < self.slots_min:
-            raise ValueError(
-                f"slots_max ({self.slots_max}) is less than slots_min ({self.slots_min}); raise one or lower the other"
-            )
-        return self
-
-
-FIXED_POLICIES = ("colocated", "static")
-"""What stays as it is for as long as the job runs."""
-
-
-PLUGIN_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-
-
 class ModelSpec(Section):
     """The policy."""
 
@@ -116,73 +94,6 @@ class ModelSpec(Section):
     max_length: PositiveInt | None = Field(
         None, description="Longest prompt plus response, in tokens; default: the model's own limit"
     )
-
-
-class PlacementSpec(Section):
-    """Which slots the job uses."""
-
-    policy: Annotated[str, Field(pattern=PLUGIN_NAME)] = Field(
-        "colocated",
-        description="How slots are shared. colocated: every slot runs rollout, judges and train in turn; static: each pool has slots "
-        "of its own, for as long as the job runs; any other: a policy that is asked after each step and moves slots",
-    )
-    train: PositiveInt | None = Field(
-        None,
-        le=MOST_SLOTS,
-        description="With static: slots of train ranks, one rank each. With a policy that moves slots: as many to begin with",
-    )
-    reward: PositiveInt | None = Field(
-        None,
-        le=MOST_SLOTS,
-        description="With static: slots of judges; each judge has an engine on serving.replicas of them, or on all. With a policy that "
-        "moves slots: as many to begin with",
-    )
-    memory: Literal["kept", "in_turns"] | None = Field(
-        None,
-        description="Of a slot that engines and a train rank share: kept: all stays in memory; in_turns: engines give theirs back "
-        "while the rank trains, and the rank its own while they work. Default: in_turns on GPUs, kept on CPUs",
-    )
-    lend: bool | None = Field(
-        None,
-        description="Slots are lent between rollout and judges within a step, by putting one engine to sleep and waking another; "
-        "default: with policy: dynamic",
-    )
-    dry_run: bool = Field(
-        False,
-        description="A policy that moves slots moves none, and only says what it would do (gcore placement explain)",
-    )
-
-    @property
-    def is_live(self) -> bool:
-        """Whether slots move while the job runs."""
-        return self.policy not in FIXED_POLICIES
-
-    @property
-    def lends(self) -> bool:
-        """Whether slots are lent within a step."""
-        return self.policy == "dynamic" if self.lend is None else self.lend
-
-    @model_validator(mode="after")
-    def _pools_are_statics(self) -> PlacementSpec:
-        if self.policy == "static" and self.train is None:
-            raise ValueError("policy: static needs train, the number of slots that train")
-        if self.policy == "colocated" and (self.train is not None or self.reward is not None):
-            raise ValueError(
-                "with policy: colocated all pools share all slots; train and reward belong to policy: static"
-            )
-        if self.is_live and self.reward is not None and self.train is None:
-            raise ValueError(
-                f"reward says what policy: {self.policy} begins with, and so must train; give both or none"
-            )
-        if not self.is_live and self.dry_run:
-            raise ValueError(
-                f"policy: {self.policy} moves nothing, so there is nothing that dry_run could only say; leave it out"
-            )
-        if not self.is_live and self.lend:
-            raise ValueError(
-                f"policy: {self.policy} moves nothing, so no slot is lent; leave lend out, or set policy: dynamic"
-            )
-        return self
 
 
 class CheckpointSpec(Section):
@@ -272,62 +183,24 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
-        names = [tracker.name for tracker in self.tracking]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"tracking names {twice[0]!r} twice; a tracker takes the numbers once")
-        if names and self.storage.copies is not None:
-            raise ValueError(
-                f"tracking names {names[0]!r}, and how far a tracker has got stands on one node only; with storage.copies leave "
-                "tracking out: metrics.jsonl lies on every node"
-            )
-        if (of_flow := refuse_flow(self.flow, self.train)) is not None:
-            raise ValueError(of_flow)  # before a group's size: a group of two would not help
-        if self.flow.samples_per_prompt < 2 and self.train.compares_group:
-            raise ValueError(
-                f"flow.samples_per_prompt is {self.flow.samples_per_prompt}, and train.advantage {self.train.advantage!r} "
-                "compares the samples of a group; use at least 2"
-            )
-        if self.train.mini_batches > self.flow.groups_per_step:
-            raise ValueError(
-                f"train.mini_batches ({self.train.mini_batches}) is more than flow.groups_per_step "
-                f"({self.flow.groups_per_step}); a mini-batch holds at least one group"
-            )
-        rollout, train, groups = self.rollout, self.train, self.flow.groups_per_step
-        why = (
-            refuse_correction(rollout, train) or refuse_stale(rollout, train) or refuse_streamed(rollout, train, groups)
-        )
-        if why is not None:
+        if (why := next((why for rule in _RULES for why in rule(self)), None)) is not None:
             raise ValueError(why)
-        why = refuse_judges(self) or refuse_placement(self) or refuse_spans(self) or refuse_turns(self)
-        if why is not None:
-            raise ValueError(why)
-        longest, context = self.rollout.max_new_tokens, self.model.max_length
-        why = refuse_environment_reward(self) or refuse_environment(self.environment, longest, context)
-        if (why := why or refuse_agent(self) or refuse_pairs(self)) is not None:
-            raise ValueError(why)
-        critic = self.train.critic
-        if critic is not None and self.flow.steps is not None and critic.warmup_steps >= self.flow.steps:
-            raise ValueError(
-                f"train.critic.warmup_steps ({critic.warmup_steps}) leaves none of flow.steps ({self.flow.steps}) to the "
-                "policy"
-            )
-        for source in training_sources(self):
-            if (why := refuse_source(source, self.rollout)) is not None:
-                raise ValueError(f"source {source.name!r} {why}")
-        for source in eval_sources(self):
-            if source.sampling.max_new_tokens < self.rollout.min_new_tokens:
-                raise ValueError(
-                    f"eval source {source.name!r} allows {source.sampling.max_new_tokens} new tokens, fewer than "
-                    f"rollout.min_new_tokens ({self.rollout.min_new_tokens})"
-                )
-        if self.best_metric is not None and (why := self.eval.refuse_metric(self.best_metric)) is not None:
-            raise ValueError(f"checkpoint.{why}")
-        if self.model.max_length is not None and self.rollout.max_new_tokens >= self.model.max_length:
-            raise ValueError(
-                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt in model.max_length "
-                f"({self.model.max_length})"
-            )
         return self
+
+    @property
+    def rewards(self) -> list[tuple[str, RewardSpec]]:
+        """Every section `reward`, each with its place in the spec: the job's, of its sources, of its held-out sets."""
+        found = [("reward", self.reward)]
+        for noun, section in (("source", self.data), ("set", self.eval)):
+            found += [
+                (f"reward of {noun} {one.name!r}", one.reward) for one in section.sources if one.reward is not None
+            ]
+        return found
+
+    @property
+    def reward_names(self) -> frozenset[str]:
+        """Every reward function that any section names."""
+        return reward_names(self.rewards, self.judges)
 
     @property
     def served_judges(self) -> list[JudgeSpec]:
@@ -352,9 +225,99 @@ class JobSpec(Section):
         `asked` for by its seal.
 
         Which evaluated step is the best is known only after its evaluation, when its optimizer's state is about to change;
-        so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.housekeeping`).
+        so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.rules.retention`).
         """
         if step == 0:
             return False
         may_be_best = self.best_metric is not None and self.evaluates_after(step, last=last)
         return last or asked or step % self.checkpoint.every == 0 or may_be_best
+
+
+def training_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
+    """Where the prompt stream comes from; at least one source."""
+    return tuple(resolve_source(spec, source) for source in _listed(spec.data))
+
+
+def _listed(origin: SourcesSection) -> tuple[SourceSpec, ...]:
+    if origin.path is None:
+        return origin.sources
+    return (SourceSpec(name=ONLY_SOURCE, path=origin.path, format=origin.format, split=origin.split),)
+
+
+def resolve_source(spec: JobSpec, source: SourceSpec) -> ResolvedSource:
+    """The source with every field decided, as `data`, `model`, `reward` and `rollout` say where it says nothing."""
+    data, rollout, own = spec.data, spec.rollout, source.sampling
+    return ResolvedSource(
+        name=source.name,
+        path=source.path,
+        format=source.format,
+        split=source.split,
+        weight=source.weight,
+        prompt=data.prompt if source.prompt is None else source.prompt,
+        chat=spec.model.chat if source.chat is None else source.chat,
+        template=source.template or data.template,
+        system=data.system if source.system is None else source.system,
+        tools=source.tools or data.tools,
+        min_prompt_tokens=source.min_prompt_tokens or data.min_prompt_tokens,
+        max_prompt_tokens=source.max_prompt_tokens or data.max_prompt_tokens,
+        reward=source.reward or spec.reward,
+        sampling=SourceSampling(
+            temperature=rollout.temperature if own.temperature is None else own.temperature,
+            top_p=rollout.top_p if own.top_p is None else own.top_p,
+            top_k=rollout.top_k if own.top_k is None else own.top_k,
+            min_p=rollout.min_p if own.min_p is None else own.min_p,
+            max_new_tokens=own.max_new_tokens or rollout.max_new_tokens,
+            stop=rollout.stop if own.stop is None else own.stop,
+        ),
+    )
+
+
+def eval_sets(spec: JobSpec) -> tuple[EvalSet, ...]:
+    """The held-out sets, in the order of the spec; none if nothing is evaluated."""
+    section = spec.eval
+    sets, drawn = [], section.drawn
+    for one in _listed(section):
+        draws = drawn[one.name]
+        source = resolve_source(spec, one)
+        longest = one.max_new_tokens if isinstance(one, EvalSetSpec) else None
+        longest = longest or section.max_new_tokens or spec.rollout.max_new_tokens
+        sampling = replace(
+            source.sampling,
+            temperature=draws.temperature,
+            top_p=draws.top_p,
+            top_k=None,
+            min_p=0.0,
+            max_new_tokens=longest,
+        )
+        sets.append(EvalSet(replace(source, sampling=sampling), draws))
+    return tuple(sets)
+
+
+def eval_sources(spec: JobSpec) -> tuple[ResolvedSource, ...]:
+    """Where held-out prompts come from, set by set."""
+    return tuple(one.source for one in eval_sets(spec))
+
+
+_RULES: tuple[Callable[[JobSpec], Iterator[str]], ...] = (
+    lambda s: check_tracking([tracker.name for tracker in s.tracking], s.storage.copies),
+    lambda s: check_flow(s.flow, s.train),  # before a group's size: a group of two would not help
+    lambda s: check_groups(s.flow, s.train),
+    lambda s: check_correction(s.rollout.correction, s.train),
+    lambda s: check_stale(s.rollout, s.train),
+    lambda s: check_streamed(s.rollout, s.train, s.flow.groups_per_step),
+    lambda s: check_judges(s.judges, s.rewards),
+    lambda s: check_placement(s.placement, s.train.ranks, s.served_judges),
+    lambda s: check_engine_sizes(s.rollout, s.served_judges, s.placement.reward),
+    lambda s: check_turns(s.placement, s.rollout, s.train),
+    lambda s: check_environment(s.environment, s.reward_names, s.train, s.rollout.max_new_tokens, s.model.max_length),
+    lambda s: check_agent(
+        s.agent, s.environment, s.reward_names, s.train, s.rollout.max_new_tokens, s.model.max_length
+    ),
+    lambda s: check_chat(s.agent, (*training_sources(s), *eval_sources(s))),
+    lambda s: check_pairs(s.judges, s.flow, training_sources(s), eval_sets(s)),
+    lambda s: check_warmup(s.train, s.flow.steps),
+    lambda s: check_sources(s.rollout, training_sources(s), eval_sets(s)),
+    lambda s: check_best(s.best_metric, s.eval),
+    lambda s: check_context(s.rollout.max_new_tokens, s.model.max_length),
+)
+"""The checks across sections, in the order in which a spec that breaks several reports them."""

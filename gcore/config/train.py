@@ -1,4 +1,9 @@
-"""The section `train` of a job spec: the optimizer, the estimator, the loss and the train world."""
+"""The sections `train` (optimizer, estimator, loss, critic, train world) and `flow` (the RL program, its sizes) of a job spec.
+
+Advantage estimators and losses are named: gcore's own, or entry points of the user's packages. Only names are checked here;
+the train ranks load and try the functions (`gcore.train.loss`). A stored spec was checked when it was submitted: reading it
+(`STORED`) looks up no entry point, since a controller need not have the package installed.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,6 @@ from pydantic_core import PydanticCustomError
 
 from gcore.config.base import MOST_SLOTS, Option, Section
 from gcore.plugins import PluginKind
-
-# -------------------- critic
-# The section `train.critic` of a job spec: the model of values that PPO's advantages are taken against.
 
 HUBS = ("hf://", "ms://")
 
@@ -48,13 +50,6 @@ class CriticSpec(Section):
         return path
 
 
-# -------------------- algorithms
-# Names of advantage estimators and losses: gcore's own, and those that a package of the user's brings as entry points.
-#
-# Only names are looked at here. The functions compute with tensors, so they are loaded, and tried, by the train ranks
-# (`gcore.train.own`). A spec that was stored was checked when it came in: reading it looks nothing up, since a controller need
-# not have the package installed.
-
 STORED = {"stored": True}
 """The validation context of a spec that was stored."""
 
@@ -88,7 +83,7 @@ def _provided(name: str, info: ValidationInfo, kind: PluginKind, built_in: Seque
     if name in own:
         return name
     *some, last = (repr(one) for one in (*built_in, *own))
-    # As pydantic says of a Literal, so that it is put in the same words (`gcore.config.explain`).
+    # As pydantic says of a Literal, so that it is put in the same words (`gcore.config.base`).
     expected = f"{', '.join(some)} or {last}; one of your own is an entry point in {kind.group}"
     raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
@@ -113,11 +108,6 @@ RETURNS = ("reinforce_pp", "remax", "gae")
 
 ALONE = ("grpo", "dr_grpo", "rloo", "remax")
 """Estimators that look at one group alone, so that it can be trained before the others are there."""
-
-
-def refuse_train(train: TrainSpec) -> str | None:
-    """Why the section `train` contradicts itself, if it does."""
-    return next(_of_train(train), None)
 
 
 def _of_train(train: TrainSpec) -> Iterator[str]:
@@ -175,24 +165,6 @@ def _of_stream(train: TrainSpec) -> Iterator[str]:
             else "looks at the whole step"
         )
         yield f"stream: true needs an estimator that looks at one group alone ({known}); advantage {train.advantage!r} {why}"
-
-
-def _of_correction(correction: str, train: TrainSpec) -> Iterator[str]:
-    if correction == "none":
-        return
-    if train.loss == "sft":
-        yield f"rollout.correction {correction!r} weighs what an engine sampled, and train.loss: sft trains on no samples"
-    if train.old_logprobs == "engine":
-        yield (
-            f"rollout.correction {correction!r} compares the trainer's log-probabilities with the engine's, and with "
-            "train.old_logprobs: engine they are the same; set old_logprobs: recompute"
-        )
-    if train.old_logprobs == "current" and correction in ("mis", "decoupled"):
-        why = {
-            "mis": "leaves tokens out of the count, which must be known before an update",
-            "decoupled": "clips around the policy that the step begins with",
-        }[correction]
-        yield f"rollout.correction {correction!r} {why}; set train.old_logprobs: recompute"
 
 
 PARTS = 8
@@ -334,13 +306,9 @@ class TrainSpec(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainSpec:
-        if (why := refuse_train(self)) is not None:
+        if (why := next(_of_train(self), None)) is not None:
             raise ValueError(why)
         return self
-
-
-# -------------------- flow
-# The section `flow` of a job spec: the RL program, its sizes, and how far it goes.
 
 
 class FilterSpec(Section):

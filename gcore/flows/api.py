@@ -6,12 +6,10 @@ cluster. It holds no state that matters: whatever it has not offered is issued a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from gcore.plugins import PluginFault, PluginKind, find_plugin
 from gcore.types import Group, Outcome, Prompt, Sample
 
 
@@ -105,16 +103,3 @@ class Peer(Protocol):
 
 
 Flow = Callable[[Peer], Awaitable[None]]
-
-
-FLOWS = PluginKind("flow", "gcore.flows", "flow.name")
-
-
-def find_flow(name: str) -> Flow:
-    """The flow of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
-    found: Flow = find_plugin(FLOWS, name)
-    if not inspect.iscoroutinefunction(found) and not inspect.iscoroutinefunction(type(found).__call__):
-        raise PluginFault(
-            f"flow {name!r} is no coroutine function, and cannot be awaited", where=FLOWS.where, fix="Write `async def`"
-        )
-    return found

@@ -23,11 +23,10 @@ from gcore.ledger.chain import HighWater
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Head, LogEntry
 from gcore.ledger.records.job import Evaluation, JobRecord
-from gcore.observability import metrics_file as metrics
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, KeyValue, WatchBatch, WatchEvent
-from gcore.system.files import replace_file
+from gcore.system.files import last_lines, read_whole_lines, replace_file
 
 # -------------------- store_copy
 # A job's records in its run's folder, word for word as the store had them when the job had ended.
@@ -130,8 +129,6 @@ def mirror_of(uid: str, batch: WatchBatch) -> JobMirror:
 # What stands after a file's last line end was being written when its writer died; nobody was told of it, so it is no line.
 # Knows nothing of what the lines say.
 
-READ_BYTES = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class LinePosition:
@@ -156,13 +153,8 @@ def index_lines(folder: Path) -> Iterator[tuple[LinePosition, bytes]]:
     """Every whole line of the folder's files, file by file in the order of their names. Raises OSError."""
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
-            start, rest, number = 0, b"", 0
-            while block := file.read(READ_BYTES):
-                *whole, rest = (rest + block).split(b"\n")
-                for line in whole:
-                    number += 1
-                    yield LinePosition(path, number, start, len(line)), line
-                    start += len(line) + 1
+            for number, (start, line) in enumerate(read_whole_lines(file), 1):
+                yield LinePosition(path, number, start, len(line)), line
 
 
 log = logging.getLogger(__name__)
@@ -172,6 +164,10 @@ LOG_FOLDER = "log"
 
 
 EVALUATIONS = "evaluations"
+
+
+METRICS_FILE = "metrics.jsonl"
+"""Written by `gcore.observability.metrics_file`."""
 
 
 MOST_AT_HAND = 2048
@@ -325,7 +321,7 @@ def _ends_with_a_line(file: Path) -> bool:
 #
 # They are higher than head's where the store was put back to an older state: what lies there is of a future that was cut off, and
 # would pass for what is written after it under the same number. So whoever begins a lineage goes on above all of it
-# (`gcore.ledger.chain.rolled_back`). Weights and checkpoints are named by their lineage alone (`gcore.weights.layout`).
+# (`gcore.ledger.chain.rolled_back`). Weights and checkpoints are named by their lineage alone (`gcore.models.layout`).
 #
 # Only the end of each file is read, for a long run's archive is large. Entries are archived in ascending order but for those of
 # forgotten checkpoints, which come later and are few; `metrics.jsonl` has all of them in order. Nothing is changed here.
@@ -336,23 +332,10 @@ TAIL_BYTES = 4 << 20
 def highest_in_folder(run_dir: Path) -> HighWater:
     """Of all these files; zeros where there are none. Raises OSError."""
     found = [HighWater(), newest_copied(run_dir)]
-    paths = [*(run_dir / LOG_FOLDER).glob("*.jsonl"), run_dir / metrics.FILE]
+    paths = [*(run_dir / LOG_FOLDER).glob("*.jsonl"), run_dir / METRICS_FILE]
     for path in paths:
-        found += [_of_line(line) for line in _last_lines(path)]
+        found += [_of_line(line) for line in last_lines(path, TAIL_BYTES)]
     return HighWater(entry=max(one.entry for one in found), lineage=max(one.lineage for one in found))
-
-
-def _last_lines(path: Path) -> Iterator[bytes]:
-    """The whole lines at a file's end."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-        file.seek(start)
-        first, *rest = file.read().split(b"\n")
-        yield from (rest if start else [first, *rest])[:-1]
 
 
 def _of_line(line: bytes) -> HighWater:

@@ -19,10 +19,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 
-from gcore.config.data import training_sources
 from gcore.config.load import stored_spec
 from gcore.config.reward import RewardSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, training_sources
 from gcore.config.train import OnLimit
 from gcore.data.order import StreamShape, shard_lengths
 from gcore.ledger.records.chain import Checkpoint, EndedRef, Head, Offer, OfferedGroup, Seal, SealedGroup
@@ -447,7 +446,7 @@ def find_groups(
     """What of the next step's batch is there, in the order, and what is missing: what parts hold already comes first.
 
     All groups that it gives are certain to be in the batch. Before each are fewer refs than the quota that are kept or may
-    be; each that ends without a group only makes more room (`gcore.ledger.parts`).
+    be; each that ends without a group only makes more room (`gcore.ledger.balance`).
     """
     groups: list[SealedGroup] = list(begun_groups(head, seals))
     outcomes: list[EndedRef] = []

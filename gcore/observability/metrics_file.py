@@ -27,8 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gcore.ledger.archive import METRICS_FILE
 from gcore.ledger.records.chain import LogEntry
 from gcore.ledger.records.job import Evaluation, JobRecord, JobStatus
+from gcore.system.files import read_whole_lines
 
 VERSION = 1
 
@@ -191,11 +193,6 @@ def _evaluation(id_: str, evaluation: Evaluation) -> Line:
 #
 # Nothing here waits for a lock: it blocks on the disk only, and is called off the event loop.
 
-FILE = "metrics.jsonl"
-
-
-READ_BYTES = 1 << 20
-
 
 class FileBusy(Exception):
     """Somebody else is writing at this moment."""
@@ -205,7 +202,7 @@ class MetricsFile:
     """One writer's hand on the file. A second thread of the same process finds it busy."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / FILE
+        self.path = run_dir / METRICS_FILE
         self._offset = 0
         self._thread = threading.Lock()
         self.written = MetricsFileState()
@@ -250,13 +247,8 @@ class MetricsFile:
 
 def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]:
     """The whole lines from `offset` on (None for what is no line), each with the offset behind it."""
-    file.seek(offset)
-    rest = b""
-    while block := file.read(READ_BYTES):
-        *whole, rest = (rest + block).split(b"\n")
-        for raw in whole:
-            offset += len(raw) + 1
-            yield decode_line(raw), offset
+    for start, line in read_whole_lines(file, offset):
+        yield decode_line(line), start + len(line) + 1
 
 
 @contextlib.contextmanager

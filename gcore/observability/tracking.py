@@ -27,7 +27,8 @@ from typing import Any, BinaryIO, Protocol
 from gcore.config.base import Option
 from gcore.config.spec import TrackerSpec
 from gcore.errors import GcoreError, SpecError, did_you_mean
-from gcore.observability.metrics_file import FILE, Line, read_lines
+from gcore.ledger.archive import METRICS_FILE
+from gcore.observability.metrics_file import Line, read_lines
 from gcore.plugins import PluginKind, error_sentence, find_plugin
 from gcore.schema import Record, UnreadableRecord
 from gcore.system import daemon as logs
@@ -37,7 +38,7 @@ from gcore.system.files import replace_file
 # What a tracker is: something that shows a run's numbers, fed line by line from `metrics.jsonl`.
 #
 # A tracker is a plug-in under the entry-point group `gcore.trackers`: a `TrackerKind`, or just a function that opens one. It
-# runs in a process of its own (`gcore.tracking.process`), which may end at any moment and is started again, also on another
+# runs in a process of its own (`gcore.observability.tracking`), which may end at any moment and is started again, also on another
 # node: what was logged last may be logged once more. A tracker of one's own needs nothing of gcore but this module.
 
 Options = Mapping[str, Option]
@@ -366,7 +367,7 @@ def feed_tracker(run_dir: Path, name: str, stdin: BinaryIO, line: _Line) -> int:
         def progress(cursor: Cursor) -> None:
             line.say(offset=cursor.offset)
 
-        feeder = Feeder(run_dir / FILE, folder / "cursor.json", tracker, progress)
+        feeder = Feeder(run_dir / METRICS_FILE, folder / "cursor.json", tracker, progress)
         try:
             return _feed(feeder, tracker, ear)
         except Exception as error:

@@ -40,14 +40,11 @@ from gcore.quickstart.lessons import Lesson, hashed_numbers, shuffle_exercises, 
 
 SUMS_CHARACTERS = "0123456789+="
 
-
 CARELESS_SHARE = 0.7
 """How often a demonstration drops its carry. Well above one half, or the model's preference would be a matter of luck."""
 
-
 SUMS_BAND = (0.38, 0.48)
 """The share of held-out sums that the model is right on, greedily, when it is handed to RL."""
-
 
 HELD_OUT_SHARE = 7
 """One pair in so many is held out."""
@@ -125,7 +122,6 @@ def _both_orders(sums: Iterable[Sum]) -> list[Sum]:
 
 ARITHMETIC_RECIPE = 1
 """Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
-
 
 WARM_UPDATES = 500
 """Updates of the warm start."""
@@ -232,23 +228,18 @@ def _fill_arithmetic(
 
 JUDGE_CHARACTERS = SUMS_CHARACTERS + "?:YN"
 
-
 RESPONSE_TOKENS = 4
 """The longest right answer and the end of sequence: as many as the example lets a policy write."""
-
 
 JUDGE_BAND = (0.9, 1.0)
 """The share of the questions looked at while it learns to which sum and verdict are right in the end. How good it has to be
 is said for verdicts, on many more questions (`gcore.prepare.arithmetic_judge`)."""
 
-
 ROWS = (11, 3, 12, 3, 3)
 """How many of each kind are in a batch, in the order in which they are listed above."""
 
-
 MEASURED = (1, 2, 3, 1, 1)
 """How many of each kind a judge is measured by, on each held-out sum: mostly what it is likely to be wrong on."""
-
 
 _OFF = (1, 2, 9, 10, 11, 20, 100)
 
@@ -397,12 +388,8 @@ def _wrong(one: Sum, given: Iterable[str]) -> list[str]:
 JUDGE_RECIPE = 1
 """Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
 
-
 UPDATES = 1600
-
-
 LEAST_ACCURACY = 0.97
-
 
 MOST_FALSE_YES = 0.02
 """Share of wrong answers that may be called right. What a judge lets pass is what a policy learns."""

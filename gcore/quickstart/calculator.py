@@ -34,18 +34,13 @@ from gcore.quickstart.lessons import Lesson, hashed_numbers
 # and those of the warm start are apart. Pure.
 
 CHARACTERS = "0123456789*=<>"
-
-
 OPEN, CLOSE = "<<", ">>"
-
 
 GUESS_SHARE = 0.7
 """How often a demonstration answers at once."""
 
-
 TRAINED, HELD_OUT, WARM = 2048, 256, 8192
 """How many of each."""
-
 
 ANY = (0.0, 1.0)
 """What the warm-started model is right on without a tool says nothing of how well it asks."""
@@ -118,9 +113,7 @@ def product_entry(product: Product) -> dict[str, str]:
 RECIPE = 1
 """Raised with every change of what a preparation makes, so that folders of the old recipe are made anew."""
 
-
 WARM_UPDATES = 400
-
 
 CALLS = (0.1, 0.6)
 """Share of sampled responses that ask for the right product. Fewer, and there is nothing to learn from; more, and nothing to learn."""

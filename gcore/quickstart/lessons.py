@@ -95,7 +95,6 @@ def hashed_numbers(key: str) -> Iterator[int]:
 
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 
-
 CONTEXT = 64
 """Tokens of a prompt and its response together, at most."""
 

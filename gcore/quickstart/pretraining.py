@@ -40,10 +40,8 @@ from gcore.quickstart.lessons import CONTEXT, Alphabet, Exercise, Lesson, save_t
 
 THREADS = 1
 
-
 INITIALIZER_RANGE = 0.05
 """Larger than the usual 0.02, which is meant for wider layers: at width 128 the first hundred updates are saved."""
-
 
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """Stands for a token that is none: padding, and ids beyond the alphabet."""
@@ -163,18 +161,12 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 PEAK_LEARNING_RATE = 1.5e-3
-
-
 WARMUP_UPDATES = 20
-
 
 DECAY_SHARE = 0.6
 """The learning rate falls over this last part of the updates, which takes the noise of single batches out of the model."""
 
-
 LOOK_EVERY = 20
-
-
 _IGNORE = -100
 
 

@@ -41,19 +41,10 @@ from gcore.quickstart.lessons import Lesson, hashed_numbers, to_jsonl
 CHARACTERS = string.digits + string.ascii_lowercase + string.punctuation + " "
 """The starter model's tokens: more than its tasks need, so that another task's data can be tried on it."""
 
-
 TRAIN_PROMPTS = 2000
-
-
 HELD_OUT_PROMPTS = 200
-
-
 WARM_PROMPTS = 8000
-
-
 CARELESS_SHARE = 0.7
-
-
 BAND = (0.2, 0.6)
 
 
@@ -215,10 +206,7 @@ def _spelt_out(task: StarterTask, items: Iterable[Item]) -> str:
 # once, is the verb's business (`controllers.cli.init_verb`); data and model are `gcore.prepare.starter`'s.
 
 REWARDS = "gcore.rewards"
-
-
 _NAME = re.compile(r"[a-z]([a-z0-9_-]{0,38}[a-z0-9])?")
-
 
 _TEMPLATES = {
     "pyproject.toml": "pyproject.toml.j2",

@@ -295,3 +295,17 @@ def _value(spec: RewardSpec, values: Sequence[float]) -> float:
     if spec.compose == "gate":
         return math.fsum(weighted[1:]) if values[0] > 0 else 0.0
     return math.fsum(weighted)
+
+
+Scored = RewardResult | RewardError
+
+ScoringCall = tuple[int, Mapping[str, Any], Response]
+"""The number of a reward, a prompt's entry, a response."""
+
+
+def score_response(reward: OpenReward, response: Response, fields: Mapping[str, Any]) -> Scored:
+    """The reward's result, or its error."""
+    try:
+        return reward(response, fields)
+    except RewardError as error:
+        return error

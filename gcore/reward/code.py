@@ -1,4 +1,4 @@
-"""Programs as answers: the Python code in a response is run against the entry's tests, shut in (`gcore.reward.box`).
+"""Programs as answers: the Python code in a response is run against the entry's tests, shut in (`gcore.worker.sandbox.box`).
 
 Two kinds of tests. Statements (`assert f(2) == 4`) are run after the program, in its names and its process: they can call
 what it defines, but a program that goes for it can make them pass. Pairs of input and output are run one process each, and
@@ -27,7 +27,7 @@ from gcore.reward.api import (
     word_option,
 )
 from gcore.system.clock import SystemClock
-from gcore.worker.sandbox.box import ProgramSandbox
+from gcore.worker.sandbox.box import ProgramSandbox, SandboxError
 
 OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests")
 
@@ -105,7 +105,10 @@ class CodeReward:
     def _box(self, settings: _Settings) -> ProgramSandbox:
         if settings not in self._boxes:
             box = ProgramSandbox(settings.memory_mb, packages=settings.packages)
-            box.prove()
+            try:
+                box.prove()
+            except SandboxError as error:
+                raise RewardError(error.what, fix=error.fix) from error
             self._boxes[settings] = box
         return self._boxes[settings]
 

@@ -25,23 +25,19 @@ from typing import Any, Protocol
 from gcore.config.reward import RewardSpec, ScoringSpec
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
-from gcore.reward.api import OpenReward, Response, RewardError, RewardResult
+from gcore.reward.api import OpenReward, Response, RewardError, RewardResult, Scored, ScoringCall, score_response
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import CannotStart
+from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.pool import WAIT_S, PoolStatus, ProcessStarter, SandboxProgram
-from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess, ScoringCall, encode_line
-
-# -------------------- scoring
-# What scores responses for whoever has some: the interface that a controller uses, whichever process does the work.
-#
-# A whole group is scored at once. A response that cannot be scored does not keep the others from being: each has a result or
-# an error of its own, in the order of the responses.
-
-Scored = RewardResult | RewardError
+from gcore.worker.sandbox.process import ProcessEnded, SandboxProcess
 
 
 class FunctionScorer(Protocol):
-    """Scores responses by the rewards it was made for."""
+    """Scores responses by the rewards it was made for, whichever process does the work.
+
+    A response that cannot be scored does not keep the others of its group from being: each has a result or an error.
+    """
 
     async def warm(self) -> None:
         """Load them. Raises SpecError for one that cannot be had."""
@@ -66,20 +62,12 @@ class DirectScorer:
     async def score(
         self, spec: RewardSpec, fields: Mapping[str, Any], responses: Sequence[Response]
     ) -> tuple[Scored, ...]:
-        """As `Scorer`. Raises SpecError for a reward that cannot be had."""
+        """As `FunctionScorer`. Raises SpecError for a reward that cannot be had."""
         reward = next((found for known, found in self._open if known == spec), None)
         if reward is None:
             reward = OpenReward.of(spec)
             self._open.append((spec, reward))
         return tuple(score_response(reward, response, fields) for response in responses)
-
-
-def score_response(reward: OpenReward, response: Response, fields: Mapping[str, Any]) -> Scored:
-    """The reward's result, or its error."""
-    try:
-        return reward(response, fields)
-    except RewardError as error:
-        return error
 
 
 def setup_line(sources: Sequence[str], specs: Sequence[RewardSpec], memory_mb: int) -> bytes:
@@ -107,9 +95,6 @@ def parse_answer(value: Any) -> Scored:
             return RewardError(what, where=where, fix=fix, trace=trace)
     raise ValueError(f"no answer: {value!r}")
 
-
-# -------------------- queued
-# What a pool of rewards keeps of its work: requests, their responses, and the places of its processes. Mutable; no behaviour.
 
 BATCH_S = 0.02
 """What a batch should take, so that slow responses are spread over the processes."""
@@ -147,14 +132,6 @@ class ProcessSlot:
     """A moving average, seconds a response; at first, such that it gets one."""
 
 
-# -------------------- pace
-# How quick a reward is, against how quick it was: one that slows down is found by what it takes, not by a limit. Pure.
-#
-# What is noted is the seconds of a slow response, or those of a response of a quick batch. Usual is a moving average over many.
-# `SLOW_IN_A_ROW` that take `FACTOR` times as long, and longer than anybody would overlook, are a slowdown; the average stands
-# still meanwhile, so that it is told against the time before. One at less than a third of the factor ends it. Ends no reward: that
-# is what `reward.timeout_s` does.
-
 FACTOR = 10.0
 
 
@@ -174,7 +151,13 @@ WEIGHT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LatencyTrend:
-    """Of one reward. `usual`, `newest`: seconds a response; `streak`: slow ones in a row; `slow`: whether it was told."""
+    """How quick a reward is, against how quick it was: so a reward that slows down is reported before any limit ends it.
+
+    A measurement is the seconds of a slow response, or those a response of a batch of quick ones. `usual` is their moving
+    average. `SLOW_IN_A_ROW` that take `FACTOR` times as long, and at least `LEAST_S`, are a slowdown; the average stays as it
+    is meanwhile. One at less than a third of the factor ends it. `newest`: seconds a response; `streak`: slow ones in a row;
+    `slow`: whether a slowdown was reported.
+    """
 
     usual: float = 0.0
     newest: float = 0.0
@@ -217,7 +200,7 @@ TIMED_OUT, KILLED = "timed_out", "killed"
 
 
 class RewardPool:
-    """Scores responses for a job (`gcore.reward.scoring.Scorer`). One event loop; close it."""
+    """Scores responses for a job (`FunctionScorer`). One event loop; close it."""
 
     def __init__(
         self,
@@ -467,15 +450,12 @@ class RewardPool:
             self._news.notify_all()
 
 
-# -------------------- trial
-# Rewards, tried out before there is a job: loaded where they will run, and asked about an empty response.
-#
-# For code that has no event loop. What cannot be loaded, an option that is misspelt, answers of the wrong kind, isolation that
-# cannot be had: all of that fails here, not in the first step.
-
-
 class RewardTrial:
-    """A process with a job's rewards, as a context: entering it loads them. Blocks. Not within an event loop."""
+    """A process with a job's rewards, before there is a job, as a context: entering it loads them.
+
+    What cannot be loaded, a misspelt option, an answer of the wrong kind, isolation that is not there: all of that fails here,
+    not in the first step. Calls block; not for code within an event loop.
+    """
 
     def __init__(self, rewards: Mapping[str, RewardSpec], scoring: ScoringSpec) -> None:
         """`rewards`: under the source that each is told by. Of `scoring` the limits count; one process is enough."""

@@ -1,8 +1,12 @@
-"""Files and folders that are there whole or not at all.
+"""Files and folders that are written whole or not at all, and files of lines.
 
-A file is written under a hidden name beside its target and renamed. A folder is filled under a hidden name beside its target and renamed when everything is in it. A crash at any moment
-leaves what was there before, plus at most a hidden remainder, which `sweep` removes. With `durable`, all bytes are on
-the disk before the name is, so that this holds for a machine that loses power too.
+A file is written under a hidden name beside its target and renamed; so is a folder, when everything is in it. A crash at
+any moment leaves what was there before, plus at most a hidden remainder, which `sweep_drafts` removes. With `durable`, all
+bytes are on the disk before the name is, so that this holds for a machine that loses power too.
+
+A line without its end was being written when its writer died or the disk was full, and does not count. `parse_object` reads
+a line of JSON that may be damaged or of another program: no object, nested too deep, or with a number that cannot have been
+measured (`NaN`, an infinite one, one beyond `MOST`).
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from gcore.errors import GcoreError
+
+READ_BYTES = 1 << 20
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -71,6 +77,30 @@ def replace_folder(target: Path, *, owner: str, durable: bool, drafts: Path | No
         raise
 
 
+def read_whole_lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The lines from byte `start` on that have an end, without it, each with the byte at which it starts. Raises OSError."""
+    file.seek(start)
+    rest = b""
+    while block := file.read(READ_BYTES):
+        *whole, rest = (rest + block).split(b"\n")
+        for line in whole:
+            yield start, line
+            start += len(line) + 1
+
+
+def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
+    """The whole lines in the last `most_bytes` of a file; none where there is no file. Raises OSError."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+        file.seek(start)
+        first, *rest = file.read().split(b"\n")
+        yield from (rest if start else [first, *rest])[:-1]
+
+
 def sync_path(path: Path) -> None:
     """Block until a file or folder is on the disk."""
     fd = os.open(path, os.O_RDONLY)
@@ -103,12 +133,6 @@ def _take_name(temporary: Path, target: Path) -> None:
         temporary.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
 
-
-# -------------------- json_line
-# One line of a file of JSON lines, as somebody may have left it: cut off, damaged, or written by another program. Pure.
-#
-# What is no object, is nested too deep, or has a number that nobody can have measured (`NaN`, an infinite one, one beyond `MOST`) is told
-# from what can be read; whether an object is the one that was expected is its reader's to check.
 
 MOST = 1e18
 """No time, count or size that is written down comes near it."""

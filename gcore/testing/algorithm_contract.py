@@ -88,7 +88,8 @@ def _train(**settings: Any) -> TrainSpec:
     try:
         return TrainSpec(**settings)
     except ValidationError as error:
-        raise ContractBroken("; ".join(f"train.{problem}" for problem in explain_errors(error))) from error
+        problems = explain_errors(error, TrainSpec, root="spec")
+        raise ContractBroken("; ".join(f"train.{problem}" for problem in problems)) from error
 
 
 def _check_promise(kept: bool, sentence: str) -> None:

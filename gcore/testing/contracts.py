@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gcore.config.base import Option
-from gcore.config.load import flow_settings
+from gcore.config.load import find_flow, flow_settings
 from gcore.config.reward import RewardSpec
 from gcore.config.train import FilterSpec
 from gcore.data.curriculum import CurriculumError, CurriculumView, SourceStatistics, find_curriculum
 from gcore.errors import EngineUnreachable, GcoreError
-from gcore.flows.api import find_flow
 from gcore.flows.filters import CheckedFilter, FilterError, find_filters, untrainable_reason
 from gcore.plugins import plugin_trace
 from gcore.reward.api import OpenReward, Response, RewardError, RewardResult

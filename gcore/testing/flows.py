@@ -13,9 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gcore.config.data import training_sources
 from gcore.config.load import new_spec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, training_sources
 from gcore.errors import EngineError, SpecError
 from gcore.flows.api import Flow, Peer
 from gcore.flows.filters import FilterError, apply_filters, check_production, find_filters

@@ -209,7 +209,7 @@ def parse_cluster(tree: Mapping[str, Any], *, where: str) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(_said(error), where=where, fix="See examples/clusters for files that are right") from error
+        raise UsageError(_said(error), where=where, fix="See deploy/local/clusters for files that are right") from error
 
 
 def _said(error: ValidationError) -> str:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from gcore.config.data import training_sources
 from gcore.config.reward import JudgeSpec
-from gcore.config.spec import JobSpec
+from gcore.config.spec import JobSpec, training_sources
 from gcore.errors import DataError, did_you_mean
 from gcore.ledger.records.cluster import ConfigValue
 from placement.mapping.cluster import ClusterSpec

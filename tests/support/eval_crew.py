@@ -13,7 +13,8 @@ from controllers.flow.evaluation import Evaluator, LedgerEvaluations
 from controllers.flow.job_data import SourcePipeline
 from controllers.rules.view import JobView
 from gcore.config import parse_spec
-from gcore.config.data import EvalSet, eval_sets
+from gcore.config.data import EvalSet
+from gcore.config.spec import eval_sets
 from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter

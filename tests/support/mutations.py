@@ -23,11 +23,14 @@ from unittest import mock
 
 from gcore.store.keys import ROOT as STORE
 
-RULES, DECIDE = "tests/unit/test_protocol_rules.py", "tests/unit/test_decide.py"
-PARTS, BEGUN = "tests/unit/test_parts.py", "tests/unit/test_parts_begun.py"
-DECIDED = "tests/unit/test_parts_decided.py"
-SHARES = "tests/unit/test_share_transactions.py"
-HINTS, ENDS = "tests/unit/test_hints_compare.py", "tests/unit/test_beginnings_and_ends_compare.py"
+RULES, DECIDE = "tests/unit/ledger/test_protocol_rules.py", "tests/unit/controllers/rules/test_decide.py"
+PARTS, BEGUN = "tests/unit/ledger/test_balance_parts.py", "tests/unit/train/test_rank_feed_parts.py"
+DECIDED = "tests/unit/controllers/rules/test_parts_decided.py"
+SHARES = "tests/unit/ledger/test_share_transactions.py"
+HINTS, ENDS = (
+    "tests/unit/ledger/test_transactions_of_hints.py",
+    "tests/unit/ledger/test_transactions_of_beginnings_and_ends.py",
+)
 OTHERS = {"warn": HINTS, "take_stock": HINTS, "say_folder": HINTS, "spend": HINTS, "start": ENDS, "delete_rest": ENDS}
 OTHERS |= dict.fromkeys(("give_back", "set_claim", "share_out", "set_quotas"), SHARES)
 """Where else than among the rules a transaction's compares are shown."""
@@ -516,25 +519,25 @@ def _mutations() -> list[Mutation]:
             "4 a rank asks for no world",
             "4",
             (("gcore.train.rank.feed:check_caller", _any_world), ("gcore.train.rank.feed:_seal_fault", _any_seal)),
-            caught_by="tests/unit/test_train_feed_state.py",
+            caught_by="tests/unit/train/test_rank_feed.py",
         ),
         Mutation(
             "4 a lower attempt replaces a higher",
             "4",
             (("gcore.train.rank.feed:feed_samples", _older_token_too),),
-            caught_by="tests/unit/test_train_feed_state.py",
+            caught_by="tests/unit/train/test_rank_feed.py",
         ),
         Mutation(
             "4 a token is applied twice",
             "4",
             (("gcore.train.rank.feed:apply_step", _applies_twice),),
-            caught_by="tests/unit/test_train_feed_state.py",
+            caught_by="tests/unit/train/test_rank_feed.py",
         ),
         Mutation(
             "5 what was issued once is never issued again",
             "5",
             (("controllers.flow.peer:JobPeer._due", _in_flight_known_for_ever),),
-            caught_by="tests/unit/test_peer.py",
+            caught_by="tests/unit/controllers/flow/test_peer.py",
         ),
         Mutation(
             "6 only the owner's groups",
@@ -552,13 +555,13 @@ def _mutations() -> list[Mutation]:
             "8 nothing is accounted for without a quota",
             "8",
             (("gcore.ledger.selection:CloseStep", lambda _: _NotNow),),
-            caught_by="tests/unit/test_ledger_stream.py",
+            caught_by="tests/unit/ledger/test_selection.py",
         ),
         Mutation(
             "9 each peer brings its share of the quota",
             "9",
             (("controllers.flow.peer:JobPeer._due", _static_shares),),
-            caught_by="tests/unit/test_peer.py",
+            caught_by="tests/unit/controllers/flow/test_peer.py",
         ),
         Mutation("10 a rollback leaves the slots", "10", ((f"{ledger}:rollback", _without_range),), caught_by=RULES),
         Mutation(
@@ -587,7 +590,7 @@ def _mutations() -> list[Mutation]:
             "13 a checkpoint that is damaged is used",
             "13",
             (("controllers.job.rollback:find_damage", _always("")),),
-            caught_by="tests/unit/test_damaged_checkpoints.py",
+            caught_by="tests/unit/controllers/job/test_damaged_checkpoints.py",
         ),
         Mutation(
             "13 weights and cursors are of different records",
@@ -599,7 +602,7 @@ def _mutations() -> list[Mutation]:
             "13 a checkpoint's files go before its entry",
             "13",
             (("controllers.job.effects:retain_checkpoints", _files_first),),
-            caught_by="tests/unit/test_apply.py",
+            caught_by="tests/unit/controllers/job/test_executor.py",
         ),
         Mutation(
             "13 the base is forgotten with the others",
@@ -614,13 +617,13 @@ def _mutations() -> list[Mutation]:
             "15 what was not answered was not made",
             "15",
             (("gcore.ledger.transactions:TransactionExecutor._find_out", _unknown_is_lost),),
-            caught_by="tests/unit/test_unknown_answers.py",
+            caught_by="tests/unit/ledger/test_unknown_answers.py",
         ),
         Mutation(
             "15 what was not answered is sent again",
             "15",
             (("gcore.ledger.transactions:TransactionExecutor.run", _made_again),),
-            caught_by="tests/unit/test_unknown_answers.py",
+            caught_by="tests/unit/ledger/test_unknown_answers.py",
         ),
         Mutation(
             "16 a sealed group that is lacked is waited for",
@@ -638,19 +641,19 @@ def _mutations() -> list[Mutation]:
             "17 a seal takes what is there",
             "17",
             (("gcore.ledger.selection:conclude_choice", _takes_what_is_there),),
-            caught_by="tests/unit/test_ledger_stream.py",
+            caught_by="tests/unit/ledger/test_selection.py",
         ),
         Mutation(
             "17 what is waited for is never given up",
             "17",
             ((f"{decide}:give_up_stale_prompts", _never), ("controllers.rules.step:give_up_stale_prompts", _never)),
-            caught_by="tests/unit/test_carrying.py",
+            caught_by="tests/unit/controllers/flow/test_step_off_policy.py",
         ),
         Mutation(
             "17 a prompt is issued for ever",
             "17",
             (("controllers.flow.peer:JobPeer._issued_too_often", _always(None)),),
-            caught_by="tests/unit/test_peer_sources.py",
+            caught_by="tests/unit/controllers/flow/test_peer_sources.py",
         ),
         Mutation(
             "shares: a plan is made of slots that were given back",
@@ -664,13 +667,13 @@ def _mutations() -> list[Mutation]:
             "shares: slots are left while a step is trained",
             "shares",
             (("controllers.rules.placement:is_between_steps", _always(True)),),
-            caught_by="tests/unit/test_yielding.py",
+            caught_by="tests/unit/controllers/rules/test_placement_preemption.py",
         ),
         Mutation(
             "shares: slots are left without a checkpoint",
             "shares",
             (("controllers.rules.placement:is_checkpointed", _always(True)),),
-            caught_by="tests/unit/test_yielding.py",
+            caught_by="tests/unit/controllers/rules/test_placement_preemption.py",
         ),
         Mutation(
             "recovery: a world that lost a rank is left", "I6", ((f"{decide}:recover_world", _never),), caught_by=DECIDE

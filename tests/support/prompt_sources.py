@@ -9,7 +9,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gcore.config import parse_spec
-from gcore.config.data import ResolvedSource, training_sources
+from gcore.config.data import ResolvedSource
+from gcore.config.spec import training_sources
 from gcore.data.dataset import Dataset
 from gcore.data.renderer import PromptRenderer
 from gcore.data.stream import PromptSource

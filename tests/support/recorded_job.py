@@ -55,7 +55,7 @@ def hands_of(store: MemoryStore, run_dir: Path) -> Effects:
         "tell": lambda topic, sentence: None,
         "away": str,
     }
-    return cast("Effects", SimpleNamespace(own=None, **parts))
+    return cast("Effects", SimpleNamespace(replicator=None, **parts))
 
 
 @dataclass

@@ -44,8 +44,8 @@ from gcore.ledger.records.slot_accounting import (
     AccountLine,
     EngineSums,
     NodeAccounts,
+    Span,
     StepAccount,
-    StepSpan,
     append_line,
 )
 from gcore.ledger.usage import DAY_S, NodeUsage, PoolSeconds
@@ -216,10 +216,10 @@ def write_files(run_dir: Path) -> None:
     for node in NODES:
         for step in range(1, STEPS_IN_FILES + 1):
             spans = {
-                "cpu:0": [StepSpan(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0})],
-                "cpu:1": [StepSpan(0.0, 3.5, {"busy train": 2.5, "idle train barrier": 1.0}), StepSpan(3.5, 4.0, {})],
+                "cpu:0": [Span(0.0, 4.0, {"busy rollout": 3.0, "idle rollout tail": 1.0})],
+                "cpu:1": [Span(0.0, 3.5, {"busy train": 2.5, "idle train barrier": 1.0}), Span(3.5, 4.0, {})],
             }
-            append_line(run_dir, AccountLine(node, step_book(step), (StepSpan(0.0, 4.0, {"collect": 4.0}),), spans))
+            append_line(run_dir, AccountLine(node, step_book(step), (Span(0.0, 4.0, {"collect": 4.0}),), spans))
     logs = run_dir / "logs"
     logs.mkdir()
     (logs / "rollout-node-0-1.log").write_text("one\ntwo\n")

@@ -43,17 +43,22 @@ from controllers.job.reconciler import ActionsInFlight, Reconciler
 from controllers.job.runner import FlowRunner, JobRunner
 from controllers.planning.planner import Planner
 from controllers.rules.view import EngineView, Timers
+from controllers.storage.replication import Replicator
 from controllers.storage.run_folder import LocalRunFolder, staged_versions
 from controllers.telemetry.notices import WarningLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.config import NodeConfig
-from gcore.config.data import training_sources
+from gcore.config.spec import training_sources
 from gcore.data.stream import PromptStream
 from gcore.ledger.selection import rules_of
 from gcore.reward.pool import DirectScorer
 from gcore.reward.scorer import Scorer
 from gcore.types import Version
 from placement.moves import MoveProposal, MoveReport
+
+
+def _tell_nobody(topic: str, sentence: str) -> None:
+    """Nobody reads what a simulated disk does not take."""
 
 
 class SimulatedJob(JobRunner):
@@ -203,10 +208,14 @@ class SimulatedJob(JobRunner):
 
     def hands(self) -> Effects:
         """What actions are carried out with."""
+        ledger, run_dir, lease = self._ledger(), self._land.floor.folder(self.node), self._identity.lease
+        replicator: Replicator | None = None
+        if self._own is not None:
+            replicator = Replicator(self._store, ledger, lease, self._clock, run_dir, _tell_nobody, self._own)
         return Effects(
             store=self._store,
-            ledger=self._ledger(),
-            lease=self._identity.lease,
+            ledger=ledger,
+            lease=lease,
             address=self._identity.address,
             ranks=self._ranks,
             engines=self._engines,
@@ -214,6 +223,6 @@ class SimulatedJob(JobRunner):
             holdings=self.holdings,
             clock=self._clock,
             stats=lambda view: {"seconds": 1.0 + self._land.chance.random()} if self._land.plans else {},
-            run_dir=self._land.floor.folder(self.node),
-            own=self._own,
+            run_dir=run_dir,
+            replicator=replicator,
         )

@@ -10,7 +10,7 @@ from simulated_controller import SimulatedJob
 from simulated_story import Story
 
 from gcore.config import JobSpec, parse_spec
-from gcore.config.spec import PlacementSpec
+from gcore.config.placement import PlacementSpec
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import Move, MoveKind, Moves, Plan
 from placement.assign import split_of

@@ -79,8 +79,6 @@ class Caller:
 
 
 NOBODY_IS_TOLD_APART = Caller("", Role.ADMIN)
-
-
 _caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY_IS_TOLD_APART)
 
 
@@ -168,12 +166,10 @@ TABLE: Mapping[str, AccessRule] = MappingProxyType(
     }
 )
 
-
 TOOLS: Mapping[str, AccessRule] = MappingProxyType(
     {"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _reads()}
 )
 """What is no service of gcore's, and is there only where the node's configuration lets it be."""
-
 
 OPEN = "/grpc.health.v1.Health/"
 """Answers everybody."""
@@ -199,10 +195,8 @@ def access_refusal(one: Caller, method: str) -> str | None:
 
 log = logging.getLogger(__name__)
 
-
 FIRST_ADMIN = "first-admin"
 """Who shows the token of the configuration's file."""
-
 
 HOW = "Show a token (`gcore token create` makes one; GCORE_TOKEN or the context names it) or a client certificate"
 

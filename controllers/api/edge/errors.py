@@ -113,16 +113,9 @@ def bad_field(field: str, what: str, fix: str | None = None) -> BadFields:
 
 
 log = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
-
-
 CallContext = grpc.aio.ServicerContext[Any, Any]
-
-
 Code = grpc.StatusCode
-
 
 CODES: tuple[tuple[type[GcoreError], grpc.StatusCode, str], ...] = (
     (Unauthenticated, Code.UNAUTHENTICATED, Unauthenticated.reason),

@@ -42,14 +42,8 @@ from gcore.system.clock import Clock
 # dropped, and the log says so. Only the daemon's owner can read it.
 
 log = logging.getLogger(__name__)
-
-
 MOST_WAITING = 4096
-
-
 MOST_OF_A_FIELD = 200
-
-
 END_S = 2.0
 
 
@@ -156,13 +150,8 @@ class CallJournal:
 STRANGERS_WITHIN_S = 5.0
 """From the beginning of a stranger's call to its request."""
 
-
 _NAMES = "peer_uri"
-
-
 _TRANSPORT = "transport_security_type"
-
-
 _WATCH = access.OPEN + "Watch"
 
 

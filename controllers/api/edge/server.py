@@ -35,7 +35,6 @@ from gcore.system.clock import Clock
 STRANGERS = 128
 """Calls of strangers at once."""
 
-
 WATCHERS = 16
 """Strangers that watch health, each a stream without an end."""
 
@@ -319,13 +318,10 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 MOST_REQUEST = 4 << 20
 """Bytes of a request: a spec with its templates is the largest."""
 
-
 MOST_ANSWER = 64 << 20
 """Bytes of an answer; what a client takes (`gcore.client.patience.MAX_ANSWER_BYTES`)."""
 
-
 MOST_METADATA = 16 << 10
-
 
 OPTIONS = (
     ("grpc.so_reuseport", 0),

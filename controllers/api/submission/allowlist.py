@@ -45,13 +45,8 @@ from gcore.models.replicas import home_folder
 MOST_ENTRIES = 20_000
 """Files and folders of one folder that a spec names: a model or a saved dataset has hundreds."""
 
-
 FILE = "file:"
-
-
 _RUN = re.compile(r".+-[0-9a-f]{12}")
-
-
 EXPORT = "`gcore export` copies a model out of a run, to a folder below allow.roots of the nodes' configuration"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from controllers.flow.job_data import check_curriculum, rewards_of
 from controllers.inference.judges import blame_judge, judge_renderer
+from gcore.config.load import find_flow
 from gcore.config.reward import Fallback, JudgeSpec
 from gcore.config.rollout import EnvironmentSpec
 from gcore.config.spec import JobSpec
@@ -26,7 +27,6 @@ from gcore.data.stream import JobPrompts, LengthReport, PromptSource, check_leng
 from gcore.engines.emulated.launch import is_emulated
 from gcore.engines.sglang.command import HOW, check_engine_args, find_python
 from gcore.errors import DataError, GcoreError, SpecError
-from gcore.flows.api import find_flow
 from gcore.flows.filters import find_filters, try_filters
 from gcore.ledger.records.chain import PARTS_CAME, OfferedGroup
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
@@ -326,18 +326,14 @@ def _wide(spec: JobSpec) -> Iterator[tuple[str, str, int]]:
 MIN_FREE_BYTES = 64 << 20
 """On the disk of the runs: for records and logs. How much the checkpoints take, the model says."""
 
-
 LENGTH_SAMPLE = 10_000
 """Prompts of a source whose length is looked at before a job starts; `gcore validate` looks at all. A longer one fails
 alone."""
 
-
 REWARDS_TRIED = 3
-
 
 MOST_FOR_EVER = 1000
 """Checkpoints that a job may keep for ever: each stands in one record of the store, and keeps its log entry there."""
-
 
 CheckProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from controllers.api.edge.access import current_caller, may_see
 from controllers.api.edge.errors import Conflict, Forbidden
 from controllers.api.store_reader import StoreReader
-from controllers.api.submission.allowlist import EVERYTHING, Allowlist, PathUse, spec_paths
+from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
     check_copies,
     check_engine,
@@ -38,106 +36,13 @@ from gcore.config.spec import JobSpec
 from gcore.data.stream import identify_data
 from gcore.errors import SpecError, StoreUnavailable
 from gcore.ledger import transactions
-from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
-from gcore.models.hubs import hub_model
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
 from placement.shares import new_claim
-
-# -------------------- checked_lately
-# What a controller has found out about a spec's files a moment ago, so that a sweep of hundreds of jobs over the same data and model is
-# checked once and not hundreds of times.
-#
-# A finding counts for another submission whose spec is the same but for its name, its namespace and its place among jobs, as long as none of
-# the files that it names has changed, and for `KEPT_S` at most: code of plug-ins, which nobody watches, may have. Only what was found in
-# order is kept; several who ask at once wait for one check. Models of hubs are looked up each time.
-
-KEPT_S = 30.0
-
-
-MOST = 8
-"""Findings that are kept at once."""
-
-
-MOST_FILES = 256
-"""Of a folder; one with more is not watched, and what names it is checked each time."""
-
-
-OF_NO_FILE = ("name", "namespace", "scheduling")
-"""Sections of a spec that no check of its files depends on."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckFindings:
-    """What of a check goes into a job's record."""
-
-    prompts: int
-    data_digest: str
-    held_out_digest: str
-    model_revision: str
-    remote_code: tuple[str, ...]
-    judge_revisions: dict[str, str]
-    attention_equals_at: int
-    models: ModelConfigs | None
-
-
-class CheckCache:
-    """Of one controller. One event loop."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._known: dict[str, tuple[float, asyncio.Future[CheckFindings]]] = {}
-
-    async def found(self, spec: JobSpec, check: Callable[[], Awaitable[CheckFindings]]) -> CheckFindings:
-        """What `check` finds, or found lately. Raises what it raises."""
-        key = await asyncio.to_thread(spec_key, spec)
-        if key is None:
-            return await check()
-        now = self._clock.monotonic()
-        self._known = {
-            name: (at, one) for name, (at, one) in self._known.items() if now - at < KEPT_S or not one.done()
-        }
-        if key not in self._known:
-            while len(self._known) >= MOST:
-                del self._known[min(self._known, key=lambda name: self._known[name][0])]
-            self._known[key] = now, asyncio.ensure_future(check())
-        at, finding = self._known[key]
-        try:
-            # Whoever gives up asking takes it from nobody else.
-            return await asyncio.shield(finding)
-        except BaseException:
-            if finding.done() and self._known.get(key) == (at, finding):
-                del self._known[key]
-            raise
-
-
-def spec_key(spec: JobSpec) -> str | None:
-    """Names the spec and its files as they are now; None where they cannot be named. Blocks on the disk."""
-    tree = {name: value for name, value in spec.model_dump(mode="json").items() if name not in OF_NO_FILE}
-    # What is written to changes with each job, and nothing in it is checked.
-    paths = sorted({named.path for named in spec_paths(spec) if named.use is not PathUse.WRITE})
-    if any(hub_model(path) is not None for path in paths):
-        return None
-    try:
-        return json.dumps([tree, [_file(Path(path)) for path in paths]], sort_keys=True)
-    except (OSError, ValueError):
-        return None
-
-
-def _file(path: Path) -> list[Any]:
-    """What changes when the file does, or anything in the folder. Raises OSError, ValueError for what is too large to be watched."""
-    status = path.stat()
-    found: list[Any] = [str(path), status.st_mtime_ns, status.st_size, status.st_ino]
-    if path.is_dir():
-        entries = sorted(path.iterdir())
-        if len(entries) > MOST_FILES:
-            raise ValueError(f"{path} has {len(entries)} files")
-        found += [[entry.name, *entry.stat()[6:9], entry.stat().st_mtime_ns] for entry in entries]
-    return found
 
 
 class Submitter:
@@ -154,7 +59,6 @@ class Submitter:
         *,
         local: bool = False,
         allowed: Allowlist = EVERYTHING,
-        lately: CheckCache | None = None,
     ) -> None:
         """`most_slots`: those of a cluster that cannot grow; None: more nodes may come. `local`: it is the cluster of `gcore up`."""
         self._store = store
@@ -165,7 +69,6 @@ class Submitter:
         self._most_slots = most_slots
         self._local = local
         self._allowed = allowed
-        self._lately = lately
 
     async def create(self, request_id: str, spec_json: str, anew: bool, owner: str = "") -> str:
         """The uid of the new job, or of the one that the request means. `owner`: who asks for it. Raises GcoreError."""
@@ -194,16 +97,17 @@ class Submitter:
                 existing = await self._same_or_ended(named.value.decode(errors="replace"), spec)
                 if existing is not None:
                     return existing
-            check_engine(spec, (await self._jobs.cluster()).nodes)
+            nodes = (await self._jobs.cluster()).nodes
+            check_engine(spec, nodes)
             check_ranks(spec, self._most_slots())
-            check_served_judges(spec, (await self._jobs.cluster()).nodes)
+            check_served_judges(spec, nodes)
             check_streamed_steps(spec)
             check_moving(spec)
-            check_spans(spec, (await self._jobs.cluster()).nodes)
+            check_spans(spec, nodes)
             check_copies(spec, local=self._local)
             check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
-            found = await self._found(spec, run_root)
+            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
             if named is not None and anew:  # only now: a spec that is refused ends nothing
                 await self.cancel(named.value.decode(errors="replace"), "replaced by a new job of the same name")
             uid = uuid.uuid4().hex[:12]
@@ -214,14 +118,14 @@ class Submitter:
                 run_dir=str(run_root / run_name(spec, uid)),
                 created=self._clock.wall(),
                 request_id=request_id,
-                prompts=found.prompts,
-                data_digest=found.data_digest,
-                held_out_digest=found.held_out_digest,
-                model_revision=found.model_revision,
-                remote_code=found.remote_code,
-                judge_revisions=found.judge_revisions,
-                attention_equals_at=found.attention_equals_at,
-                models=found.models,
+                prompts=checked.prompts.prompts,
+                data_digest=checked.prompts.digest,
+                held_out_digest=checked.prompts.identity.held_out,
+                model_revision=checked.model.revision,
+                remote_code=(*checked.model.remote_code, *judge_remote_code(checked.judges)),
+                judge_revisions=judge_revisions(checked.judges),
+                attention_equals_at=checked.attention_equals_at,
+                models=checked.models,
                 namespace=spec.namespace,
                 owner=owner,
             )
@@ -251,24 +155,6 @@ class Submitter:
                 fix="Give each new job a request id of its own",
             )
         return uid
-
-    async def _found(self, spec: JobSpec, run_root: Path) -> CheckFindings:
-        """What its files are. Raises GcoreError."""
-
-        async def check() -> CheckFindings:
-            checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
-            return CheckFindings(
-                prompts=checked.prompts.prompts,
-                data_digest=checked.prompts.digest,
-                held_out_digest=checked.prompts.identity.held_out,
-                model_revision=checked.model.revision,
-                remote_code=(*checked.model.remote_code, *judge_remote_code(checked.judges)),
-                judge_revisions=judge_revisions(checked.judges),
-                attention_equals_at=checked.attention_equals_at,
-                models=checked.models,
-            )
-
-        return await check() if self._lately is None else await self._lately.found(spec, check)
 
     async def _same_or_ended(self, uid: str, spec: JobSpec) -> str | None:
         """The job that goes on under this name; None if a new one may be made."""

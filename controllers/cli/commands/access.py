@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gcore.api.v1 import access_pb2 as pb
     from gcore.client.jobs import AccessClient
 
+
 CERTS_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -32,7 +33,6 @@ gcore certs issue ada --for user --role admin --authority certs
 gcore certs show certs/node-1
 """
 
-
 certs_app = typer.Typer(
     help="A private authority, and the certificates of nodes, users and etcd.",
     no_args_is_help=True,
@@ -41,12 +41,8 @@ certs_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 Authority = Annotated[Path, typer.Option(help="Folder of the authority. Whoever reads its ca-key.pem is everybody.")]
-
-
 DEFAULT_AUTHORITY = Path("certs")
-
 
 INIT_EXAMPLES = """
 [bold]Examples[/bold]
@@ -54,46 +50,6 @@ INIT_EXAMPLES = """
 gcore certs init
 
 gcore certs init --authority /secure/gcore-ca --name "gcore research" --days 3650
-"""
-
-
-ISSUE_EXAMPLES = """
-[bold]Examples[/bold]
-
-[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1
-
-[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin
-
-[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision
-
-[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster
-"""
-
-
-SHOW_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs show certs/node-1
-
-gcore certs show certs/ca.pem -o json
-"""
-
-
-RENEW_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs renew certs/node-1
-
-[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30
-"""
-
-
-TRUST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs trust certs/node-1 certs/node-2 --authority new-certs
-
-[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only
 """
 
 
@@ -110,6 +66,19 @@ def create_authority(
     typer.echo(f"{authority / CA}      who trusts it trusts what it signs; give it to everybody")
     typer.echo(f"{authority / CA_KEY}  signs; keep it off the nodes")
     typer.echo(f"{authority / ENGINES}  the engines' keys follow from it; nodes get it with their certificates")
+
+
+ISSUE_EXAMPLES = """
+[bold]Examples[/bold]
+
+[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1
+
+[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin
+
+[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision
+
+[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster
+"""
 
 
 @certs_app.command("issue", epilog=ISSUE_EXAMPLES)
@@ -140,6 +109,15 @@ def issue_node_certificate(
     typer.echo(f"{folder}  until {made.ends:%Y-%m-%d}")
 
 
+SHOW_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs show certs/node-1
+
+gcore certs show certs/ca.pem -o json
+"""
+
+
 @certs_app.command("show", epilog=SHOW_EXAMPLES)
 def show_certificate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate, or a folder with one.")],
@@ -155,6 +133,15 @@ def show_certificate(
         return
     for key, value in tree.items():
         typer.echo(f"{key:<12}{' '.join(value) if isinstance(value, list) else value}")
+
+
+RENEW_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs renew certs/node-1
+
+[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30
+"""
 
 
 @certs_app.command("renew", epilog=RENEW_EXAMPLES)
@@ -181,6 +168,15 @@ def renew_certificates(
         raise UsageError(f"{len(problems)} of {len(folders)} were not renewed: {' '.join(map(str, problems))}")
     if problems:
         raise problems[0]
+
+
+TRUST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore certs trust certs/node-1 certs/node-2 --authority new-certs
+
+[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only
+"""
 
 
 @certs_app.command("trust", epilog=TRUST_EXAMPLES)
@@ -228,10 +224,7 @@ def _certificate_tree(found: CertificateInfo, now: datetime) -> dict[str, str | 
 # `gcore token create|list|revoke|first-admin` and `gcore whoami`: tokens of users, and whom a call is taken for.
 
 T = TypeVar("T")
-
-
 DAY_S = 86400.0
-
 
 TOKEN_EXAMPLES = """
 [bold]Examples[/bold]
@@ -243,46 +236,6 @@ gcore token list
 gcore token revoke k3j9x2m4q8w1
 """
 
-
-CREATE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token create bob --role submitter --namespace vision --to bob.token
-
-[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token
-"""
-
-
-TOKEN_LIST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token list -o json
-"""
-
-
-REVOKE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token revoke k3j9x2m4q8w1
-"""
-
-
-FIRST_EXAMPLES = """
-[bold]Examples[/bold]
-
-[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token
-"""
-
-
-WHOAMI_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore whoami
-
-gcore whoami -o json
-"""
-
-
 token_app = typer.Typer(
     help="Tokens of users: with what they may do, where, and until when.",
     no_args_is_help=True,
@@ -291,10 +244,17 @@ token_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 To = Annotated[
     Path | None, typer.Option(help="File to write the token to, for its owner alone; default: it is printed.")
 ]
+
+CREATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token create bob --role submitter --namespace vision --to bob.token
+
+[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token
+"""
 
 
 @token_app.command("create", epilog=CREATE_EXAMPLES)
@@ -322,6 +282,13 @@ def create_token(
     typer.echo(made.secret if to is None else str(to))
 
 
+TOKEN_LIST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token list -o json
+"""
+
+
 @token_app.command("list", epilog=TOKEN_LIST_EXAMPLES)
 def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
     """The tokens there are, without their secrets."""
@@ -339,6 +306,13 @@ def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Form
         )
 
 
+REVOKE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore token revoke k3j9x2m4q8w1
+"""
+
+
 @token_app.command("revoke", epilog=REVOKE_EXAMPLES)
 def revoke_token(
     token_id: Annotated[str, typer.Argument(metavar="ID", help="As `list` shows it.")],
@@ -350,6 +324,13 @@ def revoke_token(
     typer.echo(f"{gone.id}  {gone.name}  revoked")
 
 
+FIRST_EXAMPLES = """
+[bold]Examples[/bold]
+
+[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token
+"""
+
+
 @token_app.command("first-admin", epilog=FIRST_EXAMPLES)
 def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for its owner alone.")]) -> None:
     """Make the token of auth.admin_token_file: an admin's, for as long as daemons are started with it. Asks no cluster."""
@@ -359,6 +340,15 @@ def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for
         raise UsageError("there is a file already", where=str(to), fix="Name another --to")
     write_secret(to, new_token().text)
     typer.echo(f"{to}  name it in auth.admin_token_file of every daemon")
+
+
+WHOAMI_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore whoami
+
+gcore whoami -o json
+"""
 
 
 def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
@@ -430,37 +420,6 @@ gcore context use lab
 gcore context list
 """
 
-
-SET_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token
-
-[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem
-"""
-
-
-USE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context use lab
-"""
-
-
-CONTEXT_LIST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context list
-"""
-
-
-REMOVE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context remove lab
-"""
-
-
 context_app = typer.Typer(
     help="The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
     no_args_is_help=True,
@@ -469,8 +428,15 @@ context_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the context.")]
+
+SET_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token
+
+[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem
+"""
 
 
 @context_app.command("set", epilog=SET_EXAMPLES)
@@ -504,6 +470,13 @@ def set_context(
     typer.echo(f"{name}  {' '.join(made.addresses)}{'  current' if changed.current == name else ''}")
 
 
+USE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context use lab
+"""
+
+
 @context_app.command("use", epilog=USE_EXAMPLES)
 def use_context(name: Name) -> None:
     """Have commands talk to this cluster, where no other is named and none is up on this machine."""
@@ -514,6 +487,13 @@ def use_context(name: Name) -> None:
     contexts.find_context(known, name, file)
     contexts.save_contexts(file, known.model_copy(update={"current": name}))
     typer.echo(f"{name}  current")
+
+
+CONTEXT_LIST_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context list
+"""
 
 
 @context_app.command("list", epilog=CONTEXT_LIST_EXAMPLES)
@@ -534,6 +514,13 @@ def list_contexts(output: Format = Output.TABLE) -> None:
         return
     for name, one in sorted(known.contexts.items()):
         typer.echo(f"{'*' if name == known.current else ' '} {name}  {' '.join(one.addresses)}")
+
+
+REMOVE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore context remove lab
+"""
 
 
 @context_app.command("remove", epilog=REMOVE_EXAMPLES)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gcore.api.v1 import jobs_pb2 as pb
 
+
 EXPORT_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -133,6 +134,9 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
     return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
 
 
+WIDEST = 400
+"""Characters of a folder or a reason that are shown; JSON has all."""
+
 CHECKPOINTS_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -140,10 +144,6 @@ gcore checkpoints arithmetic
 
 gcore checkpoints arithmetic -o json
 """
-
-
-WIDEST = 400
-"""Characters of a folder or a reason that are shown; JSON has all."""
 
 
 def checkpoints(

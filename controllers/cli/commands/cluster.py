@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from gcore.config.local_cluster import LocalCluster
     from gcore.config.node import NodeConfig
 
+
+HOUR_S = 3600.0
+
 NODES_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -41,32 +44,6 @@ gcore nodes
 
 [dim]With the workers on them:[/dim]  gcore nodes --workers
 """
-
-
-DRAIN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore drain gpu-07
-
-[dim]Use it again:[/dim]  gcore drain gpu-07 --undo
-"""
-
-
-SHARDS_EXAMPLES = verb_examples("shards")
-
-
-USAGE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore usage
-
-gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30
-
-[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json
-"""
-
-
-HOUR_S = 3600.0
 
 
 def nodes(
@@ -110,6 +87,15 @@ def nodes(
         print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
+DRAIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore drain gpu-07
+
+[dim]Use it again:[/dim]  gcore drain gpu-07 --undo
+"""
+
+
 def drain(
     node: NodeName,
     undo: Annotated[bool, typer.Option("--undo", help="Use the node again.")] = False,
@@ -129,6 +115,9 @@ def drain(
         typer.echo(f"Node {printable_text(found.name)} is being left{still}.")
 
 
+SHARDS_EXAMPLES = verb_examples("shards")
+
+
 def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE) -> None:
     """Who has which shards of a job's prompt stream, and the first prompt of each without an outcome."""
     found = call_cluster(lambda client: client.list_shards(job), address, home)
@@ -146,6 +135,17 @@ def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
         for one in found
     ]
     print_table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
+
+
+USAGE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore usage
+
+gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30
+
+[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json
+"""
 
 
 def usage(
@@ -262,14 +262,11 @@ GC_EXAMPLES = """
 [dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml
 """
 
-
 GIB = 1 << 30
-
 
 Configuration = Annotated[
     Path | None, typer.Option("--config", help="A daemon's configuration; default: that of the local cluster's.")
 ]
-
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")]
 
@@ -367,15 +364,6 @@ UP_EXAMPLES = """
 """
 
 
-DOWN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore down
-
-gcore down --home /tmp/other
-"""
-
-
 def up(
     context: typer.Context,
     home: Home = DEFAULT_HOME,
@@ -437,6 +425,15 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
+DOWN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore down
+
+gcore down --home /tmp/other
+"""
+
+
 def down(home: Home = DEFAULT_HOME) -> None:
     """End the cluster of this machine: daemons, workers and etcd. Data, logs and runs stay; unfinished jobs can go on."""
     from controllers.cli import local
@@ -461,7 +458,6 @@ gcore quota
 
 [dim]As many as there are:[/dim]  gcore quota research none
 """
-
 
 NO_LIMIT = "none"
 

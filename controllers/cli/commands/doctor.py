@@ -44,11 +44,7 @@ if TYPE_CHECKING:
     from gcore.store.etcd import EtcdBinary
 
 PROBE_LIMIT_S = 90.0
-
-
 SYNCS = 5
-
-
 _HERE = Path(__file__).resolve().parents[3]
 
 
@@ -268,7 +264,6 @@ gcore doctor
 [dim]For a script; ends with 1 if anything fails:[/dim]  gcore doctor -o json
 """
 
-
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -354,8 +349,6 @@ async def _nothing() -> tuple[()]:
 # What `gcore doctor` asks of others: the hubs, the SGLang environment, and a cluster that is up in the home.
 
 ANSWER_S = 5.0
-
-
 VERSION_S = 20.0
 
 

@@ -152,6 +152,10 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
         raise typer.Exit(1)
 
 
+PAUSE_EXAMPLES, RESUME_EXAMPLES = verb_examples("pause"), verb_examples("resume")
+RETRY_EXAMPLES, EVAL_EXAMPLES = verb_examples("retry"), verb_examples("eval")
+MOST_SLOTS = 1_000_000
+
 CANCEL_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -159,35 +163,6 @@ gcore cancel arithmetic
 
 [dim]With a checkpoint, at its next commit:[/dim]  gcore cancel arithmetic --drain
 """
-
-
-UPDATE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore update arithmetic --priority 10
-
-gcore update arithmetic --slots-min 2 --slots-max 8
-
-[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0
-"""
-
-
-DELETE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore delete arithmetic
-
-[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes
-"""
-
-
-PAUSE_EXAMPLES, RESUME_EXAMPLES = verb_examples("pause"), verb_examples("resume")
-
-
-RETRY_EXAMPLES, EVAL_EXAMPLES = verb_examples("retry"), verb_examples("eval")
-
-
-MOST_SLOTS = 1_000_000
 
 
 def cancel(
@@ -234,6 +209,17 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     _tell(call_cluster(again, address, home), output)
 
 
+UPDATE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore update arithmetic --priority 10
+
+gcore update arithmetic --slots-min 2 --slots-max 8
+
+[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0
+"""
+
+
 def update(
     job: JobName,
     priority: Annotated[
@@ -255,6 +241,15 @@ def update(
     if not changes:
         raise UsageError("nothing is said that is to change", fix="Give --priority, --slots-min or --slots-max")
     _tell(call_cluster(lambda client: client.update_job(job, changes), address, home), output)
+
+
+DELETE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore delete arithmetic
+
+[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes
+"""
 
 
 def delete(

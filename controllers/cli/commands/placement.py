@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Told = TypeVar("Told")
 
-
 EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -40,7 +39,6 @@ gcore placement explain arithmetic --last 3
 gcore placement pin arithmetic --freeze
 """
 
-
 app = typer.Typer(
     help="Which slot serves which pool, why, and what came of each move; fix something of it.",
     no_args_is_help=True,
@@ -49,6 +47,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+MOST_SLOTS = 1_000_000
+Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
 
 SHOW_EXAMPLES = """
 [bold]Examples[/bold]
@@ -57,41 +57,6 @@ gcore placement show arithmetic
 
 gcore placement show arithmetic -o json
 """
-
-
-EXPLAIN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement explain arithmetic
-
-gcore placement explain arithmetic --last 3
-"""
-
-
-HISTORY_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement history arithmetic
-
-gcore placement history arithmetic -o json
-"""
-
-
-PIN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement pin arithmetic --freeze
-
-gcore placement pin arithmetic --reward 4
-
-gcore placement pin arithmetic --release
-"""
-
-
-MOST_SLOTS = 1_000_000
-
-
-Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)
@@ -111,6 +76,15 @@ def show_placement(
     stdout_console().print(pairs_table(placement_rows(reply)))
     if reply.plan:
         stdout_console().print(slots_table(reply))
+
+
+EXPLAIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement explain arithmetic
+
+gcore placement explain arithmetic --last 3
+"""
 
 
 @app.command("explain", epilog=EXPLAIN_EXAMPLES)
@@ -134,6 +108,15 @@ def explain_placement(
         typer.echo(line)
 
 
+HISTORY_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement history arithmetic
+
+gcore placement history arithmetic -o json
+"""
+
+
 @app.command("history", epilog=HISTORY_EXAMPLES)
 def show_history(
     job: JobName, home: Home = DEFAULT_HOME, address: Address = None, output: Format = Output.TABLE
@@ -148,6 +131,17 @@ def show_history(
         typer.echo(f"Nothing has moved in job {known.name}.")
     else:
         stdout_console().print(history_table(known.moves))
+
+
+PIN_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore placement pin arithmetic --freeze
+
+gcore placement pin arithmetic --reward 4
+
+gcore placement pin arithmetic --release
+"""
 
 
 @app.command("pin", epilog=PIN_EXAMPLES)
@@ -262,7 +256,6 @@ gcore top arithmetic --address 10.0.0.7:7700
 
 gcore top arithmetic --once -o json
 """
-
 
 LOOK_S = 1.0
 
@@ -385,7 +378,6 @@ gcore trace arithmetic --step 12 --to step.json
 
 [dim]Open the file in https://ui.perfetto.dev or chrome://tracing.[/dim]
 """
-
 
 MOST = 2**31 - 1
 

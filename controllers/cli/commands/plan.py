@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from placement.simulator.replay import ReplayScenario
     from placement.simulator.run import JobRun
 
+
+DEFAULT_COST_S = 5.0
+MOST_COST_S = 1e6
+
+MOST_SLOTS, MOST_STEPS = 4096, 100_000
+"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
+
+MOST_SEED = 2**63 - 1
+
+MOST_SHOWN = 2000
+"""Characters of what a scenario calls itself."""
+
 SIMULATE_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -37,23 +49,6 @@ gcore simulate --run arithmetic-judge --slots 16
 
 gcore simulate --run .gcore/runs/arithmetic-judge-26559b7ecc10 -o json
 """
-
-
-DEFAULT_COST_S = 5.0
-
-
-MOST_COST_S = 1e6
-
-
-MOST_SLOTS, MOST_STEPS = 4096, 100_000
-"""As a scenario's own (`placement.simulate.scenario`), which takes long to import."""
-
-
-MOST_SEED = 2**63 - 1
-
-
-MOST_SHOWN = 2000
-"""Characters of what a scenario calls itself."""
 
 
 def simulate(
@@ -305,19 +300,14 @@ def _show(tree: dict[str, Any]) -> None:
 PLAN_EXAMPLES = """
 [bold]Examples[/bold]
 
-gcore plan grpo.yaml --cluster examples/clusters/eight-h100.yaml
+gcore plan grpo.yaml --cluster deploy/local/clusters/eight-h100.yaml
 
 [dim]What to write into the spec:[/dim]  gcore plan grpo.yaml --cluster mine.yaml -o yaml
-
-[dim]Write it there:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --write grpo.yaml
 
 [dim]With what is known of the lengths:[/dim]  gcore plan grpo.yaml --cluster mine.yaml --prompt-tokens 180 --response-tokens 700
 """
 
-
 MOST_CLUSTER_BYTES = 1 << 16
-
-
 MOST_TOKENS = 1 << 24
 
 
@@ -331,7 +321,7 @@ class PlanOutput(StrEnum):
 
 def plan(
     spec: SpecFile,
-    cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see examples/clusters.")],
+    cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see deploy/local/clusters.")],
     set_: Set = None,
     prompt_tokens: Annotated[
         float | None,
@@ -340,10 +330,6 @@ def plan(
     response_tokens: Annotated[
         float | None,
         typer.Option(min=1, max=MOST_TOKENS, help="Mean tokens of a response; default: half of the longest."),
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option("--write", help="Write the spec with the best placement to this file, beside the spec."),
     ] = None,
     show: Annotated[int, typer.Option(min=1, max=1000, help="Placements that are shown.")] = 5,
     output: Annotated[
@@ -361,7 +347,6 @@ def plan(
         placement_section,
         plan_tree,
         print_tables,
-        write_spec,
     )
 
     planned = make_plan(spec, cluster, set_, prompt_tokens, response_tokens)
@@ -372,19 +357,14 @@ def plan(
         print_tables(planned, show, stdout_console())
     if first is None:
         raise _nothing_fits(planned, cluster)
-    section = placement_section(planned.spec, first)
     if output is PlanOutput.YAML:
         import yaml
 
+        section = placement_section(planned.spec, first)
         by_hand, besides = paste_section(section)
         typer.echo(yaml.safe_dump(by_hand, sort_keys=False).rstrip())
         for line in (*besides, *cache_hints(first), *lines_to_delete(planned.spec, section)):
             typer.echo(f"# {line}.")
-    if write is not None:
-        write_spec(spec, write, section, set_ or ())
-        typer.echo(f"{write} has {first.way}.", err=True)
-        for line in cache_hints(first):
-            typer.echo(f"{line}.", err=True)
 
 
 def make_plan(
@@ -433,7 +413,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"the cluster's file cannot be read ({error.strerror or error})",
             where=str(path),
-            fix="Name a YAML file of nodes; examples/clusters has some",
+            fix="Name a YAML file of nodes; deploy/local/clusters has some",
         ) from error
     try:
         if len(raw) > MOST_CLUSTER_BYTES:
@@ -441,9 +421,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(raw)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See examples/clusters") from error
+        raise UsageError(f"this is no YAML ({reason})", where=str(path), fix="See deploy/local/clusters") from error
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise UsageError("a cluster's file is a mapping with nodes", where=str(path), fix="See examples/clusters")
+        raise UsageError("a cluster's file is a mapping with nodes", where=str(path), fix="See deploy/local/clusters")
     return tree
 
 

@@ -205,7 +205,6 @@ def _check(spec: JobSpec, home: Home, output: Output) -> None:
 
 FILE_NAME = "events.jsonl"
 
-
 MOST_WAITING = 10_000
 """Events that could not be written and wait for room; when there are more, the oldest are left out."""
 
@@ -373,10 +372,8 @@ async def _ask(client: JobsClient, uid: str, screen: Screen, clock: Clock) -> No
 
 LOCK = "followers.lock"
 
-
 ANSWER_TIMEOUT_S = 1.5
 """For an answer: somebody has pressed a key and waits."""
-
 
 ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 
@@ -446,7 +443,6 @@ def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) ->
 QUIET_S = 3.0
 """So long nothing is said."""
 
-
 NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
 
 
@@ -495,6 +491,14 @@ class RepeatedSignals:
 EXIT_INTERRUPTED = 130
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    spec: JobSpec
+    new: bool
+    cluster: ClusterAddress
+    begun: float
+
+
 RUN_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -506,14 +510,6 @@ gcore run examples/arithmetic/grpo.yaml
 
 [dim]On a cluster that is up elsewhere:[/dim]  gcore run grpo.yaml --address 10.0.0.7:7700
 """
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    spec: JobSpec
-    new: bool
-    cluster: ClusterAddress
-    begun: float
 
 
 def run(

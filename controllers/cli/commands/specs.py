@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 SEED = 0
 
-
 INIT_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -288,6 +287,8 @@ def count_noun(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+PREPARED_UNDER = Path(PREPARED)
+
 VALIDATE_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -295,27 +296,6 @@ gcore validate examples/arithmetic/grpo.yaml
 
 gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json
 """
-
-
-SCHEMA_EXAMPLES = """
-[bold]Example[/bold]
-
-gcore schema > job.schema.json
-"""
-
-
-PREPARE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore prepare arithmetic --to .cache/examples/arithmetic
-
-[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge
-
-[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator
-"""
-
-
-PREPARED_UNDER = Path(PREPARED)
 
 
 def validate(
@@ -384,11 +364,29 @@ def validate(
     typer.echo(f"\n{spec} is valid: {prompts} prompts, {run_length(loaded.flow, prompts)}.")
 
 
+SCHEMA_EXAMPLES = """
+[bold]Example[/bold]
+
+gcore schema > job.schema.json
+"""
+
+
 def schema() -> None:
     """The JSON schema of a job spec: every field with its meaning, unit and default."""
     from gcore.config.spec import JobSpec
 
     typer.echo(as_json(JobSpec.model_json_schema()))
+
+
+PREPARE_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore prepare arithmetic --to .cache/examples/arithmetic
+
+[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge
+
+[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator
+"""
 
 
 def prepare(

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
 
+
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LONGEST = 16 * 1024
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job has ended.")]
+
 LOGS_EXAMPLES = """
 [bold]Examples[/bold]
 
@@ -43,29 +49,6 @@ gcore logs arithmetic --role train --rank 0 --tail 20 --follow
 
 [dim]Of workers that are gone:[/dim]  gcore logs arithmetic --previous --since 10m
 """
-
-
-EVENTS_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore events arithmetic --tail 20
-
-gcore events arithmetic --follow
-
-[dim]For a program, going on where it was:[/dim]  gcore events arithmetic --after 83120 --follow -o json
-"""
-
-
-_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-LONGEST = 16 * 1024
-
-
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job has ended.")]
 
 
 def logs(
@@ -110,6 +93,17 @@ def logs(
             typer.echo(with_program_name(_nothing(job, previous=previous)), err=True)
 
     _until_interrupted(read, f"`gcore logs {job} --follow --tail 10` goes on", address, home)
+
+
+EVENTS_EXAMPLES = """
+[bold]Examples[/bold]
+
+gcore events arithmetic --tail 20
+
+gcore events arithmetic --follow
+
+[dim]For a program, going on where it was:[/dim]  gcore events arithmetic --after 83120 --follow -o json
+"""
 
 
 def events(
@@ -208,7 +202,6 @@ gcore samples arithmetic --step 12 --best --limit 2
 
 gcore samples arithmetic --source sums --worst -o json
 """
-
 
 DEFAULT_LIMIT, MOST = 3, 2**31 - 1
 

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 2000, 1500
 
-
 COLUMN_WIDTH = 36
 """The least that a response needs beside another."""
-
 
 STANDINGS = {2: ", being trained on now", 3: ", cut off by a rollback"}
 
@@ -198,11 +196,7 @@ def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
 # through `visible`.
 
 BINS = 8
-
-
 BAR_CELLS = 30
-
-
 PROMPT_SHOWN = 240
 
 

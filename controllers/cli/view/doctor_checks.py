@@ -112,40 +112,27 @@ class RunningCluster:
 
 PYTHON = (3, 11)
 
-
 SYNC_SLOW_MS = 50.0
 """A write that takes longer to reach the disk makes etcd lose its leader."""
 
-
 DISK_FAIL, DISK_WARN = 1 << 30, 10 << 30
-
-
 SHARED_WARN = 256 << 20
-
-
 FILES_FAIL, FILES_WARN = 1024, 4096
-
 
 SLOT_BYTES = 1 << 30
 """What the engine and the rank of one CPU slot take, with a small model."""
 
-
 CLOCK_OLD = 1_750_000_000
 """A wall clock before this is wrong, and certificates do not verify."""
 
-
 CLOCK_APART_S = 2.0
-
-
 SGLANG_TESTED = "0.5.23"
-
 
 FOR_WHAT = {
     "numba": "gcore simulate is a hundred times as fast with it",
     "matplotlib": "only the plots of make bench-placement need it",
 }
 """Of packages that no node needs, what does."""
-
 
 DAMAGED_ETCD = ((3, 5, 0), (3, 5, 2))
 """From and to which version etcd could lose data on a crash."""

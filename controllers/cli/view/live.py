@@ -130,32 +130,16 @@ def find_bottleneck(waits: Mapping[str, float]) -> str:
 
 CHART_HEIGHT = 5
 
-
 HIGHLIGHT_S = 6.0
 """So long moved shards stand out."""
 
-
 NODE_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red", "bright_cyan", "bright_magenta")
-
-
 PHASE_COLOURS = {"collect": "cyan", "exchange": "yellow", "train": "magenta", "publish": "green"}
-
-
 STATE_COLOURS = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "RUNNING": "cyan"}
-
-
 LOG_SHOWN = 6
-
-
 ANSWERS_SHOWN = 5
-
-
 WAITS_SHOWN = 2
-
-
 GAP = 3
-
-
 ROWS_WITH_ANSWERS = 35
 
 

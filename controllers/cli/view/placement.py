@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from controllers.accounting.states import add_times
 from controllers.cli.output import format_seconds, printable_text
-from gcore.config.spec import FIXED_POLICIES
+from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
-from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, StepAccount, StepSpan, sum_engines
+from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, Span, StepAccount, sum_engines
 from placement.assign import engine_slots, split_of
 from placement.moves import (
     foretold_in_words,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 16_384
 """Characters of a line. A reason has some hundreds at most, beside the slots of its move."""
-
 
 SURPRISE = 0.1
 """What a step took beside what was expected, above which it is told: forecasts are held to be within it."""
@@ -332,7 +331,6 @@ HOLDS = {
 }
 """What a cause of idle slots says of the job."""
 
-
 BAR = 30
 
 
@@ -468,16 +466,9 @@ def top_tree(top: JobTop) -> dict[str, Any]:
 # Perfetto process 0 is the machine's idle one; a move is an instant of its own track, for one of the whole trace would stand on none.
 
 US = 1e6
-
-
 PHASES_TRACK = 1
-
-
 JOB, MOVES_TRACK = 1, 1
-
-
 UNACCOUNTED = "unbooked"
-
 
 COLOURS = {
     "busy rollout": "thread_state_running",
@@ -529,7 +520,7 @@ def _of_node(pid: int, node: str, line: AccountLine, offset: float) -> Iterator[
             yield _counter(pid, f"busy {slot}", offset + spans[-1].end, 0.0)
 
 
-def _busy(span: StepSpan) -> float:
+def _busy(span: Span) -> float:
     """The share of it in which the slot was at work."""
     length = span.end - span.begin
     return sum(s for state, s in span.seconds.items() if state.startswith("busy ")) / length if length > 0 else 0.0

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from controllers.cli.output import printable_text
-from gcore.config.load import apply_overrides, load_spec
 from gcore.config.spec import JobSpec
-from gcore.errors import UsageError
-from gcore.system.files import replace_file
 from placement.mapping.cluster import GIB, ClusterSpec
 from placement.mapping.memory import (
     MemoryNeed,
@@ -97,7 +90,6 @@ class PlanReport:
 
 MOST_MISFITS = 8
 """Sentences about what does not fit that a table shows; JSON has all."""
-
 
 LONG = 500
 """Characters of a sentence that are shown."""
@@ -223,7 +215,7 @@ def print_tables(planned: PlanReport, show: int, console: Console) -> None:
 
 def _begins(planned: PlanReport, first: FittingLayout) -> str:
     """What the spec says now, and what to write instead."""
-    stands, how = planned.stands, "-o yaml prints that for the spec, --write FILE writes it"
+    stands, how = planned.stands, "-o yaml prints that for the spec"
     alone = ""
     if planned.one_rank_a_node:
         alone = " (a rank on each node, for train.ranks says nothing)"
@@ -296,21 +288,12 @@ def _table(headings: tuple[str, ...]) -> Table:
 
 
 # -------------------- plan_written
-# The placement that was found, as a spec says it, and a spec with that in it. Pure but for the last function.
-#
-# A spec is a text that a person wrote, so its words and comments stay where they can: sections are replaced or put behind. What comes
-# out is read again; where it does not say what it should, the spec is written anew, without its comments.
+# The placement that was found, as a spec says it.
 
 YamlSection = dict[str, dict[str, Any]]
 
-
 JUDGES = "judges"
 """In a section: by the judge's name, what to write into its `serving`."""
-
-
-SAID_ANEW = ("policy", "train", "reward")
-"""Of the section `placement`, what a first placement decides. Who has the memory is decided too, where slots are shared; where they are
-not, a policy that moves slots may share them later, and keeps what it says of that."""
 
 
 def placement_section(spec: JobSpec, fit: FittingLayout) -> YamlSection:
@@ -349,7 +332,7 @@ def paste_section(section: YamlSection) -> tuple[YamlSection, tuple[str, ...]]:
 
 
 def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
-    """What to delete of the spec where the section is pasted by hand: what it says of another split. `write_spec` does so by itself."""
+    """What to delete of the spec where the section is pasted: what it says of another split."""
     placement, wanted = spec.placement, section["placement"]
     gone = [
         f"placement.{key}" for key in ("train", "reward") if key not in wanted and getattr(placement, key) is not None
@@ -359,88 +342,6 @@ def lines_to_delete(spec: JobSpec, section: YamlSection) -> tuple[str, ...]:
     if "train" in wanted and spec.train.ranks is not None:
         gone.append("train.ranks")
     return (f"delete {' and '.join(gone)}, which the spec says of another placement",) if gone else ()
-
-
-def set_section(tree: Mapping[str, Any], section: YamlSection) -> dict[str, Any]:
-    """The spec's tree with that in it: what it said of the same is replaced, all else stays."""
-    changed = dict(tree)
-    for name, fields in section.items():
-        if name == JUDGES:
-            changed[name] = [
-                _serving_settings(judge, fields.get(judge.get("name"), {})) for judge in tree.get(name) or ()
-            ]
-            continue
-        said = tree.get(name) or {}
-        anew: tuple[str, ...] = SAID_ANEW if name == "placement" else ()
-        if fields.get("policy") == "static":
-            anew += ("memory",)
-        changed[name] = {**{key: value for key, value in said.items() if key not in anew}, **fields}
-    if "train" in section["placement"] and isinstance(changed.get("train"), dict):
-        changed["train"] = {key: value for key, value in changed["train"].items() if key != "ranks"}
-    return changed
-
-
-def _serving_settings(judge: Mapping[str, Any], serving: Mapping[str, Any]) -> dict[str, Any]:
-    return {**judge, "serving": {**(judge.get("serving") or {}), **serving}} if serving else dict(judge)
-
-
-def set_section_in_text(text: str, section: YamlSection) -> str:
-    """The same for a text whose comments are to stay; whether it came out right is the caller's to see."""
-    for name, fields in paste_section(section)[0].items():
-        block = yaml.safe_dump({name: fields}, sort_keys=False)
-        found = re.search(rf"^{name}:[^\n]*\n(?:(?:[ \t]+[^\n]*|[ \t]*#[^\n]*|[ \t]*)\n)*", text, re.MULTILINE)
-        if found is None:
-            text = f"{text.rstrip()}\n\n{block}"
-        elif name == "placement":
-            kept = re.search(r"\n[ \t]*\n*\Z", found[0])
-            text = f"{text[: found.start()]}{block}{chr(10) if kept else ''}{text[found.end() :]}"
-        else:
-            text = text[: found.start()] + _with_fields(found[0], fields) + text[found.end() :]
-    if "train" in section["placement"]:
-        text = re.sub(
-            r"(^train:[^\n]*\n(?:[ \t]+[^\n]*\n|\n)*?)[ \t]+ranks:[^\n]*\n", r"\1", text, count=1, flags=re.MULTILINE
-        )
-    return text
-
-
-def _with_fields(block: str, fields: Mapping[str, Any]) -> str:
-    for key, value in fields.items():
-        line = re.compile(rf"^([ \t]+){key}:[^\n#]*", re.MULTILINE)
-        if line.search(block):
-            block = line.sub(rf"\g<1>{key}: {value} ", block, count=1)
-        else:
-            head, _, rest = block.partition("\n")
-            indent = re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*([ \t]+)\S", rest)
-            block = f"{head}\n{indent[1] if indent else '  '}{key}: {value}\n{rest}"
-    return block
-
-
-def write_spec(spec: Path, to: Path, section: YamlSection, overrides: Sequence[str] = ()) -> None:
-    """Write the spec with the section in it to `to`, which lies beside it. Raises UsageError."""
-    if to.resolve().parent != spec.resolve().parent:
-        raise UsageError(
-            "paths in a spec are relative to its folder, so a copy elsewhere would name other files",
-            where=str(to),
-            fix=f"Name a file in {spec.resolve().parent}",
-        )
-    if to.exists() and to.resolve() != spec.resolve():
-        raise UsageError("there is a file of that name", where=str(to), fix="Name a new file, or the spec itself")
-    text = spec.read_text(encoding="utf-8")
-    wanted = set_section(apply_overrides(yaml.safe_load(text), overrides), section)
-    written = text if overrides else set_section_in_text(text, section | {"placement": wanted["placement"]})
-    try:
-        same = yaml.safe_load(written) == wanted
-    except yaml.YAMLError:
-        same = False
-    if not same:
-        written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
-    try:
-        replace_file(to, written.encode())
-    except OSError as error:
-        raise UsageError(
-            f"the spec cannot be written ({error.strerror or error})", where=str(to), fix="Name another file"
-        ) from error
-    load_spec(to)
 
 
 # -------------------- plan_lacking

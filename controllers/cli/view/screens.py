@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 # answers are shown with the first evaluation and with the one after the last step.
 
 SHOWN_ANSWERS = 5
-
-
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 

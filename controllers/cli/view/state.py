@@ -283,14 +283,10 @@ def get_count(data: Mapping[str, Any], key: str) -> int | None:
 
 
 LOG_LINES = 40
-
-
 RECENT_STEPS = 20
-
 
 PACED_STEPS = 2
 """So many steps make a pace."""
-
 
 ENDED_STATES = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 

@@ -42,10 +42,8 @@ from gcore.system.files import replace_file
 
 FILE_NAME = "summary.json"
 
-
 ENDED_FILES = (FILE_NAME, store_copy.COPY_FOLDER)
 """Who has ended has a summary, or, if nobody watched it to its end, a copy of its records."""
-
 
 SUCCEEDED = "SUCCEEDED"
 

@@ -31,14 +31,9 @@ from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
 from gcore.system import process as death
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.process import GUARD
 from gcore.types import Version
 from gcore.worker.control import ControlLine
-
-WARDEN = Path(death.__file__).with_name("warden.py")
-
-
-TETHER = WARDEN.with_name("tether.py")
-
 
 KEPT_LINES = 200
 
@@ -51,14 +46,7 @@ LAST_WORD_S = 1.0
 
 
 def free_port(host: str) -> int:
-    """A port that is free now. Another may take it before the server does; then the server ends and says so.
-
-    SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it
-    started.
-
-    What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death
-    can be told with its own words. No orphans: see `gcore.system.warden`. Does not know whether the server is well.
-    """
+    """A port that is free now. If another process takes it before the server does, the server ends with that error."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -70,7 +58,11 @@ def make_scratch() -> Path:
 
 
 class SglangServer:
-    """A started server. `scratch` is removed with it."""
+    """SGLang's server as a child process, in a group of its own. `scratch` is removed with it.
+
+    Its output goes to this process's standard error, line by line; the last lines are kept to explain its end. No process
+    is left behind: see `gcore.system.guard`. Whether the server is well is not its business.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], scratch: Path, output: IO[bytes]) -> None:
         """Start it. Raises EngineError."""
@@ -82,7 +74,7 @@ class SglangServer:
         self._oom_kills = death.out_of_memory_kills()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(WARDEN), str(TETHER), str(scratch), *command],
+                [*GUARD, "warden", str(scratch), *command],
                 env=dict(env),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

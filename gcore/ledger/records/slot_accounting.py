@@ -1,15 +1,18 @@
-"""`books/NODE.jsonl` in a run's folder: every step as each node booked it, a line a step, with what each slot was at when.
+"""Slot accounting as it is stored: the newest steps of each node in the store, every step in the run's folder.
 
-For people and for what they ask (`gcore trace`); the newest steps stand in the store too, without the spans (`gcore.ledger.books`).
-A step that was rolled back and made anew has a line in each lineage. Lines that cannot be read are passed over: of a run that
-was killed one may be cut off.
+`placement/books/{node}` has the newest steps of a node, one small record written once a step under the lease of its controller. It is a
+report: no transaction compares it, and a step that was not accounted for is a step all the same. `books/NODE.jsonl` in the run's folder
+has a line a step, with what each slot was when; `gcore trace` reads it. A step that was rolled back and made again has a line in each
+lineage. Lines that cannot be read are skipped: the last line of a run that was killed may be cut off.
+
+`controllers.accounting` measures these times.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,15 +23,8 @@ from gcore.schema import Record, RecordPart
 from gcore.system.files import parse_number, parse_object
 from gcore.types import Version
 
-# -------------------- books
-# What a node's slots did in the newest steps: `placement/books/{node}`, one small record a node, written once a step under the
-# lease of its controller.
-#
-# It is told, never decided by: no transaction compares it, and a step that nobody booked is a step all the same. How times come to be
-# booked is `placement.books`' business, where they are measured `controllers.booking`'s; the whole history lies in the run's folder.
-
 NEWEST_STEPS = 4
-"""Steps that a node's record has. Whoever plans reads them as they come, and keeps what it needs."""
+"""Steps in a node's record. The planner reads them as they come, and keeps what it needs."""
 
 
 MOST_SWITCHES = 16
@@ -57,7 +53,7 @@ class EngineSums(RecordPart):
 
     @classmethod
     def together(cls, parts: Sequence[EngineSums]) -> EngineSums:
-        """All of them: of a thousand engines one sum is made, and not a thousand."""
+        """The sum of all of them, with one object made."""
         return cls(
             active_s=sum(one.active_s for one in parts),
             running_s=sum(one.running_s for one in parts),
@@ -67,10 +63,10 @@ class EngineSums(RecordPart):
 
 
 class StepAccount(RecordPart):
-    """One step on one node: from when head moved to the step before until it moved to `version`, as this node heard of it.
+    """One step on one node: from when head moved to the step before until it moved to `version`, as this node received it.
 
-    `booked`: seconds by state (`placement.books.State`, as text), over all slots; with `unbooked`, the slot-seconds of which nobody can
-    say what they were, they sum to `seconds` times `slots`. `overbooked`: what workers told beyond their own time, which was cut off.
+    `booked`: seconds by state (`controllers.accounting.states.State`, as text), over all slots; with `unbooked`, the slot-seconds in no
+    known state, they sum to `seconds` times `slots`. `overbooked`: what workers reported beyond their own time, which was cut off.
     """
 
     version: Version
@@ -90,7 +86,7 @@ class StepAccount(RecordPart):
 
     @property
     def error(self) -> float:
-        """The share of the slots' time that the books do not account for, or account for twice."""
+        """Share of the slots' time that is not accounted for, or accounted for twice."""
         total = self.seconds * self.slots
         return (self.unbooked + self.overbooked) / total if total else 0.0
 
@@ -114,7 +110,7 @@ class NodeAccounts(Record):
 
 
 def group_by_version(books: Mapping[str, NodeAccounts]) -> dict[Version, dict[str, StepAccount]]:
-    """All that there is, step by step, by node."""
+    """The accounts by step, and of each step by node."""
     found: dict[Version, dict[str, StepAccount]] = {}
     for node, book in sorted(books.items()):
         for step in book.steps:
@@ -135,7 +131,7 @@ FOLDER = "books"
 
 
 MOST_LINE_BYTES = 1 << 20
-"""What is looked through for the last line."""
+"""Bytes at the end of the file that are searched for the last line."""
 
 
 MOST_SLOTS = 65_536
@@ -143,24 +139,32 @@ MOST_SLOTS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class StepSpan:
-    """From `begin` to `end`, in seconds since the step began on the node: how many of them were what."""
+class Span:
+    """Time from `begin` to `end`: its seconds by state, or by phase of the job. In a line of the file both count from the step's begin."""
 
     begin: float
     end: float
     seconds: Mapping[str, float]
 
     @property
+    def unbooked(self) -> float:
+        """Seconds of it in no known state."""
+        return self.end - self.begin - sum(self.seconds.values())
+
+    @property
     def most(self) -> str:
-        """What it was most of the time; empty: nobody can say."""
-        unbooked = self.end - self.begin - sum(self.seconds.values())
-        most = max(self.seconds, key=lambda state: self.seconds[state], default="")
-        return most if most and self.seconds[most] >= unbooked else ""
+        """The state that it had longest; empty: it was in no known state for longer."""
+        return self.longest(lambda state: 0)
+
+    def longest(self, order: Callable[[str], int]) -> str:
+        """Like `most`; of states that it had equally long, the one that `order` puts first."""
+        most = max(self.seconds, key=lambda state: (self.seconds[state], -order(state)), default="")
+        return most if most and self.seconds[most] >= self.unbooked else ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTotals:
-    """What a worker had summed up at `at`, by the machine's monotonic clock: seconds, and counts, by name."""
+    """Totals of a worker at `at` (the machine's monotonic clock): seconds, and counts, by name."""
 
     slot: str
     at: float
@@ -173,10 +177,10 @@ class AccountLine:
 
     node: str
     book: StepAccount
-    phases: Sequence[StepSpan] = ()
-    spans: Mapping[str, Sequence[StepSpan]] = field(default_factory=dict)
+    phases: Sequence[Span] = ()
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     kept: Mapping[str, WorkerTotals] = field(default_factory=dict)
-    """By instance: what engines and ranks had summed up by its end, from which another life of the node's controller goes on."""
+    """By instance: totals of engines and ranks at its end, from which the next incarnation of the node's controller continues."""
 
     @property
     def until(self) -> float:
@@ -185,7 +189,7 @@ class AccountLine:
 
 
 def encode_line(line: AccountLine) -> str:
-    """As it stands in the file, with its end."""
+    """The line of the file, with its line end."""
     tree = {
         "node": line.node,
         "step": line.book.version.step,
@@ -198,13 +202,13 @@ def encode_line(line: AccountLine) -> str:
     return json.dumps(tree, separators=(",", ":")) + "\n"
 
 
-def _tree(one: StepSpan) -> list[Any]:
+def _tree(one: Span) -> list[Any]:
     told = {state: round(seconds, 4) for state, seconds in one.seconds.items() if seconds >= 5e-5}
     return [round(one.begin, 4), round(one.end, 4), told]
 
 
 def parse_line(line: str) -> AccountLine | None:
-    """Inverse of `line_of`; None for what cannot be read, or says what nobody can have booked."""
+    """Inverse of `encode_line`; None for what cannot be read, or has more slots than a node can have."""
     try:
         tree = parse_object(line) or {}
         book = StepAccount.model_validate_json(json.dumps(tree["book"]))
@@ -213,22 +217,20 @@ def parse_line(line: str) -> AccountLine | None:
         return AccountLine(
             str(tree["node"]),
             book,
-            [_stretch(one) for one in tree["phases"]],
-            {slot: [_stretch(one) for one in spans] for slot, spans in tree["spans"].items()},
-            {instance: _kept(one) for instance, one in tree["kept"].items()},
+            [_parse_span(one) for one in tree["phases"]],
+            {slot: [_parse_span(one) for one in spans] for slot, spans in tree["spans"].items()},
+            {instance: _parse_totals(one) for instance, one in tree["kept"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _stretch(tree: Any) -> StepSpan:
+def _parse_span(tree: Any) -> Span:
     begin, end, seconds = tree
-    return StepSpan(
-        parse_number(begin), parse_number(end), {state: parse_number(told) for state, told in seconds.items()}
-    )
+    return Span(parse_number(begin), parse_number(end), {state: parse_number(told) for state, told in seconds.items()})
 
 
-def _kept(tree: Any) -> WorkerTotals:
+def _parse_totals(tree: Any) -> WorkerTotals:
     slot, at, sums = tree
     if not isinstance(slot, str):
         raise TypeError(f"{slot!r} is no slot")
@@ -236,7 +238,7 @@ def _kept(tree: Any) -> WorkerTotals:
 
 
 def append_line(run_dir: Path, line: AccountLine) -> None:
-    """Write a step down. Raises OSError. Blocks."""
+    """Append a step to the node's file. Raises OSError. Blocks."""
     path = run_dir / FOLDER / f"{line.node}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -244,7 +246,7 @@ def append_line(run_dir: Path, line: AccountLine) -> None:
 
 
 def newest_line(run_dir: Path, node: str) -> AccountLine | None:
-    """The last step that a node has booked; None: it has booked none. Raises OSError. Blocks."""
+    """The last step in a node's file; None: there is none. Raises OSError. Blocks."""
     try:
         with (run_dir / FOLDER / f"{node}.jsonl").open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - MOST_LINE_BYTES, 0))
@@ -255,12 +257,12 @@ def newest_line(run_dir: Path, node: str) -> AccountLine | None:
 
 
 def read_lines(run_dir: Path, step: int | None = None) -> Iterator[AccountLine]:
-    """All that nodes have booked (of one step), node by node, oldest first. Raises OSError. Blocks."""
+    """The lines of all nodes (of one step), node by node, oldest first. Raises OSError. Blocks."""
     return (line for _, _, line in _lines(run_dir, step))
 
 
 def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
-    """A step of the newest lineage that anybody has booked, node by node; each is read when it is asked for. Raises OSError. Blocks."""
+    """The lines of a step in the newest lineage that has it, node by node; each is read when it is asked for. Raises OSError. Blocks."""
     newest, places = Version(0, step), dict[Path, int]()
     for path, offset, line in _lines(run_dir, step):
         if line.book.version > newest:
@@ -276,7 +278,7 @@ def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
 
 
 def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, AccountLine]]:
-    """With where each begins in which file."""
+    """With the file and the offset of each."""
     mark = None if step is None else f'"step":{step},'.encode()
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
         with path.open("rb") as file:

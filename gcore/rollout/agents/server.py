@@ -27,8 +27,9 @@ from gcore.rollout.agents.session import AgentSession
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import cancel_all
 from gcore.system.process import CannotStart
+from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.pool import PoolStatus, SandboxProgram, WorkerPool
-from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken, SandboxProcess, encode_line
+from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken, SandboxProcess
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,9 @@ from gcore.rollout.environments.episode import hung_environment
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import TaskHung, cancel_task, wait_within
 from gcore.system.process import CannotStart
+from gcore.worker.sandbox.child import encode_line
 from gcore.worker.sandbox.pool import Holding, PoolStatus, SandboxProgram, WorkerPool
-from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken, encode_line
+from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken
 
 LONGEST_ARGUMENT = 1 << 16
 """Characters: no tool is handed more."""

@@ -1,8 +1,8 @@
-"""Foreign Python programs, run shut in (`gcore.reward.jail`), and the proof that they are.
+"""Foreign Python programs, run confined (`gcore.worker.sandbox.jail`), and the proof that they are.
 
-A box runs one program at a time, each in a new process that it kills at the limit. What a program says is read up to a bound.
-It does not believe that the machine can shut programs in because the calls for it returned: `prove` runs a program that tries
-to get out in every way that is promised not to be there, through the same door as any other, and refuses if one works. Blocks.
+A sandbox runs one program at a time, each in a new process that it kills at the limit, and reads its output up to a bound.
+That the system calls succeeded does not show that programs are confined: `prove` runs a program that tries every escape that
+is promised not to be there, in the same way as any other program, and refuses if one works. Calls block.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gcore.reward.api import RewardError
-from gcore.system import process as death
+from gcore.errors import GcoreError
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.process import thread_environment
+from gcore.system.process import exit_sentence, thread_environment
 from gcore.worker.sandbox.jail import BEGUN
 
 JAIL, PROBE = Path(__file__).with_name("jail.py"), Path(__file__).with_name("probe.py")
@@ -51,6 +50,10 @@ SYSTEM_FILES = (
 PROOF_S = 30.0
 
 
+class SandboxError(GcoreError):
+    """Programs cannot be confined on this machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
     """What became of a program. `error`: what it raised, or how it was ended; `refused`: why it was not even begun."""
@@ -72,7 +75,7 @@ class ProgramSandbox:
         self._readable = [*SYSTEM_FILES, paths["stdlib"], paths["platstdlib"], *self._paths]
 
     def prove(self) -> None:
-        """Raises RewardError, naming what is missing, if programs cannot be shut in here."""
+        """Raises SandboxError, naming what is missing, if programs cannot be shut in here."""
         fix = "It needs Linux 5.13 or later with Landlock and seccomp, and libseccomp (Debian: libseccomp2); see docs/rewards.md"
         with tempfile.TemporaryDirectory(prefix="gcore-outside-") as outside:
             os.chmod(outside, 0o755)
@@ -82,13 +85,13 @@ class ProgramSandbox:
             known = {"secret": str(secret), "memory_mb": self._memory_mb, "parent": os.getpid()}
             ran = self.run(f"KNOWN = {known!r}\n{PROBE.read_text(encoding='utf-8')}", timeout_s=PROOF_S)
         if ran.refused or ran.error:
-            raise RewardError(f"programs cannot be shut in here: {ran.refused or ran.error}", fix=fix)
+            raise SandboxError(f"programs cannot be shut in here: {ran.refused or ran.error}", fix=fix)
         try:
             ways = json.loads(ran.output)
         except ValueError:
             ways = ["do what cannot be told, for the proof did not come to its end"]
         if ways:
-            raise RewardError(f"programs cannot be shut in here: one could {', '.join(ways)}", fix=fix)
+            raise SandboxError(f"programs cannot be shut in here: one could {', '.join(ways)}", fix=fix)
 
     def run(self, program: str, tests: Sequence[str] = (), given: str = "", *, timeout_s: float) -> ProgramResult:
         """Run a program, and then tests in its names. `given`: what it reads from standard input. Raises nothing of its own."""
@@ -181,7 +184,7 @@ def _ran(code: int, output: bytes, said: bytes, cut: str, tests: int) -> Program
     report: Any = None
     with contextlib.suppress(ValueError, RecursionError):  # a program may have written it
         report = json.loads(said.removeprefix(BEGUN))
-    ended = death.exit_sentence(code, "", out_of_memory=False)
+    ended = exit_sentence(code, "", out_of_memory=False)
     match report:
         case {"refused": str(why)} if not begun:
             return ProgramResult(refused=why)

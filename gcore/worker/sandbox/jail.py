@@ -15,7 +15,7 @@ the request and running the program the process gives up, for ever and in this o
    program, no signal to another process, no shared memory; what is not on the list does not exist.
 
 Each step is refused by raising, so that nothing runs half shut in; and whether it holds is not believed but tried, by
-`gcore.reward.box`, before the first program. Imports nothing of gcore and nothing that is not in Python: it is run by its path,
+`gcore.worker.sandbox.box`, before the first program. Imports nothing of gcore and nothing that is not in Python: it is run by its path,
 by an interpreter that loads nothing else. Linux only.
 """
 

@@ -1,7 +1,8 @@
-"""One process that scores, or runs tools or agents, from the controller's side: started, asked, and ended.
+"""One process that runs foreign code (rewards, tools, agents), from the controller's side: started, asked, and ended.
 
-Between it and the controller stands a warden (`gcore.worker.warden`): however either of them ends, so does everything that foreign code
-has started, in whatever group or session. Its answers come in the order of the questions. What is done when it cannot be started, hangs or dies is its pool's business (`gcore.reward.crew`, `gcore.reward.pool`).
+Between it and the controller runs a warden (`gcore.system.guard`): however either of them ends, so does everything that
+foreign code has started, in whatever group or session. Answers come in the order of the calls (`gcore.worker.sandbox.child`).
+Its pool handles a process that cannot be started, hangs or dies (`gcore.worker.sandbox.pool`, `gcore.reward.pool`).
 """
 
 from __future__ import annotations
@@ -9,89 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import mmap
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gcore.errors import GcoreError
-from gcore.plugins import MAX_TRACE, PluginFault
-from gcore.reward.api import Response
-from gcore.system import process as death
-from gcore.system.process import CannotStart, identify_process, thread_environment, wait_child_ended
-from gcore.worker.control import ENTER, TETHER, WARDEN
-
-# -------------------- lines
-# What a controller and a process that scores for it say to each other: JSON, one value a line, over a pair of sockets.
-#
-#     controller → process   {"rewards": [[SOURCE, SPEC]...], "memory_mb": 4096}   once
-#     process → controller   {"ready": true} or {"failed": {...}}                once, when the rewards are loaded or cannot be
-#     controller → process   [[REWARD, FIELDS, [[TEXT, TOKENS, TRUNCATED, ENVIRONMENT]...]]...]   a batch; REWARD is an index
-#     process → controller   [VALUE, [[PART, NUMBER]...]] or {"what": ...}       for each response, in order, a few at once
-#
-# Answers of quick rewards are sent together, a few milliseconds' worth; so which response a process hangs or dies at is told by a
-# few bytes of memory that both see, where the process writes what it begins (`Begun`). Nothing here runs anything.
-
-LONGEST_WORDS = 2000
-"""Characters of what an error says, where, and what to do: a reward's own may hold any text."""
-
-
-ScoringCall = tuple[int, Mapping[str, Any], Response]
-"""The number of a reward, a prompt's entry, a response."""
-
-
-class ProgressCell:
-    """Which response of which batch a process has begun last: memory that it shares with its controller."""
-
-    def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, _BEGUN.size)
-
-    def write(self, batch: int, number: int) -> None:
-        """The process: `number` of `batch` is begun."""
-        _BEGUN.pack_into(self._memory, 0, batch, number)
-
-    def read(self, batch: int) -> int:
-        """The controller: the number of the response of `batch` that was begun last; 0 if the batch was not."""
-        found, number = _BEGUN.unpack_from(self._memory)
-        return number if found == batch else 0
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._memory.close()
-
-
-_BEGUN = struct.Struct("<QQ")
-
-
-BEGUN_BYTES = _BEGUN.size
-
-
-def encode_line(value: Any) -> bytes:
-    """One line. ASCII, so that nothing in a text can end it or cannot be written."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def check_ready(value: Any) -> None:
-    """Raises PluginFault if the rewards cannot be had, ValueError for anything that is no such message."""
-    match value:
-        case {"ready": True}:
-            return
-        case {"failed": {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}}:
-            raise PluginFault(what, where=where, fix=fix, trace=trace)
-    raise ValueError(f"neither ready nor failed: {value!r}")
-
-
-def _told(error: GcoreError, trace: str) -> dict[str, str | None]:
-    words = {"where": error.where, "fix": error.fix}
-    said = {name: None if word is None else str(word)[:LONGEST_WORDS] for name, word in words.items()}
-    return {"what": str(error.what)[:LONGEST_WORDS], **said, "trace": trace[-MAX_TRACE:]}
-
+from gcore.plugins import PluginFault
+from gcore.system.process import (
+    GUARD,
+    CannotStart,
+    exit_sentence,
+    identify_process,
+    out_of_memory_kills,
+    thread_environment,
+    wait_child_ended,
+)
+from gcore.worker.sandbox.child import BEGUN_BYTES, ProgressCell, encode_line
 
 LONGEST_LINE = 1 << 22
 """Bytes of an answer."""
@@ -113,8 +51,18 @@ class ProtocolBroken(ProcessEnded):
     """It said what no such process says; it is of no use any more."""
 
 
+def check_ready(value: Any) -> None:
+    """Raises PluginFault if the foreign code cannot be had, ValueError for anything that is no such message."""
+    match value:
+        case {"ready": True}:
+            return
+        case {"failed": {"what": str(what), "where": where, "fix": fix, "trace": str(trace)}}:
+            raise PluginFault(what, where=where, fix=fix, trace=trace)
+    raise ValueError(f"neither ready nor failed: {value!r}")
+
+
 class SandboxProcess(asyncio.Protocol):
-    """A started process. `of` makes it."""
+    """A started process; `of` starts one."""
 
     def __init__(self) -> None:
         self._answers: deque[Any] = deque()
@@ -139,7 +87,7 @@ class SandboxProcess(asyncio.Protocol):
             warden.kill()
             warden.wait()
             raise
-        made._warden, made._begun, made._oom_kills = warden, begun, death.out_of_memory_kills()
+        made._warden, made._begun, made._oom_kills = warden, begun, out_of_memory_kills()
         made.send(setup)
         return made
 
@@ -179,7 +127,7 @@ class SandboxProcess(asyncio.Protocol):
         self.send(encode_line((self._asked, call)))
 
     async def told(self, timeout_s: float) -> Any:
-        """What it answers to the call. Raises as `answer`, and Unagreed: what foreign code has written to the socket is no answer."""
+        """What it answers to the call. Raises as `answer`, and ProtocolBroken: what foreign code has written to the socket is no answer."""
         match await self.answer(timeout_s):
             case [int() as number, said] if number == self._asked:
                 return said
@@ -211,8 +159,8 @@ class SandboxProcess(asyncio.Protocol):
             warden.stdin.close()
             warden.kill()  # nothing happens to one that has ended; the process dies with it
             warden.wait()
-        out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        return death.exit_sentence(warden.returncode, "", out_of_memory=out_of_memory)
+        killed = out_of_memory_kills() > self._oom_kills
+        return exit_sentence(warden.returncode, "", out_of_memory=killed)
 
     @property
     def has_ended(self) -> bool:
@@ -287,9 +235,9 @@ def _children(pid: int) -> list[int]:
 
 def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
-    warden: tuple[str, ...] = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
+    warden: tuple[str, ...] = (*GUARD, "warden", "")
     if group:
-        warden = (sys.executable, "-I", "-S", str(ENTER), group, *warden)
+        warden = (*GUARD, "enter", group, *warden)
     try:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()

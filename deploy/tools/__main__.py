@@ -1,0 +1,9 @@
+"""Run `python -m deploy.tools`."""
+
+from __future__ import annotations
+
+import sys
+
+from deploy.tools.files import main
+
+sys.exit(main())

@@ -1,0 +1,61 @@
+"""`python -m gcore.agents FD BEGUN`: a process that runs agents for a controller (`gcore.worker.sandbox.child`).
+
+    controller -> process   {"agent": NAME, "memory_mb": 2048}                                                           once
+    controller -> process   [CALL, {"base_url": ..., "api_key": ..., "fields": {...}, "options": {...}, "seed": ...}]    one response
+    process -> controller   [CALL, {"reward": NUMBER or null, ...}] or [CALL, {"what": ..., "trace": ..., ...}]
+
+An answer has `threads` too: how many the agent left running. One agent at a time; while it runs, OPENAI_BASE_URL and
+OPENAI_API_KEY are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gcore.rollout.agents.api import AgentRollout, call_agent, find_agent
+from gcore.worker.sandbox.child import serve_calls
+
+ENDING_S = 0.2
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+def main() -> None:
+    """The process."""
+    serve_calls(load_agent)
+
+
+def load_agent(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The function that runs the agent of `setup` for one response. Raises PluginFault."""
+    bypass_proxies()
+    agent = find_agent(setup["agent"])
+    ours = frozenset(threading.enumerate())
+
+    def run_agent(asked: dict[str, Any]) -> dict[str, Any]:
+        rollout = AgentRollout(**asked)
+        os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = rollout.base_url, rollout.api_key
+        said = call_agent(agent, rollout)
+        return {**said, "threads": threads_left(ours)}
+
+    return run_agent
+
+
+def threads_left(ours: frozenset[threading.Thread]) -> int:
+    """How many threads there are besides `ours`. Those that are about to end have a moment for it."""
+    others = [one for one in threading.enumerate() if one not in ours and not isinstance(one, threading._DummyThread)]
+    for one in others:
+        one.join(ENDING_S / len(others))
+    return sum(one.is_alive() for one in others)
+
+
+def bypass_proxies() -> None:
+    """What a proxy is named for does not go for the policy's address, which no proxy reaches."""
+    if any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES):
+        for name in ("NO_PROXY", "no_proxy"):
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""`python -m gcore.environments FD BEGUN`: a process that runs tools for a controller (`gcore.worker.sandbox.child`).
+
+controller -> process   {"tools": [NAME...], "memory_mb": 1024}                     once
+controller -> process   [CALL, [NAME, ARGUMENT]]                                    one call
+process -> controller   [CALL, {"said": TEXT}], or {"refused": TEXT} or {"what": ..., "trace": ...} in its place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gcore.plugins import RAISED, error_sentence, plugin_trace
+from gcore.rollout.environments.api import BadArgument, Tool, find_tool
+from gcore.rollout.environments.tools import LONGEST_RESULT
+from gcore.worker.sandbox.child import serve_calls
+
+
+def main() -> None:
+    """The process."""
+    serve_calls(load_tools)
+
+
+def load_tools(setup: dict[str, Any]) -> Callable[[list[str]], dict[str, Any]]:
+    """The function that calls one of the tools of `setup`. Raises PluginFault."""
+    tools = {name: find_tool(name) for name in setup["tools"]}
+    return lambda call: call_tool(tools[call[0]], *call)
+
+
+def call_tool(tool: Tool, name: str, argument: str) -> dict[str, Any]:
+    """What the tool says, or why it says nothing."""
+    try:
+        said: object = tool(argument)
+    except BadArgument as error:
+        return {"refused": str(error)[:LONGEST_RESULT]}
+    except RAISED as error:  # the edge to foreign code
+        return {"what": f"tool {name!r} raised {error_sentence(error)}", "trace": plugin_trace(error)}
+    if not isinstance(said, str):
+        return {"what": f"tool {name!r} gave a {type(said).__name__}, no text", "trace": ""}
+    return {"said": said[:LONGEST_RESULT]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Producing and evaluating: what becomes of the rest when one part fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from peer_bench import RealBench
+
+from controllers.changes import ChangeSignal
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.flow.peer import JobPeer
+from controllers.flow.step import JobStep
+from gcore.data.order import shard_lengths
+from gcore.errors import EngineError
+from gcore.ledger import chain
+from gcore.ledger.chain import ChainWriter
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import Checkpoint, Head, Member
+from gcore.ledger.records.job import JobPhase, JobStatus
+from gcore.ledger.selection import StreamRules
+from gcore.ledger.transactions import Versioned
+from gcore.store.keys import JobKeys
+from gcore.store.types import Put
+from gcore.system.concurrency import gather_or_cancel
+from gcore.testing.flows import Asked
+from gcore.types import Group, Outcome, PromptRef, Sample, Version, VersionSpan
+
+
+async def test_the_results_come_in_order() -> None:
+    async def one(value: int) -> int:
+        for _ in range(3 - value):
+            await asyncio.sleep(0)
+        return value
+
+    assert await gather_or_cancel(one(value) for value in range(3)) == [0, 1, 2]
+
+
+async def test_when_one_answer_fails_the_others_have_ended_before_it_is_raised() -> None:
+    ended: list[str] = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("waits")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise EngineError("broken")
+
+    with pytest.raises(EngineError, match="broken"):
+        await gather_or_cancel([waits(), fails(), waits()])
+    assert ended == ["waits", "waits"]
+
+
+RULES = StreamRules(shard_lengths(8, 2), 4, 2)
+REF = PromptRef(0, 0, 0)
+ENTRIES = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
+
+
+def right(asked: Asked) -> str:
+    return str(asked.prompt.fields["answer"])
+
+
+class Present:
+    """A peer of which only the look and the holdings matter; `head` may be moved."""
+
+    def __init__(self) -> None:
+        self.head = chain.base_entry(2, "w", ChainWriter("a", "n")).head
+        self.holdings = GroupBuffer()
+        self.faults = SimpleNamespace(note=lambda reason, trace: None)
+
+    def look(self) -> Any:
+        return SimpleNamespace(
+            me="a",
+            rules=RULES,
+            head=self.head,
+            mirror=SimpleNamespace(head=SimpleNamespace(record=self.head), has_ended=False),
+        )
+
+
+def group_of(version: Version) -> Group:
+    return Group(REF, (1,), (Sample((1,), (0.0,), "a", "stop", (VersionSpan(version, 0, 1),)),))
+
+
+def rolled_back(head: Head) -> Head:
+    base = Checkpoint(lineage=0, step=0, seq=0, file="")
+    return chain.rollback_entry(
+        head, base, head.cursors, "w2", ChainWriter("a", "m"), "a rank died", tally=head.tally
+    ).head
+
+
+def test_what_present_weights_made_is_held() -> None:
+    peer = Present()
+    JobStep(peer, Version(0, 0)).keep(group_of(Version(0, 0)))  # type: ignore[arg-type]
+    assert peer.holdings.knows(REF)
+
+
+def test_a_group_that_is_finished_after_its_step_was_committed_is_not_held() -> None:
+    peer = Present()
+    step = JobStep(peer, Version(0, 0))  # type: ignore[arg-type]
+    peer.head = peer.head.model_copy(update={"step": 1})
+    step.keep(group_of(Version(0, 0)))
+    assert not peer.holdings.knows(REF)
+
+
+def test_what_is_finished_after_a_rollback_is_issued_again() -> None:
+    peer = Present()
+    peer.head = peer.head.model_copy(update={"step": 3})
+    step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
+    peer.head = rolled_back(peer.head)
+    step.keep(group_of(Version(0, 3)))
+    step.end(REF, Outcome("failed", "the reward raised"), "data")
+    assert not peer.holdings.knows(REF)
+
+
+def test_a_group_made_by_other_weights_is_the_engines_fault() -> None:
+    peer = Present()
+    peer.head = peer.head.model_copy(update={"step": 3})
+    step = JobStep(peer, Version(0, 3))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"made by 0\.2, not 0\.3"):
+        step.keep(group_of(Version(0, 2)))
+    assert not peer.holdings.knows(REF)
+
+
+def test_what_is_due_and_not_held_is_due_again_at_every_look(tmp_path: Path) -> None:
+    """Whoever was to begin it may have given it up."""
+    bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
+    first = bench.peer._due()
+    assert len(first) == 4
+    assert bench.peer._due() == first
+
+
+def test_whoever_has_all_shards_brings_the_whole_quota_however_many_members_there_are(tmp_path: Path) -> None:
+    bench = RealBench(ENTRIES, right, tmp_path, flow={"groups_per_step": 4})
+    for name in ("other", "third"):
+        member = Member(incarnation=name, node=name, address="h:1")
+        bench.store_side.transact((), (Put(bench.keys.member(name), member.encode()),))
+    assert len(bench.look().mirror.members) == 3
+    assert len(bench.peer._due()) == 4
+
+
+async def test_an_ended_job_has_no_more_steps() -> None:
+    """Nothing of it is waited for any more, so a flow that went on would never let anything else run."""
+    peer: Any = Present()
+    status = Versioned(JobStatus(phase=JobPhase.CANCELLED, reason="", changed=0.0), 1)
+    mirror = JobMirror(JobKeys("u"), head=Versioned(peer.head, 1), status=status)
+    peer.look = lambda: SimpleNamespace(mirror=mirror, head=peer.head, is_over=False)
+    peer.changes = ChangeSignal()
+    peer.collectives = SimpleNamespace(begin=lambda at: None)
+    assert [step async for step in JobPeer.steps(peer)] == []

@@ -1,0 +1,203 @@
+"""Slurm's batch script from end to end, with stand-ins for Slurm's commands, for etcd and for the daemons: nothing of Slurm is here."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from deployed import specs_may_name
+from slurm_stand_ins import make_stand_ins
+
+from gcore.api.authority import (
+    CertificateRequest,
+    inspect_certificate,
+    issue_certificate_into,
+    make_authority,
+    renew_certificate,
+)
+from gcore.api.tls import CertName
+from gcore.config import NodeConfig
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+NODES = ["node0", "node1", "node2"]
+WAIT_S = 120.0
+Change = dict[str, str | None]
+
+
+@dataclass
+class Batch:
+    """One run of the script."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(DEPLOY / "slurm" / "gcore.sbatch")],
+            env=self.environment,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def calls(self) -> list[str]:
+        """What was called, in its order."""
+        file = Path(self.environment["CALLS"])
+        return file.read_text().splitlines() if file.exists() else []
+
+    def until(self, condition: Callable[[list[str]], bool], process: subprocess.Popen[str]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition(self.calls):
+            assert process.poll() is None, process.stdout.read() if process.stdout else ""
+            assert time.monotonic() < end, self.calls
+            time.sleep(0.02)
+
+    def config(self, node: str) -> NodeConfig:
+        """The configuration that a node's daemon was started with."""
+        return NodeConfig.load(self.folder / "tmp" / f"gcore-7-{node}" / "node.yaml")
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    environment = make_stand_ins(tmp_path / "bin", NODES)
+    (tmp_path / "tmp").mkdir()
+    environment |= {"TMPDIR": str(tmp_path / "tmp"), "GCORE_DEPLOY": str(DEPLOY)}
+    return Batch(tmp_path, environment | {"GCORE_CLUSTER": str(tmp_path / "cluster")})
+
+
+def test_each_node_gets_a_daemon_and_all_end_in_good_order(batch: Batch) -> None:
+    process = batch.start()
+    batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
+    cluster = batch.folder / "cluster"
+    configs = [batch.config(node) for node in NODES]
+    specs_may_name(configs[0], f"{cluster}/models", f"{cluster}/data")
+    assert [one.node for one in configs] == NODES
+    for node, one in zip(NODES, configs, strict=True):
+        assert one.advertised(7700) == f"{node}:7700"
+        assert one.run_root == str(cluster / "runs")
+        assert [*one.etcd.endpoints] == ["https://node0:7703"]
+        assert one.etcd.tls is not None
+        assert one.tls is not None
+        assert (one.metrics_port, one.tls.peer_port) == (7701, 7702)
+        for file in (one.tls.ca, one.tls.cert, one.tls.key, one.tls.engines_key):
+            assert file is not None
+            assert Path(file).stat().st_mode & 0o077 == 0 or Path(file).name in ("ca.pem", "cert.pem")
+    (etcd,) = (call for call in batch.calls if call.startswith("etcd --"))
+    assert "--listen-client-urls https://0.0.0.0:7703" in etcd
+    assert "--client-cert-auth" in etcd
+    assert "--listen-peer-urls http://127.0.0.1:" in etcd, "nobody else is to reach it without a certificate"
+    assert (cluster / "addresses").read_text().split() == [f"{node}:7700" for node in NODES]
+    assert (cluster / "certs" / "users" / "ada" / "cert.pem").exists()
+    assert cluster.stat().st_mode & 0o077 == 0
+
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    ended = [call for call in batch.calls if call.endswith(" ended")]
+    assert ended == ["gcore-controller ended"] * 3 + ["etcd ended"], "the store goes last"
+
+
+@pytest.mark.deploy
+def test_a_later_allocation_goes_on_with_what_is_there(batch: Batch) -> None:
+    (batch.folder / "bin" / "gcore-controller.code").write_text("0")
+    first = batch.start()
+    said, _ = first.communicate(timeout=WAIT_S)
+    assert first.returncode == 0, said
+    authority = (batch.folder / "cluster" / "certs" / "ca.pem").read_bytes()
+    (batch.folder / "bin" / "nodes").write_text("node2\nnode9\n")
+    second = batch.start()
+    said, _ = second.communicate(timeout=WAIT_S)
+    assert second.returncode == 0, said
+    assert (batch.folder / "cluster" / "certs" / "ca.pem").read_bytes() == authority
+    starts = [call for call in batch.calls if call.startswith("etcd --")]
+    assert len({start.split("--data-dir ")[1].split()[0] for start in starts}) == 1
+    assert batch.config("node9").etcd.endpoints == ("https://node2:7703",)
+
+
+@pytest.mark.deploy
+def test_an_allocation_months_later_begins_with_certificates_that_last(batch: Batch) -> None:
+    certs, long_ago = batch.folder / "cluster" / "certs", datetime.now(UTC) - timedelta(days=91)
+    make_authority(certs, "gcore", days=3650, now=long_ago)
+    issue_certificate_into(certs / "node0", certs, CertificateRequest("node", "node0", ("node0",)), long_ago)
+    issue_certificate_into(certs / "etcd-node0", certs, CertificateRequest("etcd", "etcd-node0", ("node0",)), long_ago)
+    issue_certificate_into(certs / "users" / "ada", certs, CertificateRequest("user", "ada", role="admin"), long_ago)
+    engines = (certs / "node0" / "engines.key").read_bytes()
+    (batch.folder / "bin" / "gcore-controller.code").write_text("0")
+    process = batch.start()
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    for name in (*NODES, "etcd-node0", "users/ada"):
+        assert inspect_certificate(certs / name).ends > datetime.now(UTC) + timedelta(days=89), said
+    assert inspect_certificate(certs / "users" / "ada").whose == CertName("user", "ada", "admin")
+    assert (certs / "node0" / "engines.key").read_bytes() == engines
+
+
+@pytest.mark.deploy
+def test_an_allocation_that_lives_for_months_renews_its_certificates(batch: Batch) -> None:
+    batch.environment["GCORE_RENEW_EVERY_S"] = "0.1"
+    process = batch.start()
+    batch.until(lambda calls: calls.count("gcore-controller runs") == 3 and "etcd runs" in calls, process)
+    certs = batch.folder / "cluster" / "certs"
+    names = (*NODES, "etcd-node0", "users/ada")
+    for name in names:
+        renew_certificate(certs / name, certs, within_days=None, days=29, now=datetime.now(UTC))
+    old = {name: inspect_certificate(certs / name).sha256 for name in names}
+    batch.until(lambda _: all(inspect_certificate(certs / name).sha256 != old[name] for name in names), process)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    assert "not all could be renewed" not in said
+
+
+@pytest.mark.deploy
+def test_with_an_etcd_of_somebody_elses_none_is_started(batch: Batch) -> None:
+    (batch.folder / "bin" / "gcore-controller.code").write_text("0")
+    batch.environment["GCORE_ETCD"] = '["https://a:2379", "https://b:2379"]'
+    process = batch.start()
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, said
+    assert not any(call.startswith("etcd") for call in batch.calls)
+    assert batch.config("node1").etcd.endpoints == ("https://a:2379", "https://b:2379")
+
+
+@pytest.mark.deploy
+def test_a_daemon_whose_configuration_is_wrong_ends_the_job_with_its_code(batch: Batch) -> None:
+    (batch.folder / "bin" / "gcore-controller.code").write_text("2")
+    process = batch.start()
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2, said
+    assert batch.calls[-1] in ("etcd ended", "etcd runs") or batch.calls[-1].startswith("etcd --")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_JOB_NODELIST": None}, "there is no allocation: submit this with sbatch"),
+        ({"GCORE_CLUSTER": None}, "GCORE_CLUSTER is not set: name a folder that every node sees, by its whole path"),
+        ({"GCORE_CLUSTER": "team"}, "GCORE_CLUSTER is team: name a folder"),
+        ({"GCORE_DEPLOY": "/nowhere"}, "no /nowhere/slurm/node.yaml: submit from gcore's folder"),
+        ({"GCORE_VENV": "/nowhere"}, "no gcore in GCORE_VENV, /nowhere"),
+        ({"GCORE_PORT": "http"}, "GCORE_PORT http is no number"),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_what_is_wrong_is_one_sentence_before_anything_is_started(batch: Batch, change: Change, words: str) -> None:
+    for name, value in change.items():
+        if value is None:
+            del batch.environment[name]
+        else:
+            batch.environment[name] = value
+    process = batch.start()
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert said.startswith("gcore.sbatch: ")
+    assert words in said
+    assert batch.calls == []

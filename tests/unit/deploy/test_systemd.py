@@ -1,0 +1,54 @@
+"""The unit files of `deploy/systemd`: what the daemon counts on. By systemd's own rules they are checked in `make test-deploy`."""
+
+from __future__ import annotations
+
+import configparser
+from pathlib import Path
+
+from deployed import specs_may_name
+
+from controllers.daemon.daemon import LEAVE_WITHIN_S
+from controllers.workers.launcher import DELEGATED
+from gcore.config import NodeConfig
+from gcore.errors import CannotListen, UsageError
+
+FOLDER = Path(__file__).parents[3] / "deploy" / "systemd"
+
+
+def unit(name: str) -> configparser.SectionProxy:
+    found = configparser.ConfigParser(interpolation=None, strict=True)
+    found.optionxform = str  # type: ignore[assignment, method-assign]
+    found.read_string((FOLDER / name).read_text())
+    return found["Service"]
+
+
+def test_a_daemon_is_waited_for_fed_reloaded_and_started_again_but_not_for_a_wrong_configuration() -> None:
+    service = unit("gcore.service")
+    assert service["Type"] == "notify"
+    assert service["TimeoutStartSec"] == "infinity"
+    assert service["WatchdogSec"] == "30s"
+    assert "-HUP" in service["ExecReload"]
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("always", str(UsageError.exit_code))
+    assert CannotListen.exit_code != UsageError.exit_code, "an address that is not up yet, at a machine's start, passes"
+
+
+def test_workers_outlive_their_daemon_and_it_has_time_to_hand_over() -> None:
+    service = unit("gcore.service")
+    assert service["KillMode"] == "process"
+    assert service["OOMPolicy"] == "continue"
+    assert int(service["TimeoutStopSec"].removesuffix("s")) > LEAVE_WITHIN_S
+    assert "PrivateTmp" not in service, "the next daemon must see what the workers of the one before see"
+
+
+def test_the_groups_of_jobs_are_delegated_beside_the_daemons_own() -> None:
+    service = unit("gcore.service.d/limits.conf")
+    assert service["DelegateSubgroup"] == DELEGATED
+    assert set(service["Delegate"].split()) == {"cpu", "memory", "pids"}
+
+
+def test_the_configuration_beside_them_is_one() -> None:
+    config = NodeConfig.load(FOLDER / "node.yaml")
+    assert config.advertised(7500) == "node.example:7500"
+    assert unit("gcore.service")["ExecStart"].endswith("--config /etc/gcore/node.yaml")
+    specs_may_name(config, "/SHARED/models", "/SHARED/data")
+    assert config.home == f"/var/lib/{unit('gcore.service')['StateDirectory']}"

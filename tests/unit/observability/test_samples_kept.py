@@ -1,0 +1,284 @@
+"""Samples kept for people: which groups, when they are written, what stands in the files, and what is removed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controllers.flow.group_buffer import GroupBuffer
+from controllers.telemetry.run_recorder import SampleWriter
+from gcore.config.spec import SamplesSpec
+from gcore.data.order import Cursors
+from gcore.ledger.mirror import JobMirror
+from gcore.ledger.records.chain import Head, Lineage, LogEntry, Seal, SealedGroup, SealState
+from gcore.ledger.transactions import Versioned
+from gcore.observability import samples as folder
+from gcore.observability.samples import KeptAdvantage, KeptText, choose_groups, make_kept_group
+from gcore.store.keys import JobKeys
+from gcore.train.batching import BatchIndex
+from gcore.train.step import show_advantages
+from gcore.types import Group, Prompt, PromptRef, Sample, Version, VersionSpan
+
+ME = "node-0.abc"
+
+
+def group(shard: int, seq: int = 0, reward: float = 1.0) -> Group:
+    samples = tuple(
+        Sample(
+            (1, 2),
+            (-0.1, -0.2),
+            f"answer {i}",
+            "stop",
+            (VersionSpan(Version(0, 0), 0, 2),),
+            reward * i,
+            (("right", float(i)),),
+        )
+        for i in range(2)
+    )
+    return Group(PromptRef(0, shard, seq), (5, 6), samples, "sums")
+
+
+def sealed(one: Group, holder: str = ME) -> SealedGroup:
+    return SealedGroup(
+        ref=one.ref, digest=one.digest(), prompt_tokens=2, response_tokens=(2, 2), versions=one.versions, holder=holder
+    )
+
+
+def seal(groups: list[SealedGroup], state: SealState = SealState.SEALED, step: int = 1, attempt: int = 1) -> Seal:
+    return Seal(
+        lineage=0,
+        step=step,
+        attempt=attempt,
+        state=state,
+        world="w",
+        world_size=1,
+        mini_batches=1,
+        groups=tuple(groups),
+    )
+
+
+def mirror(*seals: Seal, step: int = 0, lineage: int = 0, log: tuple[LogEntry, ...] = ()) -> JobMirror:
+    head = Head(
+        seq=step, parent=None, lineage=lineage, step=step, cursors=Cursors.start(2),
+        lineages=(Lineage(number=0, base_step=0),), world="w", nonce="n",
+    )  # fmt: skip
+    return JobMirror(
+        JobKeys("u"),
+        head=Versioned(head, 1),
+        seals={s.step: Versioned(s, 1) for s in seals},
+        log={e.seq: Versioned(e, 1) for e in log},
+    )
+
+
+class Source:
+    """Shows the ref as the prompt."""
+
+    source = SimpleNamespace(reward=SimpleNamespace(answer="answer"))
+
+    def unfiltered(self, entry: int, ref: PromptRef) -> Prompt:
+        return Prompt(ref, f"prompt {ref}", (5, 6), {"answer": entry}, "sums")
+
+
+class Told(list[str]):
+    """What people were told."""
+
+    async def __call__(self, topic: str, sentence: str) -> None:
+        self.append(f"{topic}: {sentence}")
+
+
+def keeper(run_dir: Path, warn: Told | None = None, **spec: int) -> SampleWriter:
+    one = SampleWriter(ME, Told() if warn is None else warn)
+    stream: Any = SimpleNamespace(found=lambda ref: (Source(), 7))
+    job: Any = SimpleNamespace(samples=SamplesSpec(**spec))
+    one.open(job, stream, run_dir)
+    return one
+
+
+def holding(*groups: Group) -> GroupBuffer:
+    found = GroupBuffer()
+    for one in groups:
+        found.keep(one)
+    return found
+
+
+def committed(one: Seal) -> LogEntry:
+    return LogEntry(
+        seq=one.step, parent=0, kind="train", lineage=0, step=one.step, world="w", nonce="n", token=one.token
+    )
+
+
+async def test_what_this_controller_holds_of_a_ready_batch_is_written_with_prompt_and_answer(tmp_path: Path) -> None:
+    one, other = group(0), group(1)
+    held, both = holding(one), [sealed(one), sealed(other, "node-1.def")]
+    samples = keeper(tmp_path)
+    samples.note(mirror(seal(both)), held.group)
+    await samples.write()
+    assert folder.kept_steps(tmp_path) == []
+    samples.note(mirror(seal(both, SealState.READY)), held.group)
+    await samples.write()
+    (kept,) = folder.read_groups(tmp_path, Version(0, 1))
+    assert (kept.prompt.text, kept.answer, kept.source, kept.holder) == ("prompt 0/0/0", "7", "sums", ME)
+    assert [s.response.text for s in kept.samples] == ["answer 0", "answer 1"]
+    assert [dict(s.parts) for s in kept.samples] == [{"right": 0.0}, {"right": 1.0}]
+    assert {s.versions for s in kept.samples} == {("0.0",)}
+
+
+async def test_a_batch_whose_commit_comes_with_its_ready_is_written_too(tmp_path: Path) -> None:
+    one = group(0)
+    batch = seal([sealed(one)])
+    samples = keeper(tmp_path)
+    samples.note(mirror(batch), holding(one).group)
+    samples.note(mirror(step=1, log=(committed(batch),)), GroupBuffer().group)
+    await samples.write()
+    assert folder.kept_steps(tmp_path) == [Version(0, 1)]
+
+
+async def test_a_batch_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
+    one, other = group(0), group(1)
+    samples = keeper(tmp_path)
+    samples.note(mirror(seal([sealed(one)])), holding(one, other).group)
+    again = seal([sealed(other)], SealState.READY, attempt=2)
+    samples.note(mirror(again), holding(one, other).group)
+    samples.note(mirror(step=1, log=(committed(again),)), GroupBuffer().group)
+    await samples.write()
+    assert [kept.ref.shard for kept in folder.read_groups(tmp_path, Version(0, 1))] == [1]
+
+
+async def test_a_rollback_forgets_what_was_sealed(tmp_path: Path) -> None:
+    one = group(0)
+    samples = keeper(tmp_path)
+    samples.note(mirror(seal([sealed(one)])), holding(one).group)
+    samples.note(mirror(lineage=1), GroupBuffer().group)
+    samples.note(mirror(seal([sealed(one)], SealState.READY), lineage=1), GroupBuffer().group)
+    await samples.write()
+    assert folder.kept_steps(tmp_path) == []
+
+
+async def test_steps_that_are_not_due_leave_nothing_and_the_oldest_go(tmp_path: Path) -> None:
+    samples = keeper(tmp_path, every=2, keep=2)
+    for step in range(1, 9):
+        one = group(0, step)
+        batch = seal([sealed(one)], SealState.READY, step)
+        samples.note(mirror(batch, step=step - 1), holding(one).group)
+        await samples.write()
+    assert folder.kept_steps(tmp_path) == [Version(0, 6), Version(0, 8)]
+
+
+async def test_a_folder_that_takes_nothing_disturbs_nobody_and_is_told_of_once(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "samples"
+    in_the_way.write_text("in the way")
+    told = Told()
+    samples = keeper(tmp_path, told)
+
+    async def keep(step: int) -> None:
+        one = group(0, step)
+        samples.note(mirror(seal([sealed(one)], SealState.READY, step), step=step - 1), holding(one).group)
+        await samples.write()
+
+    await keep(1)
+    await keep(2)
+    (first,) = told
+    assert first.startswith("samples: the samples of step 1 are not kept: [Errno")
+    in_the_way.unlink()
+    await keep(3)
+    assert folder.kept_steps(tmp_path) == [Version(0, 3)]
+    shutil.rmtree(in_the_way)
+    in_the_way.write_text("again")
+    await keep(4)
+    assert len(told) == 2
+
+
+def test_a_step_that_is_removed_while_it_is_read_has_no_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = Version(0, 1)
+    folder.write_samples(tmp_path, version, ME, [make_kept_group(group(0), "d", "1+1", "2", ME, 100)])
+    listed = folder._files(tmp_path, version, advantages=False)
+    assert len(folder.read_groups(tmp_path, version)) == 1
+    shutil.rmtree(folder.step_folder(tmp_path, version))
+    monkeypatch.setattr(folder, "_files", lambda run_dir, version, advantages: listed)
+    assert folder.read_groups(tmp_path, version) == []
+    assert folder.list_groups(tmp_path, version) == []
+
+
+def test_groups_are_listed_without_their_texts_and_read_one_by_one(tmp_path: Path) -> None:
+    version, groups = (
+        Version(0, 1),
+        [make_kept_group(group(shard), f"d{shard}", "1+1", "2", ME, 100) for shard in range(4)],
+    )
+    folder.write_samples(tmp_path, version, "b", groups[2:])
+    folder.write_samples(tmp_path, version, "a", [*groups[:2], groups[2]])
+    listed = folder.list_groups(tmp_path, version)
+    assert [folder.read_group(one) for one in listed] == folder.read_groups(tmp_path, version) == groups
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=60), st.integers(0, 20))
+def test_every_holder_keeps_at_most_so_many_in_order_and_none_twice(holders: list[str], limit: int) -> None:
+    groups = [sealed(group(0, seq), holder) for seq, holder in enumerate(holders)]
+    taken = choose_groups(seal(groups), limit)
+    assert [g.ref.seq for g in taken] == sorted({g.ref.seq for g in taken})
+    for holder in set(holders):
+        assert sum(g.holder == holder for g in taken) == min(limit, holders.count(holder))
+
+
+def test_what_is_chosen_is_spread_over_the_step() -> None:
+    groups = [sealed(group(0, seq)) for seq in range(100)]
+    assert [g.ref.seq for g in choose_groups(seal(groups), 4)] == [0, 25, 50, 75]
+
+
+def test_a_long_text_is_cut_and_says_by_how_much() -> None:
+    assert KeptText.of("abcdef", 4) == KeptText(text="abcd", more=2)
+    assert KeptText.of("abc", 4) == KeptText(text="abc")
+    assert KeptText.of("\ud800x", 9).text == "\\ud800x"
+
+
+def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    one = make_kept_group(group(0), group(0).digest(), "p", "a", ME, 100)
+    folder.write_samples(tmp_path, Version(0, 1), ME, [one])
+    file = folder.step_folder(tmp_path, Version(0, 1)) / f"{ME}.jsonl"
+    file.write_bytes(b"no json\n" + file.read_bytes())
+    assert folder.read_groups(tmp_path, Version(0, 1)) == [one]
+
+
+def step_of(groups: list[Group], batches: dict[BatchIndex, Any], number: int = 1) -> Any:
+    work = SimpleNamespace(seal=seal([sealed(g) for g in groups], SealState.READY, number), rank=3)
+    return SimpleNamespace(work=work, places=lambda: iter(batches), at=lambda place: batches[place])
+
+
+def advantages(run_dir: Path, one: Group) -> dict[int, KeptAdvantage]:
+    return folder.parse_advantages(folder.list_advantages(run_dir, Version(0, 1))[one.digest()])
+
+
+def test_ranks_write_the_mean_advantage_and_its_range_where_it_differs_over_tokens(tmp_path: Path) -> None:
+    one = group(0)
+    scored = torch.tensor([[True, True, False], [True, True, True]])
+    slots = (SimpleNamespace(group=0, sample=0), SimpleNamespace(group=0, sample=1))
+    batches = {
+        BatchIndex(0, 0): SimpleNamespace(slots=slots, scored=scored),
+        BatchIndex(0, 1): SimpleNamespace(slots=(), scored=scored[:1]),
+    }
+    values = {BatchIndex(0, 0): torch.tensor([[0.5, 0.5, 9.0], [-1.0, 0.0, 4.0]]), BatchIndex(0, 1): torch.zeros(1, 1)}
+    show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), values)
+    assert advantages(tmp_path, one) == {
+        0: KeptAdvantage(digest=one.digest(), sample=0, mean=0.5),
+        1: KeptAdvantage(digest=one.digest(), sample=1, mean=1.0, least=-1.0, most=4.0),
+    }
+
+
+def test_ranks_write_one_number_a_sample_where_the_advantage_is_the_samples(tmp_path: Path) -> None:
+    one = group(0)
+    slots = (SimpleNamespace(group=0, sample=1), SimpleNamespace(group=0, sample=0))
+    scored = torch.tensor([[True, True], [False, False]])
+    batches = {BatchIndex(0, 0): SimpleNamespace(slots=slots, scored=scored)}
+    show_advantages(tmp_path, SamplesSpec(), step_of([one], batches), {BatchIndex(0, 0): torch.tensor([[0.25], [9.0]])})
+    assert advantages(tmp_path, one) == {1: KeptAdvantage(digest=one.digest(), sample=1, mean=0.25)}
+
+
+def test_ranks_write_nothing_of_a_step_that_is_not_due(tmp_path: Path) -> None:
+    show_advantages(tmp_path, SamplesSpec(every=5), step_of([], {}, number=2), {})
+    assert folder.kept_steps(tmp_path) == []

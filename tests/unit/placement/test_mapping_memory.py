@@ -1,0 +1,141 @@
+"""Estimates of memory: what they grow with, what they shrink with, and that their constants are those of the programs they are of.
+
+How near they come to real processes: tests/integration/train/test_mapping_memory.py and `make bench-memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from mapped_jobs import JUDGE, SEVEN, SMALL, work
+
+from gcore.engines.sglang import command
+from gcore.engines.torch import kv_cache as columns
+from gcore.engines.torch import scheduler as schedule
+from gcore.train import batching as logprobs
+from gcore.train.backends import deepspeed as trained
+from placement.mapping import memory, workload
+from placement.mapping.memory import (
+    activation_bytes,
+    checkpoint_bytes,
+    engine_memory,
+    micro_tokens,
+    rank_host_bytes,
+    rank_needs,
+    rows_in_cache,
+)
+from placement.mapping.workload import TrainWorkload
+
+stages = st.sampled_from([1, 2, 3])
+ranks = st.integers(1, 64)
+
+
+def total(training: TrainWorkload, size: int) -> int:
+    """Bytes of a rank while it computes."""
+    needs = rank_needs(training, size, gpu=True)
+    return sum(need.stays for need in needs) + max(need.works for need in needs)
+
+
+def training(**more: Any) -> TrainWorkload:
+    return replace(work(SMALL).training, **more)
+
+
+def test_the_constants_are_those_of_the_programs() -> None:
+    assert memory.BUCKET == trained.LARGEST_BUCKET
+    assert memory.PIECE == logprobs.PIECE
+    assert memory.IDLE_TOKENS == schedule.IDLE_TOKENS
+    assert (memory.COLUMNS, memory.SLACK) == (columns.SMALLEST, columns.SLACK)
+    assert float(command.CUDA_MEM_FRACTION) == workload.SGLANG_SHARE
+    assert command.CPU_CACHE_TOKENS == memory.SGLANG_CPU_TOKENS
+
+
+@given(stages, ranks, st.booleans())
+def test_more_ranks_never_take_more_of_each(stage: int, size: int, half: bool) -> None:
+    one = training(stage=stage, half=half)
+    assert total(one, size + 1) <= total(one, size)
+
+
+@given(ranks)
+def test_a_higher_stage_keeps_less_of_what_stays(size: int) -> None:
+    stays = [sum(need.stays for need in rank_needs(training(stage=stage), size, gpu=True)) for stage in (1, 2, 3)]
+    assert stays[0] >= stays[1] >= stays[2]
+
+
+@given(st.integers(1, 1 << 16), st.integers(1, 1 << 16), ranks)
+def test_more_tokens_at_once_never_take_less(tokens: int, more: int, size: int) -> None:
+    shape = SMALL
+    little, much = training(micro_tokens=tokens), training(micro_tokens=tokens + more)
+    assert activation_bytes(shape, little, size) <= activation_bytes(shape, much, size)
+
+
+@given(st.integers(1, 512), st.integers(1, 512), st.sampled_from(["torch", "sglang"]), st.booleans())
+def test_more_requests_at_once_never_take_less(rows: int, more: int, engine: Any, gpu: bool) -> None:
+    served = replace(work(SMALL).rollout, engine=engine)
+    one, other = (engine_memory(served, size=1, rows=count, gpu=gpu) for count in (rows, rows + more))
+    assert one.wanted <= other.wanted
+    assert one.stays(one.wanted) + one.works <= other.stays(other.wanted) + other.works
+    assert one.weights == other.weights
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 256))
+def test_an_engine_over_more_slots_takes_less_of_each(size: int, rows: int) -> None:
+    served = work(SEVEN).rollout
+    one, other = (engine_memory(served, size=count, rows=rows, gpu=True) for count in (size, 2 * size))
+    assert other.weights < one.weights
+    assert other.cell <= one.cell
+
+
+@given(st.integers(0, 1 << 24), st.integers(1, 256), st.sampled_from(["torch", "sglang"]))
+def test_what_runs_in_a_cache_is_at_least_one_and_at_most_what_is_wanted(cells: int, rows: int, engine: Any) -> None:
+    served = replace(work(SMALL).rollout, engine=engine)
+    assert 1 <= rows_in_cache(served, cells, rows) <= rows
+    wanted = engine_memory(served, size=1, rows=rows, gpu=True).wanted
+    assert rows_in_cache(served, wanted, rows) == rows
+
+
+def test_checkpointed_activations_are_fewer() -> None:
+    assert (
+        activation_bytes(SEVEN, training(recomputes=True), 8)
+        < activation_bytes(SEVEN, training(recomputes=False), 8) / 3
+    )
+
+
+def test_a_micro_batch_is_no_larger_than_what_a_rank_has_and_no_smaller_than_its_longest_sample() -> None:
+    few = training(samples=8, longest=100, micro_tokens=10_000)
+    assert (micro_tokens(few, 1), micro_tokens(few, 4), micro_tokens(few, 8)) == (800, 200, 100)
+    assert micro_tokens(training(micro_tokens=10, longest=100), 1) == 100
+
+
+def test_a_critic_and_a_reference_are_models_of_their_own() -> None:
+    more = work(SMALL, train={"advantage": "gae", "kl_coef": 0.1, "offload_reference": False}).training
+    names = [need.name for need in rank_needs(more, 2, gpu=True)]
+    assert names == ["policy training", "critic training", "reference"]
+    assert total(more, 2) > total(work(SMALL).training, 2)
+
+
+def test_an_offloaded_reference_stays_in_host_memory_until_it_is_used() -> None:
+    one = work(SMALL, train={"kl_coef": 0.1}).training
+    reference = rank_needs(one, 2, gpu=True)[-1]
+    assert (reference.stays, reference.works) == (0, 2 * SMALL.parameters)
+    assert rank_host_bytes(one) > rank_host_bytes(work(SMALL).training)
+    kept = rank_needs(one, 2, gpu=False)[-1]
+    assert (kept.stays, kept.works) == (2 * SMALL.parameters, 0), (
+        "where there is no GPU, host memory is where it is used"
+    )
+
+
+def test_a_checkpoints_copy_is_twelve_bytes_a_parameter() -> None:
+    assert checkpoint_bytes(work(SMALL).training) == 12 * SMALL.parameters
+
+
+def test_a_judge_that_classifies_keeps_no_cache_and_one_of_pairs_is_asked_more() -> None:
+    said: dict[str, Any] = {"name": "c", "kind": "classifier", "model": {"path": "p"}, "template": "{{ response }}"}
+    (classifier,) = work(SMALL, SMALL, judges=[said | {"name": "right"}]).judges
+    assert engine_memory(classifier, size=1, rows=8, gpu=True).wanted == 0
+    (plain,) = work(SMALL, SMALL).judges
+    (pairs,) = work(SMALL, SMALL, judges=[JUDGE | {"mode": "pairwise", "opponents": 3, "votes": 2}]).judges
+    assert pairs.requests == 6 * plain.requests
+    assert pairs.read > plain.read

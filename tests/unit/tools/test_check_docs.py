@@ -1,0 +1,143 @@
+"""The checker of the documents finds each kind of fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from planted import Fault, not_found, plant, repository
+
+from tools import check_docs
+from tools.documents import documents
+from tools.problem import ROOT
+
+README = """# A page
+
+```console
+$ gcore rnu x.yaml
+```
+Type `gcore run x.yaml --nwe` or
+`gcore up --controllers many`, and `gcore run x.yaml`. A [link](there.md) and [another](gone.md#part).
+`unit/test_there.py::test_this` is there, `tests/unit/test_there.py::test_that` is not, nor `sim/gone.py::test_it`.
+`systemctl status there`, `journalctl -u gone`.
+
+```yaml
+flow: {steps: 3}
+```
+
+```yaml
+train: {no_such_key: 1}
+```
+
+<!-- node: a daemon's -->
+```yaml
+lease_ttl_s: never
+```
+"""
+
+
+def test_each_fault_of_a_page_is_found_with_its_line(tmp_path: Path) -> None:
+    for path, text in (
+        ("README.md", README),
+        ("there.md", ""),
+        ("tests/unit/test_there.py", "async def test_this(): ..."),
+        ("deploy/systemd/there.service", ""),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (file,) = documents(tmp_path)
+    rules = (
+        *(check_docs.commands_exist, check_docs.links_lead_somewhere, check_docs.tests_exist),
+        *(check_docs.units_exist, check_docs.specs_are_valid),
+    )
+    found = [str(problem) for rule in rules for problem in rule(file, tmp_path)]
+    expected = [
+        "README.md:4: gcore rnu x.yaml: no verb 'rnu'",
+        "README.md:6: gcore run x.yaml --nwe: No such option",
+        "README.md:7: gcore up --controllers many: Input should be a valid integer",
+        "README.md:7: the link leads to gone.md",
+        "README.md:8: there is no test test_that in tests/unit/test_there.py",
+        "README.md:8: there is no test test_it in tests/sim/gone.py",
+        "README.md:9: deploy/systemd has no unit gone",
+        "README.md:16: this is no part of a spec",
+        "README.md:21: this is no part of a daemon's configuration",
+    ]
+    assert [line for line, start in zip(found, expected, strict=True) if not line.startswith(start)] == []
+
+
+FAULTS: list[Fault] = [
+    ("docs/index.md", "](data.md)", "](model.md)", "docs/index.md:1: no link leads to data.md"),
+    ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),
+    ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
+    ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
+    ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
+    ("docs/protocol.md", "reads version", "knows version", "docs/protocol.md:1: the page does not say 'this gcore"),
+    ("docs/failures.md", "| `reward` |", "| `rewards` |", "the wait reward becomes an event after"),
+    (
+        "docs/failures.md",
+        "`rollout.silent_s` (",
+        "`rollout.silent_s` (about ",
+        "does not say `rollout.silent_s` (30 s)",
+    ),
+    ("docs/algorithms.md", "`gspo`", "`gpso`", "train.loss may be `gspo`, which is not on the page"),
+    ("docs/daemon.md", "| `advertise` |", "| `advertised` |", "no table has the key `advertise`"),
+]
+
+
+def test_each_fault_of_the_pages_that_must_be_complete_is_found(tmp_path: Path) -> None:
+    root = repository(tmp_path, "docs", "gcore", "controllers")
+    plant(root, FAULTS)
+    (root / "gcore" / "planted").mkdir()
+    (root / "gcore" / "planted" / "__init__.py").touch()
+    algorithms = root / "docs" / "algorithms.md"
+    algorithms.write_text(algorithms.read_text().replace("`gspo`", "`gpso`"))
+    rules = (
+        *(check_docs.index_is_complete, check_docs.map_is_complete, check_docs.drawings_are_current),
+        *(check_docs.protocol_page_is_complete, check_docs.failures_page_is_right, check_docs.names_are_listed),
+    )
+    found = [problem for rule in rules for problem in rule(root)]
+    assert not_found(found, FAULTS) == []
+
+
+NAMES = """`gcore.errors`, `gcore.errors.GcoreError.exit_code`, `gcore.Client`, `placement.policy`, `gcore.flows`: there.
+`gcore.errors.NoSuchError`, `controllers.deeds`, `placement.slots.Slot.colour`.
+`gcore/errors.py`, `unit/tools/test_check_docs.py`, `decide.py` are there;
+`gcore/deeds.py` and `deeds.py` are not. `gcore.api.v1.Jobs` is a service, `gcore.api.v1.Deeds` is none.
+"""
+
+
+def test_names_of_modules_and_files_that_do_not_exist_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(NAMES)
+    found = [f"{problem.line}: {problem.message}" for problem in check_docs.names_exist(page, ROOT)]
+    assert found == [
+        "2: there is no gcore.errors.NoSuchError: write today's name",
+        "2: there is no controllers.deeds: write today's name",
+        "2: there is no placement.slots.Slot.colour: write today's name",
+        "4: there is no file gcore/deeds.py: write today's path",
+        "4: there is no file deeds.py: write today's path",
+        "4: there is no gcore.api.v1.Deeds: write today's name",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epilog", "message"),
+    [
+        (None, "has no example"),
+        ("gcore up", "cannot be typed: gcore up: it is an example of up"),
+        ("gcore list --no-such-option", "cannot be typed"),
+    ],
+)
+def test_a_verb_without_an_example_that_can_be_typed_is_found(epilog: str | None, message: str) -> None:
+    def listing() -> None: ...
+
+    cli: Any = SimpleNamespace(commands={"list": SimpleNamespace(epilog=epilog, callback=listing)})
+    (problem,) = check_docs.help_has_examples(cli, ROOT)
+    assert message in problem.message
+
+
+def test_every_folder_of_documents_is_read() -> None:
+    folders = {file.parent.relative_to(ROOT).parts[:2] for file in documents(ROOT)}
+    assert {(), ("docs",), ("docs", "runbooks"), ("examples", "arithmetic")} <= folders

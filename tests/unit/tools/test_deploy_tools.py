@@ -1,0 +1,30 @@
+"""`python -m deploy.tools` writes the files that differ from their description; with --check it names them only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.tools.files import DASHBOARDS, PAGE, main
+from tools.problem import ROOT
+
+
+def test_check_names_files_that_differ_and_changes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "metrics"], tmp_path) == 1
+    assert capsys.readouterr().out.startswith(f"{PAGE}: it differs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_are_written_as_they_are_committed(tmp_path: Path) -> None:
+    assert main([], tmp_path) == 0
+    assert main(["--check"], tmp_path) == 0
+    assert (tmp_path / PAGE).read_bytes() == (ROOT / PAGE).read_bytes()
+    made = {file.name: file.read_bytes() for file in (tmp_path / DASHBOARDS).iterdir()}
+    assert made == {file.name: file.read_bytes() for file in (ROOT / DASHBOARDS).glob("*.json")}
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["rules"], tmp_path)
+    assert "nothing is called rules" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The Makefile's rules for the tests of one subject."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the Makefile, what its set-up follows from, and the tests of two subjects; `records` has no tests."""
+    shutil.copytree(ROOT / "constraints", tmp_path / "constraints")
+    for file in ("Makefile", "pyproject.toml", "deploy/local/setup.sh", "deploy/sglang/setup.sh"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    for file in ("unit/ledger/test_a.py", "contract/ledger/test_b.py", "unit/store/test_c.py", "unit/records/one.json"):
+        (tmp_path / "tests" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / file).touch()
+    return tmp_path
+
+
+def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def pytest_call(folder: Path, target: str) -> str:
+    """The only call of pytest that `make TARGET` would do."""
+    done = make(folder, "--dry-run", target)
+    assert done.returncode == 0, done.stderr
+    (call,) = (line for line in done.stdout.splitlines() if " -m pytest " in line)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("subject", "folders"),
+    [("ledger", ["tests/contract/ledger", "tests/unit/ledger"]), ("store", ["tests/unit/store"])],
+)
+def test_a_subject_is_its_folders_of_unit_and_contract_tests(checkout: Path, subject: str, folders: list[str]) -> None:
+    words = pytest_call(checkout, f"test-{subject}").split()
+    assert sorted(word for word in words if word.startswith("tests/")) == folders
+    assert words[words.index("-n") + 1] == "2"
+
+
+def test_a_subject_runs_no_test_that_another_target_runs(checkout: Path) -> None:
+    marks = pytest_call(checkout, "test-ledger").split('"')[1]
+    assert marks.split(" and ") == [
+        f"not {mark}" for mark in ("serial", "gpu", "sglang", "trackers", "deploy", "chaos", "large")
+    ]
+
+
+@pytest.mark.parametrize("subject", ["lodger", "records", "unit"])
+def test_an_unknown_subject_is_an_error_that_lists_the_subjects(checkout: Path, subject: str) -> None:
+    done = make(checkout, f"test-{subject}")
+    assert done.returncode == 2
+    assert f"make test-{subject}: no subject '{subject}'; subjects: ledger store\n" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("target", ["test-sglang", "test-trackers", "test-deploy", "test-upgrade", "test-gpu"])
+def test_a_target_of_its_own_is_no_subject(checkout: Path, target: str) -> None:
+    name = target.removeprefix("test-")
+    (checkout / "tests" / "unit" / name).mkdir()
+    (checkout / "tests" / "unit" / name / "test_d.py").touch()
+    assert f"tests/unit/{name}" not in pytest_call(checkout, target).split()
+
+
+def test_help_names_the_rule_of_subjects(checkout: Path) -> None:
+    assert "make test-SUBJECT " in make(checkout, "help").stdout
