@@ -79,10 +79,7 @@ def _checked(values: dict[str, Any], where: str) -> EngineLaunch:
 
 
 class SglangLaunch(BaseModel):
-    """What to serve, and how.
-
-    How an SGLang worker is told what to serve: the launch document from its supervisor.
-    """
+    """What to serve, and how."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -23,12 +23,7 @@ from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class RecordedQuestion:
-    """A question that a fake judge was asked, and the seeds of its answers.
-
-    A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
-
-    It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
-    """
+    """A question that a fake judge was asked, and the seeds of its answers."""
 
     question: str
     seeds: tuple[int, ...]
@@ -58,7 +53,12 @@ class _Fake:
 
 
 class FakeJudge(_Fake):
-    """`gcore.reward.judges.Ask`: answers `answer(question, seed)`. A token is a word."""
+    """`gcore.reward.judges.Ask`: answers `answer(question, seed)`. A token is a word.
+
+    A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
+
+    It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
+    """
 
     def __init__(
         self,

@@ -263,17 +263,7 @@ CallKind = Literal["get", "list", "transact", "grant", "keep_alive", "revoke", "
 
 
 class Fate(StrEnum):
-    """What becomes of a call.
-
-    A store in memory that behaves as etcd does, for tests and for the simulation of the protocol.
-
-    `MemoryCluster` is the server, `MemoryStore` one client's connection to it; a simulation gives each controller its
-    own, so that it can cut one off. Whatever `gcore.store.types.Store` says holds here too: one contract suite runs
-    against both this and a real etcd.
-
-    What happens to a call on its way is decided by a `Network`: it can hold a call up, lose the request, lose the
-    reply, or deliver the request after its caller has given up. A transaction itself is atomic and takes no time.
-    """
+    """What becomes of a call."""
 
     DELIVER = "deliver"
     LOSE_REQUEST = "lose_request"
@@ -330,6 +320,15 @@ class MemoryStore:
     `network` decides what happens to calls, and may be replaced at any time. While `away` is true, or the cluster is stopped,
     every call ends in StoreUnavailable after `timeout_s` on the cluster's clock, and watches wait. While `deaf` is true what is
     sent arrives and is done, and nothing comes back: calls end like that all the same.
+
+    A store in memory that behaves as etcd does, for tests and for the simulation of the protocol.
+
+    `MemoryCluster` is the server, `MemoryStore` one client's connection to it; a simulation gives each controller its
+    own, so that it can cut one off. Whatever `gcore.store.types.Store` says holds here too: one contract suite runs
+    against both this and a real etcd.
+
+    What happens to a call on its way is decided by a `Network`: it can hold a call up, lose the request, lose the
+    reply, or deliver the request after its caller has given up. A transaction itself is atomic and takes no time.
     """
 
     def __init__(

@@ -312,10 +312,7 @@ def _inputs(
 
 
 class BatchIndex(NamedTuple):
-    """A micro-batch of the step.
-
-    A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
-    """
+    """A micro-batch of the step."""
 
     mini_batch: int
     micro_batch: int
@@ -323,7 +320,10 @@ class BatchIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors:
-    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m."""
+    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m.
+
+    A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
+    """
 
     work: StepInput
     plans: tuple[MiniBatchPlan, ...]

@@ -153,28 +153,7 @@ Tell = Callable[[str], None]
 
 
 class ValueTally:
-    """One rank's counts of the critic in one step.
-
-    The critic's part of a step: its values before the updates, and an update of its own for each mini-batch.
-
-    Values are taken once, before anything is updated, in the micro-batches that the policy is trained in; what the
-    critic is fitted to is computed from them and stays for all the step's updates, as do the values that its clip
-    holds it near. An update has the same global denominator as the policy's, and the same aggregation. Masked samples
-    train neither.
-
-    Metrics, over the tokens that are trained:
-
-        value_loss                  mean over the updates
-        value_mean, return_mean     before the updates; of what the critic says, and of what it is fitted to
-        value_explained_variance    1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of
-                                    every token, below 0 one that is worse than that
-        value_clip_fraction         share of the tokens that the clip holds back
-        advantage_mean, advantage_std    before whitening
-        critic_grad_norm            global, before clipping, mean over the updates that were made
-        critic_learning_rate        of the last update;  critic_skipped_updates: gradient not finite
-
-    Does not know the policy, nor when a step's updates are its turn (`step`).
-    """
+    """One rank's counts of the critic in one step."""
 
     def __init__(self) -> None:
         self._found: dict[str, float] = {}
@@ -227,7 +206,28 @@ class ValueTally:
 
 
 class CriticTrainer:
-    """A critic in a job."""
+    """A critic in a job.
+
+    The critic's part of a step: its values before the updates, and an update of its own for each mini-batch.
+
+    Values are taken once, before anything is updated, in the micro-batches that the policy is trained in; what the
+    critic is fitted to is computed from them and stays for all the step's updates, as do the values that its clip
+    holds it near. An update has the same global denominator as the policy's, and the same aggregation. Masked samples
+    train neither.
+
+    Metrics, over the tokens that are trained:
+
+        value_loss                  mean over the updates
+        value_mean, return_mean     before the updates; of what the critic says, and of what it is fitted to
+        value_explained_variance    1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of
+                                    every token, below 0 one that is worse than that
+        value_clip_fraction         share of the tokens that the clip holds back
+        advantage_mean, advantage_std    before whitening
+        critic_grad_norm            global, before clipping, mean over the updates that were made
+        critic_learning_rate        of the last update;  critic_skipped_updates: gradient not finite
+
+    Does not know the policy, nor when a step's updates are its turn (`step`).
+    """
 
     def __init__(self, critic: Critic, launch: RankLaunch, losses: Losses) -> None:
         """`losses`: the job's, for the denominators that the critic's loss shares with the policy's."""

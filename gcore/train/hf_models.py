@@ -33,10 +33,7 @@ REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "off
 
 
 class OutOfMemory(GcoreError):
-    """A rank's memory does not hold what the spec makes it compute.
-
-    What running out of memory is called, and which field of the spec to lower.
-    """
+    """A rank's memory does not hold what the spec makes it compute."""
 
 
 @contextlib.contextmanager

@@ -112,19 +112,7 @@ ROWS = ((Rectangle(2, 9), (9, 8)), (Rectangle(2, 5), (5, 5)), (Rectangle(1, 3), 
 
 @dataclass(frozen=True, slots=True)
 class FeedingChoice:
-    """How the model is fed, and, if bucketed though packed was allowed, why.
-
-    The proof, at load, that sequences may lie end to end in one row of this model.
-
-    A few short sequences go through the model each alone, with the attention it came with, and then together in one
-    row, in rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or
-    states look beyond a sequence gives other numbers; so no table of supported models has to be kept. What shows only
-    in long contexts is refused by the attention (sliding windows shorter than the context) or found in the
-    configuration (chunked attention).
-
-    Done in float32 and in host memory, before the backend has the module. All ranks decide alike: one that cannot pack
-    is enough.
-    """
+    """How the model is fed, and, if bucketed though packed was allowed, why."""
 
     packing: Packing
     reason: str = ""
@@ -142,6 +130,17 @@ def choose_feeding(
 
     `context`: the longest sequence, in tokens, if the job has a limit. `most`: each number's largest over the ranks.
     `beside`: another model that is fed the same micro-batches; it is decided for both.
+
+    The proof, at load, that sequences may lie end to end in one row of this model.
+
+    A few short sequences go through the model each alone, with the attention it came with, and then together in one
+    row, in rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or
+    states look beyond a sequence gives other numbers; so no table of supported models has to be kept. What shows only
+    in long contexts is refused by the attention (sliding windows shorter than the context) or found in the
+    configuration (chunked attention).
+
+    Done in float32 and in host memory, before the backend has the module. All ranks decide alike: one that cannot pack
+    is enough.
     """
     if train.packing == "bucketed":
         return FeedingChoice("bucketed")

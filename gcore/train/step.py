@@ -34,8 +34,7 @@ from torch import Tensor
 
 from gcore.config.spec import SamplesSpec
 from gcore.ledger.records.chain import Seal
-from gcore.observability import samples as folder
-from gcore.observability.samples import KeptAdvantage, choose_groups
+from gcore.observability.samples import KeptAdvantage, advantages_name, choose_groups, write_samples
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.train.advantages import advantages
@@ -66,14 +65,7 @@ from gcore.types import Version
 
 
 class CountSum(Protocol):
-    """Of each number over the ranks; a collective.
-
-    Which tokens each update of a step trains, and how many they are over all ranks.
-
-    They are those of the responses that are not masked, which every rank knows from the seal; less those that the
-    correction leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their
-    whitening are of the responses as they are: what is left out is not trained, but it was answered.
-    """
+    """Of each number over the ranks; a collective."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Their sum."""
@@ -99,7 +91,14 @@ class TrainedMask:
 def trained_mask(
     step: StepTensors, losses: Losses, old: Mapping[BatchIndex, Tensor], over_ranks: CountSum
 ) -> TrainedMask:
-    """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective."""
+    """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective.
+
+    Which tokens each update of a step trains, and how many they are over all ranks.
+
+    They are those of the responses that are not masked, which every rank knows from the seal; less those that the
+    correction leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their
+    whitening are of the responses as they are: what is left out is not trained, but it was answered.
+    """
     counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
     if not losses.drops:
         return TrainedMask({place: step.at(place).mask for place in step.places()}, tuple(counts))
@@ -186,7 +185,7 @@ def show_advantages(
     wanted = {group.digest for group in choose_groups(step.work.seal, spec.groups)}
     found = list(_advantages(step, advantages, wanted))
     try:
-        folder.write_samples(run_dir, Version(token.lineage, token.step), folder.advantages_name(step.work.rank), found)
+        write_samples(run_dir, Version(token.lineage, token.step), advantages_name(step.work.rank), found)
     except OSError as error:
         log.warning("the advantages of step %d are not kept: %s", token.step, error)
 

@@ -289,7 +289,7 @@ class EmulatedSlot:
     """The devices on it, in one time. Whatever is done to one of them is done between `advance` and `share`, at the same moment.
 
     Emulated slots that have engines in common, mostly one: who is resident there, and what they take from one
-    another. Pure; the caller says what time it is.
+    another. The caller says what time it is.
 
     Those that sleep take nothing. Of those that are awake, whoever has sequences to decode shares the slot with the
     others that have: of two that compute at once each goes half as fast, and as soon as one of them has nothing more

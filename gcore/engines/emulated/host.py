@@ -36,8 +36,8 @@ from gcore.store import keys
 from gcore.store.reference import connect_store
 from gcore.store.session import Session
 from gcore.store.types import MAX_OPERATIONS, Compare, Delete, Put, Store
-from gcore.system import daemon as logs
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.daemon import set_up_logging
 from gcore.system.process import CannotStart, ProcessId, process_status, wait_child_ended
 from gcore.worker.records import WorkerRecord, WorkerState
 
@@ -431,13 +431,13 @@ def main() -> None:
     parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
-    logs.set_up_logging()
+    set_up_logging()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         launch = _read(arguments.launch)
-        logs.set_up_logging({"controller": launch.node, "job": launch.job_uid})
+        set_up_logging({"controller": launch.node, "job": launch.job_uid})
         asyncio.run(_run(launch, arguments.home))
     except GcoreError as error:
         log.error("%s", error)

@@ -1,4 +1,4 @@
-"""How long an emulated device takes for what it does not do. Pure.
+"""How long an emulated device takes for what it does not do.
 
 Every replica has a pace of its own, drawn once from its name, and every single duration a little noise on top: real devices
 are not alike, and whoever looks at them cannot know by how much. So nothing that forecasts may import this module; it has

@@ -1,4 +1,4 @@
-"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn. Pure.
+"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn.
 
 The same request is answered alike whenever and wherever it is made, as by a real engine that heeds seeds: a response is a
 function of seed and prompt, and its length of the step that the weights are of. A greedy one is a function of the prompt and of the

@@ -31,15 +31,7 @@ TOO_LARGE = 413
 
 
 class BodyRefused(EngineError):
-    """The body (or the query) is not what the route takes.
-
-    The shapes in which a request is refused: SGLang's, so that a client reads one kind of answer.
-
-    There are three, all of them status 400. The body is not what the route takes at all: an object with `object:
-    "error"` and the sentence at the top. A sampling parameter is unknown or of another type: `{"error": sentence}`.
-    Everything else that cannot be served: `{"error": {"message": sentence}}`. A body that is too big is a 413 of the
-    first kind. Routes that are not there, and methods that a route does not have, answer `{"detail": ...}`.
-    """
+    """The body (or the query) is not what the route takes."""
 
 
 class BodyTooBig(EngineError):
@@ -51,7 +43,15 @@ class ParamsRefused(EngineError):
 
 
 def error_response(error: GcoreError) -> Response:
-    """The answer to a request that is refused because of `error`."""
+    """The answer to a request that is refused because of `error`.
+
+    The shapes in which a request is refused: SGLang's, so that a client reads one kind of answer.
+
+    There are three, all of them status 400. The body is not what the route takes at all: an object with `object:
+    "error"` and the sentence at the top. A sampling parameter is unknown or of another type: `{"error": sentence}`.
+    Everything else that cannot be served: `{"error": {"message": sentence}}`. A body that is too big is a 413 of the
+    first kind. Routes that are not there, and methods that a route does not have, answer `{"detail": ...}`.
+    """
     if isinstance(error, BodyTooBig):
         return _whole(str(error), TOO_LARGE, "Content Too Large")
     if isinstance(error, BodyRefused):

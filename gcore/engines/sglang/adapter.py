@@ -29,9 +29,8 @@ from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, s
 from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError
 from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
-from gcore.system import process as death
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.process import GUARD
+from gcore.system.process import GUARD, LAST_WORDS, exit_sentence, out_of_memory_kills
 from gcore.types import Version
 from gcore.worker.control import ControlLine
 
@@ -71,7 +70,7 @@ class SglangServer:
         self.line_count = 0
         self._output = output
         self._scratch = scratch
-        self._oom_kills = death.out_of_memory_kills()
+        self._oom_kills = out_of_memory_kills()
         try:
             self._process = subprocess.Popen(
                 [*GUARD, "warden", str(scratch), *command],
@@ -102,8 +101,8 @@ class SglangServer:
     def death(self) -> str:
         """How it ended, in one sentence with its last words. Only after its end."""
         self._reader.join(LAST_WORD_S)
-        out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        return death.exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
+        out_of_memory = out_of_memory_kills() > self._oom_kills
+        return exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
 
     def stop(self) -> None:
         """End it, by force: it has nothing on disk, and SIGTERM makes it wait for its requests. Blocks; then all is gone."""
@@ -129,7 +128,7 @@ def last_log_lines(lines: Sequence[str]) -> str:
     said = [line.strip() for line in lines if line.strip()]
     errors = [line for line in said if _names_an_error(line)]
     chosen = list(dict.fromkeys((*errors[-1:], *said[-1:])))
-    return " | ".join(chosen)[-death.LAST_WORDS :]
+    return " | ".join(chosen)[-LAST_WORDS:]
 
 
 def _names_an_error(line: str) -> bool:

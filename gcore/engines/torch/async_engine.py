@@ -49,7 +49,7 @@ GATHER_MOST_S = 0.02
 
 
 class ArrivalWait:
-    """Whether an idle engine waits for more when a request comes: only if the last one did not come alone. Pure.
+    """Whether an idle engine waits for more when a request comes: only if the last one did not come alone.
 
     Requests of a training step come in bursts. Beginning with the first alone would make many small passes where one
     would do, and take the interpreter from the event loop that still reads the others. Whoever sends one request at a
@@ -116,7 +116,7 @@ class ModelThread(Generic[D]):
         def carry_out() -> None:
             try:
                 result = action()
-            except Exception as error:  # noqa: BLE001  # goes to whoever asked
+            except Exception as error:  # noqa: BLE001  # raised again where it is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -278,7 +278,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
         self.runner.perform(lambda: self.core.submit(tasks))
 
     def _take_back(self, tasks: Sequence[A]) -> None:
-        """Whatever of these still runs has nobody who waits for it."""
+        """Abort those of these that still run: no client waits for them."""
         left = {task.number for task in tasks if self._arrivals.pop(task.number, None) is not None}
         if left:
             self.runner.perform(lambda: self.core.abort(lambda task: task.number in left))

@@ -26,7 +26,18 @@ about as much as the attention of two."""
 
 @dataclass(frozen=True, slots=True)
 class TableResize:
-    """What must be done before the next write: move every live window by `shift` columns, in a table of `columns`.
+    """What must be done before the next write: move every live window by `shift` columns, in a table of `columns`."""
+
+    shift: int
+    columns: int
+
+
+def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
+    """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
+
+    `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
+    what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
+    `columns`.
 
     Where in the cache things stand: pure bookkeeping of rows and columns.
 
@@ -44,18 +55,6 @@ class TableResize:
     always the first ones.
 
     Does not know torch, nor what stands in the cells.
-    """
-
-    shift: int
-    columns: int
-
-
-def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
-    """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
-
-    `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
-    what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
-    `columns`.
     """
     lives = 0 if first is None else column - first
     fits = most is None or columns <= most

@@ -41,8 +41,8 @@ from gcore.engines.torch.model import (
 from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
 from gcore.errors import GcoreError, UsageError
-from gcore.system import daemon as logs
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.daemon import set_up_logging
 from gcore.system.process import thread_environment
 from gcore.worker.control import ControlLine
 
@@ -60,7 +60,7 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     control = ControlLine.inherit()
-    logs.set_up_logging(level="WARNING")
+    set_up_logging(level="WARNING")
     try:
         launch = parse_engine_arguments(sys.argv[1:]) if control is None else parse_engine_launch(control.launch)
         check_folder(launch.model)

@@ -295,19 +295,7 @@ def _end_tokens(folder: Path, config: dict[str, Any], text: Detokenizer | None) 
 
 
 class LoadedModel(Protocol):
-    """A model in memory. `asleep`: whether its weights are released.
-
-    Other weights for a loaded model, and putting its weights to sleep.
-
-    New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names
-    and shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ
-    from the module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to
-    convert them.
-
-    Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a
-    file under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so
-    none is left behind however the process ends.
-    """
+    """A model in memory. `asleep`: whether its weights are released."""
 
     module: Any
     asleep: bool
@@ -399,7 +387,19 @@ def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:
 
 
 class WeightOffloader:
-    """Where a model's weights sleep."""
+    """Where a model's weights sleep.
+
+    Other weights for a loaded model, and putting its weights to sleep.
+
+    New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names
+    and shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ
+    from the module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to
+    convert them.
+
+    Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a
+    file under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so
+    none is left behind however the process ends.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -472,7 +472,7 @@ SMALLEST = 4096
 
 
 UNMEASURED_BYTES_PER_TOKEN = 256 * 1024
-"""Of a token in a cache whose layers nobody has measured (the plain lane's): about that of a model of 7B parameters."""
+"""Of a token in a cache whose layers are not measured (the generic runner's): about that of a model of 7B parameters."""
 
 
 MEMORY_FIX = (
@@ -486,9 +486,7 @@ UNKNOWN_HOST_BYTES = 2**32
 
 
 def default_cache_tokens(shape: CacheShape, free_bytes: int) -> int:
-    """Tokens that the cache may hold when nobody says.
-
-    How much the cache may take, and what is said when memory runs out.
+    """Tokens that the cache may hold when the launch names no number.
 
     Without `cache_tokens` in the launch the cache may take a part of the memory that is free once the model is
     loaded: `HOST_SHARE` of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The

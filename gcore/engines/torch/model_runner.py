@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from gcore.engines.torch import kv_cache as columns
 from gcore.engines.torch.attention import BLOCK, BlockDecodePass, DecodePass
-from gcore.engines.torch.kv_cache import CacheShape, KVCache, new_table, plan_resize, table_rows
+from gcore.engines.torch.kv_cache import CacheShape, KVCache, new_table, plan_resize, table_footprint, table_rows
 from gcore.engines.torch.model import Model
 from gcore.engines.torch.prefill import (
     PrefillChunk,
@@ -39,18 +38,7 @@ UNCUT = 2**62
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """Where a joining row's first `length` tokens come from: a prompt that has been read, or a running row.
-
-    How rows go through the model: what the three lanes have in common.
-
-    A lane owns a cache and turns tokens into logits; it draws nothing and knows no request. There are three:
-
-    - `shared`: the fast one, for models whose attention can be replaced; all rows write one column of one table;
-    - `tiled`: the same models, decoded so that no row depends on its neighbours, bit for bit (`deterministic: true`);
-    - `plain`: any causal model of transformers, with the model's own attention and the cache that it wants.
-
-    Which of them serves a model is found out at start (`prove`).
-    """
+    """Where a joining row's first `length` tokens come from: a prompt that has been read, or a running row."""
 
     length: int
     logits: torch.Tensor
@@ -93,7 +81,7 @@ class ModelRunner(Protocol):
 
 
 class FastRunner:
-    """See the module. `slots`: rows at most; `budget`: cells at most, None for no bound.
+    """`slots`: rows at most; `budget`: cells at most, None for no bound.
 
     The fast lane: all rows in one table, with one write column.
 
@@ -123,7 +111,7 @@ class FastRunner:
 
     def footprint(self, size: BatchSize) -> int:
         """Cells that rows of this size take."""
-        return columns.table_footprint(size.rows, size.longest)
+        return table_footprint(size.rows, size.longest)
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Prompts through the model."""
@@ -259,7 +247,7 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 class DeterministicRunner:
-    """See the module. `chunk`: the grid on which prompts are cut.
+    """`chunk`: the grid on which prompts are cut.
 
     Floating-point sums depend on their order, and a library chooses the order by the shapes it is given. So every
     shape here is either fixed or a function of the row's own tokens:
@@ -378,19 +366,7 @@ class DeterministicRunner:
 
 @dataclass(slots=True, eq=False)
 class CachedPass:
-    """A model's own cache after a pass over equally long prompts.
-
-    The plain lane: any causal model of transformers, with its own attention and the cache that it wants. Correct, not
-    quick.
-
-    Rows that joined together with equally long prompts form a group that goes through the model in step: nothing is
-    padded, so the model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are
-    never joined; rows that come one by one are decoded one by one. A model whose cache cannot be taken apart by rows
-    (it has no `reorder_cache`) has every row in a group of its own.
-
-    With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache
-    holds.
-    """
+    """A model's own cache after a pass over equally long prompts."""
 
     cache: Any = None
 
@@ -412,7 +388,19 @@ class RowGroup:
 
 
 class GenericRunner:
-    """See the module. `whole`: prompts are read in one piece, for models that cannot go on in the middle of one."""
+    """See the module. `whole`: prompts are read in one piece, for models that cannot go on in the middle of one.
+
+    The plain lane: any causal model of transformers, with its own attention and the cache that it wants. Correct, not
+    quick.
+
+    Rows that joined together with equally long prompts form a group that goes through the model in step: nothing is
+    padded, so the model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are
+    never joined; rows that come one by one are decoded one by one. A model whose cache cannot be taken apart by rows
+    (it has no `reorder_cache`) has every row in a group of its own.
+
+    With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache
+    holds.
+    """
 
     name: ClassVar[str] = "plain"
     copies: ClassVar[bool] = False

@@ -277,7 +277,11 @@ def _show(path: Path, data: bytes) -> None:
 
 
 class CopiesLost(GcoreError):
-    """A state is not there whole, in the memory of the nodes of this world.
+    """A state is not there whole, in the memory of the nodes of this world."""
+
+
+class ReplicaRestore:
+    """A state that is there whole, from one rank. All methods are collectives.
 
     Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
 
@@ -289,10 +293,6 @@ class CopiesLost(GcoreError):
 
     Does not decide that copies are used, and makes none (`gcore.train.checkpoint.replicas`).
     """
-
-
-class ReplicaRestore:
-    """A state that is there whole, from one rank. All methods are collectives."""
 
     def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
         """Find it, and prove it. Raises CopiesLost, on every rank or on the one that found damage."""

@@ -75,7 +75,11 @@ Highest = Callable[[Sequence[float]], list[float]]
 
 
 class WriteRefused(GcoreError):
-    """The run's folder did not take what training cannot go on without.
+    """The run's folder did not take what training cannot go on without."""
+
+
+class RetryingWriter:
+    """Of one rank. `show` hears what is tried again, and nothing when it is over; `limit_s`: so long is waited at most.
 
     What a step cannot go on without is written again until the run's folder takes it: staged weights, receipts.
 
@@ -84,10 +88,6 @@ class WriteRefused(GcoreError):
     that takes nothing for as long as the watchdog gives a rank ends the world, in a sentence that names it. Anything
     but a failing disk is raised at once.
     """
-
-
-class RetryingWriter:
-    """Of one rank. `show` hears what is tried again, and nothing when it is over; `limit_s`: so long is waited at most."""
 
     def __init__(self, show: Callable[[str], None], limit_s: float, again_s: float = WRITE_AGAIN_S) -> None:
         self._show = show

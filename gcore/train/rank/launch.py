@@ -107,10 +107,7 @@ class RankLaunch(RecordPart):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The report of an applied step, the same on every rank. `weights_file`: relative to the run's folder.
-
-    What comes out of a step, and how long its phases took. No torch.
-    """
+    """The report of an applied step, the same on every rank. `weights_file`: relative to the run's folder."""
 
     metrics: Mapping[str, float]
     weights_file: str
@@ -135,7 +132,14 @@ class PhaseStopwatch:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
-    """Until `at`, monotonic seconds: seconds by phase since the rank began.
+    """Until `at`, monotonic seconds: seconds by phase since the rank began."""
+
+    at: float
+    seconds: Mapping[str, float]
+
+
+class PhaseMeter:
+    """One thread tells, any may read: what they share is replaced, never changed.
 
     What a rank's time was, summed up by phase as it passes: every second is of the phase that was told last. Pure;
     the caller says what time it is.
@@ -143,13 +147,6 @@ class PhaseTotals:
     Sums only grow, so whoever hears two of its words knows all that was between, also of phases that came and went
     meanwhile.
     """
-
-    at: float
-    seconds: Mapping[str, float]
-
-
-class PhaseMeter:
-    """One thread tells, any may read: what they share is replaced, never changed."""
 
     def __init__(self, phase: str, now: float) -> None:
         self._state: tuple[str, PhaseTotals] = phase, PhaseTotals(now, {})
@@ -174,14 +171,7 @@ PARTS = frozenset({OPTIMIZER, WEIGHTS})
 
 
 class CannotOffload(GcoreError):
-    """There is no room to put aside what a rank holds; it is as it was.
-
-    When a rank may give its memory back. Pure, and without torch; what that memory is, `gcore.train.offload` knows.
-
-    Only between two steps: not from Apply to its end, and not once parts of a streamed step were begun, whose
-    gradients are there already. Who names another step than the last that is done is late, or early, and is refused:
-    a rank must not be put to rest by a word that was meant for the pause before the step that comes.
-    """
+    """There is no room to put aside what a rank holds; it is as it was."""
 
 
 def unknown_parts(what: Collection[str]) -> str:
@@ -191,7 +181,14 @@ def unknown_parts(what: Collection[str]) -> str:
 
 
 def refuse_release(state: FeedState, step: int) -> RankRefusal | None:
-    """Why nothing may be released now, by a caller who knows `step` as the last that is done."""
+    """Why nothing may be released now, by a caller who knows `step` as the last that is done.
+
+    When a rank may give its memory back. Pure, and without torch; what that memory is, `gcore.train.offload` knows.
+
+    Only between two steps: not from Apply to its end, and not once parts of a streamed step were begun, whose
+    gradients are there already. Who names another step than the last that is done is late, or early, and is refused:
+    a rank must not be put to rest by a word that was meant for the pause before the step that comes.
+    """
     if state.applying is not None:
         return RankRefusal(f"token {state.applying} is being applied, which needs all of the rank's memory")
     if state.begun:
