@@ -28,7 +28,8 @@ from gcore.config.spec import JobSpec
 from gcore.errors import EngineError, StoreUnavailable
 from gcore.ledger.records.slot_accounting import AccountLine, NodeAccounts, StepAccount, append_line, newest_line
 from gcore.observability.metrics import Metrics
-from gcore.rollout.client import EngineClient, EngineReach, plain_reach
+from gcore.rollout.api import Engine
+from gcore.rollout.client import EngineReach, plain_reach
 from gcore.rollout.engine_time import parse_reading
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
@@ -94,7 +95,7 @@ class AccountCollector:
         self._tell = tell
         self._account: StepAccountBuilder | None = None
         self._run_dir = Path()
-        self._clients: dict[str, tuple[str, EngineClient]] = {}
+        self._clients: dict[str, tuple[str, Engine]] = {}
         self._record = NodeAccounts(node=node)
         self._wanted = ChangeSignal()
         self._cause: IdleCause | None = None

@@ -31,7 +31,7 @@ from controllers.inference.rules import (
 from controllers.rules.view import EngineView
 from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.observability.metrics import Metrics
-from gcore.rollout.client import EngineClient, ProgressCallback, SamplingParams
+from gcore.rollout.api import Engine, ProgressCallback, SamplingParams
 from gcore.system.clock import Clock, retry_delay
 from gcore.types import Sample, Version
 
@@ -94,7 +94,7 @@ class InFlightRequest:
 class EngineConnection:
     """What is known of one."""
 
-    client: EngineClient
+    client: Engine
     view: EngineView
     in_flight: int = 0
     """Samples (or scores) asked for and not answered, with those that wait for its weights."""

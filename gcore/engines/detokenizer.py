@@ -1,8 +1,4 @@
-"""The tokenizer's side: text to tokens, tokens to text, and where a stop string ends a sample.
-
-Whether a stop string has come up is asked only when a token could have completed one, that is, when its text holds the
-last character of one; for each set of stop strings that is one table over the vocabulary, made once. Byte-level tokens
-that are no whole character on their own are always suspects.
+"""Tokenizer of an engine: text to tokens, tokens to text, and where a stop string ends a sample.
 
 Uses the fast tokenizer's file alone (`tokenizer.json`): no torch, no transformers.
 """
@@ -22,7 +18,14 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """A model folder's tokenizer."""
+    """A model folder's tokenizer.
+
+    Whether a stop string has come up is asked only when a token could have completed one, that is, when its text
+    holds the last character of one; for each set of stop strings that is one table over the vocabulary, made once.
+    Byte-level tokens that are no whole character on their own are always suspects.
+
+    Uses the fast tokenizer's file alone (`tokenizer.json`): no torch, no transformers.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -99,14 +102,12 @@ def cut_before(text: str, stop: str) -> str:
     return text.partition(stop)[0]
 
 
-# -------------------- settled
-# What of a growing text may be told. Pure.
-
-
 def stable_text(text: str, stop: Sequence[str]) -> str:
     """The part of a growing text that stays, whatever comes.
 
     A character that is not whole yet stands there as a replacement, and the beginning of a stop string may become one.
+
+    What of a growing text may be told.
     """
     text = text.rstrip("\ufffd")
     longest = 0

@@ -1,4 +1,4 @@
-"""How an engine process is told what to serve: a launch document from its supervisor, or a command line. No torch."""
+"""Launch documents of the torch engine and of the SGLang worker, and the torch engine's command line. No torch."""
 
 from __future__ import annotations
 
@@ -76,10 +76,6 @@ def _checked(values: dict[str, Any], where: str) -> EngineLaunch:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{name}: {first['msg'].lower()}, not {first['input']!r}", where=where) from error
-
-
-# -------------------- launch
-# How an SGLang worker is told what to serve: the launch document from its supervisor.
 
 
 class SglangLaunch(BaseModel):

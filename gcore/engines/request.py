@@ -1,9 +1,7 @@
-"""What is asked of the engine, what waits, and which weights are served: pure bookkeeping.
+"""Requests, sequences and outputs of an engine, and the checks that need nothing else: no torch, no thread, no HTTP.
 
-A `GenerationRequest` is one sample to be made. It waits in the order in which it came; what was running and had to give its row back
-(retracted) goes before all others, with the tokens it has. Versions that read "lineage.step" only ever rise.
-
-Knows no torch, no thread, no HTTP.
+A `GenerationRequest` is one sample to be made, a `SequenceState` its progress, a `RequestOutput` the tokens so far. Versions that
+read "lineage.step" only ever rise.
 """
 
 from __future__ import annotations
@@ -11,11 +9,47 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
+from gcore.errors import EngineError
 from gcore.types import Version
 
 EndKind = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "retract", "in_place"]
+ABORTED = "aborted on request"
+
+
+class NumberedRequest(Protocol):
+    """A request to any engine core."""
+
+    @property
+    def number(self) -> int:
+        """The engine's own name for it, unique in the engine's life."""
+        ...
+
+    @property
+    def rid(self) -> str:
+        """The client's name for it."""
+        ...
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Its tokens."""
+        ...
+
+
+class NumberedOutput(Protocol):
+    """What any engine core has made for a request."""
+
+    @property
+    def number(self) -> int:
+        """Of its request."""
+        ...
+
+    @property
+    def ending(self) -> Finish | None:
+        """None while more is to come."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +200,24 @@ class SequenceState:
         return tuple(OutputSpan(m.version, m.start, end) for m, end in zip(marks, ends, strict=True))
 
 
+def check_token_ids(tokens: Sequence[int], vocabulary: int, what: str = "the prompt") -> None:
+    """Raises EngineError for no tokens at all, and for a token that the vocabulary does not have."""
+    if not tokens:
+        raise EngineError(f"{what} has no tokens")
+    wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise EngineError(f"token id {wrong} is not in the vocabulary of {vocabulary}")
+
+
 def is_older(offered: str, served: str) -> bool:
     """Whether `offered` is an older version than `served`; False unless both read "lineage.step"."""
     try:
         return Version.parse(offered) < Version.parse(served)
     except ValueError:
         return False
+
+
+def check_version(offered: str | None, served: str) -> None:
+    """Raises EngineError for a version older than the served one."""
+    if offered is not None and is_older(offered, served):
+        raise EngineError(f"version {offered} is older than {served}, which is served")

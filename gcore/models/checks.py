@@ -108,13 +108,6 @@ def _table_of_models() -> str | None:
     return text[begin : text.find("\n)\n", begin)] if begin >= 0 else None
 
 
-# -------------------- weights
-# Whether a model's weights are all there, by names and sizes, without torch and without reading them.
-#
-# The header of a safetensors file says where its last tensor ends; a file that was not copied to its end is shorter. Told
-# before anything is started: later it would be an error in every engine and every rank. That the numbers are right is not
-# looked at.
-
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -122,7 +115,14 @@ _FIX = "Copy or download it again; it was not written to its end"
 
 
 def check_whole(folder: Path) -> None:
-    """Raises ModelError if a folder's weights are missing, or one of their files is cut off or no safetensors."""
+    """Raises ModelError if a folder's weights are missing, or one of their files is cut off or no safetensors.
+
+    Whether a model's weights are all there, by names and sizes, without torch and without reading them.
+
+    The header of a safetensors file says where its last tensor ends; a file that was not copied to its end is
+    shorter. Told before anything is started: later it would be an error in every engine and every rank. That the
+    numbers are right is not looked at.
+    """
     if (folder / INDEX).is_file():
         files = _files_of_index(folder / INDEX)
     else:
@@ -191,11 +191,6 @@ def _end_of_tensors(header: bytes, path: Path) -> int:
         ) from error
 
 
-# -------------------- classifier
-# Whether a model's folder holds a classic reward model: a sequence-classification head that says one number. Without torch.
-#
-# What its configuration says is believed; whether the head's weights are there is seen by who loads them.
-
 HEAD = "ForSequenceClassification"
 
 
@@ -204,7 +199,13 @@ UNTOLD_LABELS = 2
 
 
 def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
-    """`config`: the folder's config.json. Raises ModelError for a model without such a head, or with more than one label."""
+    """`config`: the folder's config.json. Raises ModelError for a model without such a head, or with more than one label.
+
+    Whether a model's folder holds a classic reward model: a sequence-classification head that says one number.
+    Without torch.
+
+    What its configuration says is believed; whether the head's weights are there is seen by who loads them.
+    """
     names = config.get("architectures")
     named = [str(name) for name in names] if isinstance(names, list) else []
     if not any(name.endswith(HEAD) for name in named):
@@ -230,14 +231,13 @@ def count_labels(config: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) else UNTOLD_LABELS
 
 
-# -------------------- critic
-# Whether a critic's model (`train.critic.path`) can be started from, as far as that can be said without torch.
-#
-# What fits the policy (its longest text, a head of one number) is found by the train ranks, when they load both.
-
-
 def check_critic(path: str, *, trust_remote_code: bool) -> None:
-    """Raises ModelError: no such folder, no model in it, weights that are missing, cut off or a pickle, code that would run."""
+    """Raises ModelError: no such folder, no model in it, weights that are missing, cut off or a pickle, code that would run.
+
+    Whether a critic's model (`train.critic.path`) can be started from, as far as that can be said without torch.
+
+    What fits the policy (its longest text, a head of one number) is found by the train ranks, when they load both.
+    """
     folder = Path(path)
     if not (folder / "config.json").is_file():
         missing = "no model is here: there is no config.json" if folder.is_dir() else "the folder does not exist"

@@ -34,11 +34,6 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from gcore.errors import DataError, did_you_mean
 
-# -------------------- names
-# What `model.path` names: a folder, or a model on a hub (`hf://OWNER/NAME[@REVISION]`, `ms://OWNER/NAME[@REVISION]`).
-#
-# Pure; asks nobody whether the model exists.
-
 Scheme = Literal["hf", "ms"]
 
 
@@ -52,7 +47,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class ModelError(DataError):
-    """A model cannot be used, or not be had."""
+    """A model cannot be used, or not be had.
+
+    What `model.path` names: a folder, or a model on a hub (`hf://OWNER/NAME[@REVISION]`,
+    `ms://OWNER/NAME[@REVISION]`).
+
+    Pure; asks nobody whether the model exists.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,6 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
-# -------------------- hub
-# What a hub of models can be asked, whichever it is, and which of a model's files a job needs.
-#
-# A hub keeps what it fetched in its own cache, so that other programs find it there and it is fetched once. Everything
-# here blocks; callers keep it off their event loop.
-
 SMALL = (
     "config.json",
     "generation_config.json",
@@ -130,7 +125,13 @@ NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 class HubUnreachable(ModelError):
-    """The hub did not answer, or not to the end. It may be asked again."""
+    """The hub did not answer, or not to the end. It may be asked again.
+
+    What a hub of models can be asked, whichever it is, and which of a model's files a job needs.
+
+    A hub keeps what it fetched in its own cache, so that other programs find it there and it is fetched once.
+    Everything here blocks; callers keep it off their event loop.
+    """
 
 
 class HubOffline(ModelError):
@@ -408,12 +409,6 @@ def _literally(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-# -------------------- modelscope
-# ModelScope, through its own client, an optional extra; it honours MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
-#
-# ModelScope names no commit for a branch. Its listing names one for each file, the last that changed it; the newest of
-# them is the commit that the branch stands at, but for a later one that only deletes files.
-
 MODELSCOPE_BRANCH = "master"
 
 
@@ -421,7 +416,13 @@ PACKAGE = "modelscope_hub"
 
 
 class ModelScope:
-    """`endpoint` and `cache`: None for what the environment says. Raises ModelError if the client is not installed."""
+    """`endpoint` and `cache`: None for what the environment says. Raises ModelError if the client is not installed.
+
+    ModelScope, through its own client, an optional extra; it honours MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
+
+    ModelScope names no commit for a branch. Its listing names one for each file, the last that changed it; the newest
+    of them is the commit that the branch stands at, but for a later one that only deletes files.
+    """
 
     title = "ModelScope"
 

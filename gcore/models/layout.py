@@ -6,10 +6,10 @@
                                      a critic, that one in critic/, likewise
     receipts/{world}-{rank}.jsonl    what a rank trained on, one line a token
 
-A folder of that name is whole, because it got its name last (`gcore.atomic`). A checkpoint also carries a
+A folder of that name is whole, because it got its name last (`gcore.system.files`). A checkpoint also carries a
 manifest with every file's size and SHA-256, so that what was damaged later is found before a job is rolled back to it.
 
-Does not write weights (`gcore.train.saving`), and does not decide which checkpoints are kept (controllers).
+Does not write weights (`gcore.train.checkpoint.writer`), and does not decide which checkpoints are kept (controllers).
 """
 
 from __future__ import annotations
@@ -281,13 +281,6 @@ def versions_in(folder: Path) -> frozenset[Version]:
     return frozenset(found)
 
 
-# -------------------- tensors_file
-# Writes a safetensors file tensor by tensor, so that a model never has to lie whole in the memory of one process.
-#
-# The format: eight bytes with the header's length, a JSON header with type, shape and place of each tensor, then their
-# bytes, little-endian, without gaps. All names and shapes must therefore be known before the first tensor. Reading is left
-# to the safetensors library.
-
 Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
 
 
@@ -307,7 +300,14 @@ BYTES: Mapping[Dtype, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Type and shape of a tensor that will be written."""
+    """Type and shape of a tensor that will be written.
+
+    Writes a safetensors file tensor by tensor, so that a model never has to lie whole in the memory of one process.
+
+    The format: eight bytes with the header's length, a JSON header with type, shape and place of each tensor, then
+    their bytes, little-endian, without gaps. All names and shapes must therefore be known before the first tensor.
+    Reading is left to the safetensors library.
+    """
 
     dtype: Dtype
     shape: tuple[int, ...]

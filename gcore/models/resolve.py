@@ -240,19 +240,18 @@ def _patient(tries: int) -> tenacity.Retrying:
     )
 
 
-# -------------------- __main__
-# `python -m gcore.models REQUEST`: brings a model to this machine, in a process of its own.
-#
-# A controller starts it, so that neither a hub's client nor what it does with memory, threads and time is in the
-# controller. REQUEST is a JSON object; standard output gets a JSON object a line:
-#
-#     {"done": 1200, "total": 3400}                                         bytes, as it goes on
-#     {"folder": "...", "revision": "...", "remote_code": ["..."]}          at the end
-#     {"error": "...", "where": "...", "fix": "..."}                        or this
-
-
 def main() -> None:
-    """The process."""
+    """The process.
+
+    `python -m gcore.models REQUEST`: brings a model to this machine, in a process of its own.
+
+    A controller starts it, so that neither a hub's client nor what it does with memory, threads and time is in the
+    controller. REQUEST is a JSON object; standard output gets a JSON object a line:
+
+        {"done": 1200, "total": 3400}                                         bytes, as it goes on
+        {"folder": "...", "revision": "...", "remote_code": ["..."]}          at the end
+        {"error": "...", "where": "...", "fix": "..."}                        or this
+    """
     request = json.loads(sys.argv[1])
     try:
         found = resolve_model(

@@ -15,23 +15,27 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import httpx
 
 from gcore.api.tls import PLAIN, Connector
 from gcore.errors import EngineError, EngineGaveUp, EngineLate, EngineUnreachable
+from gcore.rollout.api import Engine, PauseMode
+from gcore.rollout.api import ProgressCallback as ProgressCallback
+from gcore.rollout.api import SamplingParams as SamplingParams
 from gcore.rollout.transport import STREAMED, EngineTransport, split_lines
 from gcore.types import FinishReason, Sample, Version, VersionSpan
 
-# -------------------- native_api
-# The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they are. Pure.
-
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """How one response is drawn, with its seed."""
+    """How one response is drawn, with its seed.
+
+    The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they
+    are.
+    """
     body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -163,23 +167,6 @@ MOST_GENERATING = 512
 """Requests for samples that one client has open at a time; further ones wait for their turn."""
 
 
-PauseMode = Literal["abort", "retract", "in_place"]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How responses are drawn. `temperature` 0 is greedy; `top_k` None keeps the whole vocabulary."""
-
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine says of itself.
@@ -191,17 +178,6 @@ class EngineInfo:
     version: Version | None
     running: int | None
     waiting: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressCallback:
-    """Who is told of samples as they grow: every so many tokens all that there is of one, and its place in the request.
-
-    What still grows has the finish reason "abort".
-    """
-
-    every: int
-    tell: Callable[[int, Sample], None]
 
 
 class EngineClient:
@@ -536,21 +512,20 @@ def _reason(response: httpx.Response) -> str:
     return error_text(answer)
 
 
-# -------------------- reaching
-# How an engine is reached that is registered: its address and its name become a client, with TLS and its key where the cluster has
-# them.
-
-
 class EngineReach(Protocol):
-    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port)."""
+    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port).
 
-    def __call__(self, url: str, *, timeout_s: float, instance: str) -> EngineClient: ...
+    How an engine is reached that is registered: its address and its name become a client, with TLS and its key where
+    the cluster has them.
+    """
+
+    def __call__(self, url: str, *, timeout_s: float, instance: str) -> Engine: ...
 
 
 def engine_reach(connector: Connector) -> EngineReach:
     """Over the connections of `connector`."""
 
-    def reach(url: str, *, timeout_s: float, instance: str) -> EngineClient:
+    def reach(url: str, *, timeout_s: float, instance: str) -> Engine:
         key = connector.engine_key(instance)
         if not connector.secure:
             return EngineClient(url, timeout_s=timeout_s, key=key)

@@ -1,9 +1,9 @@
-"""What an engine's metrics say of its time, read by whoever keeps the books: two readings make an `EngineTime`. Pure.
+"""Engine time: how an engine's seconds divide into busy, idle, paused and asleep, as sums that metrics report.
 
-gcore's own engines tell sums that they keep themselves (`gcore.rollout.metered`). An SGLang server keeps none, so what it has is taken:
-the sum of its inter-token latencies is, for each request, the time from its first token to its last, and so the integral of the requests that
-were being decoded, without their prefill; where even that is missing, the requests that run at the two readings are taken to
-have run between them. It does not tell pauses or sleep: who brings it weights, or puts it to sleep, knows.
+gcore's engines keep the sums themselves (`EngineTimeMeter`). An SGLang server keeps none, so they are estimated: the sum of
+its inter-token latencies is the integral of the requests that were being decoded, without their prefill; where even
+that is missing, the requests that run at two readings are taken to have run between them. SGLang does not report pauses or
+sleep: the client that updates its weights, or puts it to sleep, adds them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
-
-# -------------------- metered
-# What an engine's time was, as it sums it up itself: no one has to look at the right moment. Pure; the caller says what time it is.
-#
-# An engine is at one thing at a time: it works on what it was given, has nothing to do, is paused (its weights are being changed), or
-# sleeps. While it works it is busy by the share of its rows that are wanted, those that run and those that wait for one, `min(1,
-# wanted / rows)`, and idle by the rest; so busy, idle, paused and asleep seconds add up to the time that passed. Sums only grow:
-# whoever reads them twice knows all that was between, however much that was.
-#
-# Told in the words of Prometheus (`told`), beside the engine's other metrics. Why an engine is idle it does not know.
 
 Doing = Literal["working", "paused", "asleep"]
 """An engine that works on nothing is idle."""
@@ -35,6 +25,18 @@ class EngineTimeSums:
     """Until `at`, monotonic seconds of the engine's clock, since it began.
 
     `active_s`: seconds in which there was anything to work on; `running_s`: the same, times the requests that had a row.
+
+    What an engine's time was, as it sums it up itself: no one has to look at the right moment. The caller says what
+    time it is.
+
+    An engine is at one thing at a time: it works on what it was given, has nothing to do, is paused (its weights are
+    being changed), or sleeps. While it works it is busy by the share of its rows that are wanted, those that run and
+    those that wait for one, `min(1, wanted / rows)`, and idle by the rest; so busy, idle, paused and asleep seconds
+    add up to the time that passed. Sums only grow: whoever reads them twice knows all that was between, however much
+    that was.
+
+    Told in the words of Prometheus (`told`), beside the engine's other metrics. Why an engine is idle it does not
+    know.
     """
 
     at: float

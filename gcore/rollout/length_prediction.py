@@ -11,7 +11,7 @@ out. The expectation is the mean of what remains.
 A prompt's responses are remembered as their distance from the source's mean at that time, not as tokens, so that they stay of
 use while lengths grow over a run.
 
-What responses under way have still to come is `gcore.rollout.outliving`'s. Knows no prompts, and remembers nothing
+What responses under way have still to come is `gcore.rollout.length_prediction`'s. Knows no prompts, and remembers nothing
 (`controllers.expecting` does).
 """
 
@@ -144,18 +144,6 @@ def _likeness(groups: Sequence[Sequence[float]]) -> float:
     return (found * len(groups) + USUAL_LIKENESS * USUAL_COUNTS) / (len(groups) + USUAL_COUNTS)
 
 
-# -------------------- outliving
-# How many tokens responses that are under way have still to come, from those of the same prompt that are finished and from having
-# outlived them. Pure.
-#
-# Responses to a prompt are begun together, so those that are finished are the short ones: by them alone the others would be taken for
-# short too. Each that goes on at n tokens tells that it is longer than n, and both are weighed: lengths are log-normal about their
-# prompt's middle, the middles about the source's (a random effect; the source's `likeness` is the share that lies between prompts), and
-# where the prompt's own lies is inferred from the finished and from the growing ones at once (survival analysis: right-censored
-# lengths). What is to be expected beyond n is the mean of what such a length has above it, cut off at `longest`.
-#
-# How lengths of a source are known, and what is expected of a prompt that is not begun: `gcore.rollout.lengths`.
-
 MIDDLES = tuple(0.6 * at for at in range(-4, 5))
 """Where a prompt's middle may lie, in standard deviations of what is known of it before its responses tell."""
 
@@ -178,6 +166,19 @@ def tokens_left(
     """Tokens still to come of a prompt's responses: of `growing`, which have so many, beside those that are `finished`.
 
     `siblings`: what was known of the prompt before; `longest`: tokens that a response has at most.
+
+    How many tokens responses that are under way have still to come, from those of the same prompt that are finished
+    and from having outlived them.
+
+    Responses to a prompt are begun together, so those that are finished are the short ones: by them alone the others
+    would be taken for short too. Each that goes on at n tokens tells that it is longer than n, and both are weighed:
+    lengths are log-normal about their prompt's middle, the middles about the source's (a random effect; the source's
+    `likeness` is the share that lies between prompts), and where the prompt's own lies is inferred from the finished
+    and from the growing ones at once (survival analysis: right-censored lengths). What is to be expected beyond n is
+    the mean of what such a length has above it, cut off at `longest`.
+
+    How lengths of a source are known, and what is expected of a prompt that is not begun:
+    `gcore.rollout.length_prediction`.
     """
     if not growing:
         return 0.0

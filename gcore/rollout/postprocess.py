@@ -7,7 +7,7 @@
     drop_group   the whole group is filtered
 
 A response that the engine cut off because the model's context ended is cut off like any other. Longest lengths are the
-source's (`gcore.config.sources`). No penalty grows with length here, and nothing is known of how a loss is normalised.
+source's (`gcore.config.data`). No penalty grows with length here, and nothing is known of how a loss is normalised.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from gcore.config.rollout import RolloutSpec
 from gcore.reward.api import RewardError, RewardResult
 from gcore.types import Group, Outcome, Prompt, Sample, VersionSpan
 
-# -------------------- alike
-# The prompt that the samples of a group have in common, where an agent told the policy what it liked. Pure.
-#
-# A group has one prompt, and each of its samples is what comes behind it. Agents ask in their own words, mostly in the same ones; then
-# these are the prompt. Where they differ, what all begin with is, and the rest of each one's question stands in its sample as observed.
-
 
 def align_prompts(prompt_ids: tuple[int, ...], samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[Sample, ...]]:
-    """The prompt's tokens, and the samples behind them. Raises RewardError if there is nothing that all begin with."""
+    """The prompt's tokens, and the samples behind them. Raises RewardError if there is nothing that all begin with.
+
+    The prompt that the samples of a group have in common, where an agent told the policy what it liked.
+
+    A group has one prompt, and each of its samples is what comes behind it. Agents ask in their own words, mostly in
+    the same ones; then these are the prompt. Where they differ, what all begin with is, and the rest of each one's
+    question stands in its sample as observed.
+    """
     if all(sample.prompt_ids is None for sample in samples):
         return prompt_ids, tuple(samples)
     each = [prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in samples]
@@ -69,20 +70,20 @@ def _behind(sample: Sample, rest: tuple[int, ...]) -> Sample:
     )
 
 
-# -------------------- overlong
-# What a response is worth less because it is long: DAPO's soft punishment (arXiv 2503.14476). Pure.
-#
-# Within `cache` tokens of the longest length the penalty grows along a line, from nothing to `penalty`. It comes on top of
-# what becomes of a response that was cut off (`gcore.rollout.truncated`). What counts is what the policy made: the words of a tool or
-# an environment make nothing longer. The same formula over tensors, for whoever trains
-# without the rest of gcore, is `gcore.train.algorithms.shaping.overlong_penalty`.
-
 OVERLONG_PART = "overlong"
 """The reward part that holds what was taken off."""
 
 
 def length_penalty(length: int, *, longest: int, cache: int, penalty: float) -> float:
-    """What is added to the reward, 0 or less. Lengths in tokens."""
+    """What is added to the reward, 0 or less. Lengths in tokens.
+
+    What a response is worth less because it is long: DAPO's soft punishment (arXiv 2503.14476).
+
+    Within `cache` tokens of the longest length the penalty grows along a line, from nothing to `penalty`. It comes on
+    top of what becomes of a response that was cut off (`gcore.rollout.postprocess`). What counts is what the policy
+    made: the words of a tool or an environment make nothing longer. The same formula over tensors, for whoever trains
+    without the rest of gcore, is `gcore.train.algorithms.shaping.overlong_penalty`.
+    """
     return min(-(length - (longest - cache)) / cache * penalty, 0.0)
 
 
@@ -139,13 +140,6 @@ def treat_truncated(sample: Sample, policy: TruncationPolicy, penalty: float) ->
     return replace(sample, reward=reward, reward_parts=(*sample.reward_parts, (TRUNCATED_PART, -penalty)))
 
 
-# -------------------- scored
-# The scored responses to a prompt as the group that is trained: rewards, what length takes off, what cut-off ones become.
-#
-# Pure, and the same for a controller's peer and for the peers in memory of `gcore.testing`. What is not to be scored at all is
-# found before (`gcore.rollout.truncated.dropped`).
-
-
 def make_scored_group(
     prompt: Prompt,
     samples: Sequence[Sample],
@@ -154,7 +148,14 @@ def make_scored_group(
     sampling: SourceSampling,
 ) -> Group:
     """The group. `results`: of the samples, in their order; `sampling`: the source's. Raises RewardError for no float32, and for
-    responses that have no prompt in common."""
+    responses that have no prompt in common.
+
+    The scored responses to a prompt as the group that is trained: rewards, what length takes off, what cut-off ones
+    become.
+
+    Pure, and the same for a controller's peer and for the peers in memory of `gcore.testing`. What is not to be
+    scored at all is found before (`gcore.rollout.truncated.dropped`).
+    """
     scored = []
     for sample, result in zip(samples, results, strict=True):
         rewarded = replace(sample, reward=result.value, reward_parts=result.parts)

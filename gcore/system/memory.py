@@ -33,7 +33,10 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """Of the control group, version 2 or 1: cores, memory, None where it sets no limit; and memory in use."""
+    """Of the control group, version 2 or 1: cores, memory, None where it sets no limit; and memory in use.
+
+    `used` leaves out cached files that nothing reads now: the kernel drops them when memory is wanted.
+    """
 
     cores: float | None
     memory: int | None
@@ -70,7 +73,27 @@ def group_limits(root: Path = CONTROL_GROUP) -> GroupLimits:
     quota, period = number(share[0]), number(share[-1])
     cores = quota / period if quota and period and len(share) == 2 else None
     limit = number(read("memory.max", "memory/memory.limit_in_bytes"))
-    return GroupLimits(cores, limit, number(read("memory.current", "memory/memory.usage_in_bytes")) or 0)
+    used = number(read("memory.current", "memory/memory.usage_in_bytes")) or 0
+    stat = (line.partition(" ") for line in read("memory.stat", "memory/memory.stat").splitlines())
+    inactive_files = next((number(value) for name, _, value in stat if name == "inactive_file"), None) or 0
+    return GroupLimits(cores, limit, max(0, used - inactive_files))
+
+
+OUT_OF_MEMORY_WORDS = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "defaultcpuallocator",
+)
+"""How torch's errors say it, in small letters, besides the type of their own that they have on GPUs."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device. Knows torch's errors without importing torch."""
+    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY_WORDS)
 
 
 def release_free_memory() -> None:

@@ -20,11 +20,6 @@ from gcore.system.clock import Clock, SystemClock
 from gcore.system.concurrency import cancel_all
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 
-# -------------------- fake_judge
-# A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
-#
-# It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedQuestion:
@@ -58,7 +53,12 @@ class _Fake:
 
 
 class FakeJudge(_Fake):
-    """`gcore.reward.generative.Ask`: answers `answer(question, seed)`. A token is a word."""
+    """`gcore.reward.judges.Ask`: answers `answer(question, seed)`. A token is a word.
+
+    A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
+
+    It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
+    """
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class FakeJudge(_Fake):
 
 
 class FakeClassifier(_Fake):
-    """`gcore.reward.generative.Value`: gives `value(question)`."""
+    """`gcore.reward.judges.Value`: gives `value(question)`."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class FakeClassifier(_Fake):
 
 @dataclass
 class RecordingObserver:
-    """`gcore.reward.generative.Seen`: keeps what it is told, without the judge's name."""
+    """`gcore.reward.judges.Seen`: keeps what it is told, without the judge's name."""
 
     asked_of: list[tuple[float, int, int]] = field(default_factory=list)
     failures: list[Why] = field(default_factory=list)
@@ -270,12 +270,11 @@ def _error(message: str) -> bytes:
     return json.dumps({"error": {"message": message}}).encode()
 
 
-# -------------------- fake_samples
-# Samples and groups made up from texts and rewards: a token is a character, and one more ends each response.
-
-
 def tokens_of(text: str) -> tuple[int, ...]:
-    """A token for each character; 0 is the end."""
+    """A token for each character; 0 is the end.
+
+    Samples and groups made up from texts and rewards: a token is a character, and one more ends each response.
+    """
     return tuple(ord(character) for character in text) or (1,)
 
 

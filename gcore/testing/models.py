@@ -172,15 +172,15 @@ def save_tokenizer(folder: Path, *, ends: bool) -> None:
     )
 
 
-# -------------------- engine_process
-# A torch engine as a process of its own, for tests and benchmarks: started by hand, stopped by its id.
-
 STOP_S = 20
 
 
 @contextmanager
 def engine_process(model: Path, **options: object) -> Iterator[str]:
-    """An engine that serves `model`; its base URL. `options` as on its command line (`batch_slots=4`). Its errors show."""
+    """An engine that serves `model`; its base URL. `options` as on its command line (`batch_slots=4`). Its errors show.
+
+    A torch engine as a process of its own, for tests and benchmarks: started by hand, stopped by its id.
+    """
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     process = subprocess.Popen(
         [sys.executable, "-m", "gcore.rollout.engine", "--model", str(model), *arguments],
@@ -204,11 +204,6 @@ def engine_process(model: Path, **options: object) -> Iterator[str]:
         process.stdout.close()
 
 
-# -------------------- sglang_process
-# A real SGLang server as a process of its own, for tests and benchmarks: found, started, waited for, stopped.
-#
-# Started with the same words that a job's worker uses (`gcore.rollout.sglang.command`), on the CPU.
-
 START_S = 600.0
 """It takes 10 to 20 s on an idle machine, and minutes on one that is busy."""
 
@@ -224,6 +219,10 @@ class SglangProcess:
 
     `options` are fields of `SglangLaunch`, e.g. `batch_slots=4, cache_tokens=20_000, engine_args=("--x",)`. Raises
     UsageError where no environment with SGLang is found, EngineError if the server does not come up.
+
+    A real SGLang server as a process of its own, for tests and benchmarks: found, started, waited for, stopped.
+
+    Started with the same words that a job's worker uses (`gcore.engines.sglang.command`), on the CPU.
     """
 
     def __init__(self, model: Path, **options: Any) -> None:
@@ -282,12 +281,6 @@ def sglang_process(model: Path, **options: Any) -> Iterator[str]:
         yield server.base_url
 
 
-# -------------------- rank_launch
-# How a train rank is told to start where no cluster starts it: for tests and benchmarks that run ranks by themselves.
-#
-# Says nothing of the spec, which is the caller's, and starts nothing.
-
-
 def rank_launch(
     spec: Mapping[str, Any],
     run_dir: Path,
@@ -296,7 +289,13 @@ def rank_launch(
     world_size: int = 1,
     start: Mapping[str, Any] | None = None,
 ) -> RankLaunch:
-    """Rank `rank` of a world of `world_size`. `spec`: a job spec as a tree; `start`: the step it begins behind, 0 if None."""
+    """Rank `rank` of a world of `world_size`. `spec`: a job spec as a tree; `start`: the step it begins behind, 0 if None.
+
+    How a train rank is told to start where no cluster starts it: for tests and benchmarks that run ranks by
+    themselves.
+
+    Says nothing of the spec, which is the caller's, and starts nothing.
+    """
     return RankLaunch.model_validate(
         {
             "kind": "rank",

@@ -1,7 +1,7 @@
 """The server's side of the store in memory: revisions, leases, transactions, history and its compaction.
 
 Everything here happens at once and in one order, as after a real etcd's raft; only `wait_for_change` waits. What can go
-wrong on the way to it is `gcore.testing.memory_store`'s. Leases end by the injected clock: lazily, when the cluster is
+wrong on the way to it is `gcore.testing.store`'s. Leases end by the injected clock: lazily, when the cluster is
 next asked, or when somebody waits for a change. A real etcd gives every lease its full time again after a change of
 leader; here `extend_leases` does that. There is no disk, no raft, no authentication, and no limit on the database.
 """
@@ -256,16 +256,6 @@ def _lease_lost(lease: int) -> LeaseLost:
     return LeaseLost(f"lease {lease:x} has ended", fix="Begin a new session; what stood under it is gone")
 
 
-# -------------------- memory_store
-# A store in memory that behaves as etcd does, for tests and for the simulation of the protocol.
-#
-# `MemoryCluster` is the server, `MemoryStore` one client's connection to it; a simulation gives each controller its own,
-# so that it can cut one off. Whatever `gcore.store.types.Store` says holds here too: one contract suite runs against both
-# this and a real etcd.
-#
-# What happens to a call on its way is decided by a `Network`: it can hold a call up, lose the request, lose the reply, or
-# deliver the request after its caller has given up. A transaction itself is atomic and takes no time.
-
 T = TypeVar("T")
 
 
@@ -330,6 +320,15 @@ class MemoryStore:
     `network` decides what happens to calls, and may be replaced at any time. While `away` is true, or the cluster is stopped,
     every call ends in StoreUnavailable after `timeout_s` on the cluster's clock, and watches wait. While `deaf` is true what is
     sent arrives and is done, and nothing comes back: calls end like that all the same.
+
+    A store in memory that behaves as etcd does, for tests and for the simulation of the protocol.
+
+    `MemoryCluster` is the server, `MemoryStore` one client's connection to it; a simulation gives each controller its
+    own, so that it can cut one off. Whatever `gcore.store.types.Store` says holds here too: one contract suite runs
+    against both this and a real etcd.
+
+    What happens to a call on its way is decided by a `Network`: it can hold a call up, lose the request, lose the
+    reply, or deliver the request after its caller has given up. A transaction itself is atomic and takes no time.
     """
 
     def __init__(

@@ -28,13 +28,6 @@ from gcore.ledger.balance import SampleSlot
 from gcore.train.packing import CutSettings, MicroPlan, MiniBatchPlan, Packing, Rectangle, plan_step
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 
-# -------------------- logprobs
-# Log-probabilities and entropies of tokens from logits, in little memory.
-#
-# With a vocabulary of 150k, logits are by far the largest tensor of a step. So they are kept once, in the type the model
-# made them in, and everything float32 is made a few rows at a time: forward keeps the logarithm of each row's sum, and
-# backward makes the softmax again from that.
-
 PIECE = 1 << 22
 """Logits that are looked at together."""
 
@@ -46,6 +39,12 @@ def token_logprobs(
 
     `logits` [n, vocabulary], `targets` [n] int64, `temperature` [n] float32 or None for 1. Returns two [n], float32 (or
     float64, if the logits are). The gradient goes through the log-probabilities, and through the entropies if `entropic`.
+
+    Log-probabilities and entropies of tokens from logits, in little memory.
+
+    With a vocabulary of 150k, logits are by far the largest tensor of a step. So they are kept once, in the type the
+    model made them in, and everything float32 is made a few rows at a time: forward keeps the logarithm of each row's
+    sum, and backward makes the softmax again from that.
     """
     if temperature is not None:
         temperature = temperature.to(_precise(logits.dtype))
@@ -312,10 +311,6 @@ def _inputs(
     )
 
 
-# -------------------- cut_step
-# A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
-
-
 class BatchIndex(NamedTuple):
     """A micro-batch of the step."""
 
@@ -325,7 +320,10 @@ class BatchIndex(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTensors:
-    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m."""
+    """A step cut into tensors. `batches[m][k]`: micro-batch k of mini-batch m.
+
+    A sealed step as one rank's tensors: micro-batches by mini-batch, and what is known of them before the updates.
+    """
 
     work: StepInput
     plans: tuple[MiniBatchPlan, ...]

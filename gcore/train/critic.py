@@ -34,7 +34,8 @@ from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankSum, ValueTargets, moments, value_targets
 from gcore.train.algorithms.losses import loss_sum, value_clip_tokens, value_loss
 from gcore.train.algorithms.schedules import learning_rate
-from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, UpdateResult
+from gcore.train.backends.base import UpdateResult
+from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
 from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors
 from gcore.train.hf_models import REMEDIES, check_names, explain_memory_error, load_module
 from gcore.train.loss import Losses
@@ -148,26 +149,6 @@ def _stored_head(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, file.get_tensor(name)
 
 
-# -------------------- critique
-# The critic's part of a step: its values before the updates, and an update of its own for each mini-batch.
-#
-# Values are taken once, before anything is updated, in the micro-batches that the policy is trained in; what the critic is
-# fitted to is computed from them and stays for all the step's updates, as do the values that its clip holds it near. An
-# update has the same global denominator as the policy's, and the same aggregation. Masked samples train neither.
-#
-# Metrics, over the tokens that are trained:
-#
-#     value_loss                  mean over the updates
-#     value_mean, return_mean     before the updates; of what the critic says, and of what it is fitted to
-#     value_explained_variance    1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of
-#                                 every token, below 0 one that is worse than that
-#     value_clip_fraction         share of the tokens that the clip holds back
-#     advantage_mean, advantage_std    before whitening
-#     critic_grad_norm            global, before clipping, mean over the updates that were made
-#     critic_learning_rate        of the last update;  critic_skipped_updates: gradient not finite
-#
-# Does not know the policy, nor when a step's updates are its turn (`step`).
-
 Tell = Callable[[str], None]
 
 
@@ -225,7 +206,28 @@ class ValueTally:
 
 
 class CriticTrainer:
-    """A critic in a job."""
+    """A critic in a job.
+
+    The critic's part of a step: its values before the updates, and an update of its own for each mini-batch.
+
+    Values are taken once, before anything is updated, in the micro-batches that the policy is trained in; what the
+    critic is fitted to is computed from them and stays for all the step's updates, as do the values that its clip
+    holds it near. An update has the same global denominator as the policy's, and the same aggregation. Masked samples
+    train neither.
+
+    Metrics, over the tokens that are trained:
+
+        value_loss                  mean over the updates
+        value_mean, return_mean     before the updates; of what the critic says, and of what it is fitted to
+        value_explained_variance    1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of
+                                    every token, below 0 one that is worse than that
+        value_clip_fraction         share of the tokens that the clip holds back
+        advantage_mean, advantage_std    before whitening
+        critic_grad_norm            global, before clipping, mean over the updates that were made
+        critic_learning_rate        of the last update;  critic_skipped_updates: gradient not finite
+
+    Does not know the policy, nor when a step's updates are its turn (`step`).
+    """
 
     def __init__(self, critic: Critic, launch: RankLaunch, losses: Losses) -> None:
         """`losses`: the job's, for the denominators that the critic's loss shares with the policy's."""

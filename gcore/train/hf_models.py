@@ -1,4 +1,4 @@
-"""A Hugging Face model as a plain torch module: loading it, feeding it, and what it may be asked to do.
+"""Hugging Face models as plain torch modules: loading, feeding, activation checkpointing, and memory errors.
 
 Modules are in evaluation mode throughout: with dropout the ratio of a policy to itself would not be 1. Activation
 checkpointing is a matter of training mode in transformers, so the layers it concerns, and nothing inside them, are put
@@ -24,15 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError, GcoreError
+from gcore.system.memory import is_out_of_memory
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import LogitsOf, ModelInputs
-
-# -------------------- memory
-# What running out of memory is called, and which field of the spec to lower.
-
-WORDS = ("out of memory", "not enough memory", "DefaultCPUAllocator", "can't allocate memory")
-"""What torch's own errors say of it, besides having a type of their own for it on GPUs."""
-
 
 REMEDIES = ("micro_batch_tokens", "activation_checkpointing", "zero_stage", "offload_reference")
 """Fields that help against too little memory in a micro-batch, in this order."""
@@ -56,13 +50,6 @@ def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) 
             f"out of memory while {doing} ({_first_line(error)})",
             fix=f"{fix[0].upper()}{fix[1:]}" if fix else "Use more train ranks, or larger ones",
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what torch or Python raise when there is no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
 
 
 def list_remedies(train: TrainSpec) -> dict[str, str]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from gcore.ledger.records.chain import SealedGroup
 from gcore.train.algorithms.losses import kl_estimate
-from gcore.train.backends.deepspeed import UpdateResult
+from gcore.train.backends.base import UpdateResult
 from gcore.train.batching import MicroBatch, Scores
 from gcore.train.loss import Losses, Targets
 

@@ -1,7 +1,7 @@
-"""From models' folders to what a rank trains: how they are fed, the policy, its critic, and the reference.
+"""Models of a rank: the policy, its critic and the reference, from folders to what is trained.
 
 In this order, because each changes the module for what comes after: read it, prove how sequences may be laid out, copy it
-for the critic and the reference while they are still the same, ask for activation checkpointing, hand it to DeepSpeed.
+for the critic and the reference while they are still the same, ask for activation checkpointing, hand it to the backend.
 Policy and critic are fed the same micro-batches; where the critic is another model, both must be able to take them.
 """
 
@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import critic_folder
-from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, silence_deepspeed
+from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, forward_tensors, partition_module
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
 from gcore.train.critic import Critic, load_backbone, make_value_model
@@ -38,12 +37,12 @@ from gcore.train.hf_models import (
 from gcore.train.packing import Packing, Rectangle
 from gcore.train.rank.launch import RankLaunch
 
-# -------------------- policy
-# The policy: the model whose log-probabilities are trained, and whose weights engines serve.
-
 
 class PolicyModel(DeepSpeedBackend):
-    """A causal language model being trained."""
+    """A causal language model being trained.
+
+    The policy: the model whose log-probabilities are trained, and whose weights engines serve.
+    """
 
     @classmethod
     def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> PolicyModel:
@@ -56,19 +55,18 @@ class PolicyModel(DeepSpeedBackend):
         return self.outputs_of
 
 
-# -------------------- reference
-# The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
-#
-# Under ZeRO stages 1 and 2 every rank has all of it: in host memory, and on its GPU during the step's reference phase alone
-# (`train.offload_reference`). Under stage 3, where not even the policy fits on one, it is partitioned over the ranks like
-# the policy, and gathered layer by layer; offloaded, its part lies in host memory all the time. Where there is no GPU,
-# host memory is where it is used.
-#
-# It is scored without gradients and never changes.
-
-
 class Reference:
-    """A frozen model. `awake` is a collective under stage 3, as is every use of what it gives."""
+    """A frozen model. `awake` is a collective under stage 3, as is every use of what it gives.
+
+    The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
+
+    Under ZeRO stages 1 and 2 every rank has all of it: in host memory, and on its GPU during the step's reference
+    phase alone (`train.offload_reference`). Under stage 3, where not even the policy fits on one, it is partitioned
+    over the ranks like the policy, and gathered layer by layer; offloaded, its part lies in host memory all the time.
+    Where there is no GPU, host memory is where it is used.
+
+    It is scored without gradients and never changes.
+    """
 
     def __init__(self, module: nn.Module, train: TrainSpec, device: torch.device) -> None:
         cast_parameters(module, torch.bfloat16 if train.dtype == "bf16" else torch.float32)
@@ -77,16 +75,15 @@ class Reference:
         self._device = device
         self._moves = train.offload_reference and train.zero_stage < 3 and device.type != "cpu"
         if train.zero_stage == 3:
-            self._logits_of = logits_of(_partitioned(module, train))
+            self._logits_of = logits_of(partition_module(module, train))
             return
         if not self._moves:
             module.to(device)
         self._logits_of = logits_of(module)
 
-    @property
-    def module(self) -> nn.Module:
-        """What computes forward, wherever it is."""
-        return self._module
+    def forward_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on this rank that it computes with. Not a collective."""
+        return forward_tensors(self._module)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[LogitsOf]:
@@ -101,38 +98,6 @@ class Reference:
             self._module.to("cpu")
             torch.cuda.empty_cache()
 
-
-def _partitioned(module: nn.Module, train: TrainSpec) -> Any:
-    silence_deepspeed()
-    buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
-    zero: dict[str, Any] = {"stage": 3}
-    if train.offload_reference and torch.cuda.is_available():
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": zero,
-            "bf16": {"enabled": train.dtype == "bf16"},
-            "steps_per_print": None,
-        },
-    )
-    engine.eval()
-    for name, buffer in module.named_buffers():
-        buffer.data = buffers[name].to(buffer.device)
-    return engine
-
-
-# -------------------- prove
-# The proof, at load, that sequences may lie end to end in one row of this model.
-#
-# A few short sequences go through the model each alone, with the attention it came with, and then together in one row, in
-# rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or states look beyond
-# a sequence gives other numbers; so no table of supported models has to be kept. What shows only in long contexts is
-# refused by the attention (sliding windows shorter than the context) or found in the configuration (chunked attention).
-#
-# Done in float32 and in host memory, before DeepSpeed has the module. All ranks decide alike: one that cannot pack is
-# enough.
 
 log = logging.getLogger("gcore.train")
 
@@ -165,6 +130,17 @@ def choose_feeding(
 
     `context`: the longest sequence, in tokens, if the job has a limit. `most`: each number's largest over the ranks.
     `beside`: another model that is fed the same micro-batches; it is decided for both.
+
+    The proof, at load, that sequences may lie end to end in one row of this model.
+
+    A few short sequences go through the model each alone, with the attention it came with, and then together in one
+    row, in rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or
+    states look beyond a sequence gives other numbers; so no table of supported models has to be kept. What shows only
+    in long contexts is refused by the attention (sliding windows shorter than the context) or found in the
+    configuration (chunked attention).
+
+    Done in float32 and in host memory, before the backend has the module. All ranks decide alike: one that cannot pack
+    is enough.
     """
     if train.packing == "bucketed":
         return FeedingChoice("bucketed")

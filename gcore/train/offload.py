@@ -5,7 +5,7 @@ there are two parts, each released by itself: `optimizer` (Adam's state, the flo
 only an update needs) and `weights` (what the forward pass of the policy, the critic and the reference computes with).
 
 Not tensors are moved but the memory under them: the storage of each is put aside and filled again later. Every tensor, and every
-view that DeepSpeed has of it, stays what it was, at any ZeRO stage, so nothing has to be put together again. (DeepSpeed's own
+view that the optimizer has of it, stays what it was, at any ZeRO stage, so nothing has to be put together again. (The optimizer's own
 `offload_states` makes all its views anew, keeps the reference and other engines' buffers, and works on GPUs alone.)
 
 On a GPU a storage is cut to nothing, and its bytes are in pinned host memory, which is kept from one time to the next. Where the
@@ -21,17 +21,17 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import MoveFaultPoint, fault_point
 from gcore.system.memory import drop_pages, release_free_memory, view_memory
-from gcore.train.backends.deepspeed import DeepSpeedBackend
+from gcore.train.backends.base import TrainBackend
 from gcore.train.backends.distributed import Collective
 from gcore.train.hf_models import explain_memory_error
 from gcore.train.models import RankModels
@@ -170,26 +170,20 @@ class MemoryOffloader:
             found = forward
         else:
             assert name == OPTIMIZER
-            every = _unique(tensor for model in self._trained() for tensor in optimizer_tensors(model.updater))
+            every = _unique(tensor for model in self._trained() for tensor in model.optimizer_tensors())
             found = {key: storage for key, storage in every.items() if key not in forward}
         return [storage for storage in found.values() if self._worth_it(storage)]
 
-    def _trained(self) -> Iterator[DeepSpeedBackend]:
+    def _trained(self) -> Iterator[TrainBackend]:
         yield self._models.policy
         if self._models.critic is not None:
             yield self._models.critic
 
     def _forward(self) -> Iterator[Tensor]:
-        modules = [model.module for model in self._trained()]
+        for model in self._trained():
+            yield from model.forward_tensors()
         if self._models.reference is not None:
-            modules.append(self._models.reference.module)
-        for module in modules:
-            for parameter in module.parameters():
-                yield parameter.data
-                # Under ZeRO stage 3 a parameter is empty between steps, and this is the rank's part of it.
-                if isinstance(own := getattr(parameter, "ds_tensor", None), Tensor):
-                    yield own
-            yield from module.buffers()
+            yield from self._models.reference.forward_tensors()
 
     def _worth_it(self, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() >= SMALLEST and storage.device.type == self._device.type
@@ -219,30 +213,6 @@ class OffloadingTrainer:
         self.resting.rest((), tell)
         result = self.trainer.run(work, tell)
         return replace(result, metrics={**result.metrics, **self.resting.costs(self.collective)})
-
-
-def optimizer_tensors(root: object) -> Iterator[Tensor]:
-    """All tensors that an optimizer of DeepSpeed's holds: in its attributes, in what they contain, in what torch's own keeps, and in
-    what hangs on tensors. Not those of modules, which are the forward pass's."""
-    seen: set[int] = set()
-    left: list[Any] = [root]
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            yield one
-            left.extend(vars(one).values())
-            if one.is_leaf and one.grad is not None:
-                left.append(one.grad)
-        elif isinstance(one, dict):
-            left.extend(one.values())
-            left.extend(key for key in one if isinstance(key, Tensor))
-        elif isinstance(one, (list, tuple, set, frozenset)) or type(one).__module__ == "collections":
-            left.extend(one)
-        elif not isinstance(one, (nn.Module, type)) and type(one).__module__.startswith(("deepspeed.", "torch.optim.")):
-            left.extend(vars(one).values() if hasattr(one, "__dict__") else ())
 
 
 def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from gcore.config.spec import SamplesSpec
 from gcore.ledger.records.chain import Seal
-from gcore.observability import samples as folder
-from gcore.observability.samples import KeptAdvantage, choose_groups
+from gcore.observability.samples import KeptAdvantage, advantages_name, choose_groups, write_samples
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.train.advantages import advantages
@@ -63,13 +62,6 @@ from gcore.train.models import RankModels
 from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
 from gcore.train.rank.launch import PhaseStopwatch, RankLaunch, StepResult
 from gcore.types import Version
-
-# -------------------- counted
-# Which tokens each update of a step trains, and how many they are over all ranks.
-#
-# They are those of the responses that are not masked, which every rank knows from the seal; less those that the correction
-# leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their whitening are of the
-# responses as they are: what is left out is not trained, but it was answered.
 
 
 class CountSum(Protocol):
@@ -99,7 +91,14 @@ class TrainedMask:
 def trained_mask(
     step: StepTensors, losses: Losses, old: Mapping[BatchIndex, Tensor], over_ranks: CountSum
 ) -> TrainedMask:
-    """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective."""
+    """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective.
+
+    Which tokens each update of a step trains, and how many they are over all ranks.
+
+    They are those of the responses that are not masked, which every rank knows from the seal; less those that the
+    correction leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their
+    whitening are of the responses as they are: what is left out is not trained, but it was answered.
+    """
     counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
     if not losses.drops:
         return TrainedMask({place: step.at(place).mask for place in step.places()}, tuple(counts))
@@ -114,19 +113,21 @@ def trained_mask(
     return TrainedMask(masks, tuple(left))
 
 
-# -------------------- streamed
-# What a rank has of a streamed step while its parts come: everything but the update, which waits for the last of them.
-#
-# Gradients add up under a divisor that is only a guess, the same on every rank: the first part's own. The true one is known when
-# the batch is closed, and gradients and loss are multiplied by the one over the other once, before they are clipped. Guessed or
-# not makes no difference to float32 or bfloat16, which keep their precision at any size; it only must not overflow.
-#
-# It is dropped with its process: a part that a rank has begun is READY, and then there is only the step's end or another world.
-
-
 @dataclass
 class PartialStep:
-    """The parts of one step so far."""
+    """The parts of one step so far.
+
+    What a rank has of a streamed step while its parts come: everything but the update, which waits for the last of
+    them.
+
+    Gradients add up under a divisor that is only a guess, the same on every rank: the first part's own. The true one
+    is known when the batch is closed, and gradients and loss are multiplied by the one over the other once, before
+    they are clipped. Guessed or not makes no difference to float32 or bfloat16, which keep their precision at any
+    size; it only must not overflow.
+
+    It is dropped with its process: a part that a rank has begun is READY, and then there is only the step's end or
+    another world.
+    """
 
     timer: PhaseStopwatch
     tally: TrainStepMetrics
@@ -165,25 +166,26 @@ class PartialStep:
         return self.provisional / (losses.denominator(tokens=self.tokens, sequences=self.sequences) * padding_scale)
 
 
-# -------------------- shown
-# Advantages for people: each rank writes those of its samples that are kept for `gcore samples`.
-#
-# A disk that takes nothing is logged; the step goes on. What is written is what the updates used, before any is made.
-
 log = logging.getLogger(__name__)
 
 
 def show_advantages(
     run_dir: Path, spec: SamplesSpec, step: StepTensors, advantages: Mapping[BatchIndex, Tensor]
 ) -> None:
-    """Write them down if the step's samples are kept. `advantages`: [b, 1] or [b, w] by micro-batch."""
+    """Write them down if the step's samples are kept. `advantages`: [b, 1] or [b, w] by micro-batch.
+
+    Advantages for people: each rank writes those of its samples that are kept for `gcore samples`.
+
+    A disk that takes nothing is logged; the step goes on. What is written is what the updates used, before any is
+    made.
+    """
     token = step.work.seal.token
     if not spec.due(token.step):
         return
     wanted = {group.digest for group in choose_groups(step.work.seal, spec.groups)}
     found = list(_advantages(step, advantages, wanted))
     try:
-        folder.write_samples(run_dir, Version(token.lineage, token.step), folder.advantages_name(step.work.rank), found)
+        write_samples(run_dir, Version(token.lineage, token.step), advantages_name(step.work.rank), found)
     except OSError as error:
         log.warning("the advantages of step %d are not kept: %s", token.step, error)
 

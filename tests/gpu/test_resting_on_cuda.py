@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 from gcore.config import parse_spec
 from gcore.testing import FakeClock
+from gcore.train.backends.deepspeed import forward_tensors, optimizer_tensors
 from gcore.train.models import RankModels
-from gcore.train.offload import MemoryOffloader, optimizer_tensors
+from gcore.train.offload import MemoryOffloader
 from gcore.train.rank.launch import PARTS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -41,6 +44,12 @@ class Wide:
         loss.backward()
         self.updater.step()
         return float(loss.detach())
+
+    def forward_tensors(self) -> Iterator[torch.Tensor]:
+        return forward_tensors(self.module)
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        return optimizer_tensors(self.updater)
 
     def everything(self) -> list[torch.Tensor]:
         return [*self.module.state_dict().values(), *optimizer_tensors(self.updater)]

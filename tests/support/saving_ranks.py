@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gcore.testing.models import rank_launch
-from gcore.train.backends.deepspeed import NamedTensor
+from gcore.train.backends.base import NamedTensor
 from gcore.train.checkpoint.writer import CheckpointWriter
 
 SECONDS = 60.0

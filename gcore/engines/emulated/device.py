@@ -1,12 +1,6 @@
-"""One emulated engine in time: who waits, who runs, and when each sample ends. Pure; the caller says what time it is.
+"""Emulated engines in time: which sequences wait and run, when each sample ends, and how engines share a slot.
 
-All running sequences make one token a decode step, and a step takes as long as the timing says for so many of them. So there
-is one count of steps that only grows; a sequence that joined at step j and has n tokens left ends at step j + n, whatever
-else comes and goes. Between two moments at which somebody joins or ends nothing needs to be computed, which is what lets
-one process be a thousand engines. Reading a prompt holds the steps up, unless one of the same prompt runs.
-
-Everything is in emulated seconds. Weights are only a name here. Who else is on its slot is told as a number (`shared_by`), by which
-everything takes longer (`slot`). Does not know HTTP, nor who waits for the samples.
+Times are emulated seconds; the caller says what time it is. Weights are only a name here.
 """
 
 from __future__ import annotations
@@ -16,16 +10,12 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from gcore.engines.emulated.law import ReplicaTiming
 from gcore.engines.emulated.responses import EmulatedResponse
-from gcore.engines.request import Finish, GenerationRequest, RequestOutput, SequenceState
+from gcore.engines.request import Finish, GenerationRequest, PauseMode, RequestOutput, SequenceState
 from gcore.engines.torch.scheduler import WaitingQueue
 from gcore.rollout.engine_time import EngineTimeMeter, EngineTimeSums, current_activity
-
-PauseMode = Literal["abort", "retract", "in_place"]
-
 
 ALMOST = 1e-9
 """By what rounding may miss a whole step; and where engines share a slot, by how many seconds two of its moments are one."""
@@ -42,7 +32,17 @@ class _Row:
 
 
 class EmulatedDevice:
-    """One engine. `respond` says what a task's whole response will be; `rows`: sequences that run at once."""
+    """One engine. `respond` says what a task's whole response will be; `rows`: sequences that run at once.
+
+    All running sequences make one token a decode step, and a step takes as long as the timing says for so many of
+    them. So there is one count of steps that only grows; a sequence that joined at step j and has n tokens left ends
+    at step j + n, whatever else comes and goes. Between two moments at which somebody joins or ends nothing needs to
+    be computed, which is what lets one process be a thousand engines. Reading a prompt holds the steps up, unless one
+    of the same prompt runs.
+
+    Everything is in emulated seconds. Weights are only a name here. Who else is on its slot is told as a number
+    (`shared_by`), by which everything takes longer (`slot`). Does not know HTTP, nor who waits for the samples.
+    """
 
     def __init__(
         self,
@@ -285,20 +285,22 @@ class EmulatedDevice:
         )
 
 
-# -------------------- slot
-# Emulated slots that have engines in common, mostly one: who is resident there, and what they take from one another. Pure; the caller
-# says what time it is.
-#
-# Those that sleep take nothing. Of those that are awake, whoever has sequences to decode shares the slot with the others that have:
-# of two that compute at once each goes half as fast, and as soon as one of them has nothing more to do, the other has all of the
-# slot. One that spans several slots goes no faster than on the one of them that most others compute on. What is copied (weights, memory that is given back and taken again) takes its time beside that.
-#
-# Train ranks are processes of their own and share nothing here. At staleness 0 they compute only when no engine does, by the step's own
-# order; at a staleness above 0 a rank and an engine on one slot are emulated as if each had it for itself.
-
-
 class EmulatedSlot:
-    """The devices on it, in one time. Whatever is done to one of them is done between `advance` and `share`, at the same moment."""
+    """The devices on it, in one time. Whatever is done to one of them is done between `advance` and `share`, at the same moment.
+
+    Emulated slots that have engines in common, mostly one: who is resident there, and what they take from one
+    another. The caller says what time it is.
+
+    Those that sleep take nothing. Of those that are awake, whoever has sequences to decode shares the slot with the
+    others that have: of two that compute at once each goes half as fast, and as soon as one of them has nothing more
+    to do, the other has all of the slot. One that spans several slots goes no faster than on the one of them that
+    most others compute on. What is copied (weights, memory that is given back and taken again) takes its time beside
+    that.
+
+    Train ranks are processes of their own and share nothing here. At staleness 0 they compute only when no engine
+    does, by the step's own order; at a staleness above 0 a rank and an engine on one slot are emulated as if each had
+    it for itself.
+    """
 
     def __init__(self) -> None:
         self._devices: dict[EmulatedDevice, tuple[str, ...]] = {}

@@ -1,9 +1,9 @@
-"""An emulated engine in an event loop: requests in, answers out when the device says that they have ended.
+"""Emulated engine in an event loop: requests in, answers out when the device says that they have ended.
 
-What goes on in time is its slot's (`live_slot`), which it may share with others. What depends on the model is checked as the torch
-engine's desk checks it. A change of weights waits for what runs unless the engine is paused (`gcore.rollout.engine.gate`),
-and takes the time that the law says. One that sleeps takes requests and lets them wait; its weights cannot be changed then. Who asks for a stream hears
-of responses as they grow and as they end. What an emulated engine cannot tell is refused in words (`checks`).
+Its slot (`LiveSlot`), which it may share with others, moves time on. What depends on the model is checked as the torch engine
+checks it, and an update of weights excludes requests in the same way (`serving.engine.UpdateLock`) and takes the time that
+the law says. An engine that sleeps takes requests and lets them wait; its weights cannot be changed then. A stream reports
+responses as they grow and as they end. What an emulated engine cannot know is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from typing import Any
 from pydantic import ValidationError
 
 from gcore.config.reward import VerdictSpec
-from gcore.engines.detokenizer import Detokenizer, cut_before
-from gcore.engines.emulated.device import EmulatedDevice, EmulatedSlot, PauseMode
+from gcore.engines.detokenizer import Detokenizer
+from gcore.engines.emulated.device import EmulatedDevice, EmulatedSlot
 from gcore.engines.emulated.launch import HostLaunch
 from gcore.engines.emulated.law import ReplicaTiming
 from gcore.engines.emulated.responses import EmulatedResponse, EmulatedVerdict, ResponseModel, Vocabulary, make_response
-from gcore.engines.request import GenerationRequest, RequestOutput, is_older
-from gcore.engines.serving.http import UpdateLock
-from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, sample_answer, without_tokens
+from gcore.engines.request import (
+    ABORTED,
+    GenerationRequest,
+    PauseMode,
+    RequestOutput,
+    check_token_ids,
+    check_version,
+)
+from gcore.engines.serving.engine import ServedEngine
+from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, word_sample
 from gcore.errors import DataError, EngineError
+from gcore.rollout.engine_time import EngineTimeSums
 from gcore.system.clock import Clock
 from gcore.types import Version
 
-# -------------------- checks
-# What an emulated engine knows of its model, and whether it can serve what it is asked for, as the torch engine's desk checks it.
-
+KIND = "gcore emulated engine: it computes nothing, for tests and benchmarks only"
 UNTOLD = "an emulated engine computes nothing, and cannot tell {}"
 
 
@@ -62,11 +68,7 @@ def check_prompt(
         tokens = text.encode(prompt)
     else:
         tokens = tuple(prompt)
-    if not tokens:
-        raise EngineError("the prompt has no tokens")
-    wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < words.size), None)
-    if wrong is not None:
-        raise EngineError(f"token id {wrong} is not in the vocabulary of {words.size}")
+    check_token_ids(tokens, words.size)
     if len(tokens) + (params.max_new_tokens or 0) > words.context or len(tokens) >= words.context:
         raise EngineError(
             f"a prompt of {len(tokens)} tokens and max_new_tokens {params.max_new_tokens} exceed "
@@ -80,12 +82,8 @@ def check_prompt(
     return tokens
 
 
-# -------------------- models
-# What emulated engines need of the models' folders: tokenizers, vocabularies, and what a judge may say. Each is read once.
-
-
 class EmulatedModels:
-    """Those of one process, by the judge whose they are; the policy's has no name."""
+    """The models of one process, each read once, by the judge that they serve; the policy's has no name."""
 
     def __init__(self) -> None:
         self._read: dict[str, EmulatedModel] = {}
@@ -119,17 +117,15 @@ def _judge(launch: HostLaunch, name: str) -> EmulatedModel:
     return EmulatedModel(str(folder), words, text, judge.longest, find_emulated_verdict(name, spec, words, text))
 
 
-# -------------------- live_slot
-# An emulated slot, or several that have engines in common, in an event loop: what is done to its devices, and
-# when what they have made is delivered.
-#
-# One alarm a slot, set for the next end of any of its devices; nothing runs between two of them.
-
 Deliver = Callable[[list[RequestOutput]], None]
 
 
 class LiveSlot:
-    """A slot. Belongs to the loop in which something is first done to it."""
+    """An emulated slot, or several that have engines in common, in an event loop.
+
+    One alarm a slot, set for the next end of any of its devices; nothing runs between two of them. Belongs to the loop in
+    which it is first used.
+    """
 
     def __init__(self, clock: Clock, speedup: float) -> None:
         self._clock = clock
@@ -202,9 +198,13 @@ class PendingAnswer:
     since: float
 
 
-class EmulatedEngine:
-    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident, None: one of its own; `spans`: on which slots
-    there. Belongs to the loop in which it is first asked."""
+class EmulatedEngine(ServedEngine[Path]):
+    """One engine. `name` tells it from others, for its pace. `slot`: where it is resident, None: one of its own; `spans`: on
+    which slots there. Belongs to the loop of its first request. Its weights are only a folder's name.
+    """
+
+    kind = "an emulated engine"
+    alternative = "Ask a real one"
 
     def __init__(
         self,
@@ -218,21 +218,25 @@ class EmulatedEngine:
         slot: LiveSlot | None = None,
         spans: tuple[str, ...] = ("",),
     ) -> None:
+        description = {
+            "model_path": model.path,
+            "tokenizer_path": model.path,
+            "engine": KIND,
+            "context_length": model.words.context,
+            "vocab_size": model.words.size,
+            "is_generation": True,
+        }
+        super().__init__(clock, description)
+        self.time_scale = 1.0 / timing.law.speedup
         self.name = name
         self.model = model
-        self.model_path = model.path
         self.timing = timing
-        self._clock = clock
         self._speedup = timing.law.speedup
         self._voice = ResponseModel(timing.law, model.words, model.longest, model.verdict)
         self.device = EmulatedDevice(timing, self._response, rows=rows, version=version)
         self._slot = slot or LiveSlot(clock, timing.law.speedup)
         self._slot.add(self.device, self._deliver, spans)
-        self.gate = UpdateLock(lambda: self.device.still)
-        self.requests = 0
-        self.prompt_tokens = 0
         self._tickets: dict[int, PendingAnswer] = {}
-        self._names: set[str] = set()
         self._next = 0
         self._moving = asyncio.Lock()
         """Memory is given back or taken."""
@@ -241,8 +245,7 @@ class EmulatedEngine:
     def admit(self, request: GenerateCall) -> list[PendingAnswer]:
         """The samples of a request, prompt by prompt. Raises EngineError for what cannot be served."""
         names = request.rids or tuple(uuid.uuid4().hex for _ in request.prompts)
-        if taken := self._names & set(names):
-            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
+        self.check_names(set(names))
         tickets = []
         for prompt, params, asked, name in zip(request.prompts, request.params, request.asked, names, strict=True):
             tokens = check_prompt(self.model, prompt, params, asked)
@@ -300,20 +303,66 @@ class EmulatedEngine:
                 self._names -= names
                 left = {t.task.number for t in tickets if self._tickets.pop(t.task.number, None) is not None}
                 if left:
-                    self.abort(lambda task: task.number in left)
+                    self._abort(lambda task: task.number in left)
 
-    def abort(self, unwanted: Callable[[GenerationRequest], bool]) -> None:
-        """End these now; they answer with the tokens they have."""
+    @property
+    def alive(self) -> bool:
+        """An engine that is gone has no port."""
+        return True
+
+    @property
+    def version(self) -> str:
+        """Name of the served weights."""
+        return self.device.version
+
+    @property
+    def paused(self) -> bool:
+        """Whether it makes no tokens until it is resumed."""
+        return self.device.paused
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Memory that was released."""
+        return self.device.asleep
+
+    @property
+    def running(self) -> int:
+        """Sequences that are decoded."""
+        return self.device.running
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        return self.device.waiting
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens made until now."""
+        return self.device.tokens(self.now())
+
+    def time_sums(self) -> EngineTimeSums:
+        """How its time was spent, in emulated seconds. What has ended by now no longer counts as running."""
+        self.advance()
+        return self.device.sums(self.now())
+
+    def _abort(self, unwanted: Callable[[GenerationRequest], bool]) -> None:
         self._slot.do(self.device, lambda now: self.device.abort(unwanted, now))
 
-    def pause(self, mode: PauseMode) -> None:
+    async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
+        """End these now; they answer with the tokens they have, and with the device's own message."""
+        self._abort(unwanted)
+
+    async def pause(self, mode: PauseMode) -> None:
         """Make no more tokens."""
         self._slot.do(self.device, lambda now: self.device.pause(mode, now))
-        self.gate.look_again()
 
-    def resume(self) -> None:
-        """Go on."""
+    async def resume(self) -> None:
+        """Make tokens again."""
         self._slot.do(self.device, self.device.resume)
+
+    async def flush(self) -> bool:
+        """There is no cache; False while requests would hold one."""
+        return not (self.running or (self.waiting and not self.paused))
 
     async def release(self, tags: frozenset[str]) -> None:
         """Sleep. Raises EngineError while something runs."""
@@ -322,7 +371,7 @@ class EmulatedEngine:
                 raise EngineError("requests are running", fix="Abort or pause them first")
             # First, so that nothing begins while the memory is given back.
             self._slot.do(self.device, lambda now: self.device.release(tags, now))
-            self.gate.look_again()
+            self.gate.recheck()
             await self.take(self.timing.sleep())
 
     async def wake(self, tags: frozenset[str]) -> None:
@@ -333,34 +382,36 @@ class EmulatedEngine:
             await self.take(self.timing.wake())
             self._slot.do(self.device, lambda now: self.device.wake(tags, now))
 
-    def told(self, step: int) -> None:
-        """The job has come to that step. Only a judge needs to be told."""
+    def follow_step(self, step: int) -> None:
+        """The job has come to that step. A judge's pace depends on it; the policy's weights say their own."""
         if self.model.verdict is not None:
             self.timing.step = step
 
-    def gone(self) -> None:
-        """It is no more on its slot. What it had under way never ends."""
+    def remove(self) -> None:
+        """Leave the slot. Requests under way never end."""
         self._slot.remove(self.device)
 
-    async def update(self, path: str, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Serve what lies in `path` from now on. Raises EngineError; then nothing has changed."""
-        if abort:
-            self.abort(lambda _: True)
-        async with self.gate.changing():
-            if "weights" in self.device.asleep:
-                raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
-            if version is not None and is_older(version, self.device.version):
-                raise EngineError(f"version {version} is older than {self.device.version}, which is served")
-            if flush and self.device.running:
-                raise EngineError(
-                    "requests hold the cache", fix="Retract or abort them first, or set flush_cache false"
-                )
-            await self.take(self.timing.publish())
-            self.model_path = path
-            self.rename(version if version is not None else self.device.version)
+    async def stage_weights(self, folder: Path) -> Path:
+        """Check that there is a model's folder. Raises EngineError."""
+        if not (folder / "config.json").is_file():
+            raise EngineError(f"{folder} is no model's folder")
+        if "weights" in self.asleep:
+            raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
+        return folder
 
-    def rename(self, version: str) -> None:
-        """Call the weights so."""
+    async def install_weights(self, staged: Path, version: str | None, *, flush: bool) -> None:
+        """Let the time of a weight update pass, then serve."""
+        await self.take(self.timing.publish())
+        self._call_weights(version if version is not None else self.version)
+
+    async def rename(self, version: str, *, abort: bool) -> None:
+        """Call the served weights `version`. Raises EngineError for an older one."""
+        check_version(version, self.version)
+        if abort:
+            self._abort(lambda _: True)
+        self._call_weights(version)
+
+    def _call_weights(self, version: str) -> None:
         self._slot.do(self.device, lambda now: self.device.call_weights(version, now))
         self._follow(version)
 
@@ -372,11 +423,11 @@ class EmulatedEngine:
 
     async def take(self, emulated_s: float) -> None:
         """Let so many emulated seconds pass."""
-        await self._clock.sleep(emulated_s / self._speedup)
+        await self.clock.sleep(emulated_s / self._speedup)
 
     def now(self) -> float:
         """Emulated seconds."""
-        return self._clock.monotonic() * self._speedup
+        return self.clock.monotonic() * self._speedup
 
     def _response(self, task: GenerationRequest, version: str) -> EmulatedResponse:
         return make_response(self._voice, task.prompt, task.sampling, version, self.timing.step)
@@ -396,7 +447,7 @@ class EmulatedEngine:
         task = GenerationRequest(self._next, rid, tokens, sampling)
         self._next += 1
         ended: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
-        return PendingAnswer(task, params, asked, ended, self._clock.monotonic())
+        return PendingAnswer(task, params, asked, ended, self.clock.monotonic())
 
     def _deliver(self, deliveries: Iterable[RequestOutput]) -> None:
         for delivery in deliveries:
@@ -405,25 +456,5 @@ class EmulatedEngine:
                 ticket.ended.set_result(delivery)
 
     def _word(self, ticket: PendingAnswer, delivery: RequestOutput) -> dict[str, Any]:
-        if not ticket.params.makes_tokens:
-            delivery = without_tokens(delivery)
-        return sample_answer(
-            delivery,
-            rid=ticket.task.rid,
-            text=self._said(ticket.params, delivery),
-            prompt=ticket.task.prompt,
-            asked=ticket.asked,
-            text_of=lambda token: (
-                "" if self.model.text is None else self.model.text.decode([token], skip_special_tokens=False)
-            ),
-            latency_s=self._clock.monotonic() - ticket.since,
-        )
-
-    def _said(self, params: SamplingBody, delivery: RequestOutput) -> str:
-        text = self.model.text
-        if text is None:
-            return ""
-        matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
-        tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
-        said = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        return cut_before(said, matched) if isinstance(matched, str) else said
+        latency = self.clock.monotonic() - ticket.since
+        return word_sample(delivery, ticket.task, ticket.params, ticket.asked, text=self.model.text, latency_s=latency)

@@ -1,10 +1,10 @@
 """`python -m gcore.emulated.host --home HOME --launch FILE`: all emulated engines of a job on one node, in one process.
 
-Each has its own port, its own registration in the store, its own pace, and a process that stands for it (`stand_ins`): whoever ends or kills
-that one ends one engine. Engines that are placed later, such as judges where the policy's engines are already, come to the process that there
-is (`inbox`), for those that share a slot take from one another. As a real worker's supervisor does, the process ends when it is told
-to (SIGTERM), when its node has had no controller for the grace period, and when the store was away for very long; and when it has no
-engine any more. Logs what it is in its first line.
+Each engine has its own port, its own registration in the store, its own pace, and a placeholder process: to end that process is
+to end the engine. Engines that are placed later, such as judges beside the policy's engines, come to the running process
+(`LaunchQueue`), for engines that share a slot slow one another. Like a real worker's supervisor the process ends on SIGTERM, when
+its node has had no controller for the grace period, and when the store was away for very long; and when it has no engine
+left. Its first log line says that it is emulated.
 
 Ends with 0 after an orderly stop, 2 when the launch document cannot be used.
 """
@@ -36,23 +36,24 @@ from gcore.store import keys
 from gcore.store.reference import connect_store
 from gcore.store.session import Session
 from gcore.store.types import MAX_OPERATIONS, Compare, Delete, Put, Store
-from gcore.system import daemon as logs
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.daemon import set_up_logging
 from gcore.system.process import CannotStart, ProcessId, process_status, wait_child_ended
 from gcore.worker.records import WorkerRecord, WorkerState
-
-# -------------------- stand_ins
-# A process for each emulated engine, which does nothing: it stands for the engine where processes are spoken of.
-#
-# A worker is ended, or killed, by its process; emulated engines of a node share one. So each has a shell beside it that waits for an end
-# that never comes: its pid stands in the engine's registration, and when it ends, by whatever signal, the engine is gone at once, alone. All of
-# them wait on one pipe, whose other end the host holds: when the host dies, they end too.
 
 COMMAND = ("sh", "-c", "read never")
 
 
 class PlaceholderProcess:
-    """Of one engine."""
+    """Of one engine.
+
+    A process for each emulated engine, which does nothing: it stands for the engine where processes are spoken of.
+
+    A worker is ended, or killed, by its process; emulated engines of a node share one. So each has a shell beside it
+    that waits for an end that never comes: its pid stands in the engine's registration, and when it ends, by whatever
+    signal, the engine is gone at once, alone. All of them wait on one pipe, whose other end the host holds: when the
+    host dies, they end too.
+    """
 
     def __init__(self, child: subprocess.Popen[bytes], identity: ProcessId) -> None:
         self._child = child
@@ -93,15 +94,6 @@ class PlaceholderProcesses:
         os.close(self._end)
 
 
-# -------------------- registration
-# The registrations of all engines of a process, under one lease.
-#
-# Each engine has its own record in the store, as a real one has; what is one is the lease, because they live and die together.
-# (A thousand leases, each renewed three times in its life, would take more of one machine than everything that is to be
-# looked at here.) Written level by level: whatever the records should say last is written until the store has it, each write
-# comparing the keys' revisions, so that a write whose answer never came undoes nothing. That of an engine that has ended alone is
-# taken away. Does not decide what they say.
-
 RETRY_S = 1.0
 
 
@@ -113,7 +105,16 @@ log = logging.getLogger("gcore.emulated")
 
 
 class EngineRegistrations:
-    """Of one process's engines."""
+    """Of one process's engines.
+
+    The registrations of all engines of a process, under one lease.
+
+    Each engine has its own record in the store, as a real one has; what is one is the lease, because they live and
+    die together. (A thousand leases, each renewed three times in its life, would take more of one machine than
+    everything that is to be looked at here.) Written level by level: whatever the records should say last is written
+    until the store has it, each write comparing the keys' revisions, so that a write whose answer never came undoes
+    nothing. That of an engine that has ended alone is taken away. Does not decide what they say.
+    """
 
     def __init__(self, store: Store, clock: Clock, ttl: int) -> None:
         self._store = store
@@ -330,7 +331,7 @@ class EngineHost:
         finally:
             del self._engines[port], self._keys[port]
             self._doors.shut(port)
-            engine.gone()
+            engine.remove()
 
     async def _follow_head(self) -> None:
         """Judges are told the step that the job has come to: their weights do not say it."""
@@ -340,7 +341,7 @@ class EngineHost:
                 if event.kind == "put" and event.kv.key == key:
                     self._step = Head.decode(event.kv.value, key).step
             for engine in self._engines.values():
-                engine.told(self._step)
+                engine.follow_step(self._step)
 
     async def _watch_node(self) -> None:
         """Ends the process when nobody is there who would use it."""
@@ -430,13 +431,13 @@ def main() -> None:
     parser.add_argument("--home", required=True, type=Path, help="folder of the cluster it belongs to")
     parser.add_argument("--launch", required=True, type=Path, help="launch document, a JSON file")
     arguments = parser.parse_args()
-    logs.set_up_logging()
+    set_up_logging()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a kernel may allow less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         launch = _read(arguments.launch)
-        logs.set_up_logging({"controller": launch.node, "job": launch.job_uid})
+        set_up_logging({"controller": launch.node, "job": launch.job_uid})
         asyncio.run(_run(launch, arguments.home))
     except GcoreError as error:
         log.error("%s", error)

@@ -1,8 +1,7 @@
-"""The document that starts a node's emulated engines, and starting them. Knows no durations.
+"""Launch document of a node's emulated engines, starting their process, and the queue of later launches.
 
-The numbers of the law (`gcore.emulated.law`) do not stand in it: who wants others than the default names a JSON file in
-`GCORE_EMULATED_LAW`, which daemons and workers inherit. Emulated slots are for tests and benchmarks, and have no place in a
-node's configuration.
+The numbers of the law are not in it: `GCORE_EMULATED_LAW`, which daemons and workers inherit, may name a JSON file with others
+than the default. Emulated slots are for tests and benchmarks, and have no place in a node's configuration.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class ServedJudge(RecordPart):
 
 
 class HostLaunch(Record):
-    """The file that `python -m gcore.emulated.host --launch` reads. Times in real seconds."""
+    """The file that `python -m gcore.engines.emulated.host --launch` reads. Times in real seconds."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str
@@ -121,16 +120,16 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
     return spawn_detached(command, log_file=home / "logs" / f"{launch.name}.log", cwd=home)
 
 
-# -------------------- inbox
-# Which process has a node's emulated engines of a job, and how it comes by those that are placed later.
-#
-# A folder under the home holds the launch documents that nobody has taken yet, and a file that the process locks which takes them. The kernel
-# gives the lock back when that process dies, however it does; what lies in the folder then is the next one's. So a document is taken by one
-# process, and engines that share a slot are in one. Files only; waits for nothing.
-
-
 class LaunchQueue:
-    """Of one job's engines on one node."""
+    """Of one job's engines on one node.
+
+    Which process has a node's emulated engines of a job, and how it comes by those that are placed later.
+
+    A folder under the home holds the launch documents that nobody has taken yet, and a file that the process locks
+    which takes them. The kernel gives the lock back when that process dies, however it does; what lies in the folder
+    then is the next one's. So a document is taken by one process, and engines that share a slot are in one. Files
+    only; waits for nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

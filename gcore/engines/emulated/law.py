@@ -1,4 +1,4 @@
-"""How long an emulated device takes for what it does not do. Pure.
+"""How long an emulated device takes for what it does not do.
 
 Every replica has a pace of its own, drawn once from its name, and every single duration a little noise on top: real devices
 are not alike, and whoever looks at them cannot know by how much. So nothing that forecasts may import this module; it has
@@ -220,14 +220,14 @@ class ReplicaTiming:
         return math.exp(spread * float(self._draws.standard_normal()) - spread * spread / 2) if spread else 1.0
 
 
-# -------------------- law_file
-# Reads the law that an emulated device goes by: the file that `GCORE_EMULATED_LAW` names, else the default.
-#
-# As a program it says whether a file holds one, for whoever brings a cluster up: what forecasts must not know the law, so it asks.
-
-
 def read_timing_model(environment: Mapping[str, str]) -> TimingModel:
-    """Raises UsageError for a file that holds none, and for one whose path depends on where one stands."""
+    """Raises UsageError for a file that holds none, and for one whose path depends on where one stands.
+
+    Reads the law that an emulated device goes by: the file that `GCORE_EMULATED_LAW` names, else the default.
+
+    As a program it says whether a file holds one, for whoever brings a cluster up: what forecasts must not know the
+    law, so it asks.
+    """
     name = environment.get(LAW_FILE)
     if not name:
         return TimingModel()

@@ -1,4 +1,4 @@
-"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn. Pure.
+"""What an emulated engine answers: tokens by the request's seed, lengths by the law, log-probabilities as if drawn.
 
 The same request is answered alike whenever and wherever it is made, as by a real engine that heeds seeds: a response is a
 function of seed and prompt, and its length of the step that the weights are of. A greedy one is a function of the prompt and of the
@@ -209,14 +209,6 @@ def _json(path: Path) -> dict[str, object]:
     return value
 
 
-# -------------------- verdicts
-# What an emulated judge says at the end of its answers, so that the job's verdict parser can read it.
-#
-# Found by trying: whatever the section `verdict` names (its words, its bounds, a number or a word in a JSON object, the settings of
-# a parser of somebody's own) is written down in the judge's own tokens behind some that mean nothing, and read by the parser itself. What it
-# takes for the most is the best verdict, what it takes for the least the worst. A judge whose parser can read none of it cannot be emulated,
-# which is said in words; no number is made up for it.
-
 BETWEEN = (" ", "\n", "", ". ")
 """What stands in front of a verdict, so that it is no part of the word or number before it; the first that serves."""
 
@@ -228,7 +220,16 @@ TRIED_BEHIND = 64
 def find_emulated_verdict(
     judge: str, spec: VerdictSpec, words: Vocabulary, text: Detokenizer | None
 ) -> EmulatedVerdict:
-    """The judge's best and worst verdict. Raises DataError if it has none, and for a parser that there is not."""
+    """The judge's best and worst verdict. Raises DataError if it has none, and for a parser that there is not.
+
+    What an emulated judge says at the end of its answers, so that the job's verdict parser can read it.
+
+    Found by trying: whatever the section `verdict` names (its words, its bounds, a number or a word in a JSON object,
+    the settings of a parser of somebody's own) is written down in the judge's own tokens behind some that mean
+    nothing, and read by the parser itself. What it takes for the most is the best verdict, what it takes for the
+    least the worst. A judge whose parser can read none of it cannot be emulated, which is said in words; no number is
+    made up for it.
+    """
     if text is None:
         raise DataError(f"the model of judge {judge!r} has no tokenizer.json, and what it says is text")
     parse = find_parser(spec.parser)

@@ -1,7 +1,7 @@
-"""From the bytes of a request to a checked object: the limit on bytes, the content type, JSON, the fields.
+"""HTTP of engines: request bodies to checked objects, the shapes of refusals, and API keys.
 
-Big bodies are parsed and checked off the event loop. JSON is read strictly: NaN and infinities are not numbers, and what
-nests too deeply to be parsed is refused like any other nonsense.
+Big bodies are parsed and checked off the event loop. JSON is read strictly: NaN and infinities are not numbers, and a body
+that nests too deeply to be parsed is refused. Refusals have SGLang's three shapes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import hmac
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -24,14 +23,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gcore.errors import EngineError, GcoreError
-
-# -------------------- refusals
-# The shapes in which a request is refused: SGLang's, so that a client reads one kind of answer.
-#
-# There are three, all of them status 400. The body is not what the route takes at all: an object with `object: "error"`
-# and the sentence at the top. A sampling parameter is unknown or of another type: `{"error": sentence}`. Everything else
-# that cannot be served: `{"error": {"message": sentence}}`. A body that is too big is a 413 of the first kind. Routes that
-# are not there, and methods that a route does not have, answer `{"detail": ...}`.
 
 BAD_REQUEST = 400
 
@@ -52,7 +43,15 @@ class ParamsRefused(EngineError):
 
 
 def error_response(error: GcoreError) -> Response:
-    """The answer to a request that is refused because of `error`."""
+    """The answer to a request that is refused because of `error`.
+
+    The shapes in which a request is refused: SGLang's, so that a client reads one kind of answer.
+
+    There are three, all of them status 400. The body is not what the route takes at all: an object with `object:
+    "error"` and the sentence at the top. A sampling parameter is unknown or of another type: `{"error": sentence}`.
+    Everything else that cannot be served: `{"error": {"message": sentence}}`. A body that is too big is a 413 of the
+    first kind. Routes that are not there, and methods that a route does not have, answer `{"detail": ...}`.
+    """
     if isinstance(error, BodyTooBig):
         return _whole(str(error), TOO_LARGE, "Content Too Large")
     if isinstance(error, BodyRefused):
@@ -206,13 +205,6 @@ def _place(location: Sequence[str | int]) -> tuple[str, ...]:
     return tuple(part for part in parts if re.fullmatch(r"\w+", part) and part not in TYPE_NAMES)
 
 
-# -------------------- auth
-# Who may call which route, as SGLang decides it. Pure.
-#
-# Without keys everybody may call everything. `api_key` guards all routes. `admin_api_key` guards those that change the engine
-# or what runs on it; where both are set, those take the admin key only. Health, readiness and metrics are always open, for
-# probes that know no key. A key comes as `Authorization: Bearer KEY`.
-
 OPEN = ("/health", "/ready", "/metrics")
 """Paths that begin so need no key."""
 
@@ -241,7 +233,14 @@ ADMIN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys that are asked for; None: none is."""
+    """The keys that are asked for; None: none is.
+
+    Who may call which route, as SGLang decides it.
+
+    Without keys everybody may call everything. `api_key` guards all routes. `admin_api_key` guards those that change
+    the engine or what runs on it; where both are set, those take the admin key only. Health, readiness and metrics
+    are always open, for probes that know no key. A key comes as `Authorization: Bearer KEY`.
+    """
 
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
@@ -270,56 +269,3 @@ class ApiKeyGuard:
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-# -------------------- gate
-# Requests on one side, changes of weights on the other: they do not mix unless the engine is paused.
-#
-# As in SGLang, a change that comes while requests are under way waits until they have their answers; requests that come
-# meanwhile wait until it is done. Whoever wants it at once pauses the engine first, or has everything aborted. An engine that
-# is paused or asleep is changed at once, whatever it holds. Lives on the event loop.
-
-
-class UpdateLock:
-    """`still()`: whether the engine makes no tokens now, so that a change need not wait."""
-
-    def __init__(self, still: Callable[[], bool]) -> None:
-        self._still = still
-        self._inside = 0
-        self._wanting = 0
-        """Changes that wait or are under way; at most one is under way."""
-        self._moved = asyncio.Event()
-        self._one = asyncio.Lock()
-
-    @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """While a request is under way."""
-        while self._wanting:
-            await self._moved.wait()
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            self.look_again()
-
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """While weights are changed: one change at a time, or a slow reader's older weights could be installed last."""
-        async with self._one:
-            if self._still():
-                yield
-                return
-            self._wanting += 1
-            try:
-                while self._inside and not self._still():
-                    await self._moved.wait()
-                yield
-            finally:
-                self._wanting -= 1
-                self.look_again()
-
-    def look_again(self) -> None:
-        """Whoever waits looks whether it may go on; for one, because the engine has been paused or put to sleep."""
-        self._moved.set()
-        self._moved = asyncio.Event()

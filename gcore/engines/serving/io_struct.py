@@ -1,9 +1,12 @@
-"""What `POST /generate` takes: SGLang's fields, as far as this engine has them.
+"""Bodies and answers of the engine's routes: SGLang's fields, as far as gcore's engines have them.
 
-Three steps, as there: the fields' types; the sampling parameters, where an unknown name is an error; then what the values
-mean. A field of SGLang's that this engine does not have (adapters, images, grammars, penalties, ...) is refused unless it is
-null or says the default, so that nobody samples from another distribution than they think; a name that SGLang does not
-know either is ignored, as it ignores it. Does not know the model: what depends on it is the desk's.
+`/generate` is checked in three steps, as in SGLang: the fields' types; the sampling parameters, where an unknown name is an
+error; then what the values mean. A field of SGLang's that these engines do not have (adapters, images, grammars, penalties,
+...) is refused unless it is null or has its default, so that no client samples from another distribution than it expects; a
+name that SGLang does not know either is ignored. Administrative bodies are read leniently: unknown fields are ignored, and
+fields about devices and loaders mean nothing here, but for `load_format`, where another loader would mean other weights.
+
+Nothing here knows the model; the request handlers check what depends on it.
 """
 
 from __future__ import annotations
@@ -16,14 +19,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcore.engines.request import Finish, RequestOutput, RequestSampling, Top
+from gcore.engines.detokenizer import Detokenizer, cut_before
+from gcore.engines.request import Finish, GenerationRequest, PauseMode, RequestOutput, RequestSampling, Top
 from gcore.engines.serving.http import BodyRefused, ParamsRefused, validation_sentence
 from gcore.errors import EngineError
-
-# -------------------- params
-# Sampling parameters of `POST /generate`, and which log-probabilities are asked for.
-#
-# A name that SGLang does not know is an error, and so is one that this engine does not have, unless it says the default.
 
 GREEDY_BELOW = 1e-6
 """A lower temperature is greedy, as in SGLang: dividing by it would leave no finite numbers."""
@@ -383,12 +382,6 @@ def _count(is_batch: bool, prompts: Sequence[object]) -> str:
     return f"{len(prompts)} prompts" if is_batch else "a single prompt"
 
 
-# -------------------- administration
-# What the routes take that change the engine or what runs on it: SGLang's fields.
-#
-# Types are read leniently and unknown fields are ignored, as there. Fields about devices and loaders are taken and mean
-# nothing here, but for `load_format`, where another loader would mean other weights.
-
 NUMBERED = re.compile(r"(_[0-9]+){0,2}")
 """What stands behind a request's name in the names of its samples: the prompt's number in a batch, the sample's in `n`."""
 
@@ -494,7 +487,7 @@ class WeightsByNameBody(RequestBody):
 class PauseBody(RequestBody):
     """POST /pause_generation."""
 
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: PauseMode = "abort"
 
 
 class MemoryBody(RequestBody):
@@ -507,9 +500,6 @@ class MemoryBody(RequestBody):
         """The tags; both when none is named. There are no CUDA graphs."""
         return frozenset(self.tags or ("weights", "kv_cache")) - {"cuda_graph"}
 
-
-# -------------------- answers
-# How a sample is worded: SGLang's answer to `/generate`. Pure.
 
 TextOf = Callable[[int], str]
 
@@ -560,6 +550,37 @@ def sample_answer(
     if asked.output:
         meta |= _logprobs(delivery, prompt, asked, text_of if asked.text else None)
     return {"text": text, "output_ids": list(delivery.tokens), "meta_info": meta}
+
+
+def word_sample(
+    delivery: RequestOutput,
+    task: GenerationRequest,
+    params: SamplingBody,
+    asked: LogprobRequest,
+    *,
+    text: Detokenizer | None,
+    latency_s: float,
+) -> dict[str, Any]:
+    """The answer to one task. `text` None: the model's folder has no tokenizer, and texts are empty."""
+    if not params.makes_tokens:
+        delivery = without_tokens(delivery)
+    return sample_answer(
+        delivery,
+        rid=task.rid,
+        text="" if text is None else _response_text(text, params, delivery),
+        prompt=task.prompt,
+        asked=asked,
+        text_of=lambda token: "" if text is None else text.decode([token], skip_special_tokens=False),
+        latency_s=latency_s,
+    )
+
+
+def _response_text(text: Detokenizer, params: SamplingBody, delivery: RequestOutput) -> str:
+    """The tokens' text, without the stop token or string that ended it (unless the client asks for it)."""
+    matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
+    tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
+    response = text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+    return cut_before(response, matched) if isinstance(matched, str) else response
 
 
 def _logprobs(

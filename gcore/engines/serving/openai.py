@@ -2,7 +2,7 @@
 
 A request becomes one of `/generate`; answers are made from that route's own, whole or as they grow. Text only: no tools, no
 images, no grammars, no penalties, no echo. A field that is not known here is refused, and so is one of OpenAI's that the
-engine does not have, unless it says the default. `model` may be anything: there is one. Pure.
+engine does not have, unless it says the default. `model` may be anything: there is one.
 """
 
 from __future__ import annotations

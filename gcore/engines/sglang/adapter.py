@@ -1,11 +1,11 @@
-"""The worker between a supervisor and SGLang's server: starts it, tells when it serves, and how it is, and when it died.
+"""Worker between a supervisor and SGLang's server: starts it, reports when it serves and how it is, and explains its end.
 
-It stands beside the path of requests, not in it: what is registered is the server's own address. From the outside it is
-a worker like any other: a launch document, "serving", progress, "stop", and "failed" with a sentence.
+It is not in the path of requests: the server's own address is registered. Seen from outside it is a worker like any other: a
+launch document, "serving", progress, "stop", and "failed" with a sentence. Nothing is restarted.
 
-Progress while loading is the number of lines that the server has said. Afterwards its scheduler is asked now and then,
-over /server_info, which it answers between two steps of the model: each answer is progress. A scheduler that answers no
-more gets nowhere, and the supervisor's watchdog ends it. Does not restart anything.
+Progress while loading is the number of lines that the server has written. Afterwards its scheduler is polled over
+/server_info, which it answers between two steps of the model: each answer is progress. When a scheduler answers no more,
+the supervisor's watchdog ends it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,10 @@ from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, s
 from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError
 from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
-from gcore.system import process as death
 from gcore.system.clock import Clock, SystemClock
-from gcore.system.process import GUARD
+from gcore.system.process import GUARD, LAST_WORDS, exit_sentence, out_of_memory_kills
 from gcore.types import Version
 from gcore.worker.control import ControlLine
-
-# -------------------- server
-# SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it started.
-#
-# What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death can be
-# told with its own words. No orphans: see `gcore.system.guard`. Does not know whether the server is well.
 
 KEPT_LINES = 200
 
@@ -52,7 +45,7 @@ LAST_WORD_S = 1.0
 
 
 def free_port(host: str) -> int:
-    """A port that is free now. Another may take it before the server does; then the server ends and says so."""
+    """A port that is free now. If another process takes it before the server does, the server ends with that error."""
     with socket.create_server((host, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -64,7 +57,11 @@ def make_scratch() -> Path:
 
 
 class SglangServer:
-    """A started server. `scratch` is removed with it."""
+    """SGLang's server as a child process, in a group of its own. `scratch` is removed with it.
+
+    Its output goes to this process's standard error, line by line; the last lines are kept to explain its end. No process
+    is left behind: see `gcore.system.guard`. Whether the server is well is not its business.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], scratch: Path, output: IO[bytes]) -> None:
         """Start it. Raises EngineError."""
@@ -73,7 +70,7 @@ class SglangServer:
         self.line_count = 0
         self._output = output
         self._scratch = scratch
-        self._oom_kills = death.out_of_memory_kills()
+        self._oom_kills = out_of_memory_kills()
         try:
             self._process = subprocess.Popen(
                 [*GUARD, "warden", str(scratch), *command],
@@ -104,8 +101,8 @@ class SglangServer:
     def death(self) -> str:
         """How it ended, in one sentence with its last words. Only after its end."""
         self._reader.join(LAST_WORD_S)
-        out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        return death.exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
+        out_of_memory = out_of_memory_kills() > self._oom_kills
+        return exit_sentence(self._process.wait(), last_log_lines(tuple(self.lines)), out_of_memory=out_of_memory)
 
     def stop(self) -> None:
         """End it, by force: it has nothing on disk, and SIGTERM makes it wait for its requests. Blocks; then all is gone."""
@@ -131,7 +128,7 @@ def last_log_lines(lines: Sequence[str]) -> str:
     said = [line.strip() for line in lines if line.strip()]
     errors = [line for line in said if _names_an_error(line)]
     chosen = list(dict.fromkeys((*errors[-1:], *said[-1:])))
-    return " | ".join(chosen)[-death.LAST_WORDS :]
+    return " | ".join(chosen)[-LAST_WORDS:]
 
 
 def _names_an_error(line: str) -> bool:
@@ -250,12 +247,11 @@ def _in_thread(name: str, wait: Callable[[], object], loop: asyncio.AbstractEven
     threading.Thread(target=waiting, name=name, daemon=True).start()
 
 
-# -------------------- __main__
-# `python -m gcore.rollout.sglang`: the process's edge. Started by a supervisor; imports no torch.
-
-
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve; the exit code.
+
+    `python -m gcore.engines.sglang`: the process's edge. Started by a supervisor; imports no torch.
+    """
     control = ControlLine.inherit()
     if control is None:
         error = UsageError(

@@ -1,7 +1,7 @@
-"""SGLang's command line and environment, from what is to be served. Pure.
+"""SGLang's command line and environment, the search for a Python that has SGLang, and a head bias that SGLang needs.
 
-What a job says in `rollout.engine_args` comes last, and argparse lets the last word of an option stand, so that a user
-can overrule each choice made here. Only host, port and model are not theirs: the worker would look elsewhere.
+What a job says in `rollout.engine_args` comes last, and argparse lets the last value of an option win, so that a user can
+overrule each choice made here, except for host, port and model: the worker would look elsewhere.
 """
 
 from __future__ import annotations
@@ -123,12 +123,6 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
     }
 
 
-# -------------------- environment
-# Which Python has SGLang. Looks at files and environment variables; starts nothing, imports nothing of SGLang's.
-#
-# In this order: what the caller names; GCORE_SGLANG_PYTHON; `.venv-sglang/bin/python` beside gcore's checkout or in the
-# current folder. A folder may be named instead of a Python: then its bin/python is meant.
-
 VARIABLE = "GCORE_SGLANG_PYTHON"
 
 
@@ -139,7 +133,13 @@ HOW = "Run 'make sglang-setup' for a CPU environment, or name the Python of one 
 
 
 def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
-    """The Python that has SGLang; None where there is none. Raises UsageError if the one that was named has none."""
+    """The Python that has SGLang; None where there is none. Raises UsageError if the one that was named has none.
+
+    Which Python has SGLang. Looks at files and environment variables; starts nothing, imports nothing of SGLang's.
+
+    In this order: what the caller names; GCORE_SGLANG_PYTHON; `.venv-sglang/bin/python` beside gcore's checkout or in
+    the current folder. A folder may be named instead of a Python: then its bin/python is meant.
+    """
     environ = os.environ if environ is None else environ
     told = environ.get(VARIABLE)
     for given, where in ((named, f"--sglang-python or {VARIABLE}"), (told, VARIABLE)):
@@ -176,13 +176,6 @@ def _checked(given: Path, where: str) -> Path:
     return python
 
 
-# -------------------- head_bias
-# A classifier's folder as SGLang must be shown it, so that it gives the numbers that the model's weights give.
-#
-# SGLang 0.5.23 builds the heads of Qwen2 and Qwen3 with a bias. transformers has none there, so no weights hold one, and what chance
-# put into it at the start stays: every server would add another number to all its scores. Such a model is shown from a folder of links to
-# its files, with one file more, in which the bias is 0. Needs no torch; leaves the model's own folder as it is.
-
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 
 
@@ -193,7 +186,15 @@ FILE = "gcore-head-bias.safetensors"
 
 
 def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
-    """The launch, of a folder in `scratch` where the model needs one."""
+    """The launch, of a folder in `scratch` where the model needs one.
+
+    A classifier's folder as SGLang must be shown it, so that it gives the numbers that the model's weights give.
+
+    SGLang 0.5.23 builds the heads of Qwen2 and Qwen3 with a bias. transformers has none there, so no weights hold
+    one, and what chance put into it at the start stays: every server would add another number to all its scores. Such
+    a model is shown from a folder of links to its files, with one file more, in which the bias is 0. Needs no torch;
+    leaves the model's own folder as it is.
+    """
     folder = Path(launch.model)
     if launch.task != "classify" or not set(BIASED) & set(read_config(folder).get("architectures") or ()):
         return launch

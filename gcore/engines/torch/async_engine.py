@@ -1,14 +1,14 @@
-"""The thread that owns the model.
+"""Async engine: the thread that owns the model, its mailbox, and the streams of requests on the event loop.
 
-Others speak to it through a mailbox: an action is carried out between two decode steps, in the order of arrival, and its
-result comes back as a future. When there is nothing to do the thread sleeps on the mailbox. Deliveries leave through one
-call a cycle. An exception in a decode step is a defect (or memory that has run out) that leaves the cache in doubt: the
-thread reports it through `on_death` and ends, and the process is expected to end with it.
+`ModelThread` carries out actions from a mailbox between two decode steps, in the order of arrival; a result comes back as
+a future. Without work it sleeps on the mailbox. Outputs leave through one call a step. An exception in a step is a defect
+(or memory that has run out) that leaves the cache in doubt: the thread reports it through `on_death` and ends, and the process
+is expected to end with it. Progress is reported at most once a second while tokens are made; "generate" at once when work
+begins, so that the watchdog sees a step that hangs, and "waiting" once there is none.
 
-What the time was is summed up as it passes (`gcore.rollout.metered`), whenever there is more or less to do.
-
-Progress goes out at most once a second while tokens are made; "generate" at once when work begins, so that a step that
-hangs is seen by the watchdog, and "waiting" once there is none.
+`AsyncEngine` connects one event loop and one such thread: requests go out under their names, and outputs are kept until they
+are taken. Of what streams only the newest output is kept, for it holds all that came before: a client that reads slowly
+skips steps, and costs no memory that grows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from gcore.engines.request import Finish
-from gcore.engines.serving.http import UpdateLock
-from gcore.engines.torch.model import LoadedModel, StagedWeights
-from gcore.errors import EngineError
+from gcore.engines.detokenizer import Detokenizer
+from gcore.engines.request import ABORTED, NumberedOutput, NumberedRequest, PauseMode
+from gcore.engines.serving.engine import ServedEngine
+from gcore.engines.torch.engine import EngineBase
+from gcore.engines.torch.model import StagedWeights, stage_weights
 from gcore.rollout.engine_time import EngineTimeMeter, EngineTimeSums, current_activity
 from gcore.system.clock import Clock
 
 T = TypeVar("T")
+A = TypeVar("A", bound=NumberedRequest)
+D = TypeVar("D", bound=NumberedOutput)
 
-
-OutputT = TypeVar("OutputT")
-
+ProgressReport = Callable[[str, int], None]
+"""Takes the phase, and a count that grows whenever anything got done."""
 
 REPORT_S = 1.0
 
@@ -45,7 +49,7 @@ GATHER_MOST_S = 0.02
 
 
 class ArrivalWait:
-    """Whether an idle engine waits for more when a request comes: only if the last one did not come alone. Pure.
+    """Whether an idle engine waits for more when a request comes: only if the last one did not come alone.
 
     Requests of a training step come in bursts. Beginning with the first alone would make many small passes where one
     would do, and take the interpreter from the event loop that still reads the others. Whoever sends one request at a
@@ -67,55 +71,15 @@ class ArrivalWait:
             self.waits = True
 
 
-class ProgressReport(Protocol):
-    """Where progress goes."""
-
-    def __call__(self, phase: str, progress: int) -> None:
-        """`progress` grows whenever anything got done."""
-        ...
-
-
-class ThreadedCore(Protocol[OutputT]):
-    """A core, as its thread sees it."""
-
-    outbox: list[OutputT]
-    """What is to be told."""
-    paused: bool
-    asleep: frozenset[str]
-
-    @property
-    def rows(self) -> int:
-        """How many can be worked on at once."""
-        ...
-
-    @property
-    def running(self) -> int:
-        """How many are worked on."""
-        ...
-
-    @property
-    def waiting(self) -> int:
-        """How many wait."""
-        ...
-
-    @property
-    def can_work(self) -> bool:
-        """Whether a cycle would do anything."""
-        ...
-
-    def cycle(self) -> None:
-        """Do a little."""
-
-
-class ModelThread(Generic[OutputT]):
+class ModelThread(Generic[D]):
     """Runs `core` in a thread of its own."""
 
     def __init__(
         self,
-        core: ThreadedCore[OutputT],
+        core: EngineBase[Any, D],
         *,
         clock: Clock,
-        deliver: Callable[[Sequence[OutputT]], None],
+        deliver: Callable[[Sequence[D]], None],
         report: ProgressReport,
         on_death: Callable[[Exception], None],
     ) -> None:
@@ -152,7 +116,7 @@ class ModelThread(Generic[OutputT]):
         def carry_out() -> None:
             try:
                 result = action()
-            except Exception as error:  # noqa: BLE001  # goes to whoever asked
+            except Exception as error:  # noqa: BLE001  # raised again where it is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -227,61 +191,6 @@ class ModelThread(Generic[OutputT]):
             self._report(phase, self._cycles)
 
 
-# -------------------- post
-# From the event loop to the model's thread and back: what was asked for goes out under its names, and what arrives is kept
-# until it is taken.
-#
-# Of what streams only the newest delivery is kept, for it holds all that came before: a client that reads slowly skips steps,
-# and costs no memory that grows. What is asked, and how an answer is worded, is the desks' business.
-
-
-class NumberedRequest(Protocol):
-    """One task. `number`: the engine's own name for it."""
-
-    @property
-    def number(self) -> int:
-        """Unique in the engine's life."""
-        ...
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Its tokens."""
-        ...
-
-
-class NumberedOutput(Protocol):
-    """What there is of one task."""
-
-    @property
-    def number(self) -> int:
-        """Of its task."""
-        ...
-
-    @property
-    def ending(self) -> Finish | None:
-        """None while more is to come."""
-        ...
-
-
-A = TypeVar("A", bound=NumberedRequest)
-
-
-D = TypeVar("D", bound=NumberedOutput)
-
-
-class RequestSink(Protocol[A]):
-    """A core, as a desk sees it."""
-
-    paused: bool
-    asleep: frozenset[str]
-
-    def submit(self, tasks: list[A]) -> None:
-        """Tasks that have been checked."""
-
-    def abort(self, unwanted: Callable[[A], bool]) -> None:
-        """End these now."""
-
-
 class _Arrivals(Generic[D]):
     """The newest delivery of each of a request's tasks, until it is taken."""
 
@@ -302,29 +211,28 @@ class _Arrivals(Generic[D]):
         return list(newest.values())
 
 
-class AsyncEngine(Generic[A, D]):
-    """Between one event loop and one model's thread. `open` it before the first request."""
+class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
+    """A core whose steps run in a model thread. `open` it before the first request."""
 
-    def __init__(self, core: RequestSink[A], clock: Clock) -> None:
-        self._taker = core
-        self.clock = clock
+    def __init__(
+        self, core: EngineBase[A, D], text: Detokenizer | None, clock: Clock, description: dict[str, Any]
+    ) -> None:
+        super().__init__(clock, description)
+        self.core = core
+        self._text = text
         self._arrivals: dict[int, _Arrivals[D]] = {}
-        """By the task's number, while it is under way."""
-        self._names: set[str] = set()
+        """By the request's number, while it is under way."""
         self._next = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._runner: ModelThread[Any] | None = None
-        self.gate = UpdateLock(lambda: core.paused or bool(core.asleep))
-        self.prompt_tokens = 0
-        self.requests = 0
+        self._runner: ModelThread[D] | None = None
 
-    def open(self, runner: ModelThread[Any]) -> None:
+    def open(self, runner: ModelThread[D]) -> None:
         """Called on the event loop that requests arrive on."""
         self._runner = runner
         self._loop = asyncio.get_running_loop()
 
     @property
-    def runner(self) -> ModelThread[Any]:
+    def runner(self) -> ModelThread[D]:
         """The model's thread."""
         assert self._runner is not None
         return self._runner
@@ -351,22 +259,29 @@ class AsyncEngine(Generic[A, D]):
         self._next += 1
         return self._next - 1
 
-    def check_names(self, names: set[str]) -> None:
-        """Raises EngineError if a request of such a name is under way."""
-        if taken := self._names & names:
-            raise EngineError(f"a request called {min(taken)!r} is under way", fix="Give each request a rid of its own")
+    def encode(self, prompts: Sequence[str | list[int]]) -> tuple[str | list[int], ...]:
+        """With tokens for texts, where there is a tokenizer. May be called from any thread: a long text takes seconds."""
+        if (text := self._text) is None:
+            return tuple(prompts)
+        return tuple(list(text.encode(prompt)) if isinstance(prompt, str) else prompt for prompt in prompts)
+
+    def names(self, rids: Sequence[str] | None, count: int) -> Sequence[str]:
+        """The names of `count` requests, made up where the client gave none. Raises EngineError if one is under way."""
+        names = rids or tuple(uuid.uuid4().hex for _ in range(count))
+        self.check_names(set(names))
+        return names
 
     def _send(self, tasks: list[A], arrivals: _Arrivals[D]) -> None:
         self._arrivals.update((task.number, arrivals) for task in tasks)
         self.requests += len(tasks)
         self.prompt_tokens += sum(len(task.prompt) for task in tasks)
-        self.runner.perform(lambda: self._taker.submit(tasks))
+        self.runner.perform(lambda: self.core.submit(tasks))
 
     def _take_back(self, tasks: Sequence[A]) -> None:
-        """Whatever of these still runs has nobody who waits for it."""
+        """Abort those of these that still run: no client waits for them."""
         left = {task.number for task in tasks if self._arrivals.pop(task.number, None) is not None}
         if left:
-            self.runner.perform(lambda: self._taker.abort(lambda task: task.number in left))
+            self.runner.perform(lambda: self.core.abort(lambda task: task.number in left))
 
     async def deliveries(self, tasks: list[A], names: set[str]) -> AsyncIterator[list[D]]:
         """What arrives for these, until all have ended. Closing it takes back what still runs."""
@@ -398,112 +313,93 @@ class AsyncEngine(Generic[A, D]):
             await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
         return found
 
-
-# -------------------- served
-# What the routes that control an engine need of it, whatever it is that it serves.
-#
-# A generator's core and a classifier's are told apart by nobody here: both are paused, put to sleep and given other weights
-# in the same words.
-
-PauseMode = Literal["abort", "retract", "in_place"]
-
-
-ABORTED = "aborted on request"
-
-
-class NamedRequest(Protocol):
-    """Something that was asked for, by the client's name for it."""
+    @property
+    def alive(self) -> bool:
+        """Whether the model's thread runs."""
+        return self.runner.alive
 
     @property
-    def rid(self) -> str:
-        """Its name."""
-        ...
-
-
-class ServedModel(Protocol):
-    """A model that serves. But for what is read here, it is the model's thread's."""
-
-    version: str
-    paused: bool
-    asleep: frozenset[str]
+    def version(self) -> str:
+        """Name of the served weights."""
+        return self.core.version
 
     @property
-    def model(self) -> LoadedModel:
-        """What is loaded."""
-        ...
+    def paused(self) -> bool:
+        """Whether it makes no tokens until it is resumed."""
+        return self.core.paused
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Memory that was released."""
+        return self.core.asleep
 
     @property
     def running(self) -> int:
-        """How many are worked on."""
-        ...
+        """Sequences that are worked on."""
+        return self.core.running
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
-        ...
+        """Sequences that wait."""
+        return self.core.waiting
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens were made."""
-        ...
+        """Tokens made since the start."""
+        return self.core.generated_tokens
 
-    def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
-        """End these now; `unwanted` is asked about each by its name (`NamedRequest`)."""
+    def time_sums(self) -> EngineTimeSums:
+        """How the time of the model's thread was spent."""
+        return self.runner.sums()
 
-    def abort_all(self, message: str = ABORTED) -> None:
-        """End everything now."""
+    async def abort(self, unwanted: Callable[[Any], bool], message: str = ABORTED) -> None:
+        """End requests between two steps."""
+        await self.perform(lambda: self.core.abort(unwanted, message))
 
-    def pause(self, mode: PauseMode) -> None:
-        """Do nothing more."""
+    async def pause(self, mode: PauseMode) -> None:
+        """Make no more tokens."""
+        await self.perform(lambda: self.core.pause(mode))
 
-    def resume(self) -> None:
-        """Go on."""
+    async def resume(self) -> None:
+        """Make tokens again."""
+        await self.perform(self.core.resume)
 
-    def flush(self) -> None:
-        """Give the cache back."""
+    async def flush(self) -> bool:
+        """Release the cache's memory; False while requests hold it."""
+        core = self.core
 
-    def check_version(self, version: str | None) -> None:
-        """Raises EngineError for a version older than what is served."""
+        def flush() -> bool:
+            if core.running or (core.waiting and not core.paused):
+                return False
+            core.flush()
+            return True
 
-    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Serve these weights. Raises EngineError; then nothing has changed."""
+        return await self.perform(flush)
 
-    def rename(self, version: str) -> None:
-        """Call the served weights so."""
+    async def release(self, tags: frozenset[str]) -> None:
+        """Release memory; requests wait."""
+        await self.perform(lambda: self.core.release(tags))
 
-    def release(self, tags: frozenset[str]) -> None:
-        """Give memory back. Raises EngineError while anything runs."""
-
-    def wake(self, tags: frozenset[str]) -> None:
+    async def wake(self, tags: frozenset[str]) -> None:
         """Take memory again."""
+        await self.perform(lambda: self.core.wake(tags))
 
+    async def rename(self, version: str, *, abort: bool) -> None:
+        """Call the served weights `version`. Raises EngineError for an older one."""
+        core = self.core
 
-class EngineThread(Protocol):
-    """The model's thread."""
+        def rename() -> None:
+            core.check_version(version)
+            if abort:
+                core.abort_all("aborted by a change of the weights' version")
+            core.rename(version)
 
-    @property
-    def alive(self) -> bool:
-        """Whether it still runs."""
-        ...
+        await self.perform(rename)
 
-    def sums(self) -> EngineTimeSums:
-        """What its time was."""
-        ...
+    async def stage_weights(self, folder: Path) -> StagedWeights:
+        """Read a folder's weights into host memory, beside the model's thread."""
+        return await asyncio.to_thread(stage_weights, self.core.model, folder)
 
-
-class EngineFrontend(Protocol):
-    """What stands between HTTP and the model's thread."""
-
-    clock: Clock
-    gate: UpdateLock
-    requests: int
-    prompt_tokens: int
-
-    @property
-    def runner(self) -> EngineThread:
-        """The model's thread."""
-        ...
-
-    async def perform(self, action: Callable[[], T]) -> T:
-        """Carry out `action` between two steps."""
-        ...
+    async def install_weights(self, staged: StagedWeights, version: str | None, *, flush: bool) -> None:
+        """Write staged weights between two steps."""
+        await self.perform(lambda: self.core.change_weights(staged, version, flush=flush, abort=False))

@@ -1,14 +1,15 @@
-"""Loading a model with a sequence-classification head, and one pass through it.
+"""Classifier engine: a model with a sequence-classification head gives each question one number.
 
-Any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass are padded on the
-right to the longest. A decoder looks for its last token by what is not the padding token: what its configuration calls that is
-used, and where it names none, one that no question of the pass ends with. Whether a padded pass gives what each question gives
-alone is found out at start, by trial; a model that does not bear it is asked one question at a time.
+Any model that transformers loads as `AutoModelForSequenceClassification` with one label. Questions of one pass are padded on
+the right to the longest. A decoder finds its last token by what is not the padding token: the one of its configuration is
+used, or, where that names none, one that no question of the pass ends with. A trial at start finds out whether a padded
+pass gives what each question gives alone; a model that does not bear padding scores one question at a time.
+
+From top to bottom: the batch of a pass, the body of `/classify`, the model, the core, the request handler, the routes.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,21 +27,25 @@ from transformers import AutoModelForSequenceClassification
 
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
-from gcore.engines.request import Finish, is_older
+from gcore.engines.request import ABORTED, Finish, check_token_ids
 from gcore.engines.serving.http import ApiKeys, BodyRefused, answer_errors, read_body, validation_sentence
 from gcore.engines.serving.io_struct import IdLists, Ids, Texts, json_number
-from gcore.engines.serving.routes import ControlRoutes, guard_routes, run_unless_disconnected
-from gcore.engines.torch.async_engine import ABORTED, AsyncEngine, PauseMode
+from gcore.engines.serving.routes import (
+    CLIENT_CLOSED_REQUEST,
+    bind_engine,
+    control_routes,
+    guard_routes,
+    health,
+    run_unless_disconnected,
+)
+from gcore.engines.torch.async_engine import AsyncEngine
+from gcore.engines.torch.engine import EngineBase
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.engines.torch.model import (
     CONTEXT,
     DTYPES,
     TOO_BIG,
-    StagedWeights,
-    WeightOffloader,
     align_weights,
-    apply_weights,
-    check_awake,
     check_vocabulary,
     device_of,
     explain_memory_error,
@@ -48,24 +53,23 @@ from gcore.engines.torch.model import (
     read_model_config,
 )
 from gcore.engines.torch.scheduler import IDLE_TOKENS
+from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import DataError, EngineError
 from gcore.models.checks import check_classifier, check_code
 from gcore.system.clock import Clock
-from gcore.system.memory import release_free_memory
-
-# -------------------- batches
-# Which of the questions that wait go through the model together. Pure.
-#
-# The oldest always goes, so that none waits for ever; with it go those of the first `WINDOW` whose lengths are nearest to its
-# own, for the shorter of a batch are padded to the longest. A batch holds at most `slots` questions and, padding included, at
-# most `tokens` tokens; and at most half of it is padding. A question that is longer than `tokens` goes alone.
 
 WINDOW = 1024
-"""So many of those that wait are looked at: sorting a queue of a hundred thousand would cost more than a pass."""
+"""So many of the waiting questions are candidates: sorting a queue of a hundred thousand would cost more than a pass."""
 
 
 def choose_batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int]:
-    """The places of those that go, the oldest first. `lengths`: of those that wait, in the order of their coming; at least one."""
+    """Choose the waiting questions that go through the model together: their indices, the oldest first.
+
+    The oldest always goes, so that none waits for ever; with it go those of the first `WINDOW` whose lengths are nearest to
+    its own, for the shorter of a batch are padded to the longest. A batch holds at most `slots` questions and, with padding,
+    at most `tokens` tokens; at most half of it is padding. A question longer than `tokens` goes alone. `lengths`: of the
+    waiting questions, oldest first; at least one.
+    """
     first = lengths[0]
     chosen, longest, real = [0], first, first
     for place in sorted(range(1, min(len(lengths), WINDOW)), key=lambda place: abs(lengths[place] - first)):
@@ -78,9 +82,6 @@ def choose_batch(lengths: Sequence[int], *, slots: int, tokens: int) -> list[int
             longest, real = max(longest, length), real + length
     return chosen
 
-
-# -------------------- body
-# What `POST /classify` takes: SGLang's fields, as far as a classifier has them. Does not know the model.
 
 UNSERVED_FIELDS = frozenset(
     [
@@ -120,7 +121,7 @@ class ClassifyRequest:
 
 
 def classify_body(value: Any) -> ClassifyRequest:
-    """A request, from its parsed JSON. Raises BodyRefused, EngineError."""
+    """Check a body of `/classify`: SGLang's fields, as far as a classifier has them. Raises BodyRefused, EngineError."""
     try:
         body = _ClassifyFields.model_validate(value)
     except ValidationError as error:
@@ -266,12 +267,6 @@ def _try(model: Classifier) -> None:
         model.pads = all(abs(one - other) <= tolerance * max(1.0, abs(one)) for one, other in pairs)
 
 
-# -------------------- core
-# What a classifier does between two looks at its mailbox: one batch of the questions that wait, through the model.
-#
-# A pass is whole: nothing stands half done between cycles, so a pause has nothing to take back, and changes of weights, aborts
-# and sleep concern only what waits. Single-threaded and without a clock; the runner's thread calls it.
-
 FIX = "Lower serving.batch_slots (questions at once), or show the judge less"
 
 
@@ -294,50 +289,58 @@ class ClassifierOutput:
     ending: Finish
 
 
-class ClassifierCore:
-    """A model that says one number of a question. `version`: the served weights' name."""
+class ClassifierCore(EngineBase[ClassifierRequest, ClassifierOutput]):
+    """A model that gives one number for a question: one batch of the questions that wait in each cycle.
 
-    generated_tokens = 0
+    A pass is whole, so a pause has nothing to take back, and changes of weights, aborts and sleep concern only what waits.
+    There is no cache to flush or to release.
+    """
+
+    memory_fix = FIX
 
     def __init__(self, model: Classifier, *, slots: int, chunk: int, version: str) -> None:
-        self.model = model
-        self.version = version
-        self.paused = False
-        self.asleep: frozenset[str] = frozenset()
-        self.outbox: list[ClassifierOutput] = []
-        self.running = 0
-        """Questions in the pass that goes on."""
-        self.rows = slots if model.pads else 1
-        """Questions in one pass, at most."""
+        super().__init__(model, version=version)
+        self._model = model
+        self._scoring = 0
+        self._slots = slots if model.pads else 1
         self._tokens = max(IDLE_TOKENS, chunk)
         self._waiting: deque[ClassifierRequest] = deque()
-        self._bed = WeightOffloader(model)
+
+    @property
+    def model(self) -> Classifier:
+        """The loaded model."""
+        return self._model
+
+    @property
+    def rows(self) -> int:
+        """Questions in one pass, at most."""
+        return self._slots
+
+    @property
+    def running(self) -> int:
+        """Questions in the present pass."""
+        return self._scoring
 
     @property
     def waiting(self) -> int:
         """Questions that wait."""
         return len(self._waiting)
 
-    @property
-    def can_work(self) -> bool:
-        """Whether a cycle would do anything."""
-        return not self.paused and not self.asleep and bool(self._waiting)
-
-    def submit(self, questions: list[ClassifierRequest]) -> None:
+    def submit(self, tasks: list[ClassifierRequest]) -> None:
         """Questions that have been checked."""
-        self._waiting.extend(questions)
+        self._waiting.extend(tasks)
 
     def cycle(self) -> None:
-        """One batch. Raises EngineError when memory runs out."""
+        """Score one batch. Raises EngineError when memory runs out."""
         first = list(islice(self._waiting, WINDOW))
         places = choose_batch([len(question.prompt) for question in first], slots=self.rows, tokens=self._tokens)
         chosen = [first[place] for place in places]
-        self.running = len(chosen)
+        self._scoring = len(chosen)
         try:
             with explain_memory_error("while it was scoring", FIX):
                 scores = self.model.scores([question.prompt for question in chosen])
         finally:
-            self.running = 0
+            self._scoring = 0
         for place in sorted(places, reverse=True):
             del self._waiting[place]
         ending = Finish("stop")
@@ -355,63 +358,6 @@ class ClassifierCore:
             self._waiting = deque(question for question in self._waiting if question.number not in numbers)
         self.outbox += [ClassifierOutput(question.number, None, self.version, ending) for question in gone]
 
-    def abort_all(self, message: str = ABORTED) -> None:
-        """End everything now."""
-        self.abort(lambda question: True, message)
-
-    def pause(self, mode: PauseMode) -> None:
-        """Score nothing more; with `abort` what waits ends too."""
-        self.paused = True
-        if mode == "abort":
-            self.abort_all("aborted by a pause")
-
-    def resume(self) -> None:
-        """Go on."""
-        self.paused = False
-
-    def flush(self) -> None:
-        """There is no cache."""
-
-    def check_version(self, version: str | None) -> None:
-        """Raises EngineError for a version older than what is served."""
-        if version is not None and is_older(version, self.version):
-            raise EngineError(f"version {version} is older than {self.version}, which is served")
-
-    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Serve these weights from the next pass on. Raises EngineError; then nothing has changed."""
-        self.check_version(version)
-        check_awake(self.model)
-        if abort:
-            self.abort_all("aborted by a change of weights")
-        apply_weights(self.model, staged)
-        self.rename(version or self.version)
-
-    def rename(self, version: str) -> None:
-        """Call the served weights so. Raises EngineError for an older version."""
-        self.check_version(version)
-        self.version = version
-
-    def release(self, tags: frozenset[str]) -> None:
-        """Give memory back ("weights"; of "kv_cache" there is none)."""
-        if "weights" in tags - self.asleep:
-            self._bed.put_to_sleep()
-        self.asleep |= tags
-        release_free_memory()
-
-    def wake(self, tags: frozenset[str]) -> None:
-        """Take memory again."""
-        if "weights" in tags & self.asleep:
-            with explain_memory_error("while the weights came back", FIX):
-                self._bed.wake()
-        self.asleep -= tags
-
-
-# -------------------- desk
-# Between HTTP and the model's thread: turns checked requests into questions, and scores into SGLang's answers.
-#
-# Lives on the event loop. What depends on the model (token ids, its context) is checked here, before anything reaches the
-# thread. A request whose client has gone away is aborted.
-
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
@@ -422,40 +368,36 @@ class AdmittedRequest:
 
 
 class ClassifierRequestHandler(AsyncEngine[ClassifierRequest, ClassifierOutput]):
-    """Takes requests. `open` it before the first."""
+    """Turns checked requests into questions, and scores into SGLang's answers. `open` it before the first.
 
-    def __init__(self, core: ClassifierCore, text: Detokenizer | None, *, clock: Clock) -> None:
-        super().__init__(core, clock)
-        self._core = core
-        self._text = text
+    Lives on the event loop. What depends on the model (token ids, its context) is checked here, before anything reaches the
+    model thread. A request whose client has gone away is aborted.
+    """
+
+    def __init__(
+        self, core: ClassifierCore, text: Detokenizer | None, *, clock: Clock, description: dict[str, Any]
+    ) -> None:
+        super().__init__(core, text, clock, {**description, "is_generation": False})
+        self._classifier = core.model
 
     def encoded(self, request: ClassifyRequest) -> ClassifyRequest:
         """With tokens for texts. May be called from any thread: a long text takes seconds."""
-        if (text := self._text) is None:
-            return request
-        return replace(
-            request, questions=tuple(list(text.encode(q)) if isinstance(q, str) else q for q in request.questions)
-        )
+        return replace(request, questions=self.encode(request.questions))
 
     def admit(self, request: ClassifyRequest) -> AdmittedRequest:
         """The questions of an encoded request. Raises EngineError for what cannot be served."""
-        checked = [self._tokens(question) for question in request.questions]
-        names = request.rids or tuple(uuid.uuid4().hex for _ in checked)
-        self.check_names(set(names))
+        checked = [self._checked(question) for question in request.questions]
         questions = (
-            ClassifierRequest(self.number(), name, tokens) for name, tokens in zip(names, checked, strict=True)
+            ClassifierRequest(self.number(), name, tokens)
+            for name, tokens in zip(self.names(request.rids, len(checked)), checked, strict=True)
         )
         return AdmittedRequest(tuple(questions), self.clock.monotonic())
 
-    def _tokens(self, question: str | list[int]) -> tuple[int, ...]:
-        model = self._core.model
+    def _checked(self, question: str | list[int]) -> tuple[int, ...]:
+        model = self._classifier
         if isinstance(question, str):
             raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids")
-        if not question:
-            raise EngineError("a question has no tokens")
-        wrong = next((token for token in (min(question), max(question)) if not 0 <= token < model.vocabulary), None)
-        if wrong is not None:
-            raise EngineError(f"token id {wrong} is not in the vocabulary of {model.vocabulary}")
+        check_token_ids(question, model.vocabulary, "a question")
         if len(question) >= model.context:
             raise EngineError(
                 f"a question of {len(question)} tokens does not fit into the context of {model.context} tokens",
@@ -488,12 +430,6 @@ def _answer(question: ClassifierRequest, scored: ClassifierOutput, latency_s: fl
     }
 
 
-# -------------------- routes
-# A classifier's routes: SGLang's paths and fields over HTTP, wired to the desk.
-#
-# It has no words to say: whoever asks it for samples is refused with a sentence. What controls it is as of any engine
-# (`gcore.rollout.engine.control_routes`).
-
 WORDLESS = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -507,47 +443,30 @@ UNSERVED = (
 """SGLang's routes that this engine refuses."""
 
 
-GONE = 499
+def classifier_app(engine: ClassifierRequestHandler, keys: ApiKeys) -> ASGIApp:
+    """The ASGI application: SGLang's paths and fields over HTTP."""
 
-
-class ClassifierRoutes:
-    """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
-
-    def __init__(
-        self, core: ClassifierCore, desk: ClassifierRequestHandler, describe: dict[str, Any], keys: ApiKeys
-    ) -> None:
-        self._desk = desk
-        self._keys = keys
-        self._control = ControlRoutes(core, desk, {**describe, "is_generation": False})
-
-    def app(self) -> ASGIApp:
-        """The ASGI application."""
-        routes = [Route("/classify", answer_errors(self.classify), methods=["POST", "PUT"])]
-        routes += [Route(path, answer_errors(self.wordless), methods=["POST", "PUT"]) for path in WORDLESS]
-        routes += [Route("/health_generate", self._control.health, methods=["GET"])]
-        return guard_routes([*routes, *self._control.routes(UNSERVED)], self._keys)
-
-    async def classify(self, request: Request) -> Response:
-        """Scores."""
-        body = await read_body(request, lambda value: self._desk.encoded(classify_body(value)))
-        answers = await run_unless_disconnected(request, self._desk.answers(self._desk.admit(body)))
+    async def classify(request: Request) -> Response:
+        body = await read_body(request, lambda value: engine.encoded(classify_body(value)))
+        answers = await run_unless_disconnected(request, engine.answers(engine.admit(body)))
         if answers is None:
-            return Response(status_code=GONE)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(answers if body.is_list else answers[0])
 
-    async def wordless(self, request: Request) -> Response:
-        """It writes nothing."""
+    async def refuse_text(request: Request) -> Response:
         raise EngineError(
             "this engine serves a classifier, which says one number and writes nothing", fix="Ask it at /classify"
         )
 
-
-# -------------------- start
-# From a launch to a classifier that serves. Opens no port and starts no thread.
+    routes = [Route("/classify", answer_errors(classify), methods=["POST", "PUT"])]
+    routes += [Route(path, answer_errors(refuse_text), methods=["POST", "PUT"]) for path in WORDLESS]
+    routes += [Route("/health_generate", bind_engine(lambda _: engine, health), methods=["GET"])]
+    routes += [*control_routes(lambda _: engine, UNSERVED), *WeightRoutes(engine).routes()]
+    return guard_routes(routes, keys)
 
 
 def start_classifier(launch: EngineLaunch, text: Detokenizer | None) -> ClassifierCore:
-    """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
+    """Load what the launch names. Raises UsageError, DataError and EngineError for what cannot be served here."""
     with explain_memory_error("while it loaded the model", TOO_BIG):
         model = load_classifier(
             Path(launch.model),

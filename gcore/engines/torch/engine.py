@@ -1,26 +1,40 @@
-"""What the engine does between two looks at its mailbox: make way, read, step, finish; and the changes that others ask for.
+"""Engine core: schedules, prefills and decodes sequences, and finishes requests.
 
-A cycle takes rows away where the memory has grown too small for all of them, admits what fits, reads a portion of the
-waiting prompts, and makes one token for every row (`schedule` decides each of these). A change of weights, a pause or an
-abort takes effect between cycles. What is running then goes on: after a change of weights with `flush` its keys and values
-are made anew by the new weights, without it they stay as they are; either way its spans tell which version made which
-tokens.
+One cycle preempts what no longer fits, admits waiting sequences, prefills a chunk of their prompts, and makes one token for
+every running sequence (`scheduler` decides each of these). Changes of weights, pauses and aborts take effect between
+cycles. After a change of weights with `flush` the key-value cache is recomputed with the new weights; without it, it is
+kept. Either way the spans of an output say which version made which tokens.
 
-Single-threaded and without a clock; the runner's thread calls it. What has ended, or streams, is collected in `outbox`.
+Single-threaded and without a clock; the model thread calls it. `EngineBase` is what the classifier's core shares; `Decoder`
+holds the running rows over any model runner.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
 from gcore.engines.detokenizer import Detokenizer, tail_length
-from gcore.engines.request import Finish, GenerationRequest, RequestOutput, SequenceState, is_older, prompt_key
-from gcore.engines.torch.async_engine import ABORTED, PauseMode
+from gcore.engines.request import (
+    ABORTED,
+    Finish,
+    GenerationRequest,
+    NumberedOutput,
+    NumberedRequest,
+    PauseMode,
+    RequestOutput,
+    SequenceState,
+    check_version,
+    prompt_key,
+)
 from gcore.engines.torch.model import (
+    MEMORY_FIX,
+    LoadedModel,
     Model,
     StagedWeights,
     WeightOffloader,
@@ -47,15 +61,8 @@ from gcore.engines.torch.scheduler import (
 from gcore.errors import EngineError
 from gcore.system.memory import release_free_memory
 
-# -------------------- decoder
-# The running rows and one decode step over them, whatever the lane.
-#
-# Joining: a prompt that several joining rows share is read once, and one that a running row has is not read at all where the
-# lane can copy it: its keys, values and last logits are taken over. The first token is drawn from the prompt's last logits,
-# every further one by `step`. A row that comes back, with tokens it made before, has them read like a prompt, or (where the
-# lane replays) makes them again and keeps what it had.
-#
-# Not thread-safe, knows no queue and no clock: the runner's thread owns it.
+R = TypeVar("R", bound=NumberedRequest)
+O = TypeVar("O", bound=NumberedOutput)  # noqa: E741  # an output
 
 Key = tuple[bytes, int | None, int, tuple[int, ...]]
 """What a prompt that is read is known by: its content, and which log-probabilities of it are wanted."""
@@ -71,7 +78,13 @@ class DecodeResult:
 
 
 class Decoder:
-    """A lane and the running rows. `slots`: rows at once, at most."""
+    """A model runner and the running rows. `slots`: rows at once, at most.
+
+    A prompt that several joining rows share is read once, and one that a running row has is not read at all where the
+    runner can copy it: its keys, values and last logits are taken over. The first token is drawn from the prompt's last
+    logits, every further one by `step`. A row that comes back with tokens that it made before has them read like a prompt,
+    or (where the runner replays) makes them again and keeps what it had.
+    """
 
     def __init__(self, model: Model, lane: ModelRunner, slots: int) -> None:
         self.model = model
@@ -232,13 +245,6 @@ class Decoder:
             prompt.stale = prompt.stale or prompt.done > 0
 
 
-# -------------------- reading
-# Which prompts, and how much of each, a cycle reads: `schedule.portions` over prompts that several works may share.
-#
-# A pure decision over prompts and their sizes. Works are served in order: behind a prompt that is read only in part come
-# none but those that share it, so nobody overtakes it.
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """What is read now, and how many works, in order, take part: they join, or have begun."""
@@ -248,7 +254,11 @@ class PrefillPlan:
 
 
 def plan_prefill(needs: Sequence[PromptPrefill | None], *, budget: int, grid: int | None) -> PrefillPlan:
-    """`needs`: by work the prompt that it waits for; None: it can join at once. `budget`, `grid`: see `portions`."""
+    """Choose the prompts, and how much of each, that a cycle reads; several works may share one.
+
+    Works are served in order: behind a prompt that is read only in part come none but those that share it. `needs`: by
+    work the prompt that it waits for; None: it can join at once. `budget`, `grid`: see `prefill_lengths`.
+    """
     prompts = list(dict.fromkeys(prompt for prompt in needs if prompt is not None))
     counts = prefill_lengths(
         [prompt.left for prompt in prompts], budget=budget, grid=grid, done=[prompt.done for prompt in prompts]
@@ -270,6 +280,139 @@ def _works(needs: Sequence[PromptPrefill | None], chunks: Sequence[PrefillChunk]
     return len(needs)
 
 
+class EngineBase(ABC, Generic[R, O]):
+    """A core: what a model does between two looks at its thread's mailbox, and the changes that others ask for.
+
+    Shared by the generator and the classifier. Changes of weights, pauses and aborts take effect between steps.
+    """
+
+    memory_fix = MEMORY_FIX
+    """What to lower when memory runs out."""
+    generated_tokens = 0
+
+    def __init__(self, model: LoadedModel, *, version: str) -> None:
+        self._loaded = model
+        self._offloader = WeightOffloader(model)
+        self.version = version
+        """Name of the served weights."""
+        self.paused = False
+        self.asleep: frozenset[str] = frozenset()
+        """What of "weights" and "kv_cache" has been released."""
+        self.outbox: list[O] = []
+        """Outputs that ended, or stream, since they were last collected."""
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model."""
+        return self._loaded
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Sequences that can be worked on at once."""
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Sequences that are worked on."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Sequences that wait."""
+
+    @property
+    def can_work(self) -> bool:
+        """Whether a cycle would do anything."""
+        return not self.paused and not self.asleep and (self.running > 0 or self.waiting > 0)
+
+    @abstractmethod
+    def submit(self, tasks: list[R]) -> None:
+        """Requests that have been checked; they wait."""
+
+    @abstractmethod
+    def cycle(self) -> None:
+        """Do one step. Raises EngineError when memory runs out."""
+
+    @abstractmethod
+    def abort(self, unwanted: Callable[[R], bool], message: str = ABORTED) -> None:
+        """End these now, with what they have."""
+
+    def abort_all(self, message: str = ABORTED) -> None:
+        """End everything now."""
+        self.abort(lambda task: True, message)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop working: end what runs, take its rows away, or leave it in place."""
+        self.paused = True
+        if mode == "abort":
+            self.abort_all("aborted by a pause")
+        elif mode == "retract":
+            self._retract()
+
+    def resume(self) -> None:
+        """Work again."""
+        self.paused = False
+
+    def flush(self) -> None:
+        """Free the cache. Raises EngineError while sequences run, whose cache it is."""
+        if self.running:
+            raise EngineError(
+                f"{self.running} requests are running", fix="Pause with mode retract, or abort them, first"
+            )
+        self._retract()
+        self._free_cache()
+
+    def check_version(self, version: str | None) -> None:
+        """Raises EngineError for a version older than the served one."""
+        check_version(version, self.version)
+
+    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
+        """Serve these weights from the next step on. Raises EngineError; then nothing has changed."""
+        self.check_version(version)
+        check_awake(self._loaded)
+        if abort:
+            self.abort_all("aborted by a change of weights")
+        apply_weights(self._loaded, staged)
+        self._weights_changed()
+        if flush:
+            self._retract()
+        self.rename(version or self.version)
+
+    def rename(self, version: str) -> None:
+        """Call the served weights `version`. Raises EngineError for an older one."""
+        self.check_version(version)
+        self.version = version
+
+    def release(self, tags: frozenset[str]) -> None:
+        """Release memory ("weights", "kv_cache"). Raises EngineError while sequences run."""
+        if self.running:
+            raise EngineError(f"{self.running} requests are running", fix="Pause or abort them first")
+        if "kv_cache" in tags:
+            self._retract()
+            self._free_cache()
+        if "weights" in tags - self.asleep:
+            self._offloader.offload()
+        self.asleep |= tags
+        release_free_memory()
+
+    def wake(self, tags: frozenset[str]) -> None:
+        """Take memory again; a cache grows by itself."""
+        if "weights" in tags & self.asleep:
+            with explain_memory_error("while the weights came back", self.memory_fix):
+                self._offloader.reload()
+        self.asleep -= tags
+
+    def _retract(self) -> None:
+        """Let what runs wait again."""
+
+    def _free_cache(self) -> None:
+        """Free the cache's memory."""
+
+    def _weights_changed(self) -> None:
+        """Forget what other weights computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Rows at once, tokens in the cache (the budget), and prompt tokens read between two steps."""
@@ -279,30 +422,29 @@ class EngineLimits:
     prefill_chunk_tokens: int = 512
 
 
-class EngineCore:
-    """A model that serves. `version`: the served weights' name."""
+class EngineCore(EngineBase[GenerationRequest, RequestOutput]):
+    """A causal language model that generates."""
 
     def __init__(
         self, model: Model, text: Detokenizer | None, lane: ModelRunner, limits: EngineLimits, *, version: str
     ) -> None:
-        self.model = model
+        super().__init__(model, version=version)
+        self._model = model
         self.limits = limits
         self.lane = lane
-        self.version = version
-        self.paused = False
-        self.asleep: frozenset[str] = frozenset()
-        """What of "weights" and "kv_cache" has been released."""
-        self.outbox: list[RequestOutput] = []
-        self.generated_tokens = 0
         self.retractions = 0
         self.longest = longest_request(model.context, budget=limits.cache_tokens, footprint=lane.footprint)
         """Tokens, prompt and response, of the longest request that can be served."""
         self._text = text
-        self._bed = WeightOffloader(model)
         self._decoder = Decoder(model, lane, limits.slots)
         self._waiting = WaitingQueue()
         self._reading: list[SequenceState] = []
         """Admitted, their prompts not yet read to the end."""
+
+    @property
+    def model(self) -> Model:
+        """The loaded model."""
+        return self._model
 
     @property
     def rows(self) -> int:
@@ -318,11 +460,6 @@ class EngineCore:
     def waiting(self) -> int:
         """Sequences without one."""
         return len(self._waiting) + len(self._reading)
-
-    @property
-    def can_work(self) -> bool:
-        """Whether a cycle would do anything."""
-        return not self.paused and not self.asleep and (self.running > 0 or self.waiting > 0)
 
     def check(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Raises EngineError for a request that the cache could never hold. May be called from any thread."""
@@ -468,21 +605,12 @@ class EngineCore:
         for work in [*self._decoder.leave(leaving), *unread, *self._waiting.drop(unwanted)]:
             self._deliver(work, Finish("abort", message=message))
 
-    def abort_all(self, message: str = ABORTED) -> None:
-        """End everything now."""
-        self.abort(lambda task: True, message)
-
-    def pause(self, mode: PauseMode) -> None:
-        """Make no more tokens: end what runs, take its rows away, or leave it as it stands."""
-        self.paused = True
-        if mode == "abort":
-            self.abort_all("aborted by a pause")
-        elif mode == "retract":
-            self._retract()
-
-    def resume(self) -> None:
-        """Go on."""
-        self.paused = False
+    def rename(self, version: str) -> None:
+        """Call the served weights `version`. Raises EngineError for an older one."""
+        super().rename(version)
+        rows = self._decoder.rows
+        for row, work in enumerate(rows.works):
+            work.mark(version, rows.made(row))
 
     def _retract(self) -> None:
         works = [*self._decoder.leave(range(self.running)), *self._reading]
@@ -490,55 +618,8 @@ class EngineCore:
         self._decoder.drop_prompts()
         self._put_back(works)
 
-    def flush(self) -> None:
-        """Forget the cache. Raises EngineError while sequences run, whose cache it is."""
-        if self.running:
-            raise EngineError(
-                f"{self.running} requests are running", fix="Pause with mode retract, or abort them, first"
-            )
-        self._retract()
+    def _free_cache(self) -> None:
         self.lane.release()
 
-    def check_version(self, version: str | None) -> None:
-        """Raises EngineError for a version older than what is served."""
-        if version is not None and is_older(version, self.version):
-            raise EngineError(f"version {version} is older than {self.version}, which is served")
-
-    def change_weights(self, staged: StagedWeights, version: str | None, *, flush: bool, abort: bool) -> None:
-        """Serve these weights from the next token on. Raises EngineError; then nothing has changed."""
-        self.check_version(version)
-        check_awake(self.model)
-        if abort:
-            self.abort_all("aborted by a change of weights")
-        apply_weights(self.model, staged)
+    def _weights_changed(self) -> None:
         self._decoder.distrust_prompts()
-        if flush:
-            self._retract()
-        self.rename(version or self.version)
-
-    def rename(self, version: str) -> None:
-        """Call the served weights so. Raises EngineError for an older version."""
-        self.check_version(version)
-        self.version = version
-        rows = self._decoder.rows
-        for row, work in enumerate(rows.works):
-            work.mark(version, rows.made(row))
-
-    def release(self, tags: frozenset[str]) -> None:
-        """Give memory back ("weights", "kv_cache"). Raises EngineError unless nothing runs."""
-        if self.running:
-            raise EngineError(f"{self.running} requests are running", fix="Pause or abort them first")
-        if "kv_cache" in tags:
-            self._retract()
-            self.lane.release()
-        if "weights" in tags - self.asleep:
-            self._bed.put_to_sleep()
-        self.asleep |= tags
-        release_free_memory()
-
-    def wake(self, tags: frozenset[str]) -> None:
-        """Take memory again; the cache grows by itself."""
-        if "weights" in tags & self.asleep:
-            with explain_memory_error("while the weights came back"):
-                self._bed.wake()
-        self.asleep -= tags

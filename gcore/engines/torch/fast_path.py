@@ -215,23 +215,23 @@ def _linear(x: Tensor, part: Any) -> Tensor:
     return functional.linear(x, part.weight, part.bias)
 
 
-# -------------------- quick
-# A loaded model made quicker without a changed bit: what a step over small layers spends beside its arithmetic.
-#
-# - RMS norms are computed in as few steps as they have (five; transformers and torch's own take eight). Only where a trial
-#   gives the same bits.
-# - A layer's parts are found at once. `torch.nn.Module` keeps them in tables that Python looks into only after everything
-#   else has failed; a decode step looks some hundred of them up. They are also put where Python looks first. Assigning a part
-#   or a parameter anew removes it from there (`torch.nn.Module.__setattr__`), so what is found is never out of date; tensors
-#   are changed in place by everything in this package.
-#
-# Changes nothing that is saved, listed or loaded.
-
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def patch_norms(module: Any) -> None:
-    """Do all of it to a model that is where it will stay, as the type it will have."""
+    """Do all of it to a model that is where it will stay, as the type it will have.
+
+    A loaded model made quicker without a changed bit: what a step over small layers spends beside its arithmetic.
+
+    - RMS norms are computed in as few steps as they have (five; transformers and torch's own take eight). Only where a trial
+      gives the same bits.
+    - A layer's parts are found at once. `torch.nn.Module` keeps them in tables that Python looks into only after everything
+      else has failed; a decode step looks some hundred of them up. They are also put where Python looks first. Assigning a part
+      or a parameter anew removes it from there (`torch.nn.Module.__setattr__`), so what is found is never out of date; tensors
+      are changed in place by everything in this package.
+
+    Changes nothing that is saved, listed or loaded.
+    """
     replace_norms(module)
     cache_submodules(module)
 

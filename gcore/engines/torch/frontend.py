@@ -1,15 +1,14 @@
-"""Between HTTP and the model's thread: turns checked requests into tasks, and deliveries into answers.
+"""The generator's HTTP side: requests to tasks, outputs to answers, and the routes of SGLang and OpenAI.
 
-Lives on the event loop. What depends on the model (token ids, context, stop strings without a tokenizer) is checked here,
-before anything reaches the thread. A request whose client has gone away is aborted.
+Refusals have SGLang's shapes (`engines.serving.http`). Routes of SGLang's that this engine does not have, and that would change
+what comes out, exist and refuse with a sentence. Nothing here waits for the model on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gcore.data.renderer import PromptRenderer
-from gcore.engines.detokenizer import Detokenizer, cut_before, stable_text
-from gcore.engines.request import GenerationRequest, RequestOutput, prompt_key
+from gcore.engines.detokenizer import Detokenizer, stable_text
+from gcore.engines.request import GenerationRequest, RequestOutput, check_token_ids, prompt_key
 from gcore.engines.serving import openai
 from gcore.engines.serving.http import (
     ApiKeys,
     BodyRefused,
     BodyTooBig,
-    answer_errors,
     error_event,
     error_response,
     read_body,
@@ -40,12 +38,21 @@ from gcore.engines.serving.io_struct import (
     count_answer_entries,
     count_entries,
     generate_body,
-    sample_answer,
-    without_tokens,
+    word_sample,
 )
-from gcore.engines.serving.routes import ControlRoutes, guard_routes, run_unless_disconnected
+from gcore.engines.serving.routes import (
+    CLIENT_CLOSED_REQUEST,
+    STREAM_END,
+    bind_engine,
+    control_routes,
+    encode_event,
+    guard_routes,
+    health,
+    run_unless_disconnected,
+)
 from gcore.engines.torch.async_engine import AsyncEngine
 from gcore.engines.torch.engine import EngineCore
+from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import EngineError, GcoreError
 from gcore.system.clock import Clock
 
@@ -65,28 +72,39 @@ class _Ticket:
 
 
 class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
-    """Takes requests. `open` it before the first."""
+    """Turns checked requests into tasks, and outputs into answers. `open` it before the first.
 
-    def __init__(self, core: EngineCore, text: Detokenizer | None, *, clock: Clock, seeds: np.random.Generator) -> None:
-        super().__init__(core, clock)
-        self._core = core
-        self._text = text
+    Lives on the event loop. What depends on the model (token ids, context, stop strings without a tokenizer) is checked
+    here, before anything reaches the model thread. A request whose client has gone away is aborted.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        text: Detokenizer | None,
+        *,
+        clock: Clock,
+        seeds: np.random.Generator,
+        description: dict[str, Any],
+    ) -> None:
+        super().__init__(core, text, clock, {**description, "is_generation": True})
+        self._generator = core
         self._seeds = seeds
+
+    @property
+    def context(self) -> int:
+        """Tokens of the model's context."""
+        return self._generator.model.context
 
     def encoded(self, request: GenerateCall) -> GenerateCall:
         """With tokens for texts. May be called from any thread: a long text takes seconds."""
-        if (text := self._text) is None:
-            return request
-        return replace(
-            request, prompts=tuple(list(text.encode(p)) if isinstance(p, str) else p for p in request.prompts)
-        )
+        return replace(request, prompts=self.encode(request.prompts))
 
     def admit(self, request: GenerateCall) -> list[_Ticket]:
         """The samples of an encoded request as tickets, prompt by prompt. Raises EngineError for what cannot be served."""
         pairs = list(zip(request.prompts, request.params, request.asked, strict=True))
         prompts = [self._tokens(prompt, params) for prompt, params, _ in pairs]
-        names = request.rids or tuple(uuid.uuid4().hex for _ in prompts)
-        self.check_names(set(names))
+        names = self.names(request.rids, len(prompts))
         return [
             ticket
             for tokens, (_, params, asked), name in zip(prompts, pairs, names, strict=True)
@@ -96,14 +114,14 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
     def _tickets(
         self, prompt: tuple[int, ...], params: SamplingBody, asked: LogprobRequest, name: str, *, streams: bool
     ) -> list[_Ticket]:
-        model, now, key = self._core.model, self.clock.monotonic(), prompt_key(prompt)
+        model, now, key = self._generator.model, self.clock.monotonic(), prompt_key(prompt)
         tickets = []
         for index in range(params.n):
             sampling = params.sampling(
                 index=index,
                 drawn_seed=int(self._seeds.integers(2**63)),
                 end_tokens=model.end_tokens,
-                room=self._core.longest - len(prompt),
+                room=self._generator.longest - len(prompt),
                 vocabulary=model.vocabulary,
                 asked=asked,
             )
@@ -117,25 +135,21 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
     def _placed(self, asked: LogprobRequest, prompt: tuple[int, ...]) -> LogprobRequest:
         """Raises EngineError for log-probabilities that there are not."""
         start = asked.prompt_from
-        if asked.top > self._core.model.vocabulary:
+        if asked.top > self._generator.model.vocabulary:
             raise EngineError(
-                f"top_logprobs_num is {asked.top}, and the vocabulary has {self._core.model.vocabulary} tokens"
+                f"top_logprobs_num is {asked.top}, and the vocabulary has {self._generator.model.vocabulary} tokens"
             )
         if start is not None and start > len(prompt):
             raise EngineError(f"logprob_start_len is {start}, and the prompt has {len(prompt)} tokens")
         return replace(asked, prompt_from=None) if start == len(prompt) else asked
 
     def _tokens(self, prompt: str | list[int], params: SamplingBody) -> tuple[int, ...]:
-        model = self._core.model
+        model = self._generator.model
         if self._text is None and (isinstance(prompt, str) or params.stop_strings):
             raise EngineError("the model folder has no tokenizer.json", fix="Send input_ids, and no stop strings")
         assert not isinstance(prompt, str)
         tokens = tuple(prompt)
-        if not tokens:
-            raise EngineError("the prompt has no tokens")
-        wrong = next((token for token in (min(tokens), max(tokens)) if not 0 <= token < model.vocabulary), None)
-        if wrong is not None:
-            raise EngineError(f"token id {wrong} is not in the vocabulary of {model.vocabulary}")
+        check_token_ids(tokens, model.vocabulary)
         if len(tokens) >= model.context:
             raise EngineError(
                 f"a prompt of {len(tokens)} tokens leaves no room in the context of {model.context} tokens"
@@ -147,7 +161,7 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
                 fix="Shorten the prompt or lower max_new_tokens",
             )
         # Where there is no limit it is what the cache holds, and that must be one token at least.
-        self._core.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
+        self._generator.check(len(tokens), 1 if params.max_new_tokens is None else params.max_new_tokens)
         return tokens
 
     def _deliveries(self, tickets: Sequence[_Ticket]) -> AsyncIterator[list[RequestOutput]]:
@@ -195,52 +209,22 @@ class RequestHandler(AsyncEngine[GenerationRequest, RequestOutput]):
             await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
 
     def _word(self, ticket: _Ticket, delivery: RequestOutput, now: float) -> dict[str, Any]:
-        if not ticket.params.makes_tokens:
-            delivery = without_tokens(delivery)
-        return sample_answer(
-            delivery,
-            rid=ticket.task.rid,
-            text=self._final_text(ticket.params, delivery),
-            prompt=ticket.task.prompt,
-            asked=ticket.asked,
-            text_of=self._text_of,
-            latency_s=now - ticket.since,
+        return word_sample(
+            delivery, ticket.task, ticket.params, ticket.asked, text=self._text, latency_s=now - ticket.since
         )
-
-    def _text_of(self, token: int) -> str:
-        return "" if self._text is None else self._text.decode([token], skip_special_tokens=False)
-
-    def _final_text(self, params: SamplingBody, delivery: RequestOutput) -> str:
-        """The tokens' text, without the stop token or string that ended it (unless it is asked for)."""
-        if self._text is None:
-            return ""
-        matched = None if delivery.ending is None or params.no_stop_trim else delivery.ending.matched
-        tokens = delivery.tokens[:-1] if isinstance(matched, int) else delivery.tokens
-        text = self._text.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-        return cut_before(text, matched) if isinstance(matched, str) else text
-
-
-# -------------------- openai_routes
-# OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
-#
-# Refusals are of SGLang's first shape here, whatever they are about. Chat needs a chat template in the model's folder; it is
-# read with the first request.
-
-RouteAnswer = Callable[[Request, Any], Awaitable[list[dict[str, Any]]]]
-"""The samples of a request, or the end of it when its client goes away."""
 
 
 class OpenAIRoutes:
-    """The handlers. `served`: what the model is called now."""
+    """OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`.
 
-    def __init__(
-        self, desk: RequestHandler, folder: Path, context: int, *, served: Callable[[], str], answers: RouteAnswer
-    ) -> None:
+    Refusals are of SGLang's first shape here, whatever they are about. Chat needs a chat template in the model's folder; it
+    is read with the first request.
+    """
+
+    def __init__(self, desk: RequestHandler, folder: Path, context: int) -> None:
         self._desk = desk
         self._folder = folder
         self._context = context
-        self._served = served
-        self._answers = answers
         self._renderer: PromptRenderer | None = None
         self._started = int(desk.clock.wall())
 
@@ -260,13 +244,13 @@ class OpenAIRoutes:
     async def model(self, request: Request) -> Response:
         """It, by its name."""
         name = request.path_params["name"]
-        if name in (self._served(), self._served().lstrip("/")):
+        if name in (self._desk.model_path, self._desk.model_path.lstrip("/")):
             return JSONResponse(self._card())
         error = {"type": "invalid_request_error", "param": "model", "code": "model_not_found"}
         return JSONResponse({"error": {"message": f"The model {name!r} does not exist", **error}}, 404)
 
     def _card(self) -> dict[str, Any]:
-        name = self._served()
+        name = self._desk.model_path
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "gcore", "root": name}
         return {**card, "parent": None, "max_model_len": self._context}
 
@@ -287,8 +271,8 @@ class OpenAIRoutes:
             wording = openai.CompletionWriter(asking, name=uuid.uuid4().hex, created=int(self._desk.clock.wall()))
             if asking.request.stream:
                 return StreamingResponse(self._events(tickets, wording), media_type="text/event-stream")
-            answers = await self._answers(request, tickets)
-            return JSONResponse(wording.whole(answers)) if answers else Response(status_code=499)
+            answers = await _answers(self._desk, request, tickets)
+            return JSONResponse(wording.whole(answers)) if answers else Response(status_code=CLIENT_CLOSED_REQUEST)
         except GcoreError as error:
             known = isinstance(error, (BodyRefused, BodyTooBig))
             return error_response(error if known else BodyRefused(str(error)))
@@ -302,12 +286,12 @@ class OpenAIRoutes:
             async for parts in stream:
                 for part in parts:
                     for chunk in wording.parts(part):
-                        yield _event(chunk)
+                        yield encode_event(chunk)
         finally:
             await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
         for chunk in wording.usage():
-            yield _event(chunk)
-        yield b"data: [DONE]\n\n"
+            yield encode_event(chunk)
+        yield STREAM_END
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self._renderer is None:
@@ -318,17 +302,6 @@ class OpenAIRoutes:
             raise EngineError("the messages have no tokens")
         return ids
 
-
-def _event(part: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-# -------------------- server
-# The engine's routes: SGLang's paths and fields over HTTP, wired to the desk.
-#
-# Refusals have SGLang's shapes (`refusals`). Routes of SGLang's that this engine does not have, and that would change what
-# comes out, are there and refuse in words. Nothing here waits for the model on the event loop. What controls the engine is in
-# `control_routes`.
 
 HEALTH_GENERATE_S = 20.0
 
@@ -346,78 +319,70 @@ UNSERVED = (
 """SGLang's routes that this engine refuses."""
 
 
-class EngineRoutes:
-    """The handlers. `describe` is what `/model_info` and `/server_info` tell about the process."""
+def generator_app(desk: RequestHandler, tokenizer_folder: Path, keys: ApiKeys) -> ASGIApp:
+    """The ASGI application: SGLang's paths and fields over HTTP, and OpenAI's."""
+    routes = [
+        Route("/generate", bind_engine(lambda _: desk, generate), methods=["POST", "PUT"]),
+        Route("/health_generate", bind_engine(lambda _: desk, health_generate), methods=["GET"]),
+        *control_routes(lambda _: desk, UNSERVED),
+        *WeightRoutes(desk).routes(),
+        *OpenAIRoutes(desk, tokenizer_folder, desk.context).routes(),
+    ]
+    return guard_routes(routes, keys)
 
-    def __init__(self, core: EngineCore, desk: RequestHandler, describe: dict[str, Any], keys: ApiKeys) -> None:
-        self._core = core
-        self._desk = desk
-        self._keys = keys
-        self._control = ControlRoutes(core, desk, {**describe, "is_generation": True})
-        self._openai = OpenAIRoutes(
-            desk,
-            Path(str(describe["tokenizer_path"])),
-            core.model.context,
-            served=lambda: self._control.model_path,
-            answers=self._answers,
-        )
 
-    def app(self) -> ASGIApp:
-        """The ASGI application."""
-        routes = [Route("/generate", answer_errors(self.generate), methods=["POST", "PUT"])]
-        routes += [Route("/health_generate", self.health_generate, methods=["GET"])]
-        routes += [*self._control.routes(UNSERVED), *self._openai.routes()]
-        return guard_routes(routes, self._keys)
+async def generate(desk: RequestHandler, request: Request) -> Response:
+    """Samples."""
+    body = await read_body(request, lambda value: desk.encoded(generate_body(value)))
+    if body.stream:
+        return StreamingResponse(_events(desk, body), media_type="text/event-stream")
+    answers = await _answers(desk, request, desk.admit(body))
+    if body.prompts and not answers:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    whole = answers if body.is_list else answers[0]
+    if sum(count_answer_entries(a, body.asked_by(i)) for i, a in enumerate(answers)) < BIG_ANSWER_TOKENS:
+        return JSONResponse(whole)
+    return await asyncio.to_thread(JSONResponse, whole)
 
-    async def generate(self, request: Request) -> Response:
-        """Samples."""
-        body = await read_body(request, lambda value: self._desk.encoded(generate_body(value)))
-        if body.stream:
-            return StreamingResponse(self._events(body), media_type="text/event-stream")
-        answers = await self._answers(request, self._desk.admit(body))
-        if body.prompts and not answers:
-            return Response(status_code=499)
-        whole = answers if body.is_list else answers[0]
-        if sum(count_answer_entries(a, body.asked_by(i)) for i, a in enumerate(answers)) < BIG_ANSWER_TOKENS:
-            return JSONResponse(whole)
-        return await asyncio.to_thread(JSONResponse, whole)
 
-    async def _answers(self, request: Request, tickets: Any) -> list[dict[str, Any]]:
-        """The samples; none when the client has gone away first."""
-        return await run_unless_disconnected(request, self._desk.answers(tickets)) or []
+async def health_generate(desk: RequestHandler, request: Request) -> Response:
+    """Whether tokens come out. An engine that is paused or asleep is not asked for one."""
+    if desk.paused or desk.asleep:
+        return await health(desk, request)
+    body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
+    made = desk.generated_tokens
+    try:
+        async with asyncio.timeout(HEALTH_GENERATE_S):
+            await desk.answers(desk.admit(body))
+    except TimeoutError:
+        # With a long queue this one may not have had its turn; then others have.
+        return Response(status_code=200 if desk.generated_tokens > made else 503)
+    return Response()
 
-    async def _events(self, body: GenerateCall) -> AsyncIterator[bytes]:
-        """Server-sent events. What the desk refuses is one of them, for the status has been sent."""
+
+async def _answers(desk: RequestHandler, request: Request, tickets: list[_Ticket]) -> list[dict[str, Any]]:
+    """The samples; none when the client disconnects first."""
+    return await run_unless_disconnected(request, desk.answers(tickets)) or []
+
+
+async def _events(desk: RequestHandler, body: GenerateCall) -> AsyncIterator[bytes]:
+    """Server-sent events. A refusal is one of them, for the status has been sent."""
+    try:
+        stream = desk.stream(desk.admit(body))
+    except EngineError as error:
+        yield encode_event(error_event(error))
+    else:
         try:
-            stream = self._desk.stream(self._desk.admit(body))
-        except EngineError as error:
-            yield _event(error_event(error))
-        else:
-            try:
-                async for parts in stream:
-                    for part in parts:
-                        asked = body.asked_by(part["index"])
-                        if part["meta_info"]["finish_reason"] is None:
-                            params = body.params[part["index"] // body.params[0].n]
-                            part["text"] = stable_text(part["text"], params.stop_strings)
-                        if not body.is_list:
-                            del part["index"]
-                        big = count_answer_entries(part, asked) >= BIG_ANSWER_TOKENS
-                        yield await asyncio.to_thread(_event, part) if big else _event(part)
-            finally:
-                await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
-        yield b"data: [DONE]\n\n"
-
-    async def health_generate(self, request: Request) -> Response:
-        """Whether tokens come out. An engine that is paused or asleep is not asked for one."""
-        if self._core.paused or self._core.asleep:
-            return await self._control.health(request)
-        body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
-        made = self._core.generated_tokens
-        try:
-            async with asyncio.timeout(HEALTH_GENERATE_S):
-                await self._desk.answers(self._desk.admit(body))
-        except TimeoutError:
-            # With a long queue this one may not have had its turn; then others have.
-            return Response(status_code=200 if self._core.generated_tokens > made else 503)
-        return Response()
+            async for parts in stream:
+                for part in parts:
+                    asked = body.asked_by(part["index"])
+                    if part["meta_info"]["finish_reason"] is None:
+                        params = body.params[part["index"] // body.params[0].n]
+                        part["text"] = stable_text(part["text"], params.stop_strings)
+                    if not body.is_list:
+                        del part["index"]
+                    big = count_answer_entries(part, asked) >= BIG_ANSWER_TOKENS
+                    yield await asyncio.to_thread(encode_event, part) if big else encode_event(part)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+    yield STREAM_END

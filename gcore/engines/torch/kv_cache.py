@@ -1,12 +1,6 @@
-"""The key-value cache of the running rows, one pair of tensors a layer, and what a Hugging Face model sees of it.
+"""Key-value cache: one table of rows and columns for the running batch, and the rules that size and place it.
 
-`columns` decides where everything stands; this module only moves numbers. Keys and values of a layer are
-`[row, kv_head, column, head_dim]`. `bias` is `[row, kv_head, 1, column]`, 0 inside a row's window and -inf left of it; it
-is kept from step to step, because it changes only when rows come, go or move.
-
-A table begins as zeros and a window's neighbourhood may hold what a row left behind: finite numbers that the bias
-silences (`clean` sees to it when a broken model has made others). A table of another size is made layer by layer, so that
-of old and new only one layer stands twice. Does not compute attention (`attention`) and does not choose rows.
+`plan_resize` and `table_rows` decide where everything is; `KVCache` only moves numbers. Attention is computed in `attention`.
 """
 
 from __future__ import annotations
@@ -20,23 +14,6 @@ import torch
 from transformers.cache_utils import Cache
 
 from gcore.engines.torch.scheduler import Compaction
-
-# -------------------- columns
-# Where in the cache things stand: pure bookkeeping of rows and columns.
-#
-# The cache is a table: one row a running sequence, one column a token position. All rows share one write column: a decode
-# step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`, and
-# the position of the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
-#
-# The write column moves right with each step; when it reaches the last column, everything live moves to the left edge. A
-# table that is too narrow for that to be rare is made wider instead: at least half of it must be free after a move, so that
-# the cost of moving is a constant per token. Where the memory is bounded it is only made as wide as the bound allows, and
-# has `SLACK` columns to spare at least.
-#
-# When rows leave, those that stay at the bottom of the table move up into the holes, so that the running rows are always
-# the first ones.
-#
-# Does not know torch, nor what stands in the cells.
 
 SMALLEST = 64
 """Columns of the smallest table."""
@@ -61,6 +38,23 @@ def plan_resize(*, first: int | None, column: int, longest: int, columns: int, m
     `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
     what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
     `columns`.
+
+    Where in the cache things stand: pure bookkeeping of rows and columns.
+
+    The cache is a table: one row a running sequence, one column a token position. All rows share one write column: a
+    decode step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start,
+    column)`, and the position of the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p,
+    column)`: no padding.
+
+    The write column moves right with each step; when it reaches the last column, everything live moves to the left
+    edge. A table that is too narrow for that to be rare is made wider instead: at least half of it must be free after
+    a move, so that the cost of moving is a constant per token. Where the memory is bounded it is only made as wide as
+    the bound allows, and has `SLACK` columns to spare at least.
+
+    When rows leave, those that stay at the bottom of the table move up into the holes, so that the running rows are
+    always the first ones.
+
+    Does not know torch, nor what stands in the cells.
     """
     lives = 0 if first is None else column - first
     fits = most is None or columns <= most

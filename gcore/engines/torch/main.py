@@ -1,7 +1,7 @@
-"""The engine process, once torch is there: load, prove, listen, serve, stop.
+"""The torch engine's process: load a model, select its runner, listen, serve, stop.
 
-The port is taken before the model is loaded, so that a port in use is known at once; it is answered on only when the
-model serves. A supervisor hears "serving", progress, and "failed" with a sentence; "stop" ends the process in order.
+The port is taken before the model is loaded, so that a port in use is known at once; requests are answered when the model
+serves. A supervisor receives "serving", progress, and "failed" with a sentence; "stop" ends the process in order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch, check_folder, parse_engine_arguments, parse_engine_launch
 from gcore.engines.serving.http import ApiKeys
 from gcore.engines.torch.async_engine import ModelThread, ProgressReport
-from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, ClassifierRoutes, start_classifier
+from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, classifier_app, start_classifier
 from gcore.engines.torch.engine import EngineCore, EngineLimits
-from gcore.engines.torch.frontend import EngineRoutes, RequestHandler
+from gcore.engines.torch.frontend import RequestHandler, generator_app
 from gcore.engines.torch.model import (
     TOO_BIG,
     default_cache_tokens,
@@ -41,26 +41,26 @@ from gcore.engines.torch.model import (
 from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
 from gcore.errors import GcoreError, UsageError
-from gcore.system import daemon as logs
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.daemon import set_up_logging
 from gcore.system.process import thread_environment
 from gcore.worker.control import ControlLine
-
-# -------------------- __main__
-# `python -m gcore.rollout.engine`: the process's edge. What is wrong with its arguments is told in one sentence.
 
 INTERRUPTED_EXIT = 130
 
 
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve; the exit code.
+
+    `python -m gcore.engines.torch`: the process's edge. What is wrong with its arguments is told in one sentence.
+    """
     # Before torch and transformers are imported: no look-ups, no other frameworks, no threads that spin.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("USE_TORCH", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     control = ControlLine.inherit()
-    logs.set_up_logging(level="WARNING")
+    set_up_logging(level="WARNING")
     try:
         launch = parse_engine_arguments(sys.argv[1:]) if control is None else parse_engine_launch(control.launch)
         check_folder(launch.model)
@@ -81,15 +81,16 @@ def main() -> int:
     return 0
 
 
-# -------------------- start
-# From a launch to a core that serves: load the model, find its lane, bound its cache. Opens no port and starts no thread.
-
 SHORTEST = 2
 """Tokens of a request: one of the prompt, one of the response."""
 
 
 def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
-    """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here."""
+    """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here.
+
+    From a launch to a core that serves: load the model, find its lane, bound its cache. Opens no port and starts no
+    thread.
+    """
     device = device_of(launch)
     with explain_memory_error("while it loaded the model", TOO_BIG):
         model = load_model(
@@ -146,15 +147,15 @@ def serve_engine(launch: EngineLaunch, control: ControlLine | None, clock: Clock
 def _facade(
     core: EngineCore | ClassifierCore, text: Detokenizer | None, launch: EngineLaunch, clock: Clock
 ) -> tuple[RequestHandler | ClassifierRequestHandler, ASGIApp]:
-    """What stands before the model's thread: a desk, and the routes to it."""
+    """The request handler before the model's thread, and the application with its routes."""
     keys = ApiKeys(launch.api_key, launch.admin_api_key)
-    describe = _description(core, launch)
+    description = _description(core, launch)
     if isinstance(core, ClassifierCore):
-        reception = ClassifierRequestHandler(core, text, clock=clock)
-        return reception, ClassifierRoutes(core, reception, describe, keys).app()
-    desk = RequestHandler(core, text, clock=clock, seeds=np.random.default_rng())
-    more = {"max_total_num_tokens": core.limits.cache_tokens, "lane": core.lane.name}
-    return desk, EngineRoutes(core, desk, describe | more, keys).app()
+        classifier = ClassifierRequestHandler(core, text, clock=clock, description=description)
+        return classifier, classifier_app(classifier, keys)
+    description |= {"max_total_num_tokens": core.limits.cache_tokens, "lane": core.lane.name}
+    generator = RequestHandler(core, text, clock=clock, seeds=np.random.default_rng(), description=description)
+    return generator, generator_app(generator, Path(launch.model), keys)
 
 
 def _description(core: EngineCore | ClassifierCore, launch: EngineLaunch) -> dict[str, Any]:

@@ -1,13 +1,8 @@
-"""Loading a Hugging Face causal model, and one forward pass through it.
+"""Model: loading a causal model, one forward pass, weight updates, released weights, and the memory for the cache.
 
 A model folder is refused at start, in one sentence, when it cannot be loaded whole: weights that are truncated, missing or
-do not fit, a configuration of no known architecture, a tokenizer with more tokens than the model has. Which lane can serve
-a model that loads is not decided here (`prove`).
-
-A forward pass needs the logits of a few positions only, and an output layer over a large vocabulary is most of its work.
-So a hook stands before that layer and lets through the positions that are wanted, whatever the model's own forward offers
-for that; and the logits of a decode step over a large vocabulary are written into the same memory each time, because
-tens of megabytes that are fresh at every step cost the system more than the multiplication.
+do not fit, a configuration of no known architecture, a tokenizer with more tokens than the model has. Which runner serves a
+model that loads is decided in `runner_selection`.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError
 from gcore.models.checks import check_code
-from gcore.system.memory import release_free_memory
+from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -299,18 +294,6 @@ def _end_tokens(folder: Path, config: dict[str, Any], text: Detokenizer | None) 
     return tuple(sorted(found))
 
 
-# -------------------- weights
-# Other weights for a loaded model, and putting its weights to sleep.
-#
-# New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names and
-# shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ from the
-# module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to convert them.
-#
-# Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a file
-# under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so none is left
-# behind however the process ends.
-
-
 class LoadedModel(Protocol):
     """A model in memory. `asleep`: whether its weights are released."""
 
@@ -404,14 +387,26 @@ def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:
 
 
 class WeightOffloader:
-    """Where a model's weights sleep."""
+    """Where a model's weights sleep.
+
+    Other weights for a loaded model, and putting its weights to sleep.
+
+    New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names
+    and shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ
+    from the module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to
+    convert them.
+
+    Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a
+    file under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so
+    none is left behind however the process ends.
+    """
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._file: IO[bytes] | None = None
         self._shapes: list[torch.Size] = []
 
-    def put_to_sleep(self) -> None:
+    def offload(self) -> None:
         """Free the weights' memory. Raises EngineError, and nothing has changed, when there is no room for the file."""
         model = self._model
         if model.shape.device.type != "cpu":
@@ -445,7 +440,7 @@ class WeightOffloader:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         self._file = file
 
-    def wake(self) -> None:
+    def reload(self) -> None:
         """The weights come back."""
         model = self._model
         if self._file is None:
@@ -466,14 +461,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(raw)
 
 
-# -------------------- memory
-# How much the cache may take, and what is said when memory runs out.
-#
-# Without `cache_tokens` in the launch the cache may take a part of the memory that is free once the model is loaded:
-# `HOST_SHARE` of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The host's free memory is
-# what the kernel calls available, or what the process's control group has left where that is less. Nothing is set aside: the
-# cache takes memory as it fills.
-
 HOST_SHARE = 0.25
 
 
@@ -485,20 +472,27 @@ SMALLEST = 4096
 
 
 UNMEASURED_BYTES_PER_TOKEN = 256 * 1024
-"""Of a token in a cache whose layers nobody has measured (the plain lane's): about that of a model of 7B parameters."""
+"""Of a token in a cache whose layers are not measured (the generic runner's): about that of a model of 7B parameters."""
 
 
-FIX = (
+MEMORY_FIX = (
     "Lower rollout.cache_tokens (what the cache holds), rollout.batch_slots (sequences at once) or "
     "rollout.prefill_chunk_tokens (prompt tokens at once)"
 )
 
 
-SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+UNKNOWN_HOST_BYTES = 2**32
+"""Taken for the free memory of a system that is not Linux."""
 
 
 def default_cache_tokens(shape: CacheShape, free_bytes: int) -> int:
-    """Tokens that the cache may hold when nobody says."""
+    """Tokens that the cache may hold when the launch names no number.
+
+    Without `cache_tokens` in the launch the cache may take a part of the memory that is free once the model is
+    loaded: `HOST_SHARE` of a host's, which other engines, ranks and daemons share, `DEVICE_SHARE` of a GPU's. The
+    host's free memory is what the kernel calls available, or what the process's control group has left where that is
+    less. Nothing is set aside: the cache takes memory as it fills.
+    """
     share = HOST_SHARE if shape.device.type == "cpu" else DEVICE_SHARE
     return max(SMALLEST, int(share * free_bytes) // (shape.bytes_per_token or UNMEASURED_BYTES_PER_TOKEN))
 
@@ -512,51 +506,14 @@ def free_bytes(device: torch.device) -> int:
 
 def free_host_bytes(root: Path) -> int:
     """Of the host, or of the control group where that has less. `root`: where /proc and /sys are."""
-    found = [_meminfo(root / "proc/meminfo")]
-    group = root / "sys/fs/cgroup"
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and used is not None:
-        # Cached files count as used, and go when memory is wanted.
-        found.append(limit - used + _inactive_files(group / "memory.stat"))
-    return max(0, min(found))
-
-
-def _meminfo(file: Path) -> int:
     try:
-        for line in file.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 2**32  # not Linux: four gibibytes
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
+        return host_memory(root / "proc/meminfo", root / "sys/fs/cgroup").available
     except (OSError, ValueError):
-        return None
-
-
-def _inactive_files(file: Path) -> int:
-    try:
-        for line in file.read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+        return UNKNOWN_HOST_BYTES
 
 
 @contextmanager
-def explain_memory_error(when: str, fix: str = FIX) -> Iterator[None]:
+def explain_memory_error(when: str, fix: str = MEMORY_FIX) -> Iterator[None]:
     """An allocation that fails inside becomes an EngineError that names what to lower."""
     try:
         yield

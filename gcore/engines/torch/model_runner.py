@@ -1,24 +1,10 @@
-"""The deterministic lane: what a row computes does not depend on the rows beside it, bit for bit.
+"""Model runner: how a batch goes through the model. `runner_selection` chooses one of three at start.
 
-Floating-point sums depend on their order, and a library chooses the order by the shapes it is given. So every shape here
-is either fixed or a function of the row's own tokens:
+- `FastRunner`: all rows write the same column of one key-value table; for models whose attention can be replaced.
+- `DeterministicRunner`: the same models in fixed tiles; a row's bits do not depend on its neighbours.
+- `GenericRunner`: any causal model of transformers, with its own attention and cache.
 
-- rows go through the model in tiles of `tile` rows, the last filled up with idle rows, so that every layer always
-  multiplies matrices of the same size;
-- a row begins at column 0 of its own stretch, and attention goes over blocks of `BLOCK` columns of one shape, joined in
-  order (`attention.Blocks`): a block in which a row has nothing leaves its result as it is, to the bit;
-- a prompt is read alone, cut only at multiples of `grid` from its beginning;
-- a row that gave its place back makes its tokens again one by one, because reading them at once would sum otherwise.
-
-What was seen with torch 2.13 in float32 on an x86 CPU, with one and with two threads, at widths 32 to 3072: matrix
-products with four or more rows give a row the same bits whatever the other rows hold, wherever the row stands, and
-whatever their number; with one or two rows they give others. Batched products are the same for every batch. Softmax,
-log_softmax and cumulative sums go row by row. The bits also depend on where weights lie in memory: all begin at multiples
-of 64 bytes (`model`). Whether it holds for a model on a machine is tried out at start (`prove`),
-and where a fixed size is not enough (layers that send each token to experts of its own) the tile is one row. Models that
-cannot be served here take the plain lane, sample by sample.
-
-Slower than the shared lane: a full tile costs the same however few rows run, and attention takes more steps.
+A runner owns its cache and turns tokens into logits. It samples nothing and knows no request.
 """
 
 from __future__ import annotations
@@ -33,9 +19,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from gcore.engines.torch import kv_cache as columns
 from gcore.engines.torch.attention import BLOCK, BlockDecodePass, DecodePass
-from gcore.engines.torch.kv_cache import CacheShape, KVCache, new_table, plan_resize, table_rows
+from gcore.engines.torch.kv_cache import CacheShape, KVCache, new_table, plan_resize, table_footprint, table_rows
 from gcore.engines.torch.model import Model
 from gcore.engines.torch.prefill import (
     PrefillChunk,
@@ -47,17 +32,6 @@ from gcore.engines.torch.prefill import (
     record_logits,
 )
 from gcore.engines.torch.scheduler import IDLE_TOKENS, BatchSize, Compaction, Ints
-
-# -------------------- lane
-# How rows go through the model: what the three lanes have in common.
-#
-# A lane owns a cache and turns tokens into logits; it draws nothing and knows no request. There are three:
-#
-# - `shared`: the fast one, for models whose attention can be replaced; all rows write one column of one table;
-# - `tiled`: the same models, decoded so that no row depends on its neighbours, bit for bit (`deterministic: true`);
-# - `plain`: any causal model of transformers, with the model's own attention and the cache that it wants.
-#
-# Which of them serves a model is found out at start (`prove`).
 
 UNCUT = 2**62
 
@@ -106,19 +80,18 @@ class ModelRunner(Protocol):
         """What is not finite in the cache must not reach other rows."""
 
 
-# -------------------- shared
-# The fast lane: all rows in one table, with one write column.
-#
-# Where everything stands `columns` decides; `cache` moves it. Needs a model whose attention can be replaced and whose layers
-# keep keys and values alike, and that takes positions as they are given (`prove` tries it out).
-#
-# Memory: the table has `rows x columns` cells and never more than the budget, as long as what runs fits it (`schedule`).
-# Besides, what a pass over prompts makes stands in memory until its rows have joined: at most `IDLE_TOKENS` tokens, or one
-# longer prompt.
-
-
 class FastRunner:
-    """See the module. `slots`: rows at most; `budget`: cells at most, None for no bound."""
+    """`slots`: rows at most; `budget`: cells at most, None for no bound.
+
+    The fast lane: all rows in one table, with one write column.
+
+    Where everything stands `columns` decides; `cache` moves it. Needs a model whose attention can be replaced and
+    whose layers keep keys and values alike, and that takes positions as they are given (`prove` tries it out).
+
+    Memory: the table has `rows x columns` cells and never more than the budget, as long as what runs fits it
+    (`schedule`). Besides, what a pass over prompts makes stands in memory until its rows have joined: at most
+    `IDLE_TOKENS` tokens, or one longer prompt.
+    """
 
     name: ClassVar[str] = "shared"
     copies: ClassVar[bool] = True
@@ -138,7 +111,7 @@ class FastRunner:
 
     def footprint(self, size: BatchSize) -> int:
         """Cells that rows of this size take."""
-        return columns.table_footprint(size.rows, size.longest)
+        return table_footprint(size.rows, size.longest)
 
     def read(self, chunks: Sequence[PrefillChunk]) -> None:
         """Prompts through the model."""
@@ -274,7 +247,29 @@ class KVTile(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 class DeterministicRunner:
-    """See the module. `chunk`: the grid on which prompts are cut."""
+    """`chunk`: the grid on which prompts are cut.
+
+    Floating-point sums depend on their order, and a library chooses the order by the shapes it is given. So every
+    shape here is either fixed or a function of the row's own tokens:
+
+    - rows go through the model in tiles of `tile` rows, the last filled up with idle rows, so that every layer always
+      multiplies matrices of the same size;
+    - a row begins at column 0 of its own stretch, and attention goes over blocks of `BLOCK` columns of one shape,
+      joined in order (`attention.Blocks`): a block in which a row has nothing leaves its result as it is, to the bit;
+    - a prompt is read alone, cut only at multiples of `grid` from its beginning;
+    - a row that gave its place back makes its tokens again one by one, because reading them at once would sum
+      otherwise.
+
+    What was seen with torch 2.13 in float32 on an x86 CPU, with one and with two threads, at widths 32 to 3072:
+    matrix products with four or more rows give a row the same bits whatever the other rows hold, wherever the row
+    stands, and whatever their number; with one or two rows they give others. Batched products are the same for every
+    batch. Softmax, log_softmax and cumulative sums go row by row. The bits also depend on where weights lie in
+    memory: all begin at multiples of 64 bytes (`model`). Whether it holds for a model on a machine is tried out at
+    start (`prove`), and where a fixed size is not enough (layers that send each token to experts of its own) the tile
+    is one row. Models that cannot be served here take the plain lane, sample by sample.
+
+    Slower than the shared lane: a full tile costs the same however few rows run, and attention takes more steps.
+    """
 
     name: ClassVar[str] = "tiled"
     copies: ClassVar[bool] = True
@@ -369,17 +364,6 @@ class DeterministicRunner:
                 table.nan_to_num_(0.0, 0.0, 0.0)
 
 
-# -------------------- plain
-# The plain lane: any causal model of transformers, with its own attention and the cache that it wants. Correct, not quick.
-#
-# Rows that joined together with equally long prompts form a group that goes through the model in step: nothing is padded,
-# so the model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are never joined; rows
-# that come one by one are decoded one by one. A model whose cache cannot be taken apart by rows (it has no
-# `reorder_cache`) has every row in a group of its own.
-#
-# With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache holds.
-
-
 @dataclass(slots=True, eq=False)
 class CachedPass:
     """A model's own cache after a pass over equally long prompts."""
@@ -404,7 +388,19 @@ class RowGroup:
 
 
 class GenericRunner:
-    """See the module. `whole`: prompts are read in one piece, for models that cannot go on in the middle of one."""
+    """See the module. `whole`: prompts are read in one piece, for models that cannot go on in the middle of one.
+
+    The plain lane: any causal model of transformers, with its own attention and the cache that it wants. Correct, not
+    quick.
+
+    Rows that joined together with equally long prompts form a group that goes through the model in step: nothing is
+    padded, so the model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are
+    never joined; rows that come one by one are decoded one by one. A model whose cache cannot be taken apart by rows
+    (it has no `reorder_cache`) has every row in a group of its own.
+
+    With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache
+    holds.
+    """
 
     name: ClassVar[str] = "plain"
     copies: ClassVar[bool] = False

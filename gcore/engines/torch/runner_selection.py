@@ -24,10 +24,11 @@ from gcore.engines.torch.attention import BLOCK, PrefillPass
 from gcore.engines.torch.engine import Decoder
 from gcore.engines.torch.fast_path import fast_decode_step
 from gcore.engines.torch.kv_cache import CacheShape, LayerShape
-from gcore.engines.torch.model import Model, is_out_of_memory, unservable_model
+from gcore.engines.torch.model import Model, unservable_model
 from gcore.engines.torch.model_runner import TILE, UNCUT, DeterministicRunner, FastRunner, GenericRunner, ModelRunner
 from gcore.engines.torch.prefill import PrefillCache, PrefillChunk
 from gcore.errors import DataError
+from gcore.system.memory import is_out_of_memory
 
 log = logging.getLogger("gcore.engine")
 

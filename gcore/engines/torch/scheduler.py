@@ -1,10 +1,8 @@
-"""What is known of each running sequence, as arrays over rows, so that a decode step does no work per row in Python.
+"""Scheduler: which sequences run, which wait, which are preempted, and how much of the waiting prompts is prefilled now.
 
-Row `i` of every array belongs to `works[i]`. Padding cells of `stops` hold -1, which is no token's id. Imports numpy, not
-torch. Decides nothing: it answers which rows have ended by count or by token, and which may have met a stop string.
-
-A row may be replayed: what it made in an earlier life goes through the model again, token by token, and is kept as it is
-instead of what would be drawn.
+Memory is counted in cells: the place of one token's keys and values. A runner's `footprint` says how many cells a batch takes;
+admission never exceeds the budget. `RunningBatch` keeps what is known of each running sequence in arrays, so that a decode
+step does no work per sequence in Python. Imports numpy, not torch.
 """
 
 from __future__ import annotations
@@ -73,24 +71,6 @@ class WaitingQueue:
         return dropped
 
 
-# -------------------- schedule
-# Who gets a row, who gives it back, and how much of the waiting prompts is read now: pure decisions over sizes.
-#
-# Memory is counted in cells: places for one token's keys and values. A lane says with its footprint how many cells rows of
-# certain lengths take; the budget (`cache_tokens`) is never exceeded by what is admitted here.
-#
-# - Requests are admitted in the order of their arrival. One that does not fit yet holds back those behind it, so none is
-#   overtaken for ever by smaller ones.
-# - A request is admitted with `RESERVE` tokens of its growth, or all that it may still make, so that it does not have to
-#   leave again at once.
-# - When the running rows outgrow the budget, the youngest give theirs back. They wait in front of all others, with their
-#   tokens, so the queue stays in the order of arrival. The oldest never gives its row back, and whatever was accepted fits
-#   alone: so each request comes to its end.
-# - While rows decode, a cycle reads at most `prefill_chunk_tokens` of waiting prompts, so that a long prompt delays nobody's
-#   next token by more than that; when nothing decodes there is nobody to delay, and it reads up to `IDLE_TOKENS`.
-#
-# Knows no torch, no cache and no clock.
-
 RESERVE = 64
 """Tokens of growth that an admission sets aside."""
 
@@ -149,6 +129,23 @@ def num_admissible(
     """How many of the first that wait may have a row, beside what is `held`; `free`: rows that are not taken.
 
     The first is admitted in any case when nothing is held.
+
+    Who gets a row, who gives it back, and how much of the waiting prompts is read now: pure decisions over sizes.
+
+    Memory is counted in cells: places for one token's keys and values. A lane says with its footprint how many cells
+    rows of certain lengths take; the budget (`cache_tokens`) is never exceeded by what is admitted here.
+
+    - Requests are admitted in the order of their arrival. One that does not fit yet holds back those behind it, so none is
+      overtaken for ever by smaller ones.
+    - A request is admitted with `RESERVE` tokens of its growth, or all that it may still make, so that it does not have to
+      leave again at once.
+    - When the running rows outgrow the budget, the youngest give theirs back. They wait in front of all others, with their
+      tokens, so the queue stays in the order of arrival. The oldest never gives its row back, and whatever was accepted fits
+      alone: so each request comes to its end.
+    - While rows decode, a cycle reads at most `prefill_chunk_tokens` of waiting prompts, so that a long prompt delays nobody's
+      next token by more than that; when nothing decodes there is nobody to delay, and it reads up to `IDLE_TOKENS`.
+
+    Knows no torch, no cache and no clock.
     """
     count, size = 0, held
     for want in waiting[: max(0, free)]:
@@ -264,7 +261,15 @@ PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_know
 
 
 class RunningBatch:
-    """The running sequences."""
+    """The running sequences.
+
+    Row `i` of every array belongs to `works[i]`. Padding cells of `stops` hold -1, which is no token's id. Imports
+    numpy, not torch. It answers which rows have ended by count or by token, and which may have met a
+    stop string.
+
+    A row may be replayed: what it made in an earlier life goes through the model again, token by token, and is kept
+    as it is instead of what would be drawn.
+    """
 
     def __init__(self) -> None:
         self.works: list[SequenceState] = []

@@ -41,7 +41,7 @@ class AgentRollout:
 
 
 Agent = Callable[[AgentRollout], Awaitable[float | None] | float | None]
-"""What an entry point in `gcore.agents` gives."""
+"""What an entry point in `gcore.rollout.agents` gives."""
 
 
 class AgentFault(EnvironmentFault):
@@ -59,14 +59,15 @@ class AgentRequestRefused(Exception):
         self.param = param
 
 
-# -------------------- registry
-# Agents by name: plug-ins under the entry points `gcore.agents`, and one call of one, looked at as foreign code is.
-
 AGENTS = PluginKind("agent", "gcore.agents", "agent.name")
 
 
 def find_agent(name: str) -> Agent:
-    """The agent of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    """The agent of that entry-point name. Raises PluginFault, with the nearest name if there is none.
+
+    Agents by name: plug-ins under the entry points `gcore.rollout.agents`, and one call of one, looked at as foreign
+    code is.
+    """
     found: Agent = find_plugin(AGENTS, name)
     return found
 

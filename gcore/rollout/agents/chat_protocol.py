@@ -16,12 +16,6 @@ from typing import Any, Literal
 
 from gcore.rollout.agents.api import MODEL, AgentRequestRefused
 
-# -------------------- words
-# Messages, as agents send them and as they are compared, and answers, as agents are sent them. Pure.
-#
-# A message is brought into one form, in which two are the same if they say the same: content a text, what is null left out, the
-# arguments of a call as the values that they are. Of a message of the assistant its content and its calls count, nothing else.
-
 Message = Mapping[str, Any]
 
 
@@ -35,7 +29,14 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def parse_message(given: Any, number: int) -> Message:
-    """One message in its form. `number`: its place, for what is said of it. Raises Refused."""
+    """One message in its form. `number`: its place, for what is said of it. Raises Refused.
+
+    Messages, as agents send them and as they are compared, and answers, as agents are sent them.
+
+    A message is brought into one form, in which two are the same if they say the same: content a text, what is null
+    left out, the arguments of a call as the values that they are. Of a message of the assistant its content and its
+    calls count, nothing else.
+    """
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise _bad(number, f"is no object with a role of {', '.join(ROLES)}")
     message: dict[str, Any] = {"role": given["role"], "content": _content(given.get("content"), number)}
@@ -273,9 +274,6 @@ def _unsupported(param: str, what: str) -> AgentRequestRefused:
     return AgentRequestRefused(400, "unsupported_parameter", what, param=param)
 
 
-# -------------------- written
-# What an agent is sent: chat completions, whole or as a stream of events, and refusals, in OpenAI's forms. Pure.
-
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -284,7 +282,10 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch."""
+    """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch.
+
+    What an agent is sent: chat completions, whole or as a stream of events, and refusals, in OpenAI's forms.
+    """
 
     name: str
     model: str

@@ -4,7 +4,7 @@
 
 A token names one response, cannot be guessed, and ends with it: from then on it is answered with 404, and what was under way is cut off.
 A client that goes away takes its question with it; one that has only said its last, and still listens, is answered. Refusals carry `x-should-retry: false`, or OpenAI's own client would
-repeat some of them. What an answer is `gcore.agents.served` says; this module reads and writes HTTP/1.1, through h11.
+repeat some of them. What an answer is `gcore.rollout.agents.session` says; this module reads and writes HTTP/1.1, through h11.
 """
 
 from __future__ import annotations
@@ -236,23 +236,24 @@ async def _send(writer: asyncio.StreamWriter, protocol: h11.Connection, reply: R
     await writer.drain()
 
 
-# -------------------- pool
-# The processes that agents run in on one controller, and what becomes of an agent that hangs, dies or raises.
-#
-# An agent is foreign code that works on what a model wrote, so none of it runs in the controller. A few processes (`agent.workers`)
-# run one agent each at a time; who finds none free waits, and its time does not run yet. An agent that takes longer than it may, or
-# whose response is given up, costs its process, which is killed with all it started, and replaced; so with one that dies. One that raises
-# does not: its process has said so, and runs the next. But one that leaves something running, a thread or a process, costs its process too:
-# it would ask in the next response's name.
-#
-# The processes are those that score, with another program in them (`gcore.reward.crew`).
-
 NEVER_S = 1e8
 """How long a process is waited for: `watch` says when that is over."""
 
 
 class AgentPool:
-    """One event loop; close it."""
+    """One event loop; close it.
+
+    The processes that agents run in on one controller, and what becomes of an agent that hangs, dies or raises.
+
+    An agent is foreign code that works on what a model wrote, so none of it runs in the controller. A few processes
+    (`agent.workers`) run one agent each at a time; who finds none free waits, and its time does not run yet. An agent
+    that takes longer than it may, or whose response is given up, costs its process, which is killed with all it
+    started, and replaced; so with one that dies. One that raises does not: its process has said so, and runs the
+    next. But one that leaves something running, a thread or a process, costs its process too: it would ask in the
+    next response's name.
+
+    The processes are those that score, with another program in them (`gcore.worker.sandbox.pool`).
+    """
 
     def __init__(self, spec: AgentSpec, clock: Clock, group: str = "") -> None:
         """`group`: the control group of the processes."""
@@ -329,14 +330,14 @@ def _unagreed() -> AgentFault:
     )
 
 
-# -------------------- trial
-# An agent, tried before there is a job: loaded in a process as it will be. It is not called: there is no policy to ask yet.
-#
-# For code that has no event loop.
-
-
 def try_agent(spec: AgentSpec) -> None:
-    """Blocks. Not within an event loop. Raises PluginFault."""
+    """Blocks. Not within an event loop. Raises PluginFault.
+
+    An agent, tried before there is a job: loaded in a process as it will be. It is not called: there is no policy to
+    ask yet.
+
+    For code that has no event loop.
+    """
     asyncio.run(_tried(spec))
 
 

@@ -6,7 +6,7 @@
     history      a question that does not go on with what was said is refused with 409; with `agent.history: last` it begins
                  a new conversation, and the response is the last one. Turns and the policy's own tokens count over all of them,
                  all tokens in each
-    long texts   are rendered and tokenized in a thread (`gcore.prompts.long_texts`)
+    long texts   are rendered and tokenized in a thread (`gcore.data.tokenizer`)
     time         runs while no question is being answered: how long engines take is not the agent's doing
     engines      one that fails is the production's business: the agent is told 503, and the response is made anew from the
                  beginning
@@ -41,20 +41,20 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import wait_within
 from gcore.types import FinishReason, Sample
 
-# -------------------- dialogue
-# One conversation of an agent with the policy, as one growing sequence of tokens. Pure.
-#
-# The first question is rendered and tokenized whole. Each later one must hold what was said so far, word for word, and only what is
-# new is tokenized: the whole is rendered with a mark in the place of the last answer, and what the template writes behind the mark
-# stands behind the tokens that were generated. Those stay as the engine gave them. So the policy has always before it exactly what it is
-# trained on. A template that would write an earlier turn otherwise now (one that leaves out the thinking of turns that are past) is
-# not followed: what was said was said.
-
 T = TypeVar("T")
 
 
 class ChatRenderer(ObservationRenderer, Protocol):
-    """What the template makes of messages (`gcore.prompts.render.PromptRenderer`)."""
+    """What the template makes of messages (`gcore.data.renderer.PromptRenderer`).
+
+    One conversation of an agent with the policy, as one growing sequence of tokens.
+
+    The first question is rendered and tokenized whole. Each later one must hold what was said so far, word for word,
+    and only what is new is tokenized: the whole is rendered with a mark in the place of the last answer, and what the
+    template writes behind the mark stands behind the tokens that were generated. Those stay as the engine gave them.
+    So the policy has always before it exactly what it is trained on. A template that would write an earlier turn
+    otherwise now (one that leaves out the thinking of turns that are past) is not followed: what was said was said.
+    """
 
     def render(self, value: Sequence[Message], fields: Mapping[str, Any]) -> str:
         """All of them, with the opening of an answer."""

@@ -126,7 +126,7 @@ class Environment(Protocol):
 
 
 EnvironmentMaker = Callable[[Setting], Environment]
-"""What an entry point in `gcore.environments` gives: the class itself, mostly. Raises EnvironmentFault for options that are none."""
+"""What an entry point in `gcore.rollout.environments` gives: the class itself, mostly. Raises EnvironmentFault for options that are none."""
 
 
 def stop_of(environment: Environment) -> tuple[str, ...]:
@@ -138,12 +138,6 @@ def stop_of(environment: Environment) -> tuple[str, ...]:
         )
     return tuple(found)
 
-
-# -------------------- registry
-# Environments and tools by name: plug-ins under the entry points `gcore.environments` and `gcore.tools`.
-#
-# An environment is foreign code, so what it gives is looked at here: an exception, a result of another type or a reward that is no
-# number becomes an `EnvironmentFault`. That it must not take for ever is its caller's business (`gcore.environments.episode`).
 
 ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name")
 
@@ -160,7 +154,14 @@ Tool = Callable[[str], str]
 
 
 def find_environment(name: str) -> EnvironmentMaker:
-    """The environment of that entry-point name. Raises PluginFault, with the nearest name if there is none."""
+    """The environment of that entry-point name. Raises PluginFault, with the nearest name if there is none.
+
+    Environments and tools by name: plug-ins under the entry points `gcore.rollout.environments` and `gcore.tools`.
+
+    An environment is foreign code, so what it gives is looked at here: an exception, a result of another type or a
+    reward that is no number becomes an `EnvironmentFault`. That it must not take for ever is its caller's business
+    (`gcore.rollout.environments.episode`).
+    """
     found: EnvironmentMaker = find_plugin(ENVIRONMENTS, name)
     return found
 

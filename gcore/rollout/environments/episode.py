@@ -29,19 +29,19 @@ from gcore.system.clock import Clock
 from gcore.system.concurrency import Pausable, TaskHung, wait_within
 from gcore.types import FinishReason, Range, Sample, Version, VersionSpan
 
-# -------------------- transcript
-# A response of several turns, token by token: what the model made, and between that what it was shown. Pure.
-#
-# Nothing is tokenized anew: a turn's tokens stand as the engine gave them, an observation's as the tokenizer made them of its words
-# alone. What was shown has log-probability 0 and is named in `observed`; the version of its tokens is that of the turn before, or of the
-# one that follows where there is none before.
-
 TOLD = ("⟦", "⟧")
 """Around what of a response was observed, where people read it."""
 
 
 def mark_observed(text: str, observed: Iterable[Range]) -> str:
-    """`text` with marks around what a tool or an environment said."""
+    """`text` with marks around what a tool or an environment said.
+
+    A response of several turns, token by token: what the model made, and between that what it was shown.
+
+    Nothing is tokenized anew: a turn's tokens stand as the engine gave them, an observation's as the tokenizer made
+    them of its words alone. What was shown has log-probability 0 and is named in `observed`; the version of its
+    tokens is that of the turn before, or of the one that follows where there is none before.
+    """
     parts, at = [], 0
     for start, end in observed:
         parts += [text[at:start], TOLD[0], text[start:end], TOLD[1]]
@@ -127,7 +127,7 @@ T = TypeVar("T")
 
 
 class ObservationRenderer(Protocol):
-    """The words of an observation as tokens (`gcore.prompts.render.PromptRenderer`)."""
+    """The words of an observation as tokens (`gcore.data.renderer.PromptRenderer`)."""
 
     @property
     def chat(self) -> bool:

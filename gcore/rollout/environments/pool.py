@@ -6,7 +6,7 @@ Tools are foreign code that works on what a model wrote, so none of it runs in t
 happened, in a few words, and goes on from there: a tool that fails is a part of its world. People are told once for each reason, by
 an event. An argument that a tool cannot work with (`BadArgument`) is the model's own mistake, and no event.
 
-The processes are those that score, with another program in them (`gcore.reward.crew`).
+The processes are those that score, with another program in them (`gcore.worker.sandbox.pool`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Told = Callable[[str, str], None]
 
 
 class ToolPool:
-    """Implements `gcore.environments.api.Tools`. One event loop; close it."""
+    """Implements `gcore.rollout.environments.api.Tools`. One event loop; close it."""
 
     def __init__(
         self, spec: ToolsSpec, clock: Clock, on_fault: Told = lambda what, trace: None, group: str = ""
@@ -117,7 +117,7 @@ class ToolPool:
 
 
 class _Within:
-    """Implements `gcore.environments.api.Tools`."""
+    """Implements `gcore.rollout.environments.api.Tools`."""
 
     def __init__(self, pool: ToolPool, holding: Holding) -> None:
         self._pool, self._holding = pool, holding
@@ -136,14 +136,15 @@ def _error(why: str) -> Said:
     return Said(f"error: {why}", failed=True)
 
 
-# -------------------- trial
-# An environment and its tools, tried out before there is a job: made for a prompt's entry, and asked what it shows first.
-#
-# For code that has no event loop. What cannot be loaded, an option that is misspelt, a tool that nobody provides: all of that fails here.
-
-
 def try_environment(spec: EnvironmentSpec, fields: Mapping[str, Any], *, chat: bool) -> None:
-    """Blocks. Not within an event loop. Raises PluginFault."""
+    """Blocks. Not within an event loop. Raises PluginFault.
+
+    An environment and its tools, tried out before there is a job: made for a prompt's entry, and asked what it shows
+    first.
+
+    For code that has no event loop. What cannot be loaded, an option that is misspelt, a tool that nobody provides:
+    all of that fails here.
+    """
     maker = find_environment(spec.name)
     asyncio.run(_tried(spec, maker, fields, chat=chat))
 

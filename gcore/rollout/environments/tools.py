@@ -169,17 +169,16 @@ def _argument(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-# -------------------- tooled
-# The environment `tools`: a model that may call tools, turn after turn, until it ends a turn without a call.
-#
-#     environment: {name: tools, tools: {names: [calculator]}, options: {form: tags, open: "<<", close: ">>"}}
-#
-# How calls are written is `gcore.environments.calls`; how tools are run, `gcore.environments.pool`. It gives no reward: what an answer is
-# worth the spec's reward says.
-
-
 class ToolEnvironment:
-    """Implements `Environment`."""
+    """Implements `Environment`.
+
+    The environment `tools`: a model that may call tools, turn after turn, until it ends a turn without a call.
+
+        environment: {name: tools, tools: {names: [calculator]}, options: {form: tags, open: "<<", close: ">>"}}
+
+    How calls are written is `gcore.rollout.environments.tools`; how tools are run, `gcore.rollout.environments.pool`.
+    It gives no reward: what an answer is worth the spec's reward says.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self._tools = setting.tools
@@ -203,13 +202,6 @@ class ToolEnvironment:
         """Nothing is held."""
 
 
-# -------------------- calculator
-# The tool `calculator`: sums with + - * / and parentheses, of whole and decimal numbers. A parser of its own: nothing is evaluated
-# that a model writes.
-#
-# Exact: numbers are fractions all the way, and what comes out is written as a decimal number, rounded to twelve places where it has
-# no end. Bounded: so many characters, so many digits, so many parentheses within each other.
-
 MOST_CHARACTERS, MOST_DIGITS, MOST_DEPTH = 256, 64, 32
 
 
@@ -223,7 +215,14 @@ _LARGEST = 10**MOST_DIGITS
 
 
 class NoSum(BadArgument):
-    """It is none that can be worked out; the words say why."""
+    """It is none that can be worked out; the words say why.
+
+    The tool `calculator`: sums with + - * / and parentheses, of whole and decimal numbers. A parser of its own:
+    nothing is evaluated that a model writes.
+
+    Exact: numbers are fractions all the way, and what comes out is written as a decimal number, rounded to twelve
+    places where it has no end. Bounded: so many characters, so many digits, so many parentheses within each other.
+    """
 
 
 def calculator(argument: str) -> str:

@@ -75,18 +75,16 @@ def _rewards(rewards: Tensor, beside: Tensor) -> Tensor:
     return rewards.to(torch.float64)
 
 
-# -------------------- returns
-# From rewards at tokens to what was still to come: discounted returns, and generalised advantage estimation.
-#
-# Rows are sequences, columns tokens, [batch, tokens]. A token whose mask is 0 (padding, or an observation in the middle of a
-# sequence with several turns) is not there: what comes behind it is handed through unchanged, without discount, to what
-# stands before it. All in float64.
-
-
 def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
     """[batch, tokens]: each sequence's reward (`rewards` [batch]) at its last token that counts, 0 elsewhere.
 
     Raises ValueError for a sequence of which no token counts: its reward would be lost in silence.
+
+    From rewards at tokens to what was still to come: discounted returns, and generalised advantage estimation.
+
+    Rows are sequences, columns tokens, [batch, tokens]. A token whose mask is 0 (padding, or an observation in the
+    middle of a sequence with several turns) is not there: what comes behind it is handed through unchanged, without
+    discount, to what stands before it. All in float64.
     """
     counted = mask != 0
     if not bool(counted.any(dim=1).all()):
@@ -133,19 +131,19 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     return advantages, torch.where(counted, advantages + value, 0.0)
 
 
-# -------------------- whitening
-# Mean zero and variance one over all trained tokens of a step, however they are spread over ranks and micro-batches.
-#
-# Each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes after returns
-# are taken from advantages, never before. The variance is the unbiased one.
-
 EPSILON = 1e-8
 """Added to the variance, as public implementations of REINFORCE++ and GAE do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64."""
+    """Of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64.
+
+    Mean zero and variance one over all trained tokens of a step, however they are spread over ranks and micro-batches.
+
+    Each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes after
+    returns are taken from advantages, never before. The variance is the unbiased one.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -185,15 +183,13 @@ def whitened(values: Tensor, mask: Tensor, whole: Moments) -> Tensor:
     return torch.where(mask != 0, (values.to(torch.float64) - whole.mean) * scale, 0.0)
 
 
-# -------------------- shaping
-# What is taken off a reward before advantages are made of it: for length, and for leaving the reference.
-
-
 def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float) -> Tensor:
     """DAPO's soft punishment of length (arXiv 2503.14476): min(-(len - (longest - cache)) / cache · factor, 0).
 
     `lengths` [n] in tokens; `longest` and `cache` in tokens: it begins at `longest - cache` and is `-factor` at `longest`.
     Returns [n] float64, to be added to the rewards. Raises ValueError unless 0 < cache <= longest and factor >= 0.
+
+    What is taken off a reward before advantages are made of it: for length, and for leaving the reference.
     """
     if not 0 < cache <= longest:
         raise ValueError(f"a cache of {cache} tokens does not fit into {longest}")

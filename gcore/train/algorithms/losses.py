@@ -155,17 +155,6 @@ def _held(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) 
     return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
 
 
-# -------------------- aggregate
-# How token losses become one number, the same for every split over ranks and micro-batches.
-#
-# The loss of an update is a sum over all its sequences divided by a count of all its sequences or tokens. The sum is taken
-# where the sequences are, micro-batch by micro-batch (`loss_sum`); the count is the whole update's and known beforehand
-# (`denominator`). So
-#
-#     loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
-#
-# and no mean is ever taken over a part. A sequence stands whole in one row; rows of zeros (padding, dummies) add nothing.
-
 Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """Every token weighs the same (DAPO, arXiv 2503.14476); every sequence (GRPO, GSPO); every sequence by its tokens' sum;
 that sum over a constant (Dr.GRPO, arXiv 2503.20783)."""
@@ -178,6 +167,17 @@ def loss_sum(token_loss: Tensor, mask: Tensor, mode: Mode, horizon: float | None
     sequences of the sum over tokens (all modes but two), of the mean over tokens ("seq-mean-token-mean"), or of the sum
     over tokens divided by the constant `horizon` in tokens ("seq-mean-token-sum-norm", Dr.GRPO's). Raises ValueError for
     shapes that do not fit and for a missing horizon.
+
+    How token losses become one number, the same for every split over ranks and micro-batches.
+
+    The loss of an update is a sum over all its sequences divided by a count of all its sequences or tokens. The sum
+    is taken where the sequences are, micro-batch by micro-batch (`loss_sum`); the count is the whole update's and
+    known beforehand (`denominator`). So
+
+        loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
+
+    and no mean is ever taken over a part. A sequence stands whole in one row; rows of zeros (padding, dummies) add
+    nothing.
     """
     if token_loss.shape != mask.shape or token_loss.ndim != 2:
         raise ValueError(f"token losses {tuple(token_loss.shape)} and mask {tuple(mask.shape)} must both be [b, t]")
@@ -211,25 +211,23 @@ def _horizon(horizon: float | None) -> float:
     return float(horizon)
 
 
-# -------------------- corrections
-# Weights for the difference between what the engine sampled from and what the trainer computes.
-#
-# Engine and trainer give slightly different log-probabilities for the same tokens and weights (kernels, precision,
-# truncated sampling), and samples that were made ahead of training come from older weights. What is done about it is
-# the spec's choice:
-#
-# - TIS, truncated importance sampling, multiplies each token's loss by the capped ratio of the two;
-# - IcePop does so within a band, and drops the loss of a token outside;
-# - MIS leaves such tokens out altogether, of the count too;
-# - decoupled PPO clips around a proximal policy and weighs by its ratio to the behaviour policy.
-#
-# None of them touches the PPO ratio, which stays within the trainer. All weights are detached.
-
-
 def ratio_weight(logp: Tensor, behave_logp: Tensor) -> Tensor:
     """exp(logp - behave_logp), detached, of one shape such as [batch, tokens], the log-ratio held within ±20.
 
     As the weight of decoupled PPO (arXiv 2505.24298): π_prox / π_behave, times the PPO loss whose ratio is π / π_prox.
+
+    Weights for the difference between what the engine sampled from and what the trainer computes.
+
+    Engine and trainer give slightly different log-probabilities for the same tokens and weights (kernels, precision,
+    truncated sampling), and samples that were made ahead of training come from older weights. What is done about it is
+    the spec's choice:
+
+    - TIS, truncated importance sampling, multiplies each token's loss by the capped ratio of the two;
+    - IcePop does so within a band, and drops the loss of a token outside;
+    - MIS leaves such tokens out altogether, of the count too;
+    - decoupled PPO clips around a proximal policy and weighs by its ratio to the behaviour policy.
+
+    None of them touches the PPO ratio, which stays within the trainer. All weights are detached.
     """
     return (logp - behave_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -268,14 +266,6 @@ def _inside(weight: Tensor, low: float, high: float) -> Tensor:
     return (weight >= low) & (weight <= high)
 
 
-# -------------------- kl
-# Estimators of the KL divergence from the reference, token by token, from samples of the policy.
-#
-# With d = logp - ref_logp. k1 is unbiased and may be negative; k2 and k3 never are. As a loss their gradients differ, which
-# matters more than their values (arXiv 2506.09477): that of k1 has mean zero and teaches nothing, that of k2 is the KL's own,
-# that of k3 is not. "k3+" therefore shows k3's value and has k2's gradient. As a term of the reward no gradient is taken, and k1 is the
-# unbiased choice.
-
 MAX_EXPONENT = 20.0
 
 
@@ -284,6 +274,13 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", 
 
     Both inputs of one shape, such as [batch, tokens]; returns that shape, nats, in the type of `logp`. The gradient goes through `logp` only. The
     exponent is held below 20, so that a token the policy all but excludes does not overflow.
+
+    Estimators of the KL divergence from the reference, token by token, from samples of the policy.
+
+    With d = logp - ref_logp. k1 is unbiased and may be negative; k2 and k3 never are. As a loss their gradients
+    differ, which matters more than their values (arXiv 2506.09477): that of k1 has mean zero and teaches nothing,
+    that of k2 is the KL's own, that of k3 is not. "k3+" therefore shows k3's value and has k2's gradient. As a term
+    of the reward no gradient is taken, and k1 is the unbiased choice.
     """
     d = logp - ref_logp.detach()
     match kind:

@@ -45,6 +45,7 @@ from torch.nn import functional
 
 from gcore.config.train import CriticSpec, TrainSpec
 from gcore.models.replicas import Extent
+from gcore.train.backends.base import AdamKind, NamedTensor, TensorKind, UpdateResult
 from gcore.train.batching import Feeding, LogitsOf, make_dummy
 from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
 
@@ -52,26 +53,6 @@ LARGEST_BUCKET = 500_000_000
 
 
 ADAM_EPS = 1e-8
-
-
-Kind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
-"""`served`: as forward computes with it; `master`: float32; the rest is Adam's, float32."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NamedTensor:
-    """A whole tensor of the model, under its Hugging Face name."""
-
-    name: str
-    tensor: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """Whether an update was made, and the global gradient norm before clipping; not made: the norm was not finite."""
-
-    applied: bool
-    grad_norm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +134,7 @@ class DeepSpeedBackend:
         applied = bool(self._engine.was_step_applied())
         return UpdateResult(applied, float(norm) if applied and norm is not None else float("inf"))
 
-    def tensors(self, kind: Kind) -> Iterator[NamedTensor]:
+    def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
         """Every parameter whole, one after the other, on every rank. To be read to the end by all."""
         for name, parameter in self._names.items():
             if kind != "served":
@@ -204,7 +185,7 @@ class DeepSpeedBackend:
             else:
                 yield parameter._hp_mapping.get_hp_fragment(None if kind == "master" else kind)  # type: ignore[attr-defined]
 
-    def restore(self, kind: Literal["exp_avg", "exp_avg_sq"], values: Iterable[NamedTensor]) -> None:
+    def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
         """Set one half of Adam's state from whole tensors, in any order."""
         for one in values:
             parameter = self._names[one.name]
@@ -214,13 +195,21 @@ class DeepSpeedBackend:
         """Set Adam's own count."""
         self._set_adam_steps(adam_steps)
 
-    def restore_optimizer(self, states: Mapping[Literal["exp_avg", "exp_avg_sq"], Path], adam_steps: int) -> None:
+    def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
         """Set Adam's state from safetensors files under the parameters' names, and its count of updates."""
         for kind, path in states.items():
             with safe_open(path, framework="pt") as file:
                 for name, parameter in self._names.items():
                     self._set(parameter, file.get_tensor(name).to(parameter.device), kind)
         self._set_adam_steps(adam_steps)
+
+    def forward_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on this rank that a forward pass computes with. Not a collective."""
+        return forward_tensors(self.module)
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on this rank that only an update needs. Not a collective."""
+        return optimizer_tensors(self.updater)
 
     def _set(self, parameter: nn.Parameter, value: Tensor, kind: Literal["master", "exp_avg", "exp_avg_sq"]) -> None:
         if self._stage == 3:
@@ -252,6 +241,62 @@ class DeepSpeedBackend:
         for state in self.updater.optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(steps)
+
+
+def partition_module(module: nn.Module, train: TrainSpec) -> Any:
+    """A frozen module partitioned over the ranks (ZeRO stage 3): each layer is gathered when it computes."""
+    silence_deepspeed()
+    buffers = {name: one.detach().clone() for name, one in module.named_buffers()}
+    zero: dict[str, Any] = {"stage": 3}
+    if train.offload_reference and torch.cuda.is_available():
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "bf16": {"enabled": train.dtype == "bf16"},
+            "steps_per_print": None,
+        },
+    )
+    engine.eval()
+    for name, buffer in module.named_buffers():
+        buffer.data = buffers[name].to(buffer.device)
+    return engine
+
+
+def forward_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Every tensor on this rank that the module computes with."""
+    for parameter in module.parameters():
+        yield parameter.data
+        # Under ZeRO stage 3 a parameter is empty between steps, and this is the rank's part of it.
+        if isinstance(own := getattr(parameter, "ds_tensor", None), Tensor):
+            yield own
+    yield from module.buffers()
+
+
+def optimizer_tensors(root: object) -> Iterator[Tensor]:
+    """All tensors that an optimizer of DeepSpeed's holds: in its attributes, in what they contain, in what torch's own keeps, and in
+    what hangs on tensors. Not those of modules, which are the forward pass's."""
+    seen: set[int] = set()
+    left: list[Any] = [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield one
+            left.extend(vars(one).values())
+            if one.is_leaf and one.grad is not None:
+                left.append(one.grad)
+        elif isinstance(one, dict):
+            left.extend(one.values())
+            left.extend(key for key in one if isinstance(key, Tensor))
+        elif isinstance(one, (list, tuple, set, frozenset)) or type(one).__module__ == "collections":
+            left.extend(one)
+        elif not isinstance(one, (nn.Module, type)) and type(one).__module__.startswith(("deepspeed.", "torch.optim.")):
+            left.extend(vars(one).values() if hasattr(one, "__dict__") else ())
 
 
 def silence_deepspeed() -> None:

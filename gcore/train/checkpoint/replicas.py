@@ -2,7 +2,7 @@
 
 After a step, before the rank says that it is applied, so that no step is committed whose state is not copied; and once
 after loading, so that a world that dies before its first step costs nothing either. Each rank writes its shard into its
-node's memory (`gcore.weights.copies`) and sends it to the rank that keeps its second copy, over gloo, from host memory.
+node's memory (`gcore.models.replicas`) and sends it to the rank that keeps its second copy, over gloo, from host memory.
 
 Two states are there at most: the one of head, which is the last whose successor was READY, and the one after it, whose
 commit may still fail. What is older goes when a step is begun, for its seal proves that the one before it is head; what is
@@ -10,7 +10,7 @@ of older worlds too, never what is of a newer one: a world that was given up may
 starts from counts as one of the two: what was room enough for the world before is room enough for the next.
 
 A copy that does not fit into memory is left out with a warning, and the step goes on: a later loss then costs more steps.
-Does not read copies (`gcore.train.copied`), and never decides that a world starts from them (controllers).
+Does not read copies (`gcore.train.checkpoint.replicas`), and never decides that a world starts from them (controllers).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gcore.models.replicas import (
     shard_bytes,
 )
 from gcore.system.fault_injection import FaultPoint, fault_point
-from gcore.train.backends.deepspeed import DeepSpeedBackend, NamedTensor
+from gcore.train.backends.base import NamedTensor, TrainBackend
 from gcore.train.backends.distributed import Collective
 from gcore.train.checkpoint.writer import UpdateCounts
 from gcore.train.models import RankModels
@@ -68,7 +68,7 @@ class StateReplicator:
     def __init__(self, launch: RankLaunch, collective: Collective, models: RankModels) -> None:
         self._launch = launch
         self._collective = collective
-        self._models: Mapping[str, DeepSpeedBackend] = trained_models(models)
+        self._models: Mapping[str, TrainBackend] = trained_models(models)
         self._folder = Path(launch.memory_dir)
         self._keepers = second_keepers(launch.nodes)
         self._group = host_group(collective)
@@ -255,9 +255,9 @@ class StateReplicator:
         return False
 
 
-def trained_models(models: RankModels) -> dict[str, DeepSpeedBackend]:
+def trained_models(models: RankModels) -> dict[str, TrainBackend]:
     """What a rank trains, under the names that copies call it by."""
-    named: dict[str, DeepSpeedBackend] = {"policy": models.policy}
+    named: dict[str, TrainBackend] = {"policy": models.policy}
     return named if models.critic is None else {**named, "critic": models.critic}
 
 
@@ -276,24 +276,23 @@ def _show(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-# -------------------- copied
-# Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
-#
-# Every rank looks into its own node's memory; each shard is read, once, by the first rank that has it there, which proves it
-# against its digest before anybody uses it, and goes from there to all others, parameter by parameter. What the copies are to
-# be of stands in the launch document, which has it from the rollback in the log: whatever else lies in memory, of another
-# world, another step, or not whole, is passed over. If a shard is missing, or is damaged, the world does not start, and a
-# sentence says which; the next one starts from a checkpoint.
-#
-# Does not decide that copies are used, and makes none (`gcore.train.copying`).
-
-
 class CopiesLost(GcoreError):
     """A state is not there whole, in the memory of the nodes of this world."""
 
 
 class ReplicaRestore:
-    """A state that is there whole, from one rank. All methods are collectives."""
+    """A state that is there whole, from one rank. All methods are collectives.
+
+    Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
+
+    Every rank looks into its own node's memory; each shard is read, once, by the first rank that has it there, which
+    proves it against its digest before anybody uses it, and goes from there to all others, parameter by parameter.
+    What the copies are to be of stands in the launch document, which has it from the rollback in the log: whatever
+    else lies in memory, of another world, another step, or not whole, is passed over. If a shard is missing, or is
+    damaged, the world does not start, and a sentence says which; the next one starts from a checkpoint.
+
+    Does not decide that copies are used, and makes none (`gcore.train.checkpoint.replicas`).
+    """
 
     def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:
         """Find it, and prove it. Raises CopiesLost, on every rank or on the one that found damage."""

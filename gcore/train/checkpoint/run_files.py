@@ -1,11 +1,9 @@
-"""Checkpoints go to the disk in a thread of their own, beside the steps that follow: one at a time.
+"""Files of a run as the train ranks write them: checkpoints in the background, retries, snapshots and tensor files.
 
-What is written is a copy that no step changes (`gcore.train.snapshot`). A checkpoint is `saved` when it is whole and on the
-disk, under its name; until then there is a hidden folder, which a killed process leaves and the next world sweeps. A disk
-that takes nothing costs no step: the write is over, its reason is shown, and the next checkpoint that is due is the next try.
-The last one of a job has no next: it `insists`, and is tried again until it is there or given up.
-
-Anything but a failing disk, or a file that cannot be had, is a defect, and is raised in whoever waits or asks for it. Does not know torch, nor who is told.
+A checkpoint is a copy that no step changes, written in a thread of its own, one at a time. It is `saved` when it is whole and
+on the disk under its name; until then there is a hidden folder, which a killed process leaves and the next world removes.
+A disk that takes nothing costs no step: the write ends with its reason, and the next checkpoint that is due is the next
+try. The last one of a job has no next: it is retried until it is written or given up.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from gcore.system.files import DiskFull, replace_folder, sync_path
 from gcore.train.rank.feed import StepInput
 from gcore.types import Version
 
-# -------------------- run_folder
-# The run's folder, known again: so that a rank does not go on in another one that has come to stand at its path.
-#
-# Where a mount is gone, or somebody moved the folder away, whoever writes "makes what lacks" and goes on in an empty folder:
-# checkpoints that nobody else sees, receipts that the audit misses. So before each write it is looked whether the folder is
-# the one that was found first.
-
 
 class RunFolder:
-    """Of one rank. Any thread."""
+    """Of one rank. Any thread.
+
+    The run's folder, known again: so that a rank does not go on in another one that has come to stand at its path.
+
+    Where a mount is gone, or somebody moved the folder away, whoever writes "makes what lacks" and goes on in an
+    empty folder: checkpoints that nobody else sees, receipts that the audit misses. So before each write it is looked
+    whether the folder is the one that was found first.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,13 +58,6 @@ class RunFolder:
         elif self._known != (found.st_dev, found.st_ino):
             raise OSError(errno.ESTALE, "another folder stands where the run's was", str(self.path))
 
-
-# -------------------- insisting
-# What a step cannot go on without is written again until the run's folder takes it: staged weights, receipts.
-#
-# A full disk must not cost a world, whose next one would meet the same disk. All ranks try together, since gathering weights is
-# a collective, and all know why a try failed. It is shown meanwhile, and bounded: a folder that takes nothing for as long as
-# the watchdog gives a rank ends the world, in a sentence that names it. Anything but a failing disk is raised at once.
 
 log = logging.getLogger("gcore.train")
 
@@ -88,7 +79,15 @@ class WriteRefused(GcoreError):
 
 
 class RetryingWriter:
-    """Of one rank. `show` hears what is tried again, and nothing when it is over; `limit_s`: so long is waited at most."""
+    """Of one rank. `show` hears what is tried again, and nothing when it is over; `limit_s`: so long is waited at most.
+
+    What a step cannot go on without is written again until the run's folder takes it: staged weights, receipts.
+
+    A full disk must not cost a world, whose next one would meet the same disk. All ranks try together, since
+    gathering weights is a collective, and all know why a try failed. It is shown meanwhile, and bounded: a folder
+    that takes nothing for as long as the watchdog gives a rank ends the world, in a sentence that names it. Anything
+    but a failing disk is raised at once.
+    """
 
     def __init__(self, show: Callable[[str], None], limit_s: float, again_s: float = WRITE_AGAIN_S) -> None:
         self._show = show
@@ -139,16 +138,16 @@ def _tried(attempt: Callable[[], None], where: Path) -> int:
     return 0
 
 
-# -------------------- receipts
-# What a rank trained on, on paper: one JSON line a token, on the disk before anybody hears that the token is applied.
-#
-# The audit compares receipts with the log. A line that has no end was being written when its rank died; nothing was
-# reported then. Receipts of a world that was rolled back stay; they name their world.
-
-
 @dataclass(frozen=True, slots=True)
 class ReceiptWriter:
-    """Where one rank of a world writes."""
+    """Where one rank of a world writes.
+
+    What a rank trained on, on paper: one JSON line a token, on the disk before anybody hears that the token is
+    applied.
+
+    The audit compares receipts with the log. A line that has no end was being written when its rank died; nothing was
+    reported then. Receipts of a world that was rolled back stay; they name their world.
+    """
 
     run_dir: Path
     world: str

@@ -1,11 +1,11 @@
 """Brings weights and checkpoints to the run's folder, and checkpoints back. Every rank takes part; rank 0 writes.
 
 Tensors are gathered one by one. Staged weights are written as they come, inside the step: engines wait for them. A disk that
-does not take them is tried again (`gcore.train.insisting`). They are not forced to the disk, because a machine that loses
+does not take them is tried again (`gcore.train.checkpoint.run_files`). They are not forced to the disk, because a machine that loses
 power takes its world with it, and the next world stages its own.
 
-A checkpoint costs its step only a copy to rank 0's host memory (`gcore.train.snapshot`, which says how much). It goes to the
-disk beside the steps that follow (`gcore.train.writing`), forced there before its folder gets its name. The copy is one: a
+A checkpoint costs its step only a copy to rank 0's host memory (`gcore.train.checkpoint.writer`, which says how much). It goes to the
+disk beside the steps that follow (`gcore.train.checkpoint.run_files`), forced there before its folder gets its name. The copy is one: a
 checkpoint that is due while the one before it is still being written waits for that, with all ranks (`drain`).
 """
 
@@ -40,23 +40,18 @@ from gcore.models.layout import (
     weights_folder,
 )
 from gcore.system.files import replace_folder
-from gcore.train.backends.deepspeed import DeepSpeedBackend, Kind, NamedTensor
+from gcore.train.backends.base import NamedTensor, TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
 from gcore.train.critic import Critic
 from gcore.train.models import PolicyModel
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
-# -------------------- snapshot
-# A checkpoint's tensors in host memory: a copy that the next steps do not change while it goes to the disk.
-#
-# Taken inside the step, tensor by tensor, so that a rank holds one gathered tensor at a time beside it. Only the rank that
-# writes keeps it: 12 bytes a parameter (float32 weight and Adam's two), for the policy and for the critic alike. There is one
-# copy at most; its memory is kept from one checkpoint to the next, which spares the machine finding it again.
-#
-# Does not write (`gcore.train.writing`).
-
-CHECKPOINT_KINDS: Mapping[str, Kind] = {MODEL_FILE: "master", EXP_AVG_FILE: "exp_avg", EXP_AVG_SQ_FILE: "exp_avg_sq"}
+CHECKPOINT_KINDS: Mapping[str, TensorKind] = {
+    MODEL_FILE: "master",
+    EXP_AVG_FILE: "exp_avg",
+    EXP_AVG_SQ_FILE: "exp_avg_sq",
+}
 
 
 CODES: Mapping[torch.dtype, Dtype] = {
@@ -79,7 +74,17 @@ ALIGNED = 8
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTensor:
-    """A tensor's shape and type in the file, and its bytes."""
+    """A tensor's shape and type in the file, and its bytes.
+
+    A checkpoint's tensors in host memory: a copy that the next steps do not change while it goes to the disk.
+
+    Taken inside the step, tensor by tensor, so that a rank holds one gathered tensor at a time beside it. Only the
+    rank that writes keeps it: 12 bytes a parameter (float32 weight and Adam's two), for the policy and for the critic
+    alike. There is one copy at most; its memory is kept from one checkpoint to the next, which spares the machine
+    finding it again.
+
+    Does not write (`gcore.train.checkpoint.run_files`).
+    """
 
     shape: TensorShape
     data: memoryview
@@ -101,7 +106,7 @@ class SnapshotFile:
 class HostSnapshot:
     """One model's."""
 
-    def __init__(self, model: DeepSpeedBackend) -> None:
+    def __init__(self, model: TrainBackend) -> None:
         self._model = model
         self._memory: dict[str, Tensor] = {}
 
@@ -116,7 +121,7 @@ class HostSnapshot:
             for _ in self._model.tensors(kind):
                 tell()
 
-    def _file(self, name: str, kind: Kind, tell: Callable[[], None]) -> SnapshotFile:
+    def _file(self, name: str, kind: TensorKind, tell: Callable[[], None]) -> SnapshotFile:
         extra = list(self._model.buffers()) if name == MODEL_FILE else []
         sizes = [4 * torch.Size(shape).numel() for shape in self._model.shapes.values()]
         sizes += [one.tensor.numel() * one.tensor.element_size() for one in extra]
@@ -131,7 +136,7 @@ class HostSnapshot:
             tell()
         return SnapshotFile(name, copied)
 
-    def _all(self, kind: Kind, extra: list[NamedTensor]) -> Iterator[tuple[NamedTensor, torch.dtype]]:
+    def _all(self, kind: TensorKind, extra: list[NamedTensor]) -> Iterator[tuple[NamedTensor, torch.dtype]]:
         for one in self._model.tensors(kind):
             yield one, torch.float32
         for one in extra:
@@ -320,7 +325,7 @@ def restore_critic(critic: Critic, folder: Path, manifest: Manifest) -> None:
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 
 
-def _restore(model: DeepSpeedBackend, folder: Path, adam_steps: int) -> None:
+def _restore(model: TrainBackend, folder: Path, adam_steps: int) -> None:
     model.restore_optimizer({"exp_avg": folder / EXP_AVG_FILE, "exp_avg_sq": folder / EXP_AVG_SQ_FILE}, adam_steps)
 
 

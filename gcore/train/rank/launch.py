@@ -1,4 +1,4 @@
-"""The document a train rank is started with."""
+"""Launch document of a train rank, the order of a step's phases, and a step's result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankLaunch(RecordPart):
     nodes: tuple[str, ...] = ()
     """The node of each rank, by rank."""
     memory_dir: str = ""
-    """Where copies of this job's state lie in the memory of this rank's node (`gcore.weights.copies`); empty: none are made."""
+    """Where copies of this job's state lie in the memory of this rank's node (`gcore.models.replicas`); empty: none are made."""
 
     @model_validator(mode="after")
     def _rank_is_in_the_world(self) -> RankLaunch:
@@ -105,10 +105,6 @@ class RankLaunch(RecordPart):
         return steps
 
 
-# -------------------- report
-# What comes out of a step, and how long its phases took. No torch.
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The report of an applied step, the same on every rank. `weights_file`: relative to the run's folder."""
@@ -134,13 +130,6 @@ class PhaseStopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock.monotonic() - began
 
 
-# -------------------- phases
-# What a rank's time was, summed up by phase as it passes: every second is of the phase that was told last. Pure; the caller says what
-# time it is.
-#
-# Sums only grow, so whoever hears two of its words knows all that was between, also of phases that came and went meanwhile.
-
-
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
     """Until `at`, monotonic seconds: seconds by phase since the rank began."""
@@ -150,7 +139,14 @@ class PhaseTotals:
 
 
 class PhaseMeter:
-    """One thread tells, any may read: what they share is replaced, never changed."""
+    """One thread tells, any may read: what they share is replaced, never changed.
+
+    What a rank's time was, summed up by phase as it passes: every second is of the phase that was told last. Pure;
+    the caller says what time it is.
+
+    Sums only grow, so whoever hears two of its words knows all that was between, also of phases that came and went
+    meanwhile.
+    """
 
     def __init__(self, phase: str, now: float) -> None:
         self._state: tuple[str, PhaseTotals] = phase, PhaseTotals(now, {})
@@ -166,13 +162,6 @@ class PhaseMeter:
         passed = max(now - told.at, 0.0)
         return PhaseTotals(told.at + passed, {**told.seconds, phase: told.seconds.get(phase, 0.0) + passed})
 
-
-# -------------------- rest_rules
-# When a rank may give its memory back. Pure, and without torch; what that memory is, `gcore.train.resting` knows.
-#
-# Only between two steps: not from Apply to its end, and not once parts of a streamed step were begun, whose gradients are there
-# already. Who names another step than the last that is done is late, or early, and is refused: a rank must not be put to rest by a
-# word that was meant for the pause before the step that comes.
 
 OPTIMIZER, WEIGHTS = "optimizer", "weights"
 
@@ -192,7 +181,14 @@ def unknown_parts(what: Collection[str]) -> str:
 
 
 def refuse_release(state: FeedState, step: int) -> RankRefusal | None:
-    """Why nothing may be released now, by a caller who knows `step` as the last that is done."""
+    """Why nothing may be released now, by a caller who knows `step` as the last that is done.
+
+    When a rank may give its memory back. Pure, and without torch; what that memory is, `gcore.train.offload` knows.
+
+    Only between two steps: not from Apply to its end, and not once parts of a streamed step were begun, whose
+    gradients are there already. Who names another step than the last that is done is late, or early, and is refused:
+    a rank must not be put to rest by a word that was meant for the pause before the step that comes.
+    """
     if state.applying is not None:
         return RankRefusal(f"token {state.applying} is being applied, which needs all of the rank's memory")
     if state.begun:

@@ -34,8 +34,8 @@ from gcore.config.train import STORED
 from gcore.errors import GcoreError
 from gcore.ledger.balance import content_sha256
 from gcore.models.layout import Manifest, has_critic, read_manifest, verify_checkpoint
-from gcore.system import daemon as logs
 from gcore.system.clock import Clock
+from gcore.system.daemon import set_up_logging
 from gcore.train.checkpoint.run_files import CHECKPOINT, BackgroundWriter
 from gcore.train.rank.feed import FeedState, StepInput, StepPartInput, WorldName
 from gcore.train.rank.launch import CannotOffload, PhaseMeter, PhaseTotals, RankLaunch, StepResult
@@ -47,16 +47,18 @@ if TYPE_CHECKING:
     from gcore.train.backends.distributed import Collective
     from gcore.train.models import Fill, RankModels
 
-# -------------------- loading
-# Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it starts from.
-#
-# Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for somebody
-# else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a thread.
-
 
 @dataclass(frozen=True, slots=True)
 class RendezvousCalls:
-    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks)."""
+    """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks).
+
+    Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it
+    starts from.
+
+    Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for
+    somebody else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a
+    thread.
+    """
 
     publish: Callable[[str], None]
     find: Callable[[], str]
@@ -419,7 +421,7 @@ def failure_reason(error: BaseException, phase: str) -> str:
 
 def main(clock: Clock, loader: Loader = load_rank) -> None:
     """Run the rank whose launch document comes over the control line; does not return."""
-    logs.set_up_logging()
+    set_up_logging()
     control = ControlLine.inherit()
     if control is None:
         sys.exit("gcore.train is started by gcore-worker, with a launch document; to train, use gcore run")

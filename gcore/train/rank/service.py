@@ -22,7 +22,7 @@ from gcore.ledger.records.chain import Seal
 from gcore.schema import UnreadableRecord
 from gcore.system.clock import Clock
 from gcore.train.checkpoint.run_files import WriteProgress, WrittenCheckpoint
-from gcore.train.rank import feed as feed_state
+from gcore.train.rank import feed
 from gcore.train.rank.feed import (
     AlreadyApplied,
     Begin,
@@ -107,7 +107,7 @@ class RankStatus:
 
     def reported(self, result: StepResult, content: bytes) -> None:
         """The token that was being applied is applied."""
-        self.state = feed_state.finish_step(self.state)
+        self.state = feed.finish_step(self.state)
         self.phase = "waiting"
         self._report = pb.StepReport(
             content_sha256=content,
@@ -206,7 +206,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         except FeedDamaged as error:
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         token = read_token(header.token)
-        answer = feed_state.feed_samples(self._board.state, read_world(header.world), token, groups)
+        answer = feed.feed_samples(self._board.state, read_world(header.world), token, groups)
         if isinstance(answer, RankRefusal):
             await _refused(context, answer)
         if answer.state != self._board.state:
@@ -220,7 +220,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         """Train on a sealed step."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
-        answer = feed_state.apply_step(self._board.state, name, token, seal)
+        answer = feed.apply_step(self._board.state, name, token, seal)
         match answer:
             case RankRefusal():
                 await _refused(context, answer)
@@ -236,7 +236,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         """Train on the READY parts of a step, up to their gradients."""
         name, token = read_world(request.world), read_token(request.token)
         seal = await self._seal(request, context)
-        answer = feed_state.accumulate_parts(self._board.state, name, token, seal)
+        answer = feed.accumulate_parts(self._board.state, name, token, seal)
         match answer:
             case RankRefusal():
                 await _refused(context, answer)
@@ -276,7 +276,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
 
     async def _seal(self, request: pb.ApplyRequest, context: CONTEXT) -> Seal:
         """The seal that a caller of this world brings."""
-        refused = feed_state.check_caller(self._board.state, read_world(request.world), read_token(request.token))
+        refused = feed.check_caller(self._board.state, read_world(request.world), read_token(request.token))
         if refused is not None:
             await _refused(context, refused)
         await _served(request.schema_version, context)
@@ -304,7 +304,7 @@ class TrainRankService(train_pb2_grpc.TrainRankServicer):
         return chunk.header
 
     async def _admit(self, name: WorldName, context: CONTEXT) -> None:
-        refused = feed_state.check_caller(self._board.state, name)
+        refused = feed.check_caller(self._board.state, name)
         if refused is not None:
             await _refused(context, refused)
 

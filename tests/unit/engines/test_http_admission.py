@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gcore.engines.serving.http import UpdateLock
+from gcore.engines.serving.engine import UpdateLock
 
 
 class Engine:
@@ -67,7 +67,7 @@ async def test_a_change_that_waits_goes_on_once_the_engine_is_paused() -> None:
         await settle()
         assert not changing.done()
         engine.still = True
-        engine.gate.look_again()
+        engine.gate.recheck()
         await changing
         end.set()
 

@@ -20,8 +20,9 @@ from gcore.config import parse_spec
 from gcore.system.memory import release_free_memory
 from gcore.testing import FakeClock
 from gcore.train import offload as resting_module
+from gcore.train.backends.deepspeed import forward_tensors, optimizer_tensors
 from gcore.train.models import RankModels
-from gcore.train.offload import MemoryOffloader, OffloadedLost, optimizer_tensors
+from gcore.train.offload import MemoryOffloader, OffloadedLost
 from gcore.train.rank.feed import FeedState, WorldName
 from gcore.train.rank.launch import PARTS, CannotOffload, refuse_release, refuse_restore, unknown_parts
 from gcore.types import Token
@@ -53,6 +54,12 @@ class Small:
         loss.backward()
         self.updater.step()
         return float(loss.detach())
+
+    def forward_tensors(self) -> Iterator[torch.Tensor]:
+        return forward_tensors(self.module)
+
+    def optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        return optimizer_tensors(self.updater)
 
     def everything(self) -> list[torch.Tensor]:
         return [*self.module.state_dict().values(), *optimizer_tensors(self.updater)]

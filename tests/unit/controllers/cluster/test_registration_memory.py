@@ -14,7 +14,7 @@ from controllers.cluster import registration as machine
 from controllers.cluster.registration import Gpu, node_facts, parse_gpus, slot_facts
 from gcore.ledger.records.cluster import NodeFacts, SlotFacts
 from gcore.ledger.records.job import NodeRecord
-from gcore.system.memory import HostMemory, group_limits, host_memory
+from gcore.system.memory import HostMemory, group_limits, host_memory, is_out_of_memory
 
 H200 = Gpu("NVIDIA H200", 140.401)
 ANSWER = "NVIDIA H200, 143771, Disabled\nNVIDIA H200, 143771, Disabled\n"
@@ -94,6 +94,31 @@ def test_a_control_group_that_allows_less_than_the_machine_has_is_what_there_is(
     assert group_limits(tmp_path).cores == 1.5
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory(meminfo, tmp_path).total == 16 << 30
+
+
+def test_cached_files_that_nothing_reads_count_as_free(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n")
+    (tmp_path / "memory.max").write_text("4294967296\n")
+    (tmp_path / "memory.current").write_text("3221225472\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1073741824\n")
+    assert host_memory(meminfo, tmp_path) == HostMemory(4 << 30, 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("mmap: Cannot allocate memory"), True),
+        (RuntimeError("the shapes do not fit"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_an_allocation_that_failed_is_known_by_its_type_or_its_words(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
 
 
 def test_a_node_of_the_version_before_is_read_and_tells_nothing_to_one() -> None:

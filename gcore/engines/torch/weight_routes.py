@@ -1,0 +1,185 @@
+"""Routes for weights that a trainer broadcasts, and for reading a tensor of the served model.
+
+A weight group is joined, an update begun, tensors received, the update ended. Each route answers
+`{"success": bool, "message": str}`, with status 400 when nothing of it was done; a broadcast that does not fit changes nothing.
+The group's blocking calls run in threads of their own, one after the other; the model's thread only writes what has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gcore.engines.serving.http import answer_errors, lenient_checker, read_body
+from gcore.engines.serving.io_struct import (
+    BeginBody,
+    EmptyBody,
+    GroupBody,
+    InitGroupBody,
+    UpdateDistributedBody,
+    WeightsByNameBody,
+    json_number,
+)
+from gcore.engines.serving.routes import version_notice
+from gcore.engines.torch.async_engine import AsyncEngine
+from gcore.engines.torch.model import StagedWeights, check_awake, same_kind
+from gcore.errors import EngineError, GcoreError
+from gcore.models.broadcast import TransferManifest, WeightGroup
+
+T = TypeVar("T")
+
+JOIN_S = 120.0
+"""The longest wait for the other members of a weight group, and for each of their broadcasts."""
+
+
+class WeightRoutes:
+    """The handlers, and the weight groups that the engine is in."""
+
+    def __init__(self, engine: AsyncEngine[Any, Any]) -> None:
+        self._engine = engine
+        self._groups: dict[str, WeightGroup] = {}
+        self._begun = False
+        self._joining = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        table = {
+            "/update_weights_from_distributed": self.from_distributed,
+            "/init_weights_update_group": self.init_group,
+            "/destroy_weights_update_group": self.destroy_group,
+            "/begin_weight_update": self.begin,
+            "/end_weight_update": self.end,
+        }
+        routes = [Route(path, answer_errors(handler), methods=["POST"]) for path, handler in table.items()]
+        return [*routes, Route("/get_weights_by_name", answer_errors(self.by_name), methods=["GET", "POST"])]
+
+    async def from_distributed(self, request: Request) -> Response:
+        """Receive some or all weights from the trainer of a weight group."""
+        body = await read_body(request, lenient_checker(UpdateDistributedBody))
+        engine = self._engine
+        try:
+            group = self._groups.get(body.group_name)
+            if not self._begun:
+                raise EngineError("no weight update has begun", fix="Call /begin_weight_update first")
+            if group is None:
+                raise EngineError(f"there is no group {body.group_name!r}", fix="Call /init_weights_update_group first")
+            manifest = TransferManifest(
+                tuple(body.names), tuple(body.dtypes), tuple(tuple(shape) for shape in body.shapes)
+            )
+            await engine.make_way(body.weight_version, flush=body.flush_cache, abort=body.abort_all_requests)
+            async with engine.gate.changing():
+                # Received before it is checked: the sender is in the broadcast already, and would wait for ever.
+                tensors = await _in_thread(lambda: group.receive(manifest))
+                staged = _part_of_model(engine.core.model.module.state_dict(), tensors)
+                await engine.install_weights(staged, body.weight_version, flush=body.flush_cache)
+        except GcoreError as error:
+            return _outcome(False, str(error))
+        return _outcome(True, "Succeeded to update parameter online." + version_notice(body.weight_version))
+
+    async def init_group(self, request: Request) -> Response:
+        """Join a weight group."""
+        body = await read_body(request, lenient_checker(InitGroupBody))
+
+        def join() -> WeightGroup:
+            return WeightGroup.join(
+                body.master_address,
+                body.master_port,
+                rank=body.rank_offset,
+                world_size=body.world_size,
+                name=body.group_name,
+                backend=body.backend,
+                timeout_s=JOIN_S,
+            )
+
+        async with self._joining:
+            if body.group_name in self._groups:
+                return _outcome(False, f"There is a group {body.group_name!r} already; destroy it first.")
+            try:
+                self._groups[body.group_name] = await _in_thread(join)
+            except GcoreError as error:
+                return _outcome(False, str(error))
+        return _outcome(True, "Succeeded to initialize custom process group.")
+
+    async def destroy_group(self, request: Request) -> Response:
+        """Leave a weight group."""
+        body = await read_body(request, lenient_checker(GroupBody))
+        async with self._joining, self._engine.gate.changing():
+            group = self._groups.pop(body.group_name, None)
+            if group is None:
+                return _outcome(False, "The group to be destroyed does not exist.")
+            await _in_thread(group.close)
+        return _outcome(True, "Succeeded to destroy custom process group.")
+
+    async def begin(self, request: Request) -> Response:
+        """Accept broadcasts."""
+        await read_body(request, lenient_checker(BeginBody))
+        if self._begun:
+            return _outcome(False, "A weight update has begun already; call /end_weight_update first.")
+        async with self._engine.gate.changing():
+            self._begun = True
+        return _outcome(True, "Success")
+
+    async def end(self, request: Request) -> Response:
+        """Accept no more broadcasts."""
+        await read_body(request, lenient_checker(EmptyBody))
+        if not self._begun:
+            return _outcome(False, "No weight update has begun; call /begin_weight_update first.")
+        async with self._engine.gate.changing():
+            self._begun = False
+        return _outcome(True, "Success")
+
+    async def by_name(self, request: Request) -> Response:
+        """A tensor's first rows, as float32."""
+        body = await read_body(request, lenient_checker(WeightsByNameBody))
+        model = self._engine.core.model
+
+        def look() -> Any:
+            check_awake(model)
+            tensor = model.module.state_dict().get(body.name)
+            if tensor is None:
+                raise EngineError(f"the model has no tensor {body.name!r}")
+            rows: Any = tensor[: max(0, body.truncate_size)] if tensor.dim() else tensor
+            return json_number(rows.to("cpu", torch.float32).tolist())
+
+        return JSONResponse(await self._engine.perform(look))
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """In a thread that does not keep the process from ending: such a call may wait for two minutes."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001  # raised again where it is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _part_of_model(own: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> StagedWeights:
+    """The received tensors, which may be a part of the model's. Raises EngineError when one does not fit."""
+    for name, tensor in tensors.items():
+        if name not in own:
+            raise EngineError(f"the model has no tensor {name!r}; nothing of this broadcast was taken")
+        if tensor.shape != own[name].shape:
+            raise EngineError(
+                f"{name} came as {list(tensor.shape)} and is {list(own[name].shape)}; "
+                "nothing of this broadcast was taken"
+            )
+        if not same_kind(tensor, own[name]):
+            raise EngineError(f"{name} came as whole numbers ({tensor.dtype}); nothing of this broadcast was taken")
+    return StagedWeights(tensors)
+
+
+def _outcome(success: bool, message: str) -> Response:
+    return JSONResponse({"success": success, "message": message}, 200 if success else 400)

@@ -1,0 +1,164 @@
+"""Engine in memory, for tests of code that uses `gcore.rollout.api.Engine`: tokens follow from prompt and seed alone.
+
+A sample gets one token every `TOKEN_S` seconds of its clock, up to `max_new_tokens`. Pauses, aborts, sleep and weight versions follow
+the real engines' rules. Text is the tokens' numbers; log-probabilities are those of a uniform distribution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gcore.errors import EngineError, EngineGaveUp
+from gcore.rollout.api import PauseMode, ProgressCallback, SamplingParams
+from gcore.system.clock import Clock
+from gcore.types import FinishReason, Sample, Version, VersionSpan
+
+TOKEN_S = 0.0005
+
+
+class FakeEngine:
+    """Implements `Engine`. `vocabulary`: tokens are below it."""
+
+    def __init__(self, clock: Clock, version: Version | None = None, *, vocabulary: int = 100) -> None:
+        self._clock = clock
+        self.base_url = "memory://engine"
+        self._vocabulary = vocabulary
+        self._logprob = struct.unpack("<f", struct.pack("<f", -math.log(vocabulary)))[0]
+        self._version = version
+        self._paused = False
+        self._asleep = False
+        self._released = False
+        self._aborted: set[str] = set()
+        self._running: set[str] = set()
+
+    async def generate_each(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        seeds: Sequence[int],
+        rid: str,
+        growing: ProgressCallback | None = None,
+    ) -> tuple[Sample, ...]:
+        """One sample a prompt."""
+        each = [params] * len(seeds) if isinstance(params, SamplingParams) else params
+        if any(token not in range(self._vocabulary) for prompt in prompts for token in prompt):
+            raise EngineError(f"a token id is not in the vocabulary of {self._vocabulary}", where=self.base_url)
+        samples = (
+            self._sample(i, prompt, one, seed, f"{rid}-{i}", growing)
+            for i, (prompt, one, seed) in enumerate(zip(prompts, each, seeds, strict=True))
+        )
+        return tuple(await asyncio.gather(*samples))
+
+    async def _sample(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        rid: str,
+        growing: ProgressCallback | None,
+    ) -> Sample:
+        draws = np.random.default_rng([*prompt, *((1, seed) if params.temperature else (0,))])
+        tokens: list[int] = []
+        spans: list[VersionSpan] = []
+        self._running.add(rid)
+        try:
+            while len(tokens) < params.max_new_tokens and rid not in self._aborted:
+                await self._clock.sleep(TOKEN_S)
+                if self._paused or self._asleep or rid in self._aborted:
+                    continue
+                tokens.append(int(draws.integers(self._vocabulary)))
+                self._mark(spans, len(tokens))
+                if growing is not None and len(tokens) % growing.every == 0:
+                    growing.tell(index, self._made(tokens, spans, "abort"))
+            return self._made(tokens, spans, "length" if len(tokens) == params.max_new_tokens else "abort")
+        finally:
+            self._running.discard(rid)
+            self._aborted.discard(rid)
+
+    def _mark(self, spans: list[VersionSpan], count: int) -> None:
+        version = self._version or Version(0, 0)
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, count)
+        else:
+            spans.append(VersionSpan(version, count - 1, count))
+
+    def _made(self, tokens: Sequence[int], spans: Sequence[VersionSpan], reason: FinishReason) -> Sample:
+        text = " ".join(map(str, tokens))
+        return Sample(tuple(tokens), (self._logprob,) * len(tokens), text, reason, tuple(spans))
+
+    async def classify(self, questions: Sequence[Sequence[int]], *, rid: str) -> tuple[float, ...]:
+        """The share of a question's last token in the vocabulary."""
+        if self._asleep:
+            raise EngineGaveUp("the engine gave up on a question", where=self.base_url, fix="It is asked again")
+        return tuple(question[-1] / self._vocabulary for question in questions)
+
+    async def abort(self, rid: str, count: int) -> None:
+        """End these samples."""
+        self._aborted |= {f"{rid}-{i}" for i in range(count)} & self._running
+
+    async def update_weights(self, path: str, version: Version) -> None:
+        """Serve `version`. Raises EngineError for an older one, and while the memory is released."""
+        if self._released:
+            raise EngineError("the weights are released", where=self.base_url)
+        if self._version is not None and version < self._version:
+            raise EngineError(f"version {version} is older than {self._version}, which is served", where=self.base_url)
+        self._version, self._asleep, self._paused = version, False, False
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Make no more tokens."""
+        self._paused = True
+        if mode == "abort":
+            self._aborted |= self._running
+
+    async def resume(self) -> None:
+        """Make tokens again."""
+        self._paused = False
+
+    async def sleep(self) -> None:
+        """Release memory."""
+        await self.pause("abort")
+        self._asleep = self._released = True
+
+    async def take_memory(self) -> None:
+        """Take memory again."""
+        self._released = False
+
+    async def wake(self, version: Version) -> None:
+        """Serve the same weights again."""
+        await self.take_memory()
+        self._version, self._asleep, self._paused = version, False, False
+
+    async def sleeps(self) -> bool:
+        """Whether it was put to sleep."""
+        return self._asleep
+
+    async def released(self) -> bool | None:
+        """Whether memory is released."""
+        return self._released
+
+    async def load(self) -> tuple[int | None, int | None]:
+        """All requests run."""
+        return len(self._running), 0
+
+    async def served(self) -> Version | None:
+        """The served version."""
+        return None if self._asleep else self._version
+
+    async def scheduler_state(self) -> Mapping[str, Any]:
+        """State as `/server_info` reports it."""
+        return {"internal_states": [{"num_running_reqs": len(self._running), "paused": self._paused}]}
+
+    async def metrics(self) -> str:
+        """It exports none."""
+        return ""
+
+    async def close(self) -> None:
+        """There are no connections."""

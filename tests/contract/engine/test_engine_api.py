@@ -1,0 +1,121 @@
+"""The contract of `gcore.rollout.api.Engine`: the HTTP client with the torch engine behind it, and the fake in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gcore.errors import EngineError
+from gcore.rollout.api import Engine, ProgressCallback, SamplingParams
+from gcore.rollout.client import EngineClient
+from gcore.system.clock import SystemClock
+from gcore.testing.engines import FakeEngine
+from gcore.testing.models import engine_process, make_tiny_model
+from gcore.types import Sample, Version
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
+FREE = SamplingParams(temperature=1.0, max_new_tokens=8)
+LONG = SamplingParams(temperature=1.0, max_new_tokens=100_000)
+FIRST = Version(0, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "model", seed=0, context=200_000, ends=False)
+
+
+@pytest.fixture(scope="module", params=["http", "fake"])
+def engine_url(request: pytest.FixtureRequest, folder: Path) -> object:
+    if request.param == "fake":
+        yield None
+        return
+    with engine_process(folder, batch_slots=8) as url:
+        yield url
+
+
+@pytest.fixture
+async def engine(engine_url: str | None) -> AsyncIterator[Engine]:
+    engine: Engine = FakeEngine(SystemClock(), FIRST) if engine_url is None else EngineClient(engine_url, timeout_s=120)
+    yield engine
+    await engine.take_memory()
+    await engine.resume()
+    await engine.close()
+
+
+async def test_samples_come_in_the_order_of_their_prompts_and_have_the_asked_length(engine: Engine) -> None:
+    samples = await engine.generate_each([[3, 4], [5, 6, 7]], [GREEDY, FREE], seeds=[1, 2], rid="order")
+    assert [len(sample.token_ids) for sample in samples] == [8, 8]
+    assert [sample.finish_reason for sample in samples] == ["length", "length"]
+    assert all(len(sample.logprobs) == 8 and max(sample.logprobs) <= 0.0 for sample in samples)
+
+
+async def test_the_same_seed_gives_the_same_sample_whatever_else_runs(engine: Engine) -> None:
+    (alone,) = await engine.generate_each([[3, 4]], FREE, seeds=[7], rid="alone")
+    among = await engine.generate_each([[3, 4]] * 3, FREE, seeds=[5, 7, 9], rid="among")
+    assert among[1].token_ids == alone.token_ids
+    assert among[0].token_ids != alone.token_ids
+
+
+async def test_an_aborted_sample_comes_back_with_the_tokens_it_has(engine: Engine) -> None:
+    begun = asyncio.Event()
+    growing = ProgressCallback(4, lambda index, sample: begun.set())
+    request = asyncio.ensure_future(engine.generate_each([[3, 4]], LONG, seeds=[1], rid="cut", growing=growing))
+    await begun.wait()
+    await engine.abort("cut", 1)
+    (sample,) = await request
+    assert sample.finish_reason == "abort"
+    assert 4 <= len(sample.token_ids) < LONG.max_new_tokens
+
+
+async def test_progress_reports_samples_that_only_grow(engine: Engine) -> None:
+    seen: list[Sample] = []
+    growing = ProgressCallback(2, lambda index, sample: seen.append(sample))
+    (whole,) = await engine.generate_each([[3, 4]], FREE, seeds=[3], rid="grow", growing=growing)
+    partial = [sample.token_ids for sample in seen]
+    assert all(whole.token_ids[: len(tokens)] == tokens for tokens in partial)
+    assert [len(tokens) for tokens in partial] == sorted(len(tokens) for tokens in partial)
+    assert partial
+
+
+async def test_a_pause_holds_samples_until_it_is_resumed(engine: Engine) -> None:
+    begun = asyncio.Event()
+    growing = ProgressCallback(4, lambda index, sample: begun.set())
+    few = SamplingParams(temperature=1.0, max_new_tokens=2000)
+    request = asyncio.ensure_future(engine.generate_each([[3, 4]], few, seeds=[1], rid="held", growing=growing))
+    await begun.wait()
+    await engine.pause("in_place")
+    done, _ = await asyncio.wait([request], timeout=0.5)
+    assert not done
+    await engine.resume()
+    (sample,) = await request
+    assert len(sample.token_ids) == 2000
+
+
+async def test_an_update_of_weights_is_served_and_an_older_one_is_refused(engine: Engine, folder: Path) -> None:
+    newer = Version((await engine.served() or FIRST).lineage + 1, 1)
+    await engine.update_weights(str(folder), newer)
+    assert await engine.served() == newer
+    (sample,) = await engine.generate_each([[3, 4]], GREEDY, seeds=[1], rid="new")
+    assert [span.version for span in sample.spans] == [newer]
+    with pytest.raises(EngineError):
+        await engine.update_weights(str(folder), FIRST)
+    assert await engine.served() == newer
+
+
+async def test_an_engine_that_sleeps_holds_no_memory_until_it_is_woken(engine: Engine) -> None:
+    version = await engine.served() or FIRST
+    await engine.sleep()
+    await engine.sleep()
+    assert await engine.sleeps()
+    assert await engine.released()
+    await engine.wake(version)
+    assert not await engine.sleeps()
+    assert not await engine.released()
+    (sample,) = await engine.generate_each([[3, 4]], GREEDY, seeds=[1], rid="woken")
+    assert len(sample.token_ids) == 8
+
+
+async def test_a_token_that_the_vocabulary_does_not_have_is_refused(engine: Engine) -> None:
+    with pytest.raises(EngineError):
+        await engine.generate_each([[10_000]], GREEDY, seeds=[1], rid="odd")
