@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from job_views import ME, RULES, SPEC, running_job, sealed_job, stored
+from builders import ME, RULES, SPEC, running_job, sealed_job, stored
 
 from controllers.accounting.attribution import find_idle_cause, worker_idle_cause
 from controllers.rules.view import EngineView, JobView

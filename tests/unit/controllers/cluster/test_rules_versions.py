@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
+from builders import RULES, SPEC, running_job
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import RULES, SPEC, running_job
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror

@@ -6,9 +6,9 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from builders import running_job, stored
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import running_job, stored
 
 from controllers.planning.history import MOST_STEPS, StepHistory, committed_splits
 from gcore.ledger.mirror import JobMirror

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import running_job, sealed_job
+from builders import running_job, sealed_job
 
 from controllers.job import effects as tidying
 from controllers.rules.actions import Publish

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import running_job
+from builders import running_job
 
 from controllers.rules.view import Timers, turn_of
 from controllers.rules.waits import LOCAL, PATIENCE_S, WHOLE, Wait, overdue_waits, wait_sentence
