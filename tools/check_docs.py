@@ -30,8 +30,8 @@ from controllers.cli.main import app
 from controllers.rules.waits import PATIENCE_S
 from gcore.config import NodeConfig, parse_spec
 from gcore.config.node import GarbageSection, JobLimits, KeepPolicy
+from gcore.config.placement import PlacementSpec
 from gcore.config.rollout import RolloutSpec
-from gcore.config.spec import PlacementSpec
 from gcore.config.train import TrainSpec
 from gcore.errors import GcoreError
 from gcore.schema import NEWEST_VERSION

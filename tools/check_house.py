@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -57,6 +57,8 @@ class Module:
     lines: int
     is_init: bool
     generated: bool
+    in_alias: bool = False
+    """Whether it is in a package that is an alias, such as a program that keeps its old name for `python -m`."""
 
     @cached_property
     def docstring(self) -> str:
@@ -68,7 +70,7 @@ class Module:
 
     @cached_property
     def alias(self) -> bool:
-        return self.docstring.startswith(ALIAS)
+        return self.in_alias or self.docstring.startswith(ALIAS)
 
     @cached_property
     def face(self) -> bool:
@@ -158,6 +160,10 @@ class House:
             for path in sorted((root / package).rglob("*.py")):
                 module = self._read(root, path)
                 self.modules[module.name] = module
+        for name, module in self.modules.items():
+            package = self.modules.get(name.rpartition(".")[0])
+            if package is not None and package.alias:
+                self.modules[name] = replace(module, in_alias=True)
         self.edges = {n: set() if m.alias else self._edges(m) for n, m in self.modules.items()}
 
     def _read(self, root: Path, path: Path) -> Module:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from tools import check_code, check_deploy, check_docs, check_metrics, check_simulation, check_spec
+from tools import check_code, check_deploy, check_docs, check_house, check_metrics, check_simulation, check_spec
 from tools.problem import Check, main
 
 CHECKS: dict[str, Check] = {
     "code": check_code.check,
     "deploy": check_deploy.check,
     "docs": check_docs.check,
+    "house": check_house.check,
     "metrics": check_metrics.check,
     "simulation": check_simulation.check,
     "spec": check_spec.check,

@@ -38,7 +38,7 @@ from gcore.reward.judges.judge import Judge
 from gcore.reward.pool import FunctionScorer
 from gcore.store.keys import JobKeys
 from gcore.store.types import Put, Store
-from gcore.worker.control import TETHER
+from gcore.system.process import GUARD
 
 PUT_BACK = "Put them back as they were, or start it with --new to end the job and begin afresh on these"
 
@@ -92,7 +92,7 @@ async def fetch_model(model: ModelSpec | JudgeModel, revision: str, progress: Pr
         return await asyncio.to_thread(resolve_model, model.path, trust_remote_code=model.trust_remote_code)
     request = {"path": model.path, "revision": revision, "trust_remote_code": model.trust_remote_code}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(TETHER), str(os.getpid())),
+        *(*GUARD, "tether", str(os.getpid())),
         *(sys.executable, "-P", "-m", "gcore.models", json.dumps(request)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

@@ -3,7 +3,7 @@
 Keys are of the curve P-256, and never leave where they are made but as a file that its owner alone can read. Certificates are
 good for their names and for their time, and for being a server or a client as their kind needs. There is no list of those that
 were taken back: a key that came into wrong hands is answered by a new authority (docs/security.md says how, without a
-pause), so certificates are best short-lived. Knows no folders (`gcore.tls.folder`).
+pause), so certificates are best short-lived. Knows no folders (`gcore.api.authority`).
 """
 
 from __future__ import annotations

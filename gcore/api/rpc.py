@@ -2,7 +2,7 @@
 reason is a constant for programs, and a `BadRequest` that names the fields that are wrong.
 
 Written by whoever serves, read by whoever calls. Metadata have 8 KiB in all, beyond which gRPC throws the whole answer away, the
-code too; in them the sentence takes three bytes for each that is not ASCII, and the details four for three. So both are cut here. Which error has which code and reason is `controllers.service.statuses`' business.
+code too; in them the sentence takes three bytes for each that is not ASCII, and the details four for three. So both are cut here. Which error has which code and reason is `controllers.api.edge.errors`' business.
 """
 
 from __future__ import annotations

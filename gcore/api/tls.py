@@ -244,7 +244,7 @@ def key_of_engine(secret: bytes, instance: str) -> str:
 
 
 # -------------------- serving_http
-# TLS of a process that serves HTTP: a context that shows the newest certificate to each connection. See `gcore.tls.material`.
+# TLS of a process that serves HTTP: a context that shows the newest certificate to each connection. See `gcore.api.tls`.
 
 
 class ServingTls(BaseModel):

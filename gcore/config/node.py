@@ -53,7 +53,7 @@ class ApiConfig(Section):
 
 
 # -------------------- garbage
-# What a daemon deletes of what is not needed any more: a section of its configuration. What that comes to is `controllers.garbage`'s.
+# What a daemon deletes of what is not needed any more: a section of its configuration. What that comes to is `controllers.storage.rules`'s.
 
 
 class KeepPolicy(Section):
@@ -186,7 +186,7 @@ class AllowSection(Section):
     """Whether specs may hand arguments to SGLang's server, which can have it run code; None: only where nobody is told apart."""
     roots: tuple[File, ...] | None = None
     """The folders in which every path of a spec lies: models, data, storage.root. None: any that the daemon's user can read where
-    nobody is told apart, else none. What is the daemon's own is never among it (`controllers.service.grounds`)."""
+    nobody is told apart, else none. What is the daemon's own is never among it (`controllers.api.submission.allowlist`)."""
     hubs: bool = True
     """Whether models may come from a hub."""
     remote_code: bool | None = None
@@ -285,7 +285,7 @@ class NodeConfig(Section):
     network, for nothing guards that traffic. None: the one of `worker_host`."""
     slots: Annotated[tuple[str, ...], Field(min_length=1)]
     """The accelerators of this node that gcore may use: cuda:0 (a GPU), cpu:0-3 (a set of cores), cpu:0 (one core, whichever);
-    `gcore.slots` has the whole grammar."""
+    `gcore.system.slots` has the whole grammar."""
     host_memory_gib: PositiveFloat | None = None
     """What of its host's memory the node may take, for planning; None: all of it."""
     run_root: Annotated[str, Field(min_length=1)]
@@ -303,7 +303,7 @@ class NodeConfig(Section):
     orphan_grace_s: NonNegativeFloat = 60.0
     """So long do workers outlive a daemon that does not come back."""
     memory_dir: str = "/dev/shm"
-    """A folder of a file system in this machine's memory, for copies of train ranks' state (`gcore.weights.copies`)."""
+    """A folder of a file system in this machine's memory, for copies of train ranks' state (`gcore.models.replicas`)."""
     api: ApiConfig = ApiConfig()
     """What the job API allows callers."""
     limits: JobLimits = JobLimits()
@@ -311,7 +311,7 @@ class NodeConfig(Section):
     gc: GarbageSection = GarbageSection()
     """What is deleted of what is not needed any more."""
     log_format: LogFormat = "text"
-    """How this daemon and its workers write their logs: lines for people, or JSON with controller, job and step; `gcore.logs`."""
+    """How this daemon and its workers write their logs: lines for people, or JSON with controller, job and step; `gcore.system.daemon`."""
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     """An OpenTelemetry collector, such as http://collector:4318, that is sent each step as a trace; None: what
     OTEL_EXPORTER_OTLP_ENDPOINT says in the daemon's environment, or nobody. Needs gcore[otel]."""

@@ -225,7 +225,7 @@ class JobSpec(Section):
         `asked` for by its seal.
 
         Which evaluated step is the best is known only after its evaluation, when its optimizer's state is about to change;
-        so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.housekeeping`).
+        so each of them has a checkpoint, and those that were not the best go as the newest do (`controllers.rules.retention`).
         """
         if step == 0:
             return False

@@ -4,7 +4,7 @@ A curriculum is a function of a `CurriculumView` (the seed, the epoch, its optio
 began) that returns a key, or None for the usual order. The key gives every entry a number; within each shard the smallest
 come first, and where they are equal the keyed permutation stands. What it may not look at is a clock, a random number or
 anything on this machine: every controller computes the order for itself, and all must find the same. The statistics are
-fixed once for all of them (`gcore.ledger.epochs`).
+fixed once for all of them (`gcore.ledger.statistics`).
 
     def short_first(view: CurriculumView) -> Key | None:
         if view.epoch >= 2:

@@ -1,12 +1,12 @@
 """The entries on disk: JSON lines, any of which is read when it is asked for.
 
-They are the user's own file, or a copy of Parquet files or of a saved dataset (`gcore.prompts.copies`).
+They are the user's own file, or a copy of Parquet files or of a saved dataset (`gcore.data.dataset`).
 
-The whole file is checked once, when its index is built (`gcore.prompts.index`), so that a mistake in line nine million is
+The whole file is checked once, when its index is built (`gcore.data.jsonl`), so that a mistake in line nine million is
 told before anything starts. After that only the index is mapped, eight bytes an entry; entries are read by position and
 not kept. The file must not change while it is used: an entry that no longer reads is an error that says so.
 
-It knows no shards and no order (`gcore.prompts.shards`), and does not tokenize (`gcore.prompts.render`).
+It knows no shards and no order (`gcore.data.order`), and does not tokenize (`gcore.data.renderer`).
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def find_or_make_copy(data: DataFiles, split: str | None, cache_dir: Path, progr
 
 
 def mark_used(file: Path) -> None:
-    """It is of use, now: what has not been for long is deleted one day (`controllers.clearing`). Not where it may not be touched."""
+    """It is of use, now: what has not been for long is deleted one day (`controllers.storage.garbage`). Not where it may not be touched."""
     with contextlib.suppress(OSError):
         os.utime(file)
 

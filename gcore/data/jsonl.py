@@ -1,6 +1,6 @@
 """Where each entry of a JSONL file begins: a file of offsets beside it, built once and mapped into memory.
 
-Building reads the whole file once, in blocks, checks every line (`gcore.prompts.entries`) and notes where entries begin;
+Building reads the whole file once, in blocks, checks every line (`gcore.data.jsonl`) and notes where entries begin;
 blank lines are passed over. Memory does not grow with the file. The index names the file it was made from by size,
 modification time and inode; when they no longer fit, or the index is damaged, it is built again. It appears whole or not
 at all: written beside its place and renamed, so that any number of processes may build it at once.

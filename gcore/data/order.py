@@ -1,12 +1,12 @@
 """Which entry of the stream a prompt ref is: the order of each shard, as a keyed permutation.
 
-Entry i of the stream (of the dataset, if it has one source of weight 1: `gcore.prompts.mixture`) belongs to shard i % S, at place i // S (so shard lengths differ by at most one, as
-`gcore.prompts.cursor.shard_lengths` cuts them). In every epoch a shard goes through its places in another order, which is a
+Entry i of the stream (of the dataset, if it has one source of weight 1: `gcore.data.order`) belongs to shard i % S, at place i // S (so shard lengths differ by at most one, as
+`gcore.data.order.shard_lengths` cuts them). In every epoch a shard goes through its places in another order, which is a
 pure function of (seed, data_epoch, shard): a Feistel network over the smallest power of four that holds the shard, and
 whatever falls outside is sent through it again until it falls inside (cycle walking; at most four rounds on average).
 No list is shuffled or stored, any place of any epoch is found at once, and every controller finds the same.
 
-It does not read the dataset and does not know what is terminal; `gcore.prompts.cursor` does.
+It does not read the dataset and does not know what is terminal; `gcore.data.order` does.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def shard_length(shape: StreamShape, shard: int) -> int:
 # two entries were shown differs by at most one. Where the weight is no whole number the entries are gone through in an order
 # of their own, a keyed permutation that never changes, or "one half" would be the first half of a sorted file.
 #
-# The places are the entries of the stream, which shards cut and order anew in every epoch (`gcore.prompts.shards`). One
+# The places are the entries of the stream, which shards cut and order anew in every epoch (`gcore.data.order`). One
 # source of weight 1 is its own epoch: place i is entry i. Pure; reads no data.
 
 

@@ -3,11 +3,11 @@
 With `chat` a prompt is put into a chat template, with the opening of the assistant's turn; a string counts as one message
 of the user. Without it the string is the text. The result agrees with `AutoTokenizer.apply_chat_template(messages, tools=...,
 add_generation_prompt=True)` and `AutoTokenizer(text)`, but for the clock that templates do not get here
-(`gcore.prompts.template`).
+(`gcore.data.templates`).
 
 A template writes its own special tokens, so the tokenizer adds none to what it wrote: a leading token is never there twice.
 A source's system message goes before messages that have none of their own; an entry that begins with one keeps it. It does
-not cut: a prompt that is too long is an error, or filtered (`gcore.prompts.source`).
+not cut: a prompt that is too long is an error, or filtered (`gcore.data.stream`).
 """
 
 from __future__ import annotations

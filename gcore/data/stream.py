@@ -32,7 +32,7 @@ from gcore.types import Prompt, PromptRef
 #
 # A prompt that is shorter or longer than its source allows is *filtered*: that was asked for, and is an outcome like any
 # other. One that leaves no room for its response is an error and never cut: a cut prompt is another prompt. Neither the
-# order of prompts nor their weight is known here (`gcore.prompts.stream`).
+# order of prompts nor their weight is known here (`gcore.data.stream`).
 
 _MADE_TO_FIT = {
     False: "Shorten it, filter it with max_prompt_tokens, lower rollout.max_new_tokens",
@@ -215,7 +215,7 @@ def prompt_limit(context: int | None, max_new_tokens: int, *, named: str = "roll
 #
 # A controller that works on a job, one that is asked to create it, and `gcore validate` all open the data here, so that what
 # was checked is what is run. Opening checks every entry, once for each content of the files; it counts no tokens
-# (`gcore.prompts.lengths`).
+# (`gcore.data.stream`).
 
 OpeningProgress = Callable[[str, int, int], None]
 """Called with what is being read (a source's name), how much is done and how much there is in all."""

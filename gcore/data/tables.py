@@ -1,13 +1,13 @@
 """`python -m gcore.prompts.tables`: writes the rows of Parquet or Arrow files as JSON lines, in a process of its own.
 
 pyarrow takes some 70 MB of a process that imports it, and more while it reads; a controller keeps neither. So this module
-is only ever run: `gcore.prompts.copies` starts it with a request on standard input and reads what it says, one JSON object
+is only ever run: `gcore.data.dataset` starts it with a request on standard input and reads what it says, one JSON object
 a line: {"rows": done, "of": all} as it goes on, then {"written": [rows of each file]}, or {"error": {"what", "where", "fix"}}.
 
 A row is written as JSON would have said it: integers, floats, truths, text, lists and objects as they are; dates, times and
 decimals as text; null fields of a row stay, those of objects within it are left out, because a column of objects has every
 field in every row. What JSON has no word for is refused, with column and row: binary data, NaN and Infinity, text that is
-not UTF-8. Whether an entry is a good one is not asked here (`gcore.prompts.entries`).
+not UTF-8. Whether an entry is a good one is not asked here (`gcore.data.jsonl`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chat templates: where a model keeps them, and how one becomes text.
 
-A template is foreign code, so it runs in a sandbox (`gcore.prompts.sandbox`), sees plain JSON values only, and has no clock
+A template is foreign code, so it runs in a sandbox (`gcore.data.templates`), sees plain JSON values only, and has no clock
 (`strftime_now` is undefined, and those that ask for the date fall back to the one they were made with): a prompt must be
 the same on every node and on every day. Whitespace, filters and extensions are those that transformers gives templates.
 """
@@ -26,7 +26,7 @@ from gcore.errors import DataError
 #
 # A template is foreign code, so it runs in Jinja's immutable sandbox, sees plain JSON values only, and has no clock: what it
 # writes must be the same on every node and on every day. Whitespace and extensions are those that transformers gives chat
-# templates. How much a template may write is not bounded here; `gcore.reward.generative.bounded` does that for those that run
+# templates. How much a template may write is not bounded here; `gcore.reward.judges.template` does that for those that run
 # in a controller.
 
 FOREIGN_FAILURES = (

@@ -321,7 +321,7 @@ def _ends_with_a_line(file: Path) -> bool:
 #
 # They are higher than head's where the store was put back to an older state: what lies there is of a future that was cut off, and
 # would pass for what is written after it under the same number. So whoever begins a lineage goes on above all of it
-# (`gcore.ledger.chain.rolled_back`). Weights and checkpoints are named by their lineage alone (`gcore.weights.layout`).
+# (`gcore.ledger.chain.rolled_back`). Weights and checkpoints are named by their lineage alone (`gcore.models.layout`).
 #
 # Only the end of each file is read, for a long run's archive is large. Entries are archived in ascending order but for those of
 # forgotten checkpoints, which come later and are few; `metrics.jsonl` has all of them in order. Nothing is changed here.

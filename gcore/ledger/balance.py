@@ -8,7 +8,7 @@ than 4/3 − 1/(3·ranks) of the best possible). All arithmetic is on integers a
 platform and no process can come to another layout.
 
 The cost of a sample is a polynomial of its length: linear for the matrices, quadratic for attention. Where the two are
-equal depends on the model, so whoever seals writes it into the seal (`gcore.ledger.cost`). A masked sample costs nothing:
+equal depends on the model, so whoever seals writes it into the seal (`gcore.ledger.records.cluster`). A masked sample costs nothing:
 it is not computed, and only its reward counts.
 
 A streamed step is cut by its parts in place of mini-batches, so that each is spread over the ranks by itself, as it comes.

@@ -4,7 +4,7 @@ Only what lies on head's chain counts: where a rollback cut the chain off, nobod
 for each step, whatever lineage it was written in. The newest on the chain is always kept, so what is forgotten never takes
 away where a new world would start; and what stands at a multiple of k stays kept however many come after it.
 
-Deletes nothing (`controllers.housekeeping` decides, `controllers.apply` deletes the entry before the files).
+Deletes nothing (`controllers.rules.retention` decides, `controllers.job.executor` deletes the entry before the files).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable
 #   would be after going back to each registered checkpoint. The others move to the run's folder first.
 #
 # So the store holds the same few whatever has happened before. Every transaction compares head and the checkpoints, from which
-# this follows. Pure; when it is worth while is `controllers.sweeping`'s business.
+# this follows. Pure; when it is worth while is `controllers.rules.retention`'s business.
 
 NEWEST_EVALUATIONS = 8
 """Evaluations that stay in any case."""
@@ -223,14 +223,14 @@ def _pruning(
 # controllers and ranks there are *now*, and from how often the job went back or re-formed its world (28 bytes each time, in head:
 # the one thing that grows with faults: by those numbers it is told for ever whether an evaluation, an epoch's record or a version
 # that some engine still serves is of the chain, and none of these is compared where a lineage begins). It does not depend on the number of steps, but for checkpoints that the spec keeps for ever
-# (`checkpoint.keep_every`). What a rule of `controllers.housekeeping` or `controllers.sweeping` has not taken away yet is part of
+# (`checkpoint.keep_every`). What a rule of `controllers.rules.retention` or `controllers.rules.retention` has not taken away yet is part of
 # it (`LAG`): while nobody prunes, because the run's folder takes nothing, the log grows until it does.
 #
 # Sizes are generous sums of what a record's fields take as JSON. Every kind of key of `gcore.store.keys.JobKeys` stands here; a test
 # fails for one that does not. Pure.
 
 KEPT_LOG = 64
-"""Newest log entries that stay (`controllers.housekeeping.KEEP_LOG`)."""
+"""Newest log entries that stay (`controllers.rules.retention.KEEP_LOG`)."""
 
 
 LAG = 132
@@ -238,7 +238,7 @@ LAG = 132
 
 
 MOST_FAULTS = 64
-"""Faults of one job, beside one more of each controller (`controllers.faults.MOST_OF_JOB`)."""
+"""Faults of one job, beside one more of each controller (`controllers.telemetry.notices.MOST_OF_JOB`)."""
 
 
 TOPICS = 16
@@ -246,7 +246,7 @@ TOPICS = 16
 
 
 NODE_TOPICS = 12
-"""Things of a node: waits of its own (`controllers.waiting.LOCAL`), its engines, its rewards. And on each slot the start of an
+"""Things of a node: waits of its own (`controllers.rules.waits.LOCAL`), its engines, its rewards. And on each slot the start of an
 engine and of a rank."""
 
 

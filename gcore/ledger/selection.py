@@ -446,7 +446,7 @@ def find_groups(
     """What of the next step's batch is there, in the order, and what is missing: what parts hold already comes first.
 
     All groups that it gives are certain to be in the batch. Before each are fewer refs than the quota that are kept or may
-    be; each that ends without a group only makes more room (`gcore.ledger.parts`).
+    be; each that ends without a group only makes more room (`gcore.ledger.balance`).
     """
     groups: list[SealedGroup] = list(begun_groups(head, seals))
     outcomes: list[EndedRef] = []

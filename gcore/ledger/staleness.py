@@ -8,9 +8,9 @@ Taking what finishes first leans towards short answers only if the long ones nev
 is issued while k + 1 quotas are offered or in flight, or k beside a batch that is being trained: what is issued now then has its turn
 before it is too old. So generation goes on while the trainer works. And a
 seal waits for what would be too old after it; of what must be trained within j more steps, j quotas can wait, the rest
-is taken now. The wait is bounded by whoever holds the prompt (`controllers.carrying.expiring`).
+is taken now. The wait is bounded by whoever holds the prompt (`controllers.rules.step.give_up_stale_prompts`).
 
-Pure. Staleness 0 is `gcore.ledger.stream`'s; who works on which shard, and time, are known to neither.
+Pure. Staleness 0 is `gcore.ledger.selection`'s; who works on which shard, and time, are known to neither.
 """
 
 from __future__ import annotations

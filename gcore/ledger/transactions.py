@@ -1,9 +1,9 @@
 """Every write to a job's chain, as one transaction that compares what its writer believed.
 
 A function here takes the stored records with their revisions and returns a `Transaction`: the compares, the writes and
-the nonce. `gcore.ledger.guarded` makes it and says what became of it.
+the nonce. `gcore.ledger.transactions` makes it and says what became of it.
 
-No function decides whether the transaction should be made; that is `controllers.decide`'s. Nothing here compares the
+No function decides whether the transaction should be made; that is `controllers.rules.decide`'s. Nothing here compares the
 assignment, an offer or a lease for safety: they are hints.
 """
 

@@ -1,6 +1,6 @@
 """What jobs have used of the cluster, for whoever pays for it: slot-seconds by day, job, node and pool, under `usage/`.
 
-They are summed up from the books (`gcore.ledger.books`), step by step, by the daemon of the node whose slots they are. They outlive
+They are summed up from the books (`gcore.ledger.records.slot_accounting`), step by step, by the daemon of the node whose slots they are. They outlive
 the job, its folder and its other records, and say by themselves whose job it was. A step's time belongs to the UTC day on which it
 ended. Told, never decided by: no transaction of a job compares it. Pure.
 """
@@ -136,7 +136,7 @@ class UsageSums:
 #
 # Tokens are counted, in whole numbers; what they cost follows from the prices of the spec. Records of nodes that are gone are
 # added to one that is there, in a transaction that compares both, so that nodes which come and go under ever new names do not
-# fill the store. Pure; when it is written is `controllers.spending`'s business, what is asked after is `ExternalJudge`'s.
+# fill the store. Pure; when it is written is `controllers.inference.judges`'s business, what is asked after is `ExternalJudge`'s.
 
 SPARE_NODES = 16
 """Records of nodes that are gone which stay as they are; more are added up."""

@@ -33,7 +33,7 @@ from gcore.system.clock import Clock
 # (docs/watching.md). Measures nothing itself.
 
 RESULTS = ("won", "stale", "unknown")
-"""What comes of a guarded transaction (`gcore.ledger.guarded`)."""
+"""What comes of a guarded transaction (`gcore.ledger.transactions`)."""
 
 
 class StoreMetrics(MetricsBase):
@@ -317,7 +317,7 @@ class SlotMetrics(MetricsBase):
 #     calls         the job API's calls
 #
 # Each process has one `Metrics` with a registry of its own, handed to whoever counts; no metric lives at module level.
-# How they are served is `gcore.metrics.serving`'s. Does not decide what is worth an alert (`deploy/prometheus`).
+# How they are served is `gcore.observability.http`'s. Does not decide what is worth an alert (`deploy/prometheus`).
 
 
 class Metrics(StoreMetrics, ChainMetrics, GenerationMetrics, JudgeMetrics, SlotMetrics, MembershipMetrics, CallMetrics):

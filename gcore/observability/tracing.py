@@ -2,7 +2,7 @@
 
 Spans wait in a bounded queue and are sent by a thread of their own: no step waits for a collector, and while none is there the oldest are
 dropped. Whoever wants traces names a collector in the node's configuration, or in `OTEL_EXPORTER_OTLP_ENDPOINT` as everything else that
-speaks OpenTelemetry does. Decides nothing of what is a span (`gcore.step_spans`).
+speaks OpenTelemetry does. Decides nothing of what is a span (`gcore.observability.tracing`).
 """
 
 from __future__ import annotations

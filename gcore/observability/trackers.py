@@ -30,7 +30,7 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 
 class MLflow:
-    """Implements `gcore.tracking.api.Tracker`."""
+    """Implements `gcore.observability.tracking.Tracker`."""
 
     def __init__(self, run: TrackedRun, options: Options) -> None:
         uri = str(options.get("uri", "")) or os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -97,7 +97,7 @@ MLFLOW_KIND = TrackerKind(MLflow, "mlflow", "gcore[mlflow]", frozenset({"uri", "
 
 
 class SwanLab:
-    """Implements `gcore.tracking.api.Tracker`."""
+    """Implements `gcore.observability.tracking.Tracker`."""
 
     def __init__(self, run: TrackedRun, options: Options) -> None:
         import swanlab
@@ -153,7 +153,7 @@ SWANLAB_KIND = TrackerKind(SwanLab, "swanlab", "gcore[swanlab]", frozenset({"pro
 
 
 class TensorBoard:
-    """Implements `gcore.tracking.api.Tracker`."""
+    """Implements `gcore.observability.tracking.Tracker`."""
 
     def __init__(self, run: TrackedRun, options: Options) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -219,7 +219,7 @@ TENSORBOARD_KIND = TrackerKind(TensorBoard, "tensorboard", "gcore[tensorboard]",
 
 
 class Wandb:
-    """Implements `gcore.tracking.api.Tracker`."""
+    """Implements `gcore.observability.tracking.Tracker`."""
 
     def __init__(self, run: TrackedRun, options: Options) -> None:
         import wandb

@@ -38,7 +38,7 @@ from gcore.system.files import replace_file
 # What a tracker is: something that shows a run's numbers, fed line by line from `metrics.jsonl`.
 #
 # A tracker is a plug-in under the entry-point group `gcore.trackers`: a `TrackerKind`, or just a function that opens one. It
-# runs in a process of its own (`gcore.tracking.process`), which may end at any moment and is started again, also on another
+# runs in a process of its own (`gcore.observability.tracking`), which may end at any moment and is started again, also on another
 # node: what was logged last may be logged once more. A tracker of one's own needs nothing of gcore but this module.
 
 Options = Mapping[str, Option]

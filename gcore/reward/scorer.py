@@ -1,7 +1,7 @@
 """Rewards of functions and of judges together: what a controller scores the responses to a prompt with.
 
-Functions run in their own processes (`gcore.reward.pool`), judges are asked (`gcore.reward.generative`), all of them at the same time;
-what the parts come to is said by `gcore.reward.composed`. A response that a judge cannot judge is never worth nothing in silence:
+Functions run in their own processes (`gcore.reward.pool`), judges are asked (`gcore.reward.judges`), all of them at the same time;
+what the parts come to is said by `gcore.reward.api`. A response that a judge cannot judge is never worth nothing in silence:
 another reward scores it, if the judge's `on_error` names one, else it cannot be scored, and the error says whether its prompt is
 to be issued again.
 """

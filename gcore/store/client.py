@@ -2,7 +2,7 @@
 
 What each method promises stands in `gcore.store.types.Store`. Retried inside are reads, and what does no harm when it
 is done twice: keep-alives, revocations, and grants (a lease whose id was lost ends by itself). A transaction is sent
-again only if it was provably never begun (`gcore.store.calls`); otherwise its outcome is unknown and its caller's to
+again only if it was provably never begun (`gcore.store.connection`); otherwise its outcome is unknown and its caller's to
 find out.
 
 No cache, no locks, no elections: a program that needs those builds them from transactions.

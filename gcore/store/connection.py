@@ -5,7 +5,7 @@ that answers nothing can be left for another. The first endpoint that is ready i
 preference: put the nearest first). A member that accepts connections and then does not answer is *suspect*, and comes
 last until it has answered again.
 
-Nothing here retries a call or knows what a call means; that is `gcore.store.calls`.
+Nothing here retries a call or knows what a call means; that is `gcore.store.connection`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Starts a single etcd on this machine: for a laptop, a demonstration or a test.
 
-Which one is `gcore.store.binary`'s to say. What is started listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: it is ended
+Which one is `gcore.store.etcd`'s to say. What is started listens on loopback only, syncs every write to disk, compacts its history, and outlives its starter: it is ended
 by `LocalEtcd.stop`, by its identity. Started again on the same folder it goes on where it was.
 
 Not a way to run etcd in production: one member, no TLS, no users.

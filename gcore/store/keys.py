@@ -37,7 +37,7 @@ READS = SCHEMAS + "reads/"
 
 
 SHARES = ROOT + "shares"
-"""Which slots each job has (`gcore.ledger.claims`)."""
+"""Which slots each job has (`gcore.ledger.records.cluster`)."""
 
 
 POOL = ROOT + "pool/"

@@ -1,7 +1,7 @@
 """How to reach the store, as it stands in a daemon's configuration and in the launch documents of workers.
 
 Files and names only: a password or a key is never here, and nothing is read before somebody connects
-(`gcore.store.connecting`).
+(`gcore.store.reference`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Session:
         """Grant a lease of `ttl` seconds, to be renewed every `interval_s` (None: three times in its life).
 
         How long one renewal may take is the store's to keep (`gcore.store.client`), and ties to these two
-        (`gcore.store.lease_times`).
+        (`gcore.store.types`).
 
         Raises StoreUnavailable; a lease that was granted nevertheless then ends by itself.
         """

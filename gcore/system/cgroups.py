@@ -2,7 +2,7 @@
 
 A group is a folder that the kernel fills with files. Limits hold for all processes in it and all that they start. A process can be
 moved by whoever may write both its old and its new group, so a supervisor moves itself, and what it starts is in the group from its
-beginning. Version 1 is not used: there each limit has a tree of its own. Decides nothing about jobs (`controllers.job_groups`).
+beginning. Version 1 is not used: there each limit has a tree of its own. Decides nothing about jobs (`controllers.workers.launcher`).
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def choose_log_format(log_format: LogFormat, environment: MutableMapping[str, st
 # -------------------- systemd
 # What a service tells systemd of itself (sd_notify): datagrams to the socket that NOTIFY_SOCKET names. Elsewhere nothing is told.
 #
-# Knows the protocol, and nothing of when a daemon is ready (`controllers.notifying`). What cannot be sent is not sent again: systemd
+# Knows the protocol, and nothing of when a daemon is ready (`controllers.daemon.daemon`). What cannot be sent is not sent again: systemd
 # is not worth failing for.
 
 SOCKET, WATCHDOG_USEC, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"

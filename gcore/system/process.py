@@ -15,12 +15,16 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gcore.errors import GcoreError
+
+GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
+"""Begins a command line of `gcore.system.guard`, which is run by its path; a subcommand follows."""
 
 DEAD_STATES = frozenset("ZXx")
 """Process states, as in /proc/PID/stat, of what has ended."""

@@ -5,7 +5,7 @@ imports the compiler to tell it where to stop. gcore compiles nothing and shards
 is 1.5 s of a core and 70 MB each, at every start. `leave_compiler_out`, called before transformers is imported, puts a
 stand-in in the compiler's place: what marks a function for the compiler leaves the function as it is, and anything else
 loads the real one, which then stays. transformers is told that torch has no distributed part; the ranks' own use of it
-(`gcore.train.collective`, DeepSpeed) does not go through transformers.
+(`gcore.train.backends.distributed`, DeepSpeed) does not go through transformers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,24 @@
-"""The supervisor's end of the control line, and the child process behind it (the other end: `gcore.worker.child`).
+"""Both ends of the control line between a supervisor and its child process; starting the child, confined.
 
-The child runs in a process group of its own. When it has ended, and before it is collected (until then its pid cannot
-be anybody else's), the whole group is killed: what a server left behind would hold on to its accelerator.
+The line is a Unix socket that the supervisor makes, inherited as the file descriptor named in `GCORE_CONTROL_FD`; JSON, one
+object a line. The supervisor's first line is the launch document. From then on:
 
-Turns what the child says and how it ends into events; decides nothing. Event names it does not know are passed over,
-so that a newer child may say more; a line that is no JSON object is a failure.
+    child -> supervisor   {"event": "serving", "address": "host:port"}      requests are answered there
+                          {"event": "store", "address": "host:port"}        rank 0's rendezvous
+                          {"event": "progress", "phase": "...", "progress": 17}
+                          {"event": "failed", "reason": "one sentence"}     before an orderly exit with a failure
+    supervisor -> child   {"command": "rendezvous", "address": "host:port"}
+                          {"command": "stop"}
+
+When the line breaks the supervisor is dead, and the child ends at once: a worker never outlives its supervisor. The
+supervisor turns what the child says and how it ends into events. It passes over names of events that it does not know, so
+that a newer child may say more; a line that is no JSON object is a failure.
+
+The child runs in a process group of its own. When it has ended, and before it is collected (until then its pid cannot be
+anybody else's), the whole group is killed: what a server left behind would hold on to its accelerator. The supervisor
+confines itself before it starts the child, so the child and all that it starts are confined from the beginning. Without its
+cores a worker fails, because it would compute on another's; without its control group it runs, because limits are a courtesy
+to the neighbours and the group may have been removed meanwhile.
 """
 
 from __future__ import annotations
@@ -18,17 +32,24 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gcore.system import daemon as logs
-from gcore.system import process as death
 from gcore.system.cgroups import CannotLimit, enter_group
-from gcore.system.process import CannotStart, process_status, thread_environment, wait_child_ended
+from gcore.system.daemon import log_environment
+from gcore.system.process import (
+    GUARD,
+    CannotStart,
+    exit_sentence,
+    last_log_lines,
+    out_of_memory_kills,
+    process_status,
+    thread_environment,
+    wait_child_ended,
+)
 from gcore.worker.lifecycle import (
     ChildEnded,
     ChildFailed,
@@ -39,22 +60,6 @@ from gcore.worker.lifecycle import (
     WorkerEvent,
 )
 from gcore.worker.records import LaunchSpec
-
-# -------------------- child
-# The worker process's end of the line to its supervisor.
-#
-# A Unix socket that the supervisor made, inherited as the file descriptor named in `GCORE_CONTROL_FD`; JSON, one object a
-# line. The supervisor's first line is the launch document. From then on:
-#
-#     child → supervisor   {"event": "serving", "address": "host:port"}      requests are answered there
-#                          {"event": "store", "address": "host:port"}        rank 0's rendezvous
-#                          {"event": "progress", "phase": "...", "progress": 17}
-#                          {"event": "failed", "reason": "one sentence"}     before an orderly exit with a failure
-#     supervisor → child   {"command": "rendezvous", "address": "host:port"}
-#                          {"command": "stop"}
-#
-# When the line breaks the supervisor is dead, and the child ends at once: a worker never outlives its supervisor.
-# Imports nothing heavy.
 
 CONTROL_FD = "GCORE_CONTROL_FD"
 
@@ -106,13 +111,6 @@ class ControlLine:
         self._on_broken()
 
 
-# -------------------- confining
-# Where a worker runs: on its cores alone, in its job's control group, in its job's folder on the node.
-#
-# The supervisor confines itself, before it starts the child; so the child, and all that it starts, is confined from its beginning. Cores
-# that are not to be had are a failure: the worker would compute on another's. A control group that is not to be had is not: limits are
-# a courtesy to the neighbours, and the job must not end for one that was removed meanwhile.
-
 log = logging.getLogger("gcore.worker")
 
 
@@ -155,15 +153,6 @@ def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:
     for a socket's name."""
     scratch = str(Path(folder, SCRATCH))
     return {"TMPDIR": scratch} if folder and "TMPDIR" not in base and len(scratch) <= LONGEST_SCRATCH else {}
-
-
-TETHER = Path(death.__file__).with_name("tether.py")
-
-
-WARDEN = TETHER.with_name("warden.py")
-
-
-ENTER = TETHER.with_name("enter.py")
 
 
 LONGEST_LINE = 1 << 20
@@ -213,13 +202,13 @@ def child_environment(spec: LaunchSpec, base: Mapping[str, str], control_fd: int
         **thread_environment(spec.threads),
         **scratch_environment(spec.folder, base),
         **spec.env,
-        **logs.log_environment(spec.about),
+        **log_environment(spec.about),
         CONTROL_FD: str(control_fd),
     }
 
 
 class ChildProcess:
-    """A started child. `start` makes it."""
+    """A started child; `start` starts one."""
 
     def __init__(
         self,
@@ -240,7 +229,7 @@ class ChildProcess:
     async def start(cls, spec: LaunchSpec) -> ChildProcess:
         """Start the child of `spec` and send it its launch document. Raises CannotStart."""
         confine_process(spec)
-        oom_kills = death.out_of_memory_kills()
+        oom_kills = out_of_memory_kills()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -289,9 +278,9 @@ class ChildProcess:
             self._process.wait()  # it is dead, or dies of the SIGKILL
             self._ended = True
             self._writer.close()
-        out_of_memory = death.out_of_memory_kills() > self._oom_kills
-        words = death.last_log_lines(self._log.path, self._log.start)
-        emit(ChildEnded(death.exit_sentence(self._process.returncode, words, out_of_memory=out_of_memory)))
+        killed = out_of_memory_kills() > self._oom_kills
+        words = last_log_lines(self._log.path, self._log.start)
+        emit(ChildEnded(exit_sentence(self._process.returncode, words, out_of_memory=killed)))
 
     async def _listen(self, emit: Callable[[WorkerEvent], None]) -> None:
         try:
@@ -316,7 +305,7 @@ def _spawn(spec: LaunchSpec, line: socket.socket) -> _Spawned:
     with path.open("ab") as log:
         start = log.tell()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), *spec.command],
+            [*GUARD, "tether", str(os.getpid()), *spec.command],
             env=child_environment(spec, os.environ, line.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -14,7 +14,7 @@ Ways to end:
 That a watch shows no controller is only a hint: the key is read once more before an orphan leaves, and while the store
 does not answer, nobody is called an orphan. A failure while stopping changes nothing: it was on its way out.
 
-What this does not do: processes, sockets, the store (`gcore.worker.supervisor`, `gcore.worker.registrar`).
+What this does not do: processes, sockets, the store (`gcore.worker.supervisor`, `gcore.worker.supervisor`).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class LaunchSpec(Record):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the supervisor's environment for the child."""
     threads: PositiveInt = 1
-    """Of each of the child's pools of threads (`gcore.worker.threads`), unless `env` says otherwise."""
+    """Of each of the child's pools of threads (`gcore.system.process`), unless `env` says otherwise."""
     world: str | None = None
     rank: NonNegativeInt | None = None
     judge: str = ""

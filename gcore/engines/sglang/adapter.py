@@ -31,6 +31,7 @@ from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
 from gcore.system import process as death
 from gcore.system.clock import Clock, SystemClock
+from gcore.system.process import GUARD
 from gcore.types import Version
 from gcore.worker.control import ControlLine
 
@@ -38,13 +39,7 @@ from gcore.worker.control import ControlLine
 # SGLang's server as a child process: started in a group of its own, its output passed on, and ended with all it started.
 #
 # What it says goes to this process's standard error, line by line, and the last lines are kept, so that its death can be
-# told with its own words. No orphans: see `gcore.worker.warden`. Does not know whether the server is well.
-
-WARDEN = Path(death.__file__).with_name("warden.py")
-
-
-TETHER = WARDEN.with_name("tether.py")
-
+# told with its own words. No orphans: see `gcore.system.guard`. Does not know whether the server is well.
 
 KEPT_LINES = 200
 
@@ -81,7 +76,7 @@ class SglangServer:
         self._oom_kills = death.out_of_memory_kills()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(WARDEN), str(TETHER), str(scratch), *command],
+                [*GUARD, "warden", str(scratch), *command],
                 env=dict(env),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """The ranks' receipts as the audit reads them: what each rank of a world trained on under a token.
 
-Ranks write them (`gcore.train.receipts`), one file a rank and a world, one line a token. There may be very many, so a folder is
+Ranks write them (`gcore.train.checkpoint.run_files`), one file a rank and a world, one line a token. There may be very many, so a folder is
 gone through once, and each line is read again when it is asked for. A line that is none is told, and the others count.
 """
 

@@ -2,7 +2,7 @@
 
 Each is a `gcore.schema.Record`. None depends on the number of controllers.
 
-The policy of each field stands with the rule that uses it, in `gcore.ledger.stream` (what a seal takes) and
+The policy of each field stands with the rule that uses it, in `gcore.ledger.selection` (what a seal takes) and
 `gcore.ledger.chain` (what each transaction writes). Nothing here reads or writes.
 """
 
@@ -23,7 +23,7 @@ from gcore.types import OutcomeKind, PromptRef, Token, Version
 # What a state of a train world is called: by the world, and by the token after which it had it.
 #
 # A world applies a token once, and only from its READY seal, whose content no one can change; so world and token name one
-# state for ever, whichever rank or node one asks. Copies of it carry the name (`gcore.weights.copies`), and so does the
+# state for ever, whichever rank or node one asks. Copies of it carry the name (`gcore.models.replicas`), and so does the
 # rollback whose new world starts from them. Pure; reads no copies.
 
 
@@ -194,7 +194,7 @@ class SealedGroup(OfferedGroup):
 
 PARTS_CAME = 2
 """The schema version from which on nodes know seals in parts. One that does not cannot read them, so no job with `train.stream` is
-created while one is there (`controllers.service.capability`)."""
+created while one is there (`controllers.api.submission.checks`)."""
 
 
 class SealState(StrEnum):
@@ -213,7 +213,7 @@ class SealState(StrEnum):
 class Seal(Record):
     """`seal/{step}`: the slot of an open step.
 
-    `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.cost`) are what `balance()` cuts and weighs the
+    `world_size`, `mini_batches` and `attention_equals_at` (`gcore.ledger.records.cluster`) are what `balance()` cuts and weighs the
     samples by, so that who reads the seal knows which rank takes which sample in which update.
 
     Of a streamed step `groups` grow part by part. What is in a READY part is never given up; an OPEN slot holds that and no more.
@@ -350,7 +350,7 @@ class LogEntry(Record):
     """`log/{seq}`: how head came to be. `stats` are numbers for people (reward, loss, seconds a phase).
 
     Each entry names its parent by digest too, and head names its own entry so: what is changed anywhere along the chain later,
-    in the store or in the run's folder, is found from head (`gcore.ledger.digests`).
+    in the store or in the run's folder, is found from head (`gcore.ledger.chain`).
     """
 
     came_with: ClassVar[Mapping[str, int]] = {"ranks": 2, "parent_digest": 2, "state": 2, "follows": 2}
@@ -487,7 +487,7 @@ class NodeFolder(Record):
     """Versions whose evaluations were."""
     entry: NonNegativeInt = 0
     """The highest number of the log of which anything lay here when that incarnation first looked: higher than head's, if the store
-    was put back (`gcore.ledger.remains`)."""
+    was put back (`gcore.ledger.archive`)."""
 
     def has(self, version: Version, digest: str) -> bool:
         """Whether that checkpoint lies here."""

@@ -5,7 +5,7 @@ transaction moves a slot, and no slot is two jobs'. A slot that a job is to give
 its plan uses it no more and nothing of it runs there; until then nobody else is granted it. Every transaction that writes a plan
 compares `shares`, so that none is made from slots which have been given back meanwhile.
 
-How the slots are shared out is `placement.shares`' business, when a job gives back what it must, `controllers.yielding`'s.
+How the slots are shared out is `placement.shares`' business, when a job gives back what it must, `controllers.rules.placement`'s.
 """
 
 from __future__ import annotations

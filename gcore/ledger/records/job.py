@@ -17,7 +17,7 @@ from gcore.types import Version
 # What is kept of a job's placement beside its plan: who plans, what a person has fixed, each move with its reason and what came
 # of it, and why nothing moved. Told and read by people and by whoever plans next; no step rests on any of it.
 #
-# The plan itself is `gcore.ledger.job.Plan`; a move names the plan's generation that it made.
+# The plan itself is `gcore.ledger.records.job.Plan`; a move names the plan's generation that it made.
 
 NEWEST_MOVES = 64
 """Moves that the store keeps; all of them stand in the run's folder."""
@@ -51,7 +51,7 @@ class Leader(Record):
 
 
 class SlotsOfPools(Protocol):
-    """A split, stored (`SplitPart`) or planned with (`placement.split.Split`)."""
+    """A split, stored (`SplitPart`) or planned with (`placement.slots.Split`)."""
 
     @property
     def rollout(self) -> int: ...
@@ -109,7 +109,7 @@ class MoveKind(StrEnum):
 
 
 class SplitPart(RecordPart):
-    """Slots of each pool (`placement.split.Split`)."""
+    """Slots of each pool (`placement.slots.Split`)."""
 
     mode: Literal["coexisting", "colocated"]
     rollout: NonNegativeInt
@@ -226,7 +226,7 @@ ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
 JUDGES_CAME = 2
 """The schema version from which on nodes know judges. A node that does not would take a judge's place for the policy's, so no job with
-judges is created while one is there (`controllers.service.capability`)."""
+judges is created while one is there (`controllers.api.submission.checks`)."""
 
 
 SLEEP_CAME = 2
@@ -325,7 +325,7 @@ class EnginePlace(RecordPart):
     judge: str = ""
     """The judge whose engine it is; empty: it serves the policy."""
     asleep: bool = False
-    """Whether it is resident there without its memory: nobody asks it, and nothing is published to it (`controllers.sleeping`)."""
+    """Whether it is resident there without its memory: nobody asks it, and nothing is published to it (`controllers.rules.memory`)."""
     further: tuple[str, ...] = ()
     """The slots that it spans behind `slot`, in their order."""
 

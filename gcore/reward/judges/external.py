@@ -252,7 +252,7 @@ def _key_in(file: Path, judge: str, where: str) -> str:
 
 
 class ExternalJudgeClient:
-    """Puts the questions of one judge. Implements `gcore.reward.generative.asking.Ask`. It times its requests itself."""
+    """Puts the questions of one judge. Implements `gcore.reward.judges.types.ChatCall`. It times its requests itself."""
 
     def __init__(
         self,

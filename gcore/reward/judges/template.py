@@ -5,7 +5,7 @@ given, and that it shows the response. What can be wrong later is the entry's: a
 the prompt is what the policy was shown, with its chat template's marks if it has one; the entry's own words are in `fields`.
 
 A template runs in the controller, in a sandbox that bounds what it takes and what it writes
-(`gcore.reward.generative.bounded`). Whether a question suits the judge's context is the judge's to say.
+(`gcore.reward.judges.template`). Whether a question suits the judge's context is the judge's to say.
 """
 
 from __future__ import annotations

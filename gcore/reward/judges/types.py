@@ -1,4 +1,4 @@
-"""What a judge is asked through, and who is told of it: the edges of `gcore.reward.generative.judge`.
+"""What a judge is asked through, and who is told of it: the edges of `gcore.reward.judges.judge`.
 
 Who asks (an engine of the cluster, an address outside of it) and who counts (the controller's metrics) are somebody else's;
 here is only what they must be like.

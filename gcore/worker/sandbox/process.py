@@ -21,6 +21,7 @@ from typing import Any
 from gcore.errors import GcoreError
 from gcore.plugins import PluginFault
 from gcore.system.process import (
+    GUARD,
     CannotStart,
     exit_sentence,
     identify_process,
@@ -28,7 +29,6 @@ from gcore.system.process import (
     thread_environment,
     wait_child_ended,
 )
-from gcore.worker.control import ENTER, TETHER, WARDEN
 from gcore.worker.sandbox.child import BEGUN_BYTES, ProgressCell, encode_line
 
 LONGEST_LINE = 1 << 22
@@ -235,9 +235,9 @@ def _children(pid: int) -> list[int]:
 
 def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subprocess.Popen[bytes]]:
     """A process, this end of the line to it, and where it writes what it begins. Raises CannotStart."""
-    warden: tuple[str, ...] = (sys.executable, "-I", "-S", str(WARDEN), str(TETHER), "")
+    warden: tuple[str, ...] = (*GUARD, "warden", "")
     if group:
-        warden = (sys.executable, "-I", "-S", str(ENTER), group, *warden)
+        warden = (*GUARD, "enter", group, *warden)
     try:
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()

@@ -38,7 +38,7 @@ def sglang_pids(home: Path) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"sglang.launch_server" in words and b"warden.py" not in words:
+        if b"sglang.launch_server" in words and b"guard.py" not in words:
             found.append(pid)
         new = [child for child in children_of(pid) if child not in seen]
         seen.update(new)

@@ -109,10 +109,10 @@ def test_waiting_gives_up_after_the_time_out(sleeper: ProcessId) -> None:
 
 
 def test_a_tethered_command_dies_with_its_parent(tmp_path: Path) -> None:
-    tether = Path(process.__file__).with_name("tether.py")
+    tether = [*process.GUARD, "tether"]
     script = (
         "import subprocess, sys, os, signal\n"
-        f"child = subprocess.Popen([sys.executable, '-I', '-S', {str(tether)!r}, str(os.getpid()), 'sleep', '600'])\n"
+        f"child = subprocess.Popen([*{tether!r}, str(os.getpid()), 'sleep', '600'])\n"
         "print(child.pid, flush=True)\n"
         "signal.pause()\n"
     )
@@ -133,9 +133,6 @@ def test_a_tethered_command_dies_with_its_parent(tmp_path: Path) -> None:
     ids=["its parent is gone", "no such command"],
 )
 def test_a_tether_that_cannot_hold_says_so(arguments: list[str], code: int) -> None:
-    tether = Path(process.__file__).with_name("tether.py")
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", str(tether), *arguments], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*process.GUARD, "tether", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert ("cannot start '/no/such'" in done.stderr) == (code == 127)

@@ -120,6 +120,15 @@ def test_an_alias_counts_neither_as_an_entry_nor_as_a_class_nor_as_an_importer(t
     assert "one importer, controllers.user" in only(tmp_path)
 
 
+def test_a_program_in_a_package_that_is_an_alias_is_one_too(tmp_path: Path, write: Write) -> None:
+    write("gcore/engines/main.py", "from gcore.store import etcd\n" + LONG_ENOUGH)
+    write("gcore/store/engine/__init__.py", '"""Alias until 0.3: daemons start a program of this name."""\n')
+    write("gcore/store/engine/__main__.py", "from gcore.engines.main import REST\n")
+    assert errors(tmp_path) == []
+    write("gcore/store/engine/__init__.py", '"""A program."""\n')
+    assert "2 import one another: gcore.engines, gcore.store" in only(tmp_path)
+
+
 def test_an_import_of_an_alias_is_found(tmp_path: Path, write: Write) -> None:
     write("gcore/old.py", '"""Alias until 0.3: see gcore.store.etcd."""\nfrom gcore.store.etcd import REST\n')
     write("controllers/user.py", "from gcore.old import REST\n" + LONG_ENOUGH)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from controllers.workers.launcher import JobGroups, groups_base
 from gcore.config.node import JobLimits
 from gcore.system.cgroups import CannotLimit, group_of_process, limit_files
-from gcore.worker.control import ENTER
+from gcore.system.process import GUARD
 
 LIMITS = JobLimits(memory_gib=2.0, cpus=1.5, pids=100)
 
@@ -138,10 +138,8 @@ def test_any_text_is_a_process_s_groups(text: str) -> None:
 
 def test_a_command_that_enters_a_group_is_there_from_its_beginning(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(ENTER),
+        *GUARD,
+        "enter",
         str(tmp_path),
         sys.executable,
         "-c",
@@ -150,7 +148,7 @@ def test_a_command_that_enters_a_group_is_there_from_its_beginning(tmp_path: Pat
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (tmp_path / "cgroup.procs").read_text() == ended.stdout.strip()
     ended = subprocess.run(
-        [*command[:4], str(tmp_path / "none"), *command[5:]], capture_output=True, text=True, check=True
+        [*command[:5], str(tmp_path / "none"), *command[6:]], capture_output=True, text=True, check=True
     )
     assert ended.stdout.strip().isdigit()
     assert "not in the control group" in ended.stderr
