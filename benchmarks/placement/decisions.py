@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from job_views import ME, running_job, stored
+from builders import ME, running_job, stored
 from told_nodes import H100, QWEN
 
 from benchmarks.harness import Benchmark, Result

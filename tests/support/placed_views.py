@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from job_views import running_job
+from builders import running_job
 
 from controllers.rules.view import EngineView, JobView
 from gcore.ledger.records.job import EnginePlace

@@ -22,8 +22,8 @@ WORLDS = [(1, 2), *((2, stage) for stage in STAGES)]
 RUNS = [pytest.param(size, stage, id=f"{size} x ZeRO {stage}") for size, stage in WORLDS]
 
 
-def run_worlds(program: Path, folder: Path, limit_s: float) -> None:
-    """`program FOLDER`, with all its processes, on a machine without a compiler."""
+def run_worlds(program: Path, folder: Path, *words: str, limit_s: float) -> None:
+    """`program WORDS FOLDER`, with all its processes, on a machine without a compiler."""
     env = {
         **os.environ,
         "PATH": "/nonexistent",
@@ -33,7 +33,7 @@ def run_worlds(program: Path, folder: Path, limit_s: float) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
     }
-    command = [sys.executable, str(program), str(folder)]
+    command = [sys.executable, str(program), *words, str(folder)]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )

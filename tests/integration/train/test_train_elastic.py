@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rank_worlds import run_worlds
 
-PROGRAM = Path(__file__).with_name("train_elastic_program.py")
+PROGRAM = Path(__file__).with_name("train_worlds_program.py")
 STEPS = 6
 SIZES = {"zero1": (2, 1, 3), "half": (2, 2, 2), "critic": (2, 1, 3)}
 """Of the worlds, by case, which are of ZeRO stage 1, 2 and 3."""
@@ -25,7 +25,7 @@ pytestmark = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything run once."""
     folder = tmp_path_factory.mktemp("elastic")
-    run_worlds(PROGRAM, folder, limit_s=560)
+    run_worlds(PROGRAM, folder, "elastic", limit_s=560)
     return folder
 
 

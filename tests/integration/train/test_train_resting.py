@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rank_worlds import run_worlds
 
-PROGRAM = Path(__file__).with_name("train_resting_program.py")
+PROGRAM = Path(__file__).with_name("train_worlds_program.py")
 CASES = ("zero1", "zero2", "zero3")
 COSTS = ("release_s", "restore_s", "released_bytes")
 NUMBERS = ("loss", "grad_norm", "kl_reference", "value_loss", "critic_grad_norm", "mismatch_kl", "learning_rate")
@@ -25,7 +25,7 @@ pytestmark = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything run once."""
     folder = tmp_path_factory.mktemp("resting")
-    run_worlds(PROGRAM, folder, limit_s=850)
+    run_worlds(PROGRAM, folder, "resting", limit_s=850)
     return folder
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from job_views import KEYS, running_job, stored
+from builders import KEYS, running_job, stored
 
 from controllers.api.jobs import describe_placement, parse_pin, write_pin
 from controllers.cli.view.placement import (

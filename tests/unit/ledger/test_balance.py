@@ -9,51 +9,16 @@ import sys
 from typing import Any
 
 import pytest
+from builders import sample_slots, seal_of_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples, sample_cost, slot_cost
-from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal
 from gcore.ledger.records.cluster import attention_equals_at
-from gcore.types import PromptRef, Version
-
-
-def make_seal(
-    lengths: list[list[int]],
-    *,
-    world_size: int,
-    mini_batches: int = 1,
-    prompt_tokens: int = 5,
-    attention_equals_at: int = 24_576,
-    masked: tuple[int, ...] = (),
-) -> Seal:
-    groups = tuple(
-        SealedGroup(
-            ref=PromptRef(0, 0, index),
-            digest=f"{index:032x}",
-            prompt_tokens=prompt_tokens,
-            response_tokens=tuple(samples),
-            versions=(Version(0, 0),),
-            holder="a",
-            masked=tuple(sample for sample in masked if sample < len(samples)),
-        )
-        for index, samples in enumerate(lengths)
-    )
-    return Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.SEALED,
-        world="w",
-        world_size=world_size,
-        mini_batches=mini_batches,
-        groups=groups,
-        attention_equals_at=attention_equals_at,
-    )
-
 
 seals = st.builds(
-    make_seal,
+    seal_of_lengths,
     st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=9), max_size=12),
     world_size=st.integers(1, 7),
     mini_batches=st.integers(1, 6),
@@ -61,10 +26,6 @@ seals = st.builds(
     attention_equals_at=st.sampled_from([1, 960, 24_576]),
     masked=st.sampled_from([(), (0,), (1, 3)]),
 )
-
-
-def every_slot(seal: Seal) -> list[SampleSlot]:
-    return [SampleSlot(g, s) for g, group in enumerate(seal.groups) for s in range(len(group.response_tokens))]
 
 
 def fingerprint(layout: StepLayout) -> str:
@@ -79,7 +40,7 @@ def test_every_sample_is_taken_exactly_once(seal: Seal) -> None:
         for mini_batch, rank in itertools.product(range(layout.mini_batches), range(seal.world_size))
         for slot in layout.share(mini_batch, rank)
     ]
-    assert sorted(taken) == every_slot(seal)
+    assert sorted(taken) == sample_slots(seal)
 
 
 @given(seals)
@@ -122,7 +83,7 @@ def best_makespan(costs: list[int], ranks: int) -> int:
 
 @given(st.lists(st.integers(0, 60_000), min_size=1, max_size=7), st.integers(1, 3))
 def test_against_the_best_layout_the_fullest_rank_has_at_most_a_third_more(lengths: list[int], ranks: int) -> None:
-    seal = make_seal([lengths], world_size=ranks)
+    seal = seal_of_lengths([lengths], world_size=ranks)
     loads = [sum(slot_cost(seal, slot) for slot in share) for share in balance_samples(seal).shares[0]]
     best = best_makespan([sample_cost(5 + length, seal.attention_equals_at) for length in lengths], ranks)
     assert 3 * ranks * max(loads) <= (4 * ranks - 1) * best
@@ -158,7 +119,7 @@ def test_what_a_rank_takes_is_the_union_of_its_shares(seal: Seal) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_equal_samples_are_spread_evenly(ranks: int, samples: int) -> None:
-    layout = balance_samples(make_seal([[7] * samples], world_size=ranks))
+    layout = balance_samples(seal_of_lengths([[7] * samples], world_size=ranks))
     counts = [len(layout.share(0, rank)) for rank in range(ranks)]
     assert max(counts) - min(counts) <= 1
     assert counts == sorted(counts, reverse=True), "what does not come out even goes to the lower ranks"
@@ -166,27 +127,29 @@ def test_equal_samples_are_spread_evenly(ranks: int, samples: int) -> None:
 
 def test_samples_are_weighed_by_what_attention_costs_the_model() -> None:
     lengths = [[995] * 2 + [95] * 20]  # with the prompt: two of 1000 tokens, twenty of 100
-    wide = balance_samples(make_seal(lengths, world_size=2, attention_equals_at=1_000_000))
-    narrow = balance_samples(make_seal([[1995, *[95] * 20]], world_size=2, attention_equals_at=100))
+    wide = balance_samples(seal_of_lengths(lengths, world_size=2, attention_equals_at=1_000_000))
+    narrow = balance_samples(seal_of_lengths([[1995, *[95] * 20]], world_size=2, attention_equals_at=100))
     assert [len(share) for share in wide.shares[0]] == [11, 11]
     # 2000·2100 against 20 · 100·200: all the short ones together weigh a tenth of the long one.
     assert [len(share) for share in narrow.shares[0]] == [1, 20]
 
 
 def test_a_masked_sample_costs_nothing_and_is_taken_all_the_same() -> None:
-    seal = make_seal([[500, 10, 10, 10]], world_size=2, masked=(0,))
+    seal = seal_of_lengths([[500, 10, 10, 10]], world_size=2, masked=(0,))
     assert slot_cost(seal, SampleSlot(0, 0)) == 0
-    assert sorted(slot for share in balance_samples(seal).shares[0] for slot in share) == every_slot(seal)
+    assert sorted(slot for share in balance_samples(seal).shares[0] for slot in share) == sample_slots(seal)
     assert max(sum(slot_cost(seal, s) for s in share) for share in balance_samples(seal).shares[0]) == 2 * sample_cost(
         15, 24_576
     )
 
 
 def test_a_seal_of_before_is_read_with_the_weight_of_before() -> None:
-    seal = make_seal([[4, 3]], world_size=2)
+    seal = seal_of_lengths([[4, 3]], world_size=2)
     assert b"attention_equals_at" not in seal.encode()
     assert Seal.decode(seal.encode()).attention_equals_at == 24_576
-    assert Seal.decode(make_seal([[4]], world_size=1, attention_equals_at=960).encode()).attention_equals_at == 960
+    assert (
+        Seal.decode(seal_of_lengths([[4]], world_size=1, attention_equals_at=960).encode()).attention_equals_at == 960
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,20 +202,20 @@ def test_the_weight_of_attention_follows_from_the_models_configuration(config: d
 
 
 def test_a_seal_without_groups_has_no_updates() -> None:
-    layout = balance_samples(make_seal([], world_size=3, mini_batches=2))
+    layout = balance_samples(seal_of_lengths([], world_size=3, mini_batches=2))
     assert layout.mini_batches == 0
     assert layout.of_rank(2) == ()
 
 
 def test_the_layout_of_one_seal_never_changes() -> None:
     # Whoever changes the rule changes what running jobs agree on: then the seal needs a new schema version.
-    layout = balance_samples(make_seal([[4, 3, 2], [4, 2, 1]], world_size=2, mini_batches=1))
+    layout = balance_samples(seal_of_lengths([[4, 3, 2], [4, 2, 1]], world_size=2, mini_batches=1))
     assert layout.share(0, 0) == (SampleSlot(0, 0), SampleSlot(0, 1), SampleSlot(1, 2))
     assert layout.share(0, 1) == (SampleSlot(0, 2), SampleSlot(1, 0), SampleSlot(1, 1))
 
 
 def test_another_process_with_another_hash_seed_computes_the_same_layout() -> None:
-    seal = make_seal([[11, 900, 3, 3], [3, 3, 3], [5000], [1, 2, 3, 4, 5]], world_size=3, mini_batches=2)
+    seal = seal_of_lengths([[11, 900, 3, 3], [3, 3, 3], [5000], [1, 2, 3, 4, 5]], world_size=3, mini_batches=2)
     program = (
         "import hashlib, sys; from gcore.ledger.balance import balance_samples; from gcore.ledger.records.chain import Seal; "
         "print(hashlib.sha256(repr(balance_samples(Seal.model_validate_json(sys.stdin.read()))).encode()).hexdigest())"
@@ -272,10 +235,10 @@ def test_another_process_with_another_hash_seed_computes_the_same_layout() -> No
 @pytest.mark.parametrize(("ranks", "mini_batches"), [(0, 1), (1, 0)], ids=["no ranks", "no mini-batches"])
 def test_a_seal_that_cannot_be_cut_is_refused(ranks: int, mini_batches: int) -> None:
     with pytest.raises(ValueError, match="a seal for"):
-        balance_samples(make_seal([[1]], world_size=ranks, mini_batches=mini_batches))
+        balance_samples(seal_of_lengths([[1]], world_size=ranks, mini_batches=mini_batches))
 
 
 @pytest.mark.parametrize("rank", [-1, 2], ids=["below", "beyond"])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
     with pytest.raises(IndexError):
-        balance_samples(make_seal([[1, 2]], world_size=2)).of_rank(rank)
+        balance_samples(seal_of_lengths([[1, 2]], world_size=2)).of_rank(rank)

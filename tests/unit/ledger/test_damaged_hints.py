@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import KEYS as VIEW_KEYS
-from job_views import ME, RULES, refs_in_order, running_job
+from builders import KEYS as VIEW_KEYS
+from builders import ME, RULES, refs_in_order, running_job
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import PutOffer

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from job_views import KEYS, running_job
+from builders import KEYS, running_job
 
 from controllers.job import effects as starting
 from controllers.job import executor as apply

@@ -1,14 +1,30 @@
-"""Code and pickles that come with a model are found before anything is started."""
+"""Code and pickles that come with a model are found before anything is started.
+
+Weights that are not all there are told before anything starts, by names and sizes alone.
+A critic's folder that cannot be started from is refused when the job is submitted.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from gcore.models.checks import check_code, check_weights, is_known, read_config, remote_code_files
+from gcore.models.checks import (
+    check_code,
+    check_critic,
+    check_weights,
+    check_whole,
+    is_known,
+    read_config,
+    remote_code_files,
+)
 from gcore.models.hubs import ModelError
 from gcore.models.resolve import resolve_model
 
@@ -91,3 +107,115 @@ def test_a_folder_of_pickles_or_of_needed_code_is_refused(tmp_path: Path) -> Non
 def test_a_configuration_that_cannot_be_read_is_left_to_who_loads_the_model(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert read_config(tmp_path) == {}
+
+
+TENSORS = {"a": np.arange(64, dtype=np.float32), "b": np.ones((3, 5), dtype=np.float16)}
+
+
+def write(path: Path, size: int | None = None) -> Path:
+    save_file(TENSORS, path, metadata={"format": "pt"})
+    if size is not None:
+        path.write_bytes(path.read_bytes()[:size])
+    return path
+
+
+def test_whole_weights_pass_in_one_file_and_in_several(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors")
+    check_whole(tmp_path)
+    several = tmp_path / "several"
+    several.mkdir()
+    for name in ("one.safetensors", "two.safetensors"):
+        write(several / name)
+    (several / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+    )
+    check_whole(several)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60, -1, -100])
+def test_a_file_cut_off_anywhere_is_told_with_its_size(tmp_path: Path, cut: int) -> None:
+    path = write(tmp_path / "model.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    with pytest.raises(ModelError, match=rf"cut off: it has {len(whole[:cut])} ") as caught:
+        check_whole(tmp_path)
+    assert str(path) in str(caught.value)
+    assert "Copy or download it again" in str(caught.value)
+
+
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no weights", lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    ("another content", lambda f: (f / "model.safetensors").write_text("x" * 99), "no safetensors file"),
+    ("more than there should be", lambda f: (f / "model.safetensors").open("ab").write(b"x"), "no safetensors file"),
+    (
+        "a broken header",
+        lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 8) + b"{1234567"),
+        "header of the safetensors file cannot be read",
+    ),
+    (
+        "a header that is a list",
+        lambda f: (f / "model.safetensors").write_bytes(struct.pack("<Q", 14) + b'{"a": [1, 2] }'),
+        "header of the safetensors file cannot be read",
+    ),
+    ("a broken index", lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index of the weights"),
+    (
+        "an index of a file that is not there",
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
+        "1 of 1 files of weights are missing, x.safetensors",
+    ),
+    (
+        "an index of a file of another folder",
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}'),
+        "names a file of another folder",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_what_is_wrong_with_weights_is_one_sentence(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    write(tmp_path / "model.safetensors")
+    damage(tmp_path)
+    with pytest.raises(ModelError, match=message) as caught:
+        check_whole(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert caught.value.fix
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    save_file({"score.weight": np.zeros((1, 4), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_whole_model_is_fine(tmp_path: Path) -> None:
+    check_critic(str(make(tmp_path / "judge")), trust_remote_code=False)
+
+
+def test_a_folder_that_is_not_there_is_named_with_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"train\.critic\.path: the folder does not exist"):
+        check_critic(str(tmp_path / "nowhere"), trust_remote_code=False)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model is here: there is no config\.json"):
+        check_critic(str(tmp_path), trust_remote_code=False)
+
+
+def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "judge")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-4])
+    with pytest.raises(ModelError):
+        check_critic(str(folder), trust_remote_code=False)
+
+
+def test_code_that_comes_with_it_does_not_run_unasked(tmp_path: Path) -> None:
+    folder = make(tmp_path / "judge")
+    config = {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": "modeling.Judge"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"modeling\.py"):
+        check_critic(str(folder), trust_remote_code=False)
+    check_critic(str(folder), trust_remote_code=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from builders import running_job, stored
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import running_job, stored
 from mapped_jobs import JUDGE, spec
 from told_nodes import QWEN, node
 

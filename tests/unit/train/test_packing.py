@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from builders import sample_slots, seal_of_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.ledger.balance import SampleSlot, balance_samples, sample_cost
-from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.ledger.records.chain import Seal, SealState
 from gcore.train.packing import CutSettings, MicroPlan, Packing, cut_evenly, is_masked, plan_step, sample_length
-from gcore.types import PromptRef, Version
 
 
-def make_seal(
-    lengths: list[tuple[int, list[int]]],
-    ranks: int,
-    mini_batches: int,
-    masked: tuple[int, ...] = (),
-    attention_equals_at: int = 24_576,
-) -> Seal:
-    groups = tuple(
-        SealedGroup(
-            ref=PromptRef(0, 0, number),
-            digest=f"{number:032x}",
-            prompt_tokens=prompt,
-            response_tokens=tuple(responses),
-            versions=(Version(0, 0),),
-            holder="h",
-            masked=tuple(sample for sample in masked if sample < len(responses)),
-        )
-        for number, (prompt, responses) in enumerate(lengths)
-    )
-    return Seal(
-        lineage=0,
-        step=1,
-        attempt=1,
-        state=SealState.READY,
-        world="w",
-        world_size=ranks,
-        mini_batches=mini_batches,
-        groups=groups,
-        attention_equals_at=attention_equals_at,
+def make_seal(lengths: list[tuple[int, list[int]]], ranks: int, mini_batches: int, **more: Any) -> Seal:
+    """`lengths`: of the prompt and of the responses of each group."""
+    prompts, responses = [prompt for prompt, _ in lengths], [found for _, found in lengths]
+    return seal_of_lengths(
+        responses, prompts, world_size=ranks, mini_batches=mini_batches, state=SealState.READY, **more
     )
 
 
@@ -51,14 +29,10 @@ seals = st.builds(
     ),
     st.integers(1, 5),
     st.integers(1, 4),
-    st.sampled_from([(), (0,), (0, 1, 2, 3, 4, 5)]),
-    st.sampled_from([1, 50, 24_576]),
+    masked=st.sampled_from([(), (0,), (0, 1, 2, 3, 4, 5)]),
+    attention_equals_at=st.sampled_from([1, 50, 24_576]),
 )
 cuttings = st.builds(CutSettings, st.integers(1, 300), st.sampled_from(["packed", "bucketed"]), st.booleans())
-
-
-def every_slot(seal: Seal) -> list[SampleSlot]:
-    return [SampleSlot(g, s) for g, group in enumerate(seal.groups) for s in range(len(group.response_tokens))]
 
 
 def cost(seal: Seal, one: MicroPlan) -> int:
@@ -77,7 +51,7 @@ def test_every_sample_that_is_computed_is_in_exactly_one_micro_batch_of_one_rank
             share = [slot for slot in layout.share(number, rank) if cutting.masked or not is_masked(seal, slot)]
             assert sorted(slots) == share
             found += slots
-    assert sorted(found) == [slot for slot in every_slot(seal) if cutting.masked or not is_masked(seal, slot)]
+    assert sorted(found) == [slot for slot in sample_slots(seal) if cutting.masked or not is_masked(seal, slot)]
 
 
 @given(seals, cuttings)
@@ -89,7 +63,7 @@ def test_all_ranks_run_equally_many_micro_batches_and_divide_by_the_same_counts(
     for of_ranks in zip(*plans, strict=True):
         assert len({(len(plan.micro_batches), plan.tokens, plan.sequences) for plan in of_ranks}) == 1
     kept = [
-        seal.groups[slot.group].response_tokens[slot.sample] for slot in every_slot(seal) if not is_masked(seal, slot)
+        seal.groups[slot.group].response_tokens[slot.sample] for slot in sample_slots(seal) if not is_masked(seal, slot)
     ]
     assert sum(plan.tokens for plan in plans[0]) == sum(kept), "masked tokens count in no denominator"
     assert sum(plan.sequences for plan in plans[0]) == sum(tokens > 0 for tokens in kept)
@@ -140,7 +114,7 @@ def test_every_row_of_a_rectangle_holds_its_sample(seal: Seal, cutting: CutSetti
 
 @given(seals, cuttings, st.integers(0, 5))
 def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, cutting: CutSettings, more: int) -> None:
-    slots = every_slot(seal)
+    slots = sample_slots(seal)
     fewest = cut_evenly(seal, slots, cutting, 1)
     cut = cut_evenly(seal, slots, cutting, len(fewest) + more)
     assert len(cut) <= len(fewest) + more
@@ -164,7 +138,7 @@ def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, c
 )
 def test_the_budget_counts_padding(packing: Packing, budget: int, sizes: list[int]) -> None:
     seal = make_seal([(2, [8, 2, 8, 2, 2])], 1, 1)
-    batches = cut_evenly(seal, every_slot(seal), CutSettings(budget, packing), 1)
+    batches = cut_evenly(seal, sample_slots(seal), CutSettings(budget, packing), 1)
     assert [len(batch.slots) for batch in batches] == sizes
 
 

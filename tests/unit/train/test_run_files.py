@@ -1,17 +1,27 @@
-"""A rank that finds another folder at its run's path writes nothing there, and goes on when the right one is back."""
+"""A rank that finds another folder at its run's path writes nothing there, and goes on when the right one is back.
+
+Staged weights and receipts are written again until the disk takes them, by all ranks together, and not for ever.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import os
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
+from saving_ranks import SECONDS, Ranks
 
-from gcore.models.layout import MANIFEST_FILE
-from gcore.train.checkpoint.run_files import BackgroundWriter, ReceiptWriter, RetryingWriter, RunFolder
+from gcore.models.layout import MANIFEST_FILE, TensorsFile, weights_folder
+from gcore.train.checkpoint import writer as saving
+from gcore.train.checkpoint.run_files import BackgroundWriter, ReceiptWriter, RetryingWriter, RunFolder, WriteRefused
 from gcore.types import Version
 
 WORK: Any = SimpleNamespace(
@@ -102,3 +112,143 @@ def test_a_checkpoint_is_not_written_into_another_folder(run_dir: Path) -> None:
     assert writer.wait(60.0)
     assert writer.saved is not None
     assert (run_dir / writer.saved.file / MANIFEST_FILE).exists()
+
+
+NEXT = Version(0, 1)
+
+
+def insist(ranks: Ranks, *, limit_s: float = SECONDS) -> list[list[str]]:
+    """Have both savers try again at once. What each of them shows."""
+    shown: list[list[str]] = [[], []]
+    for saver, said in zip(ranks.savers, shown, strict=True):
+        saver.insisting = RetryingWriter(said.append, limit_s, again_s=0.01)
+    return shown
+
+
+def both(work: Callable[[int], Any]) -> list[Any]:
+    """What it comes to on either rank: a result or what was raised."""
+    found: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(rank)
+        except (WriteRefused, threading.BrokenBarrierError) as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    return found
+
+
+def stage(ranks: Ranks) -> list[Any]:
+    return both(lambda rank: ranks.savers[rank].stage(NEXT, lambda: None, partial(ranks.highest, rank)))
+
+
+def gathered(ranks: Ranks) -> list[list[int]]:
+    """Counts how many tensors each rank's model gives at each gathering, which are collectives."""
+    counts: list[list[int]] = [[], []]
+    for model, own in zip(ranks.models, counts, strict=True):
+
+        def tensors(kind: str, give: Any = model.tensors, own: list[int] = own) -> Any:
+            own.append(0)
+            for one in give(kind):
+                own[-1] += 1
+                yield one
+
+        model.tensors = tensors  # type: ignore[method-assign]
+    return counts
+
+
+def test_a_disk_that_fills_up_on_the_way_is_tried_again_and_no_rank_is_left_in_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Filling(TensorsFile):
+        failures = 2
+
+        def write(self, name: str, data: memoryview) -> None:
+            if name == "b" and Filling.failures:
+                Filling.failures -= 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().write(name, data)
+
+    monkeypatch.setattr(saving, "TensorsFile", Filling)
+    ranks = Ranks(tmp_path)
+    shown, counts = insist(ranks), gathered(ranks)
+    assert stage(ranks) == ["weights/0-1", "weights/0-1"]
+    assert counts == [[3, 3, 3], [3, 3, 3]]
+    folder = weights_folder(tmp_path / "run", NEXT)
+    assert load_file(folder / "model.safetensors").keys() == {"a", "b", "c", "flag", "steps"}
+    assert [path.name for path in folder.parent.iterdir()] == ["0-1"]
+    for said in shown:
+        assert said[0].startswith("the weights of step 1 cannot be written (No space left on device): ")
+        assert str(folder.parent) in said[0]
+        assert said[-1] == "", "it is over"
+
+
+def test_a_folder_that_takes_nothing_ends_the_world_with_a_sentence_on_every_rank(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    insist(ranks, limit_s=0.02)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "weights").write_text("a file where the folder should be")
+    for error in stage(ranks):
+        assert isinstance(error, WriteRefused)
+        assert "the weights of step 1 cannot be written (" in error.what
+        assert error.where == str(tmp_path / "run" / "weights")
+        assert error.fix
+
+
+def test_signs_of_life_are_given_while_it_is_waited() -> None:
+    told: list[int] = []
+    tries = [OSError(errno.EIO, "x"), None]
+
+    def attempt() -> None:
+        error = tries.pop(0)
+        if error is not None:
+            raise error
+
+    again = RetryingWriter(lambda sentence: None, SECONDS, again_s=0.01)
+    again.until_taken("it", Path("f"), attempt, lambda values: list(values), lambda: told.append(1))
+    assert told
+
+
+def test_a_defect_is_raised_at_once() -> None:
+    def attempt() -> None:
+        raise KeyError("a defect")
+
+    with pytest.raises(KeyError):
+        RetryingWriter(lambda sentence: None, SECONDS).until_taken("it", Path("f"), attempt, list, lambda: None)
+
+
+def test_what_is_tried_again_is_shown_by_the_writer(tmp_path: Path) -> None:
+    seen: list[str] = []
+    writer = BackgroundWriter(tmp_path, "w", lambda: seen.append(writer.trouble))
+    writer.hindered("full")
+    writer.hindered("")
+    assert seen == ["full", ""]
+
+
+def test_a_receipt_that_the_disk_did_not_take_leaves_nothing_and_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = ReceiptWriter(tmp_path, "w", 0)
+    seal = SimpleNamespace(token="0-1-1", groups=())
+    work: Any = SimpleNamespace(layout=SimpleNamespace(of_rank=lambda rank: ()), rank=0, seal=seal)
+    book.write(work, 0.5)
+    whole = book.file.read_bytes()
+    errors = [OSError(errno.ENOSPC, "No space left on device")]
+    sync = os.fsync
+
+    def full(fd: int) -> None:
+        if errors:
+            raise errors.pop()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        book.write(work, 0.25)
+    assert book.file.read_bytes() == whole
+    book.write(work, 0.25)
+    assert [json.loads(line)["loss"] for line in book.file.read_text().splitlines()] == [0.5, 0.25]

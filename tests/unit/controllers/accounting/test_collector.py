@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_views import SPEC, running_job
+from builders import SPEC, running_job
 
 from controllers.accounting import collector as booking
 from controllers.accounting.collector import AccountCollector

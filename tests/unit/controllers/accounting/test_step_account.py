@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from builders import SPEC, running_job, sealed_job, stored
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import SPEC, running_job, sealed_job, stored
 
 from controllers.accounting.attribution import Attribution, RankReports
 from controllers.accounting.states import FAILED, NOBODY, SYNCING, UNALLOCATED, Timeline, busy, idle, switching

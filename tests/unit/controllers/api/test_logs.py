@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import KEYS, stored
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import KEYS, stored
 
 from controllers.api import logs as log_lines
 from controllers.api.edge.errors import BadFields, NodeNotFound, WorkerNotFound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from job_views import KEYS, stored
+from builders import KEYS, stored
 
 from controllers.api.jobs import list_shards
 from gcore.config import parse_spec

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import KEYS
+from builders import stored as at
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import KEYS
-from job_views import stored as at
 
 from controllers.api.edge.errors import BadFields
 from controllers.api.streams import (

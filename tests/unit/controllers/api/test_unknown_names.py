@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import stored
+from builders import stored
 from listed_jobs import create
 
 from controllers.api.edge.access import Caller, Role, acting_as

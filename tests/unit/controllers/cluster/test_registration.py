@@ -1,24 +1,46 @@
-"""A node's registration: what stands in the store is what the daemon knows, whatever became of its calls."""
+"""A node's registration: what stands in the store is what the daemon knows, whatever became of its calls.
+
+The step to the next schema version: who takes it, and what the store says by then.
+What a daemon tells of its node, and what it leaves unsaid.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from controllers.changes import ChangeSignal
-from controllers.cluster.registration import NodeFactsReader, NodeRegistration
+from controllers.cli.local import memory_share_gib
+from controllers.cluster import registration as machine
+from controllers.cluster.mirror import ClusterMirror
+from controllers.cluster.registration import (
+    Gpu,
+    NodeFactsReader,
+    NodeRegistration,
+    node_facts,
+    parse_gpus,
+    raise_version,
+    slot_facts,
+)
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity
 from gcore.config import NodeConfig
-from gcore.ledger.records.cluster import SickSlots
+from gcore.errors import StoreUnavailable
+from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import set_written_version, written_version
+from gcore.schema import NEWEST_VERSION, set_written_version, written_version
 from gcore.store import keys
 from gcore.store.reference import StoreRef
 from gcore.store.session import Session
-from gcore.store.types import Put
+from gcore.store.types import Compare, Delete, Put, TxnResult
+from gcore.system.memory import HostMemory, group_limits, host_memory
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 from gcore.testing.store import Call, Fate, PerfectNetwork
 
@@ -170,3 +192,230 @@ async def test_another_version_is_written_anew(node: Node) -> None:
     assert after is not None
     assert after.mod_revision > before.mod_revision
     task.cancel()
+
+
+OLDER = NEWEST_VERSION - 1
+NEWEST = str(NEWEST_VERSION).encode()
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    set_written_version(NEWEST_VERSION)
+
+
+def registered(name: str, reads: int | None) -> tuple[Put, ...]:
+    node = NodeRecord(name=name, incarnation=f"{name}.a", address="h:1", slots=("cpu:0",), pid=1)
+    said = () if reads is None else (Put(keys.readable_version(name), str(reads).encode()),)
+    return (Put(keys.node(name), node.encode()), *said)
+
+
+class Daemon:
+    """What speaks, of node `me`."""
+
+    def __init__(self, memory: MemoryCluster, clock: FakeClock, store: MemoryStore | None = None) -> None:
+        self.store = store if store is not None else MemoryStore(memory)
+        self.clock = clock
+        self.changes = ChangeSignal()
+        self.cluster = ClusterMirror(self.store, self.changes)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(watch()) for watch in self.cluster.watches.values()]
+        async with AsyncExitStack() as stack:
+            for task in tasks:
+                stack.callback(task.cancel)
+            await self.changes.until(lambda: self.cluster.is_complete)
+            yield
+
+    async def speaks(self, after: int = 0) -> int:
+        return await raise_version(after, "me", self.cluster, self.store, self.changes, self.clock)
+
+
+@pytest.fixture
+def memory() -> MemoryCluster:
+    return MemoryCluster(FakeClock())
+
+
+async def test_the_store_says_first_what_is_spoken_then(memory: MemoryCluster) -> None:
+    daemon = Daemon(memory, FakeClock())
+    memory.transact((), registered("other", NEWEST_VERSION))
+    set_written_version(OLDER)
+
+    class Looks(MemoryStore):
+        async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+            assert written_version() == OLDER
+            return await super().transact(compares, writes)
+
+    daemon.store = Looks(memory)
+    async with daemon.listening():
+        assert await daemon.speaks() == written_version() == NEWEST_VERSION
+    told = await daemon.store.get(keys.WRITTEN)
+    assert told is not None
+    assert (told.value, told.lease) == (NEWEST, 0)
+
+
+async def test_beside_an_older_node_that_came_back_what_was_written_before_is_spoken(memory: MemoryCluster) -> None:
+    memory.transact((), (*registered("old", None), Put(keys.WRITTEN, NEWEST)))
+    daemon = Daemon(memory, FakeClock())
+    async with daemon.listening():
+        assert await daemon.speaks() == NEWEST_VERSION
+
+
+async def test_beside_an_older_node_the_older_version_until_it_has_gone(memory: MemoryCluster) -> None:
+    memory.transact((), registered("old", None))
+    daemon = Daemon(memory, FakeClock())
+    async with daemon.listening():
+        assert await daemon.speaks() == OLDER
+        assert await daemon.store.get(keys.WRITTEN) is None, "which version 1 did not have"
+        memory.transact((), (Delete(keys.node("old")),))
+        assert await daemon.speaks(OLDER) == NEWEST_VERSION
+
+
+async def test_who_hears_that_another_writes_the_next_version_does_so_too(memory: MemoryCluster) -> None:
+    """It has seen the older node go, and this one has not, for that came back at once."""
+    memory.transact((), registered("old", OLDER))
+    daemon = Daemon(memory, FakeClock())
+    async with daemon.listening():
+        assert await daemon.speaks() == OLDER
+        memory.transact((), (Put(keys.WRITTEN, NEWEST),))
+        assert await daemon.speaks(OLDER) == NEWEST_VERSION
+
+
+async def test_a_store_that_does_not_answer_is_asked_again_and_nothing_newer_is_spoken_meanwhile(
+    memory: MemoryCluster,
+) -> None:
+    clock = FakeClock()
+
+    class Away(MemoryStore):
+        tries = 0
+
+        async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:
+            self.tries += 1
+            assert written_version() == OLDER
+            if self.tries < 3:
+                raise StoreUnavailable("away")
+            return await super().transact(compares, writes)
+
+    set_written_version(OLDER)
+    store = Away(memory)
+    daemon = Daemon(memory, clock, store)
+    async with daemon.listening():
+        speaking = asyncio.create_task(daemon.speaks())
+        while not speaking.done():
+            await clock.advance(1.0)
+        assert (await speaking, store.tries) == (NEWEST_VERSION, 3)
+
+
+@pytest.mark.parametrize("said", [b"two", b"9" * 5000, b""])
+async def test_what_is_no_version_is_written_anew(memory: MemoryCluster, said: bytes) -> None:
+    memory.transact((), (Put(keys.WRITTEN, said),))
+    daemon = Daemon(memory, FakeClock())
+    async with daemon.listening():
+        assert daemon.cluster.written == 1
+        assert await daemon.speaks() == NEWEST_VERSION
+    told = await daemon.store.get(keys.WRITTEN)
+    assert told is not None
+    assert told.value == NEWEST
+
+
+async def test_what_nodes_read_is_heard_after_who_is_there(memory: MemoryCluster) -> None:
+    """A node that was there without what it reads would be taken for an older one."""
+    daemon = Daemon(memory, FakeClock())
+    watching = asyncio.create_task(daemon.cluster.watch_schemas())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not daemon.cluster.listened
+    memory.transact((), registered("other", NEWEST_VERSION))
+    watching_nodes = asyncio.create_task(daemon.cluster.watch_nodes())
+    await daemon.changes.until(lambda: keys.SCHEMAS in daemon.cluster.listened)
+    assert daemon.cluster.reads.keys() == daemon.cluster.nodes.keys() == {"other"}
+    watching.cancel()
+    watching_nodes.cancel()
+
+
+H200 = Gpu("NVIDIA H200", 140.401)
+ANSWER = "NVIDIA H200, 143771, Disabled\nNVIDIA H200, 143771, Disabled\n"
+
+
+def driver(answer: str, code: int = 0) -> tuple[str, ...]:
+    """A program that answers as the driver's does."""
+    return (sys.executable, "-c", f"print({answer!r}, end=''); raise SystemExit({code})")
+
+
+async def test_gpus_are_told_with_their_memory_and_name() -> None:
+    facts = await node_facts(("cuda:0", "cuda:1"), 100.0, driver(ANSWER))
+    slots = tuple(SlotFacts(slot=f"cuda:{n}", memory_gib=140.401, device="NVIDIA H200") for n in (0, 1))
+    assert facts == NodeFacts(host_memory_gib=100.0, slots=slots)
+
+
+async def test_cores_have_a_part_of_their_hosts_memory_and_no_driver_is_asked() -> None:
+    facts = await node_facts(("cpu:0", "cpu:1"), command=("no-such-program",))
+    assert facts is not None
+    assert facts.host_memory_gib == pytest.approx(host_memory().total / 2**30, abs=0.001)
+    assert facts.slots == (SlotFacts(slot="cpu:0"), SlotFacts(slot="cpu:1"))
+
+
+@pytest.mark.parametrize(
+    ("slots", "command"),
+    [
+        pytest.param(("emulated:0",), driver(ANSWER), id="emulated slots"),
+        pytest.param(("cuda:0",), ("no-such-program",), id="no driver"),
+        pytest.param(("cuda:0",), driver(ANSWER, 9), id="a driver that fails"),
+        pytest.param(("cuda:0",), driver("what?\n"), id="an answer that is none"),
+        pytest.param(("cuda:2",), driver(ANSWER), id="fewer GPUs than slots"),
+        pytest.param(("cuda:0",), driver("NVIDIA H200, 143771, Enabled\n"), id="a GPU in parts"),
+    ],
+)
+async def test_what_is_not_known_for_sure_is_not_told(slots: tuple[str, ...], command: tuple[str, ...]) -> None:
+    assert await node_facts(slots, command=command) is None
+
+
+async def test_a_driver_that_hangs_holds_no_daemon_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ASK_S", 0.05)
+    hangs = (sys.executable, "-c", "import time; time.sleep(60)")
+    assert await node_facts(("cuda:0",), command=hangs) is None
+
+
+def test_a_driver_that_knows_no_parts_tells_whole_gpus() -> None:
+    assert parse_gpus("NVIDIA L4, 23034, [N/A]\n") == (Gpu("NVIDIA L4", 22.494),)
+
+
+@given(st.lists(st.sampled_from([H200, Gpu("NVIDIA L4", 22.5), Gpu("NVIDIA L4", 22.4)]), min_size=1, max_size=4))
+def test_where_gpus_differ_no_slot_is_told_more_than_the_least(gpus: list[Gpu]) -> None:
+    facts = slot_facts(("cuda:0", "cpu:0"), gpus)
+    assert facts is not None
+    assert facts[0].memory_gib == min(one.memory_gib for one in gpus)
+    assert facts[0].device == (gpus[0].name if len(set(gpus)) == 1 else "")
+    assert facts[1] == SlotFacts(slot="cpu:0")
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_daemons_of_one_machine_share_its_memory(slots: int, daemons: int) -> None:
+    share = memory_share_gib(slots, slots * daemons)
+    if daemons == 1:
+        assert share is None
+    else:
+        total = host_memory().total / 2**30
+        assert share is not None
+        assert daemons * (share - 2.0) == pytest.approx(max(total - 2.0, 0.0), abs=0.001 * daemons)
+
+
+def test_a_control_group_that_allows_less_than_the_machine_has_is_what_there_is(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 0\n")
+    assert host_memory(meminfo, tmp_path) == HostMemory(16 << 30, 8 << 30)
+    (tmp_path / "memory.max").write_text("4294967296\n")
+    (tmp_path / "memory.current").write_text("1073741824\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert host_memory(meminfo, tmp_path) == HostMemory(4 << 30, 3 << 30)
+    assert group_limits(tmp_path).cores == 1.5
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(meminfo, tmp_path).total == 16 << 30
+
+
+def test_a_node_of_the_version_before_is_read_and_tells_nothing_to_one() -> None:
+    facts = NodeFacts(host_memory_gib=8.0, slots=(SlotFacts(slot="cpu:0"),))
+    record = NodeRecord(name="n", incarnation="n.1", address="h:1", slots=("cpu:0",), pid=1, facts=facts)
+    assert NodeRecord.decode(record.encode()).facts == facts
+    assert NodeRecord.decode(record.encode(1)).facts is None

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
+from builders import SPEC, running_job
 from hypothesis import given
 from hypothesis import strategies as st
 from job_session import make_session
-from job_views import SPEC, running_job
 
 from controllers.cluster.rules import choose_version, parse_version
 from controllers.rules.view import Timers

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import KEYS, RecordingLedger, node_record
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import Rollback
@@ -22,9 +23,9 @@ from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, Lineage, LogEntry
-from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
+from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
 from gcore.ledger.selection import StreamRules, is_ancestor
-from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, TxnReport, Versioned
+from gcore.ledger.transactions import TxnKind, TxnOutcome, Versioned
 from gcore.models.layout import (
     MANIFEST_FILE,
     Manifest,
@@ -34,13 +35,11 @@ from gcore.models.layout import (
     file_entry,
     manifest_digest,
 )
-from gcore.store.keys import JobKeys
-from gcore.store.types import KeyValue, Put, WatchBatch, WatchEvent
+from gcore.store.types import KeyValue, WatchBatch, WatchEvent
 from gcore.system.files import replace_folder
 from gcore.testing import FakeClock
 from gcore.types import Version
 
-KEYS = JobKeys("u")
 SPEC = parse_spec(
     {
         "name": "j",
@@ -96,23 +95,6 @@ def make_checkpoint(run_dir: Path, step: int) -> Checkpoint:
     )
 
 
-class Recorded:
-    """A ledger that wins everything."""
-
-    def __init__(self) -> None:
-        self.made: list[Transaction] = []
-
-    async def run(self, txn: Transaction) -> TxnReport:
-        self.made.append(txn)
-        return TxnReport(TxnOutcome.WON, 9)
-
-    def written(self, kind: TxnKind, key: str) -> bytes:
-        """What the only transaction of that kind puts under the key."""
-        (txn,) = (one for one in self.made if one.kind is kind)
-        (put,) = (one for one in txn.writes if isinstance(one, Put) and one.key == key)
-        return put.value
-
-
 def view(*checkpoints: Checkpoint) -> JobView:
     """Head at step 7, in a world of one rank that is lost."""
     base = chain.base_entry(2, "w", ChainWriter("a", "n"))
@@ -148,13 +130,13 @@ def view(*checkpoints: Checkpoint) -> JobView:
         plan=Versioned(plan, 1),
         checkpoints=Versioned(Checkpoints(entries=(first, *checkpoints)), 1),
     )
-    nodes = {"node-0": NodeRecord(name="node-0", incarnation="i", address="h:1", slots=("cpu:0",), pid=1)}
+    nodes = {"node-0": node_record("node-0", "i", "h:1")}
     return JobView(SPEC, StreamRules(shard_lengths(40, 2), 8, 2), mirror, "a", "node-0", nodes, {})
 
 
-async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, Recorded]:
+async def roll_back(run_dir: Path, seen: JobView) -> tuple[Head, RecordingLedger]:
     """What head is after a rollback, and what was written."""
-    ledger = Recorded()
+    ledger = RecordingLedger()
     hands: Any = SimpleNamespace(
         replicator=None, ledger=ledger, run_dir=run_dir, away=str, clock=FakeClock(), tell=lambda topic, sentence: None
     )
@@ -177,7 +159,7 @@ async def test_no_lineage_that_anything_is_left_of_is_begun_again(tmp_path: Path
     assert is_ancestor(head, Version(6, 6))
 
 
-def told(ledger: Recorded) -> tuple[str, str]:
+def told(ledger: RecordingLedger) -> tuple[str, str]:
     """The event that people see: its kind and its message."""
     key = KEYS.trouble("damaged")
     put = KeyValue(key=key, value=ledger.written(TxnKind.WARN, key), mod_revision=9, create_revision=9)
@@ -243,7 +225,7 @@ async def test_a_folder_that_this_node_does_not_see_any_more_is_no_damage(tmp_pa
     mark.write_text("number")
     run_dir.rename(tmp_path / "unmounted")
     (run_dir / "logs").mkdir(parents=True)  # as a worker's log makes it
-    ledger, told_of = Recorded(), dict[str, str]()
+    ledger, told_of = RecordingLedger(), dict[str, str]()
     hands: Any = SimpleNamespace(
         replicator=None,
         ledger=ledger,
@@ -268,7 +250,7 @@ async def test_for_a_larger_world_nothing_that_was_trained_is_given_up(tmp_path:
     older, one = make_checkpoint(tmp_path, 4), make_checkpoint(tmp_path, newest)
     if newest == 7:  # of head's own step, and damaged
         cut_off(tmp_path / one.file / "config.json")
-    ledger = Recorded()
+    ledger = RecordingLedger()
     hands: Any = SimpleNamespace(
         replicator=None, ledger=ledger, run_dir=tmp_path, away=str, tell=lambda topic, sentence: None
     )

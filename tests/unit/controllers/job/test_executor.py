@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import RecordingLedger, bare_job, node_record
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import Retain, Rollback
 from controllers.rules.view import JobView
 from gcore.config import parse_spec
-from gcore.data.order import shard_lengths
-from gcore.ledger import chain
-from gcore.ledger.chain import ChainWriter
-from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints
-from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan, RankPlace
 from gcore.ledger.retention import orphaned_checkpoints
-from gcore.ledger.selection import StreamRules
-from gcore.ledger.transactions import Transaction, TxnKind, TxnOutcome, TxnReport, Versioned
-from gcore.store.keys import JobKeys
+from gcore.ledger.transactions import TxnKind, TxnOutcome, Versioned
 from gcore.types import Version
 
 SPEC = parse_spec(
@@ -38,45 +31,19 @@ SPEC = parse_spec(
 )
 
 
-class Recorded:
-    """A ledger that wins everything, or what it is told to. `watch`: looks around whenever a transaction is made."""
-
-    def __init__(self, outcome: TxnOutcome = TxnOutcome.WON, watch: Callable[[], None] = lambda: None) -> None:
-        self.made: list[TxnKind] = []
-        self._outcome = outcome
-        self._watch = watch
-
-    async def run(self, txn: Transaction) -> TxnReport:
-        self._watch()
-        self.made.append(txn.kind)
-        return TxnReport(self._outcome, 9)
-
-
 def view(*nodes: str) -> JobView:
-    base = chain.base_entry(2, "w", ChainWriter("a", "n"))
-    ranks = tuple(RankPlace(rank=i, node=f"node-{i}", slot="cpu:0") for i in range(2))
-    engines = tuple(EnginePlace(node=f"node-{i}", slot="cpu:0") for i in range(2))
-    first = Checkpoint(lineage=0, step=0, seq=0, file="")
-    mirror = JobMirror(
-        JobKeys("u"),
-        head=Versioned(base.head, 1),
-        log={0: Versioned(base.entry, 1)},
-        plan=Versioned(Plan(generation=1, world="w", ranks=ranks, engines=engines), 1),
-        checkpoints=Versioned(Checkpoints(entries=(first,)), 1),
-    )
-    there = {n: NodeRecord(name=n, incarnation=n, address="h:1", slots=("cpu:0",), pid=1) for n in nodes}
-    return JobView(SPEC, StreamRules(shard_lengths(4, 2), 8, 2), mirror, "a", "node-0", there, {})
+    return bare_job(SPEC, {name: node_record(name, name, "h:1") for name in nodes})
 
 
 async def test_a_world_that_does_not_fit_on_what_is_left_is_waited_for() -> None:
-    ledger = Recorded()
+    ledger = RecordingLedger()
     hands: Any = SimpleNamespace(replicator=None, ledger=ledger, run_dir=Path("run"), tell=lambda topic, sentence: None)
     done = await apply_action(Rollback("rank 1 is gone"), view("node-0"), hands)
     assert done.outcome is TxnOutcome.STALE
     assert "2 train ranks do not fit on 1 slot." in done.sentence
-    assert ledger.made == []
+    assert ledger.kinds == []
     done = await apply_action(Rollback("rank 1 is gone"), view("node-0", "node-1"), hands)
-    assert (done.outcome, ledger.made) == (TxnOutcome.WON, [TxnKind.ROLLBACK])
+    assert (done.outcome, ledger.kinds) == (TxnOutcome.WON, [TxnKind.ROLLBACK])
 
 
 def checkpoint(step: int, lineage: int = 0) -> Checkpoint:
@@ -88,7 +55,7 @@ async def test_what_no_record_names_goes_with_what_is_forgotten(tmp_path: Path) 
     for name in ("0-0", "1-4", "notes", ".0-2.part"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     hands: Any = SimpleNamespace(
-        replicator=None, ledger=Recorded(), run_dir=tmp_path, tell=lambda topic, sentence: None
+        replicator=None, ledger=RecordingLedger(), run_dir=tmp_path, tell=lambda topic, sentence: None
     )
     done = await apply_action(Retain((checkpoint(0),)), seen, hands)
     assert done.outcome is TxnOutcome.WON
@@ -116,7 +83,7 @@ async def test_no_file_goes_before_its_entry_surely_has(tmp_path: Path, outcome:
     forgotten = tmp_path / "checkpoints" / "0-4"
     forgotten.mkdir(parents=True)
     there: list[bool] = []
-    ledger = Recorded(outcome, watch=lambda: there.append(forgotten.is_dir()))
+    ledger = RecordingLedger(outcome, watch=lambda: there.append(forgotten.is_dir()))
     hands: Any = SimpleNamespace(replicator=None, ledger=ledger, run_dir=tmp_path, tell=lambda topic, sentence: None)
     seen = knowing(view("node-0"), 9, checkpoint(0), checkpoint(4), checkpoint(8))
     done = await apply_action(Retain((checkpoint(0), checkpoint(8))), seen, hands)

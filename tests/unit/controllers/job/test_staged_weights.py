@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import running_job
+from builders import running_job
 
 from controllers.changes import ChangeSignal
 from controllers.job import effects as tidying

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_views import ME, running_job, stored
+from builders import ME, running_job, stored
 from told_nodes import QWEN
 from told_nodes import node as told
 

@@ -6,6 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from builders import (
+    KEYS,
+    ME,
+    PEER,
+    RULES,
+    node_record,
+    offered_group,
+    running_job,
+    stored,
+    with_fed_ranks,
+    with_mirror,
+    with_sealed_step,
+    worker_record,
+)
 
 from controllers.rules import view as view_module
 from controllers.rules.actions import (
@@ -28,7 +42,7 @@ from controllers.rules.actions import (
     StartJob,
     Warn,
 )
-from controllers.rules.decide import decide, shard_assignment
+from controllers.rules.decide import decide
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints, warn_of_disks
 from controllers.rules.step import COALESCE_S, EXCHANGE_LIMIT_S, GROUPS_S, OUTCOME_S, waits_for_others
 from controllers.rules.view import (
@@ -45,9 +59,8 @@ from controllers.rules.view import (
 from controllers.rules.waits import current_waits, ranks_text, weights_text
 from controllers.rules.world import MAX_FRUITLESS_ROLLBACKS, NODE_GRACE_S
 from gcore.config import parse_spec
-from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.balance import balance_samples, content_sha256
+from gcore.ledger.balance import content_sha256
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.collectives import Agreed, Part
 from gcore.ledger.mirror import JobMirror
@@ -61,31 +74,21 @@ from gcore.ledger.records.chain import (
     LogEntry,
     Member,
     Offer,
-    OfferedGroup,
-    Seal,
     SourceTally,
 )
 from gcore.ledger.records.job import (
-    EnginePlace,
     EvalPart,
     Evaluation,
     JobPhase,
     JobRecord,
     JobStatus,
     ModelFetch,
-    NodeRecord,
-    Plan,
-    RankClaim,
-    RankPlace,
     Trouble,
 )
-from gcore.ledger.selection import SealStep, StreamRules, refs_in_order, sealed_group
+from gcore.ledger.selection import SealStep, refs_in_order, sealed_group
 from gcore.ledger.transactions import Versioned
-from gcore.store.keys import JobKeys
 from gcore.types import PromptRef, Token, Version
-from gcore.worker.records import WorkerRecord
 
-ME, PEER = "node-0.aaaa", "node-1.bbbb"
 SPEC = parse_spec(
     {
         "name": "j",
@@ -96,73 +99,12 @@ SPEC = parse_spec(
         "checkpoint": {"every": 2},
     }
 )
-RULES = StreamRules(shard_lengths(40, 4), 8, 4, steps=3)
-KEYS = JobKeys("u")
-
-
-def stored(record: Any, revision: int = 5) -> Versioned[Any]:
-    return Versioned(record, revision)
-
-
-def group(ref: PromptRef) -> OfferedGroup:
-    return OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(Version(0, 0),))
-
-
-def worker(instance: str, role: str, node: str, **more: Any) -> WorkerRecord:
-    fields = {"slot": "cpu:0", "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
-    return WorkerRecord.model_validate({"instance": instance, "role": role, "node": node} | fields | more)
 
 
 def running(**changes: Any) -> JobView:
     """Two members, a world of two ranks that serve, nothing offered."""
-    base = chain.base_entry(4, "w", ChainWriter(ME, "n"))
-    nodes = {
-        n: NodeRecord(name=n, incarnation=f"{n}.x", address="a:1", slots=("cpu:0",), pid=1)
-        for n in ("node-0", "node-1")
-    }
-    plan = Plan(
-        generation=1,
-        world="w",
-        ranks=tuple(RankPlace(rank=i, node=f"node-{i}", slot="cpu:0") for i in range(2)),
-        engines=tuple(EnginePlace(node=f"node-{i}", slot="cpu:0") for i in range(2)),
-    )
-    mirror = JobMirror(
-        KEYS,
-        status=stored(JobStatus(phase=JobPhase.RUNNING)),
-        head=stored(base.head),
-        assign=stored(shard_assignment([ME, PEER], 4, None)),
-        checkpoints=stored(Checkpoints(entries=(Checkpoint(lineage=0, step=0, seq=0, file=""),))),
-        plan=stored(plan),
-        members={m: stored(Member(incarnation=m, node=m.split(".")[0], address="a:1")) for m in (ME, PEER)},
-        log={0: stored(base.entry)},
-        claims={KEYS.world_rank("w", i): stored(RankClaim(instance=f"t{i}")) for i in range(2)},
-    )
-    workers = {f"t{i}": worker(f"t{i}", "train", f"node-{i}", world="w", rank=i) for i in range(2)}
-    view = JobView(SPEC, RULES, mirror, ME, "node-0", nodes, workers, ranks={i: RankView(i) for i in range(2)})
-    return replace(view, **changes)
-
-
-def with_mirror(view: JobView, **changes: Any) -> JobView:
-    return replace(view, mirror=replace(view.mirror, **changes))
-
-
-def sealed(view: JobView, *, holder: str = PEER, ready: bool = False) -> tuple[JobView, Seal]:
-    refs = list(refs_in_order(RULES, view.mirror.head.record, ()))[:4]
-    groups = tuple(group(ref) for ref in refs)
-    chosen = SealStep(tuple(sealed_group(g, holder) for g in groups), ())
-    seal = chain.seal_slot(None, view.mirror.head.record, chosen, world_size=2, mini_batches=1, sealer=ME)
-    seal = Seal.decode((chain.ready_slot(seal) if ready else seal).encode())
-    return with_mirror(view, seals={1: stored(seal)}), seal
-
-
-def holding(view: JobView, seal: Seal, ranks: tuple[int, ...] = (0, 1)) -> JobView:
-    views = dict(view.ranks)
-    for rank in ranks:
-        held: dict[str, set[int]] = {}
-        for slot in balance_samples(seal).of_rank(rank):
-            held.setdefault(seal.groups[slot.group].digest, set()).add(slot.sample)
-        views[rank] = RankView(rank, holding=seal.token, held={d: frozenset(s) for d, s in held.items()})
-    return replace(view, ranks=views)
+    nodes = {name: node_record(name, f"{name}.x") for name in ("node-0", "node-1")}
+    return replace(running_job(SPEC, engines=True), nodes=nodes, **changes)
 
 
 def actions(view: JobView) -> list[Any]:
@@ -242,7 +184,7 @@ def test_a_member_whose_node_the_plan_gives_no_engine_gets_no_shards() -> None:
 
 def test_what_is_held_is_offered_and_once_only() -> None:
     refs = list(refs_in_order(RULES, running().mirror.head.record, ()))[:2]
-    view = running(holdings={ref: group(ref) for ref in refs})
+    view = running(holdings={ref: offered_group(ref) for ref in refs})
     (action,) = actions(view)
     assert isinstance(action, PutOffer)
     assert [g.ref for g in action.offer.groups] == refs
@@ -251,7 +193,7 @@ def test_what_is_held_is_offered_and_once_only() -> None:
 
 def test_an_offer_of_what_was_dropped_and_may_be_sealed_again_is_taken_back() -> None:
     ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
-    view = with_mirror(running(), offers={ME: stored(Offer(incarnation=ME, groups=(group(ref),)))})
+    view = with_mirror(running(), offers={ME: stored(Offer(incarnation=ME, groups=(offered_group(ref),)))})
     (action,) = actions(view)
     assert action == PutOffer(Offer(incarnation=ME))
 
@@ -281,23 +223,23 @@ def test_an_offer_of_what_is_terminal_is_left_alone() -> None:
     head = view.mirror.head.record
     ref = next(refs_in_order(RULES, head, ()))
     done = head.model_copy(update={"cursors": head.cursors.union(RULES.shape, [ref])})
-    offers = {ME: stored(Offer(incarnation=ME, groups=(group(ref),)))}
+    offers = {ME: stored(Offer(incarnation=ME, groups=(offered_group(ref),)))}
     assert actions(with_mirror(view, head=stored(done), offers=offers)) == []
 
 
 def test_an_incomplete_offer_waits_for_more() -> None:
     ref = next(refs_in_order(RULES, running().mirror.head.record, ()))
-    (intent,) = decide(running(holdings={ref: group(ref)}, busy=True))
+    (intent,) = decide(running(holdings={ref: offered_group(ref)}, busy=True))
     assert intent.after == GROUPS_S
 
 
 def test_an_incomplete_offer_of_a_share_of_what_lacks_waits_a_moment_only() -> None:
     refs = list(refs_in_order(RULES, running().mirror.head.record, ()))
     assert len(running().mirror.members) == 2
-    (intent,) = decide(running(holdings={ref: group(ref) for ref in refs[: RULES.quota // 2]}, busy=True))
+    (intent,) = decide(running(holdings={ref: offered_group(ref) for ref in refs[: RULES.quota // 2]}, busy=True))
     assert intent.after == COALESCE_S
-    offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(group, refs[1 : RULES.quota - 1]))))}
-    (intent,) = decide(with_mirror(running(holdings={refs[0]: group(refs[0])}, busy=True), offers=offers))
+    offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(offered_group, refs[1 : RULES.quota - 1]))))}
+    (intent,) = decide(with_mirror(running(holdings={refs[0]: offered_group(refs[0])}, busy=True), offers=offers))
     assert intent.after == COALESCE_S  # two lack, and this is one
 
 
@@ -310,57 +252,61 @@ def test_an_incomplete_offer_with_an_outcome_waits_less_long_than_one_of_groups(
 
 def test_a_full_quota_is_sealed() -> None:
     refs = list(refs_in_order(RULES, running().mirror.head.record, ()))[:4]
-    offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(group, refs))))}
+    offers = {PEER: stored(Offer(incarnation=PEER, groups=tuple(map(offered_group, refs))))}
     (action,) = actions(with_mirror(running(), offers=offers))
     assert isinstance(action, MakeSeal)
     assert [g.ref for g in action.chosen.groups] == refs
 
 
 def test_a_seal_whose_holder_is_gone_is_given_up() -> None:
-    view, _ = sealed(running(), holder="node-7.gone")
+    view, _ = with_sealed_step(running(), holder="node-7.gone")
     assert Reseal in kinds(view)
 
 
 def test_a_seal_of_a_group_i_no_longer_hold_is_given_up() -> None:
-    view, _ = sealed(running(), holder=ME)
+    view, _ = with_sealed_step(running(), holder=ME)
     assert Reseal in kinds(view)
     assert Feed not in kinds(view)
 
 
 def test_whatever_arrives_begins_the_wait_for_the_rest_anew() -> None:
     """A batch is given up for its slowness only when nothing of it arrives any more."""
-    view, seal = sealed(running(), holder=PEER)
+    view, seal = with_sealed_step(running(), holder=PEER)
 
     def overdue(held: JobView) -> set[str]:
         return {intent.condition for intent in decide(held) if intent.after == EXCHANGE_LIMIT_S}
 
-    none, first, all_but = overdue(view), overdue(holding(view, seal, ranks=(0,))), overdue(holding(view, seal))
+    none, first, all_but = (
+        overdue(view),
+        overdue(with_fed_ranks(view, seal, ranks=(0,))),
+        overdue(with_fed_ranks(view, seal)),
+    )
     assert len(none) == len(first) == 1
     assert none != first
     assert all_but == set()
 
 
 def test_my_groups_are_fed_to_every_rank_that_lacks_them() -> None:
-    view, seal = sealed(running(), holder=ME)
-    view = replace(view, holdings={g.ref: group(g.ref) for g in seal.groups})
-    with_one = holding(view, seal, (0,))
+    view, seal = with_sealed_step(running(), holder=ME)
+    view = replace(view, holdings={g.ref: offered_group(g.ref) for g in seal.groups})
+    with_one = with_fed_ranks(view, seal, (0,))
     assert {a.rank for a in actions(view) if isinstance(a, Feed)} == {0, 1}
     assert {a.rank for a in actions(with_one) if isinstance(a, Feed)} == {1}
 
 
 def test_a_lost_holder_does_no_harm_once_every_rank_holds_its_part() -> None:
-    view, seal = sealed(running(), holder="node-7.gone")
-    assert kinds(holding(view, seal)) == {Ready}
+    view, seal = with_sealed_step(running(), holder="node-7.gone")
+    assert kinds(with_fed_ranks(view, seal)) == {Ready}
 
 
 @pytest.mark.parametrize("ranks", [(), (0,), (1,)], ids=["no rank", "the first", "the second"])
 def test_a_batch_is_not_ready_while_a_rank_lacks_its_part(ranks: tuple[int, ...]) -> None:
-    view, seal = sealed(running(), holder=PEER)
-    assert Ready not in kinds(holding(view, seal, ranks))
+    view, seal = with_sealed_step(running(), holder=PEER)
+    assert Ready not in kinds(with_fed_ranks(view, seal, ranks))
 
 
 def test_a_ready_seal_is_applied_then_committed_and_never_given_up() -> None:
-    view, seal = sealed(running(), holder="node-7.gone", ready=True)
+    view, seal = with_sealed_step(running(), holder="node-7.gone", ready=True)
     assert kinds(view) == {Apply}
     done = replace(view, ranks={i: RankView(i, applied=seal.token) for i in range(2)})
     assert actions(done) == [Commit(1)]
@@ -375,7 +321,7 @@ def test_a_dead_rank_means_rollback() -> None:
 
 def test_a_failed_rank_means_rollback_with_its_reason() -> None:
     view = running()
-    failed = worker("t1", "train", "node-1", world="w", rank=1, state="failed", reason="no progress")
+    failed = worker_record("t1", "train", "node-1", world="w", rank=1, state="failed", reason="no progress")
     (action,) = actions(replace(view, workers={**view.workers, "t1": failed}))
     assert isinstance(action, Rollback)
     assert "no progress" in action.reason
@@ -396,7 +342,7 @@ def test_ranks_that_are_further_than_a_store_that_was_put_back_mean_rollback() -
         assert "put back to step 0" in action.reason
         assert action.slots_as_seen, "who has not heard of the seal yet must not think so"
     assert actions(with_rank_at(Token(1, 9, 1))) == []  # of another world than head's
-    ready, seal = sealed(view, ready=True)
+    ready, seal = with_sealed_step(view, ready=True)
     one_ahead = replace(ready, ranks={0: RankView(0, applied=seal.token), 1: RankView(1)})
     assert Rollback not in kinds(one_ahead), "trained, and not committed yet"
 
@@ -405,20 +351,20 @@ def test_whoever_is_not_first_in_what_follows_stands_by_once_it_has_fed_its_part
     members = {
         f"node-{i}.x": stored(Member(incarnation=f"node-{i}.x", node=f"node-{i}", address="a:1")) for i in range(8)
     }
-    view, seal = sealed(with_mirror(running(), members=members), holder="node-3.x")
+    view, seal = with_sealed_step(with_mirror(running(), members=members), holder="node-3.x")
     topics = (f"ready {seal.token}", f"exchange {seal.token}")
     first = {turn_order(members, topic)[0] for topic in topics}
     assert {me for me in members if not waits_for_others(replace(view, me=me))} == {*first, "node-3.x"}, (
         "it has not fed yet"
     )
-    fed = holding(view, seal, ranks=(0,))
+    fed = with_fed_ranks(view, seal, ranks=(0,))
     assert not waits_for_others(replace(fed, me="node-3.x"))
-    whole = holding(view, seal)
+    whole = with_fed_ranks(view, seal)
     assert {me for me in members if not waits_for_others(replace(whole, me=me))} == first
     assert not any(
         waits_for_others(replace(whole, me=me, under_way=frozenset({f"feed 0 {seal.token}"}))) for me in members
     )
-    assert not any(waits_for_others(replace(sealed(view, ready=True)[0], me=me)) for me in members)
+    assert not any(waits_for_others(replace(with_sealed_step(view, ready=True)[0], me=me)) for me in members)
     assert not waits_for_others(running()), "nothing is sealed"
     assert not waits_for_others(with_mirror(running(), head=None)), "nothing has begun"
 
@@ -431,7 +377,7 @@ def test_what_keeps_an_engine_from_its_weights_is_told() -> None:
 
 def test_a_rank_that_trained_another_batch_under_the_same_token_means_rollback() -> None:
     """A store that was put back by one commit gives its token out again, for other groups."""
-    view, seal = sealed(running(), ready=True)
+    view, seal = with_sealed_step(running(), ready=True)
 
     def trained(content: bytes) -> JobView:
         return replace(view, ranks={rank: RankView(rank, applied=seal.token, content=content) for rank in range(2)})
@@ -553,7 +499,7 @@ def test_what_a_step_waits_for_on_the_disk_is_told_once() -> None:
 
 def test_what_waits_for_the_disk_says_how_far_it_is() -> None:
     shown = CheckpointProgress(Version(0, 2), total=120_000_000, written=30_000_000, error="", over=False)
-    view, seal = sealed(running(), holder=ME, ready=True)
+    view, seal = with_sealed_step(running(), holder=ME, ready=True)
     ranks = {0: RankView(0, phase="checkpoint", writing=shown), 1: RankView(1, applied=seal.token)}
     (what,) = [wait.what for wait in current_waits(replace(view, ranks=ranks)) if wait.cause == "train"]
     assert what == (
@@ -687,7 +633,7 @@ def test_old_checkpoints_are_forgotten_however_often_new_ones_are_written() -> N
 
 
 def test_what_is_under_way_is_not_decided_again() -> None:
-    view, seal = sealed(running(), holder=ME, ready=True)
+    view, seal = with_sealed_step(running(), holder=ME, ready=True)
     under_way = frozenset(f"apply {rank} {seal.token}" for rank in range(2))
     assert actions(replace(view, under_way=under_way)) == []
 
@@ -733,7 +679,7 @@ def test_a_job_that_has_trained_something_of_the_epoch_goes_on() -> None:
 
 def test_a_job_with_a_group_of_the_next_epoch_offered_or_sealed_does_not_despair() -> None:
     view = ended_refs(running(), 1)
-    later = group(PromptRef(1, 0, 0))
+    later = offered_group(PromptRef(1, 0, 0))
     offered = with_mirror(view, offers={PEER: stored(Offer(incarnation=PEER, groups=(later,)))})
     assert SetPhase not in kinds(offered)
     head = view.mirror.head.record
@@ -843,11 +789,11 @@ def waits(view: JobView) -> dict[str, str]:
 def test_what_a_job_waits_for_is_a_sentence_without_numbers_of_the_machinery() -> None:
     pending = with_mirror(running(), status=stored(JobStatus(phase=JobPhase.PENDING)), head=None)
     assert waits(pending) == {"start": "the job is about to be started"}
-    sealed_view, seal = sealed(running())
+    sealed_view, seal = with_sealed_step(running())
     assert waits(sealed_view) == {"exchange": "the responses of step 1 are on their way to train ranks 0 and 1"}
-    one_left, _ = sealed(running())
-    assert waits(holding(one_left, seal, ranks=(0,)))["exchange"].endswith("to train rank 1")
-    ready, _ = sealed(running(), ready=True)
+    one_left, _ = with_sealed_step(running())
+    assert waits(with_fed_ranks(one_left, seal, ranks=(0,)))["exchange"].endswith("to train rank 1")
+    ready, _ = with_sealed_step(running(), ready=True)
     ready = replace(ready, ranks={i: RankView(i, phase="update") for i in range(2)})
     assert waits(ready) == {"train": "train ranks 0 and 1 train step 1 (update)"}
 
@@ -921,7 +867,7 @@ def test_a_look_at_records_that_are_the_same_works_nothing_out_again(monkeypatch
     for name in ("balance_samples", "choose_seal"):
         monkeypatch.setattr(f"controllers.rules.view.{name}", noting(name, getattr(view_module, name)))
     producing = running(busy=True)
-    view, _ = sealed(producing)
+    view, _ = with_sealed_step(producing)
     for look in range(3):  # another view each time, as after a response or a rank's word
         decide(replace(producing, busy=bool(look % 2)))
         decide(replace(view, ranks={**view.ranks, 0: RankView(0, progress=look)}))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import ME, PEER
 from engine_workers import engines_at
 from hypothesis import given
 from hypothesis import strategies as st
-from job_views import ME, PEER
 from placed_views import SERVED, name_of, place, placed
 
 from controllers.changes import ChangeSignal

@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from builders import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 
 from controllers.api.submission.checks import check_moving
 from controllers.rules.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from job_views import ME, PEER, RULES, running_job
+from builders import ME, PEER, RULES, offered_group, running_job, stored, with_mirror
 
 from controllers.rules.actions import Accumulate, Apply, Feed, MakeSeal, Ready, Reseal, Rollback
 from controllers.rules.decide import decide, undelivered_refs
@@ -15,24 +15,11 @@ from controllers.rules.waits import current_waits
 from controllers.rules.world import is_between_steps
 from gcore.ledger import chain
 from gcore.ledger.balance import balance_samples, part_digests, parts_sha256
-from gcore.ledger.records.chain import EndedRef, Offer, OfferedGroup, Seal, SealState
+from gcore.ledger.records.chain import EndedRef, Offer, Seal, SealState
 from gcore.ledger.selection import SealPart, SealStep, refs_in_order, sealed_group
-from gcore.ledger.transactions import Versioned
-from gcore.types import PromptRef, Version
+from gcore.types import PromptRef
 
 STREAMED = replace(RULES, part=1)
-
-
-def stored(record: Any, revision: int = 5) -> Versioned[Any]:
-    return Versioned(record, revision)
-
-
-def group(ref: PromptRef) -> OfferedGroup:
-    return OfferedGroup(ref=ref, digest=f"d{ref}", prompt_tokens=3, response_tokens=(2, 2), versions=(Version(0, 0),))
-
-
-def with_mirror(view: JobView, **changes: Any) -> JobView:
-    return replace(view, mirror=replace(view.mirror, **changes))
 
 
 def actions(view: JobView) -> list[Any]:
@@ -47,7 +34,7 @@ def streaming(*finished: int, holder: str = PEER, **changes: Any) -> JobView:
     """Those refs of the order are finished, and offered by `holder`."""
     view = replace(running_job(), rules=STREAMED, **changes)
     refs = ordered(view)
-    groups = tuple(group(refs[number]) for number in finished)
+    groups = tuple(offered_group(refs[number]) for number in finished)
     offer = Offer(incarnation=holder, groups=groups)
     holdings = {g.ref: g for g in groups} if holder == ME else {}
     return replace(with_mirror(view, offers={holder: stored(offer)}), holdings=holdings)
@@ -61,7 +48,7 @@ def parted(view: JobView, *numbers: int, ready: bool = True, holder: str = PEER)
     """With one more part in the slot."""
     refs, slot = ordered(view), view.seal
     kept = slot.groups if slot is not None else ()
-    chosen = SealPart((*kept, *(sealed_group(group(refs[number]), holder) for number in numbers)))
+    chosen = SealPart((*kept, *(sealed_group(offered_group(refs[number]), holder) for number in numbers)))
     seal = chain.seal_slot(slot, view.head, chosen, world_size=2, mini_batches=1, sealer=ME)
     seal = chain.ready_slot(seal) if ready else seal
     return with_mirror(view, seals={1: stored(seal, 5 + seal.attempt + 10 * ready)}), seal
@@ -136,7 +123,7 @@ def test_ready_parts_are_begun_on_every_rank_that_has_not_by_any_controller_unti
     half = replace(both, ranks={0: holding(both, second, begun=2).ranks[0], 1: holding(both, seal, begun=1).ranks[1]})
     assert [a for a in actions(half) if isinstance(a, Accumulate)] == [Accumulate(1, second.token)]
     refs = ordered(view)
-    chosen = SealStep((*second.groups, *(sealed_group(group(refs[n]), PEER) for n in (2, 3))), ())
+    chosen = SealStep((*second.groups, *(sealed_group(offered_group(refs[n]), PEER) for n in (2, 3))), ())
     last = chain.seal_slot(second, both.head, chosen, world_size=2, mini_batches=1, sealer=ME)
     exchanged = with_mirror(half, seals={1: stored(last)})
     assert Accumulate in kinds(exchanged), "also while the rest is exchanged"

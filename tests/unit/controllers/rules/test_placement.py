@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from job_views import ME, PEER, running_job, stored
+from builders import ME, PEER, running_job, stored
 
 from controllers.job.executor import _moves
 from controllers.rules.actions import Lead, Place, Rollback, TellMoves

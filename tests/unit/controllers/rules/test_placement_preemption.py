@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from job_views import ME, running_job, sealed_job, stored
+from builders import ME, running_job, sealed_job, stored
 
 from controllers.rules.actions import GiveBack, Intent, MakeSeal, Replan, Rollback, SetPhase, StartJob
 from controllers.rules.decide import decide

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
+from builders import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 
 from controllers.rules import replication as spreading
 from controllers.rules.actions import (

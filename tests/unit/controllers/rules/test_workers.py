@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import KEYS, bare_job, stored, with_mirror, worker_record
 
 from controllers.rules.view import EngineView, JobView, world_start
 from controllers.rules.workers import (
@@ -22,16 +23,13 @@ from controllers.rules.workers import (
 from controllers.rules.world import world_loss
 from controllers.workers.launcher import MAX_LAUNCHES, WorkerLauncher
 from gcore.config import NodeConfig, parse_spec
-from gcore.data.order import Cursors, shard_lengths
+from gcore.data.order import Cursors
 from gcore.engines.emulated.launch import HostLaunch
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
-from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Tally, WorldState
 from gcore.ledger.records.job import EnginePlace, JobRecord, NodeRecord, Plan, RankClaim, RankPlace
-from gcore.ledger.selection import StreamRules
 from gcore.ledger.transactions import Versioned
-from gcore.store.keys import JobKeys
 from gcore.store.reference import StoreRef
 from gcore.system.process import ProcessId, identify_process
 from gcore.testing import FakeClock
@@ -39,7 +37,6 @@ from gcore.train.rank.launch import WorldStart
 from gcore.worker.main import supervisor_log
 from gcore.worker.records import LaunchSpec, WorkerRecord
 
-KEYS = JobKeys("u")
 SPEC = parse_spec(
     {
         "name": "j",
@@ -54,27 +51,12 @@ BASE = Checkpoint(lineage=0, step=0, seq=0, file="")
 
 
 def worker(instance: str, role: str, node: str = "node-0", **more: Any) -> WorkerRecord:
-    fields = {"slot": "cpu:0", "pid": 1, "pid_started": 1, "state": "serving", "address": "h:1", "job_uid": "u"}
-    return WorkerRecord.model_validate({"instance": instance, "role": role, "node": node} | fields | more)
+    return worker_record(instance, role, node, **more)
 
 
 def view(workers: dict[str, WorkerRecord] | None = None, claims: dict[int, str] | None = None) -> JobView:
-    base = chain.base_entry(2, "w", ChainWriter("a", "n"))
-    plan = Plan(
-        generation=1,
-        world="w",
-        ranks=(RankPlace(rank=0, node="node-0", slot="cpu:0"), RankPlace(rank=1, node="node-1", slot="cpu:0")),
-        engines=(EnginePlace(node="node-0", slot="cpu:0"), EnginePlace(node="node-1", slot="cpu:0")),
-    )
-    mirror = JobMirror(
-        KEYS,
-        head=Versioned(base.head, 1),
-        log={0: Versioned(base.entry, 1)},
-        plan=Versioned(plan, 1),
-        checkpoints=Versioned(Checkpoints(entries=(BASE,)), 1),
-        claims={KEYS.world_rank("w", r): Versioned(RankClaim(instance=i), 1) for r, i in (claims or {}).items()},
-    )
-    return JobView(SPEC, StreamRules(shard_lengths(4, 2), 8, 2), mirror, "a", "node-0", {}, workers or {})
+    instances = {KEYS.world_rank("w", r): stored(RankClaim(instance=i), 1) for r, i in (claims or {}).items()}
+    return with_mirror(bare_job(SPEC, workers=workers), claims=instances)
 
 
 def kinds(v: JobView, launches: Launches | None = None, now: float = 100.0) -> list[type]:

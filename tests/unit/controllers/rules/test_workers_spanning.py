@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from job_views import SPEC, running_job, stored
+from builders import SPEC, running_job, stored
 from placed_views import engine, place, placed
 
 from controllers.accounting.attribution import VacantPlaces, slots_left_by_ranks

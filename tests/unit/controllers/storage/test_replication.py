@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
+from builders import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from peer_folder import UID, checkpoint, serving
 
 from controllers.job.executor import apply_action

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_views import running_job, stored
+from builders import running_job, stored
 
 from controllers.changes import ChangeSignal
 from controllers.inference.requests import count_request

@@ -1,16 +1,41 @@
-"""How what a rank is fed is cut into calls."""
+"""How what a rank is fed is cut into calls.
+
+What controllers know of ranks and engines, whatever overtakes what.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controllers.changes import ChangeSignal
+from controllers.inference.pool import EnginePool
 from controllers.rules.step import EXCHANGE_LIMIT_S
-from controllers.workers.ranks import LEAST_S, PART_BYTES, feed_timeout_s, share_bytes, split_shares
+from controllers.workers.ranks import (
+    LEAST_S,
+    PART_BYTES,
+    RankConnections,
+    RankNotConnected,
+    feed_timeout_s,
+    share_bytes,
+    split_shares,
+)
+from gcore.api.v1 import train_pb2 as pb
+from gcore.errors import EngineUnreachable
+from gcore.ledger.records.chain import Seal, SealState
+from gcore.testing import FakeClock
+from gcore.train.rank.feed import WorldName
 from gcore.train.rank.messages import write_payload
-from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
+from gcore.types import Group, PromptRef, Sample, Token, Version, VersionSpan
 
 Share = tuple[Group, frozenset[int]]
 
@@ -58,3 +83,94 @@ def test_a_part_over_the_slowest_line_is_there_before_the_batch_is_given_up() ->
     assert feed_timeout_s(0) == LEAST_S
     assert feed_timeout_s(PART_BYTES) < EXCHANGE_LIMIT_S
     assert feed_timeout_s(2 * PART_BYTES) > feed_timeout_s(PART_BYTES)
+
+
+SEAL = Seal(lineage=0, step=1, attempt=1, state=SealState.SEALED, world="w", world_size=2, mini_batches=1)
+
+
+def held(**samples: list[int]) -> list[pb.HeldGroup]:
+    return [pb.HeldGroup(digest=digest, samples=indexes) for digest, indexes in samples.items()]
+
+
+def state(token: Token, **samples: list[int]) -> pb.RankState:
+    spelled = pb.StepToken(lineage=token.lineage, step=token.step, attempt=token.attempt)
+    return pb.RankState(rank=0, holding=spelled, held=held(**samples))
+
+
+@pytest.mark.parametrize("late", ["answer", "stream"])
+def test_an_older_word_that_comes_later_takes_nothing_away(late: str) -> None:
+    changed: list[int] = []
+    links = RankConnections(FakeClock(), lambda: changed.append(1))
+    token = Token(0, 1, 1)
+    if late == "answer":
+        links._note(0, state(token, mine=[0, 1], others=[0]))
+        links._note_held(0, token, held(mine=[0, 1]))
+    else:
+        links._note_held(0, token, held(mine=[0, 1], others=[0]))
+        links._note(0, state(token, mine=[0, 1]))
+    assert links.views[0].held == {"mine": frozenset({0, 1}), "others": frozenset({0})}
+    assert len(changed) == 2
+
+
+def test_a_new_attempt_begins_empty() -> None:
+    links = RankConnections(FakeClock(), lambda: None)
+    links._note(0, state(Token(0, 1, 1), mine=[0, 1]))
+    links._note(0, state(Token(0, 1, 3), mine=[0]))
+    assert links.views[0].held == {"mine": frozenset({0})}
+
+
+def test_an_answer_about_an_old_attempt_is_not_believed() -> None:
+    links = RankConnections(FakeClock(), lambda: None)
+    links._note(0, state(Token(0, 1, 3), mine=[0]))
+    links._note_held(0, Token(0, 1, 1), held(mine=[0, 1]))
+    assert links.views[0].held == {"mine": frozenset({0})}
+
+
+async def test_a_rank_that_is_gone_by_now_is_not_connected() -> None:
+    links = RankConnections(FakeClock(), lambda: None)
+    links.aim(WorldName("u", "w", 0), {})
+    with pytest.raises(RankNotConnected, match="rank 1 is not connected"):
+        await links.apply(1, SEAL, b"")
+    with pytest.raises(RankNotConnected, match="rank 1 is not connected"):
+        await links.feed(1, SEAL, [], 0, "a")
+
+
+async def test_what_a_rank_is_fed_is_hashed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def sha256(data: bytes) -> Any:
+        threads.append(threading.get_ident())
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr("controllers.workers.ranks.hashlib", SimpleNamespace(sha256=sha256))
+    links = RankConnections(FakeClock(), lambda: None)
+    links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})  # nobody listens there
+    group = Group(PromptRef(0, 0, 0), (1, 2), (Sample((3,), (-0.5,), "", "stop", ()),))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await links.feed(0, SEAL, [(group, frozenset({0}))], 1, "a")
+    await links.close()
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_an_engine_that_is_gone_by_now_cannot_be_published_to() -> None:
+    engines = EnginePool(ChangeSignal(), timeout_s=1.0)
+    with pytest.raises(EngineUnreachable, match="e is not connected"):
+        await engines.publish("e", Version(0, 1), Path("weights"))
+
+
+async def test_a_line_that_ends_by_a_defect_is_not_left_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank would train on, unheard, and the step be waited for for ever."""
+    changes = ChangeSignal()
+    links = RankConnections(FakeClock(), changes.notify)
+
+    async def listen(*_: Any) -> None:
+        raise AssertionError("what the rank said cannot be read")
+
+    monkeypatch.setattr(links, "_listen", listen)
+    links.aim(WorldName("u", "w", 0), {0: "127.0.0.1:1"})
+    links.raise_defect()
+    await changes.wait()
+    with pytest.raises(AssertionError, match="cannot be read"):
+        links.raise_defect()
+    await links.close()

@@ -1,9 +1,18 @@
-"""What of a growing text may be told."""
+"""What of a growing text may be told.
+
+The tokenizer's side of the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gcore.engines.detokenizer import stable_text
+from gcore.engines.detokenizer import Detokenizer, stable_text
+from gcore.testing.models import make_tiny_model
 
 TEXTS = st.text("ab\ufffd", max_size=20)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
@@ -24,3 +33,17 @@ def test_what_is_told_stays_whatever_comes(text: str, more: str, stop: list[str]
     final = text.rstrip("\ufffd") + more
     cuts = [final.find(one) for one in stop if one in final]
     assert final[: min(cuts, default=len(final))].startswith(told)
+
+
+def test_a_long_text_is_encoded_beside_other_threads(tmp_path: Path) -> None:
+    """The event loop is one: while it may not run, the engine answers nobody."""
+    text = Detokenizer.load(make_tiny_model(tmp_path))
+    assert text is not None
+    found: list[tuple[int, ...]] = []
+    encoding = threading.Thread(target=lambda: found.append(text.encode("1+2 " * 100_000)))
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        turns += 1
+    assert turns > 100
+    assert len(found[0]) == 400_000
