@@ -38,6 +38,8 @@ CHUNKS_OF_A_PROCESS = 10
 LONG_JOB = "long job"
 LONG_JOB_STEPS = 1200
 PLAYS = 16
+MOST_AGAIN = 20
+"""Stories that are played again: if more differ, the cause is a change."""
 SHOWN_LINES = 12
 """Of one difference."""
 
@@ -131,7 +133,11 @@ def everywhere(chunks: list[list[int]], processes: int) -> Iterator[dict[int, di
 def play_again(file: Path, before: Tree, now: Tree, processes: int) -> None:
     """Play the stories that differ again, each until its history is the recorded one."""
     olds, news = before["simulations"], now["simulations"]
-    for name in [one for one, new in news.items() if one in olds and new["digest"] != olds[one]["digest"]]:
+    differ = [one for one, new in news.items() if one in olds and new["digest"] != olds[one]["digest"]]
+    if len(differ) > MOST_AGAIN:
+        print(f"simulations: {len(differ)} stories differ; only up to {MOST_AGAIN} are played again", flush=True)
+        return
+    for name in differ:
         kind, _, seed = name.rpartition(", seed ")
         for _ in range(PLAYS // processes if kind else 0):
             with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as executor:
