@@ -33,7 +33,9 @@ from served_job import served_job
 from typer.testing import CliRunner
 
 from gcore.observability.metrics import Metrics
+from tools.own_package import put_on_path
 
+ENTRY_POINTS = put_on_path()
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 WIDTH = "100"
 """Columns of help texts."""
@@ -57,7 +59,7 @@ def environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GCORE_")}
     own = {"COLUMNS": WIDTH, "TERM": "dumb", "NO_COLOR": "1", "HOME": str(folder), "TZ": "UTC"}
     own |= {"GCORE_CONFIG": str(folder / "config.yaml"), "NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1"}
-    return {**kept, **own, "PYTHONPATH": str(ROOT)}
+    return {**kept, **own, "PYTHONPATH": f"{ENTRY_POINTS}{os.pathsep}{ROOT}"}
 
 
 def call(script: str, words: Sequence[str], folder: Path) -> str:

@@ -31,11 +31,15 @@ from simulated_stories import moving, planning, propose_moves
 from simulated_story import Story
 from step_simulation import RULES, SMALL, Simulation
 
+from tools.own_package import put_on_path
+
+put_on_path()
+
 ON_LIMIT: tuple[Any, ...] = ("train_smaller", "pad_masked", "fail")
 EVENTS = 250
 """Random events of a bare protocol before its calm."""
 _MODULE = re.compile(r"\b(?:gcore|placement|controllers)(?:\.[A-Za-z_]\w*)+")
-_SOURCE = re.compile(r'File "[^"]*", line \d+')
+_DRAWN = re.compile(r"/\S*/gcore-sim-\w+")
 _OWN = re.compile(r'"pid":\d+,?|"host_memory_gib":[\d.]+,?')
 """Of the recording process and its machine, in nodes' records."""
 
@@ -50,7 +54,7 @@ class Played:
 
 def played(lines: list[str], stored: bytes = b"") -> Played:
     """`stored`: what was written to the store; it is part of the digest only."""
-    text = without_modules("\n".join(lines)).encode()
+    text = without_modules("\n".join(map(without_trace, lines))).encode()
     digest = hashlib.sha256(text + b"\0" + stored).hexdigest()
     return Played(digest, base64.b64encode(zlib.compress(text, 9)).decode())
 
@@ -60,9 +64,17 @@ def text_of(history: str) -> list[str]:
     return zlib.decompress(base64.b64decode(history)).decode().splitlines()
 
 
+def without_trace(line: str) -> str:
+    """An error in a history without its traceback: that names functions and shows source. Its message stays."""
+    if "Traceback (most recent call last)" not in line:
+        return line
+    last = next(said for one in reversed(line.splitlines()) if (said := one.strip(" |+-")))
+    return f"{line.partition('raised:')[0]}raised: {last.partition(': ')[2] or last}"
+
+
 def without_modules(text: str) -> str:
-    """Module paths and source lines in tracebacks change when modules move; behaviour does not."""
-    return _SOURCE.sub('File "..."', _MODULE.sub("MODULE", text))
+    """Module paths change when modules move, and the folder of a simulation is another one each time; behaviour does not change."""
+    return _DRAWN.sub("RUN", _MODULE.sub("MODULE", text))
 
 
 def of_cluster(story: Story) -> Played:
@@ -90,15 +102,15 @@ def of_moving_cluster(seed: int) -> Played:
         return of_cluster(moving(seed))
 
 
-def of_protocol(simulation: Simulation, steps: int, events: int = EVENTS) -> Played:
-    """The bare step protocol: what everybody did, and the store in the end."""
+def of_protocol(simulation: Simulation, steps: int | None, events: int = EVENTS) -> Played:
+    """The bare step protocol: what everybody did, and the store in the end. `steps`: after the faults; None: until the job is over."""
 
     async def story() -> None:
         simulation.start()
         await simulation.faulty(events)
         head = simulation.fresh().head
         assert head is not None
-        await simulation.calm(head.record.step + steps)
+        await simulation.calm(None if steps is None else head.record.step + steps)
 
     try:
         asyncio.run(story())
@@ -141,7 +153,7 @@ def _curriculum(seed: int) -> Played:
 
 def _filtered(seed: int) -> Played:
     rules = replace(RULES, epochs=2, issue_cap=4.0, limit=(None, 6, 11)[seed % 3], on_limit=ON_LIMIT[seed // 3 % 3])
-    return of_protocol(Simulation(seed, rules, filter_rate=(0.3, 0.7, 0.9)[seed // 9 % 3]), 3, 150)
+    return of_protocol(Simulation(seed, rules, filter_rate=(0.3, 0.7, 0.9)[seed // 9 % 3]), None, 150)
 
 
 def _race(seed: int) -> Played:
@@ -167,6 +179,12 @@ def play(seeds: list[int]) -> dict[int, dict[str, Played]]:
     """Every kind of story for each seed. Runs in a process of its own."""
     logging.disable(logging.CRITICAL)
     return {seed: {kind: story(seed) for kind, story in STORIES.items()} for seed in seeds}
+
+
+def play_one(kind: str, seed: int) -> Played:
+    """One story. Runs in a process of its own."""
+    logging.disable(logging.CRITICAL)
+    return STORIES[kind](seed)
 
 
 def long_job(steps: int) -> Played:

@@ -1,6 +1,6 @@
 """Record which modules of the product four trips enter.
 
-    python tools/trips.py record FILE [--only prompt,submission,placement,sample]
+    python -m tools.trips record FILE [--only prompt,submission,placement,sample]
 
 A module counts if one of its functions is called during the trip, in the processes that the trip passes; code that runs at import does
 not count, and generated code does not. So the number stays comparable when modules are merged or split. The clusters are real: daemons, etcd,
@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 import yaml
 
 from gcore.testing.models import make_tiny_model
+from tools.own_package import put_on_path
 
 SCRIPTS: Tree = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 HOOK = ROOT / "tools" / "trip_hook"
@@ -100,7 +101,7 @@ class Cluster:
         self._dumps: dict[int, int] = {}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GCORE_")}
         (folder / "law.json").write_text(json.dumps(LAW))
-        paths = {"PYTHONPATH": f"{HOOK}{os.pathsep}{ROOT}", "GCORE_TRIPS": str(self.trips)}
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, (HOOK, put_on_path(), ROOT))), "GCORE_TRIPS": str(self.trips)}
         more = {"GCORE_EMULATED_LAW": str(folder / "law.json"), "OMP_NUM_THREADS": "1"}
         self._environment = {**kept, **paths, **more}
         self.gcore("up", "--home", "home", "--controllers", "2", "--slots", slots)

@@ -72,6 +72,16 @@ def test_a_history_does_not_depend_on_where_modules_lie_and_keeps_everything_els
     assert text_of(one.history)[1] == "step 1"
 
 
+def test_of_an_error_in_a_history_its_message_stays_and_its_traceback_does_not() -> None:
+    def history(function: str, message: str) -> Played:
+        trace = f'  | Traceback (most recent call last):\n  |   File "x.py", line 3, in {function}\n  | Damaged: {message}\n  +----\n'
+        return played([f"   1.00  WRONG: job u raised: {trace}"])
+
+    assert history("apply", "no manifest") == history("carry_out", "no manifest")
+    assert history("apply", "no manifest") != history("apply", "no folder")
+    assert text_of(history("apply", "no manifest").history) == ["   1.00  WRONG: job u raised: no manifest"]
+
+
 def test_of_an_answer_only_what_differs_from_run_to_run_is_left_out(tmp_path: Path) -> None:
     answer = f'{{"uid": "0a1b2c3d4e5f", "run_dir": "{tmp_path}/r", "at": "127.0.0.1:4711", "step": 3}}'
     assert without_varying(answer, tmp_path) == '{"uid": "UID", "run_dir": "FOLDER/r", "at": "ADDRESS", "step": 3}'
