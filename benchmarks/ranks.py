@@ -93,7 +93,7 @@ def rank_spec(model: Path | str, samples: int, longest: int, train: Mapping[str,
 
 
 def ready_step(batch: Batch, *, step: int, rank: int, size: int, weight: int, lineage: int = 0) -> Any:
-    """A batch as rank `rank` of `size` holds it once its seal is READY. `weight`: see `gcore.ledger.cost`."""
+    """A batch as rank `rank` of `size` holds it once its seal is READY. `weight`: see `gcore.ledger.records.cluster`."""
     from gcore.ledger.balance import balance_samples
     from gcore.ledger.records.chain import Seal, SealedGroup, SealState
     from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample

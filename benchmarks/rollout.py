@@ -13,7 +13,7 @@ above 2,400, up to 15 times the median. A pair is the same seed without and with
 same lengths, engines and messages; so the ratio of a pair is the setting's, and the machine's load has no part in it. The
 first data epoch is not counted: of a prompt that never came nothing can be known. Whether a group is better split over engines is
 measured beside it, each response going to the engine that owes least. gcore does not do that (docs/adr/0032). And how well lengths
-are expected: the mean absolute error of `gcore.rollout.lengths` beside that of the source's mean, on draws of the same law, from so
+are expected: the mean absolute error of `gcore.rollout.length_prediction` beside that of the source's mean, on draws of the same law, from so
 many finished siblings.
 
 **Asynchrony** (`async`): the same job with `rollout.staleness` 0 and 2, each pool on a slot of its own (`placement.policy: static`), so

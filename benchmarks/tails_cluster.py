@@ -1,7 +1,7 @@
 """A cluster in made-up time whose engines take as long as emulated devices do: production's controllers, and lengths with a tail.
 
 The simulation of `tests/support/simulated_cluster.py` without faults: daemons, drivers, peers, routing, offers, seals and commits are
-production's, messages take 20 ms. What is put in place of its ends: engines are `gcore.emulated.device`s, with rows, a queue,
+production's, messages take 20 ms. What is put in place of its ends: engines are `gcore.engines.emulated.device`s, with rows, a queue,
 prefill and decode by the law; ranks take the law's time; prompts are few, so that each comes again in every data epoch, and a
 response's length depends on its prompt and its seed alone. So two runs that differ in a setting have the same responses, and
 the machine's load changes nothing.

@@ -16,7 +16,7 @@ class GcoreError(Exception):
 
     exit_code: ClassVar[int] = 1
     refusal: Any = None
-    """What the API said of it to programs (`gcore.rpc_status.Refusal`), where it was the API that refused."""
+    """What the API said of it to programs (`gcore.api.rpc.Refusal`), where it was the API that refused."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what = what

@@ -141,7 +141,7 @@ class Sample:
     """The same in `text`, by characters, for people and rewards."""
     prompt_ids: tuple[int, ...] | None = None
     """What stands in front of it, where that is not its prompt's own tokens: an agent's own words. Only until it is in a group
-    (`gcore.rollout.alike`)."""
+    (`gcore.rollout.postprocess`)."""
 
     @property
     def own_tokens(self) -> int:

@@ -7,7 +7,7 @@ pool with outstanding requests keeps one replica.
 
 The tokens that a pool has left are computed from counts, for the progress of a request is not known: how many of the step's responses are
 outstanding, and how long those of the newest steps were. What the last ones have left is the expected excess over the finished ones.
-Where other responses to the same prompts are finished (`gcore.rollout.outliving`), those lengths are scaled. Before a step was measured
+Where other responses to the same prompts are finished (`gcore.rollout.length_prediction`), those lengths are scaled. Before a step was measured
 nothing is lent. The slots lent are those with the least load, and each pool keeps one wherever it needs one.
 
 The rule itself works on numbers only: the simulator compiles it, and a live cluster calls it as it is.

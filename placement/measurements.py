@@ -114,7 +114,7 @@ def measure_step(
     *,
     least: int = 0,
 ) -> MeasuredStep:
-    """One committed step. `books`: of each node that has booked it (`gcore.ledger.books.by_version`), those that are late may lack.
+    """One committed step. `books`: of each node that has booked it (`gcore.ledger.records.slot_accounting.group_by_version`), those that are late may lack.
 
     `sealed`: what the step's seal says of its lengths (`trained_lengths`); None if nobody has it any more: every response then counts as long as
     their mean. `split`: that which the step ran with, with engines of so many slots. Of judgements the mean is known once all of its slots

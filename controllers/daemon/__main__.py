@@ -2,9 +2,9 @@
 
 One life after the other: a life is one incarnation under one lease. When the lease is lost, everything of that life is
 thrown away and a new one begins, under a new name; the API goes on answering meanwhile. SIGTERM ends the daemon cleanly:
-its shards go to its peers at once, what it has finished is delivered if that is soon (`controllers.leaving`), and its lease
+its shards go to its peers at once, what it has finished is delivered if that is soon (`controllers.rules.decide`), and its lease
 is revoked; its workers stay for whoever adopts them. A second SIGTERM skips all but the last. SIGHUP has it read its
-certificates anew. Under systemd it says when it is ready, and what it waits for (`controllers.notifying`).
+certificates anew. Under systemd it says when it is ready, and what it waits for (`controllers.daemon.daemon`).
 """
 
 from __future__ import annotations

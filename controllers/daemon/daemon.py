@@ -1,4 +1,4 @@
-"""All wiring: which parts a daemon is made of, and who knows whom. What a daemon does with a lease is `controllers.life`'s."""
+"""All wiring: which parts a daemon is made of, and who knows whom. What a daemon does with a lease is `controllers.daemon.life`'s."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def most_slots(config: NodeConfig) -> int | None:
 # that the daemon stops, or reads its certificates anew. The watchdog is fed by the event loop: a daemon whose loop stands still is
 # killed and started again by systemd, and its workers do not notice.
 #
-# Does not decide whether a daemon is ready (`controllers.life`).
+# Does not decide whether a daemon is ready (`controllers.daemon.life`).
 
 FED_PER_LIMIT = 3.0
 """So often within its limit is the watchdog fed: one message may be late."""

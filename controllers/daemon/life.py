@@ -1,6 +1,6 @@
 """One life of a daemon, which is one incarnation: from a granted lease to its loss.
 
-It registers its node (`controllers.registering`), listens to who else is there and which jobs have not ended, and has a runner for each of these. What only
+It registers its node (`controllers.cluster.registration`), listens to who else is there and which jobs have not ended, and has a runner for each of these. What only
 jobs need (data, tokens, engines' clients) is imported with the first job, in a thread, so that a daemon without one is small
 and quickly there, and its lease is renewed meanwhile.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from controllers.job.runner import JobRunner
 
 # -------------------- belongings
-# What a daemon keeps from one life to the next, and where it is reached. What it does with them is `controllers.life`'s.
+# What a daemon keeps from one life to the next, and where it is reached. What it does with them is `controllers.daemon.life`'s.
 
 
 @dataclass

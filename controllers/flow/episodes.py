@@ -1,7 +1,7 @@
 """Responses that agents make: foreign code that asks the policy through OpenAI's API, each at an address of its own.
 
-Each response is one agent in a process of its own (`gcore.agents.pool`), which asks the endpoint of its job on this controller
-(`gcore.agents.endpoint`). A question goes to an engine as the tokens that are there so far, to the one that answered the last, which
+Each response is one agent in a process of its own (`gcore.rollout.agents.server`), which asks the endpoint of its job on this controller
+(`gcore.rollout.agents.server`). A question goes to an engine as the tokens that are there so far, to the one that answered the last, which
 has them in its cache. If that engine is lost, or serves other weights by then, another takes it from there. At staleness 0 all
 answers are of one version; else each begins with the newest.
 
@@ -44,7 +44,7 @@ EvalAnswer = Sample | RewardError
 # -------------------- conversing
 # Responses of several turns: an environment for each, and its turns on one engine for as long as that serves.
 #
-# Each response goes its own way (`gcore.environments.episode`): its next turn is asked for as soon as its environment has answered,
+# Each response goes its own way (`gcore.rollout.environments.episode`): its next turn is asked for as soon as its environment has answered,
 # whatever the others of its group are at. A turn is a request of its own, with all that is before it as the prompt, tokens as they
 # are; the engine that made the turn before has that in its cache. If that engine is lost, or serves other weights by then, another takes
 # it from there. At staleness 0 all turns are of one version; else each begins with the newest.

@@ -1,13 +1,13 @@
 """Evaluation: answers to the held-out prompts, made by all peers for all.
 
 The prompts of a version's evaluation are cut into parts (`gcore.ledger.evaluation`); every peer answers those that are its
-(`controllers.eval_turns`) on its engines, has them scored as their set says, and writes each down once. When all are there,
+(`controllers.rules.step`) on its engines, has them scored as their set says, and writes each down once. When all are there,
 one peer composes the evaluation, and the parts go. Greedy, or each response drawn from a seed that follows from the job, the
 version, the set, the prompt and the number of the response: the same whoever asks.
 
 A response that its reward cannot score is not correct, is counted as not scored, and is told of: as in training, it does
 not end the job. Nothing is filtered here, and nothing decides when an evaluation is due (`gcore.config.spec`, or a person who asks:
-`controllers.service.asking`).
+`controllers.api.jobs`).
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ class Evaluator:
 
 
 class LedgerEvaluations:
-    """Implements `controllers.evaluating.EvaluationStore`."""
+    """Implements `controllers.flow.evaluation.EvaluationStore`."""
 
     def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
         self._ledger = ledger

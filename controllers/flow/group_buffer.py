@@ -22,7 +22,7 @@ from gcore.types import Group, Outcome, PromptRef, Version
 # What this peer has begun and not finished, by prompt: since when, for which step, and with which weights.
 #
 # At staleness 0 it empties with every step; otherwise what is in flight outlives the step it was begun for. A flight that is
-# given up is cancelled, and its prompt issued again. Which are to be given up is `controllers.decide`'s to say.
+# given up is cancelled, and its prompt issued again. Which are to be given up is `controllers.rules.decide`'s to say.
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The orders that a job's curriculum gives: worked out off the event loop, one shard and epoch after the other.
 
-An epoch's order follows from its record in the store (`gcore.ledger.epochs`), so that it is the same on every peer;
+An epoch's order follows from its record in the store (`gcore.ledger.statistics`), so that it is the same on every peer;
 epoch 0 needs none. Nothing of a shard is issued in an epoch whose order is not there yet. What is kept is four bytes for
 each ref of a shard and epoch that is due here; orders that a rollback made void, of shards that went elsewhere and of
 epochs that are over are dropped; not while groups of them are held or in flight here, whose prompts people may want to read.

@@ -1,7 +1,7 @@
 """The flow's side of a controller: `Peer` as `gcore.flows` promises it.
 
 It issues what is due, has it answered as its source says, scores it, and waits for what the driver and the other peers
-do. What a source filters out, or cannot be shown, ends without being issued. What becomes of a production is the step's business (`controllers.step`); evaluation is `controllers.evaluating`'s.
+do. What a source filters out, or cannot be shown, ends without being issued. What becomes of a production is the step's business (`controllers.flow.step`); evaluation is `controllers.flow.evaluation`'s.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, Vers
 # What this controller remembers of lengths, and which of the due prompts it begins first because of that.
 #
 # Of each source the newest groups are known, and of each prompt that was answered here how its responses compared with its
-# source's at that time (`gcore.rollout.lengths`): in a later data epoch that is what is expected of it. In the first epoch, and
+# source's at that time (`gcore.rollout.length_prediction`): in a later data epoch that is what is expected of it. In the first epoch, and
 # of a prompt whose shard was another controller's then, only the source's lengths are known. All of it is lost with the process,
 # and nothing is wrong without it: it only says who goes first, and to which engine.
 #

@@ -3,7 +3,7 @@
 What is finished goes into the holdings if it can still be trained; what failed for want of an engine is issued again by
 whoever owns the shard, later and later if no engine could be reached (a broken one would burn all tries of a prompt in a
 moment); what raised anything else is a defect of the flow or a plug-in and ends the flow. Nothing here
-issues prompts or asks an engine (`controllers.peer`), and nothing is written to the store.
+issues prompts or asks an engine (`controllers.flow.peer`), and nothing is written to the store.
 """
 
 from __future__ import annotations

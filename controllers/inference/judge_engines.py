@@ -50,7 +50,7 @@ Tokens = tuple[int, ...]
 
 
 class ClassifierClient:
-    """Puts the questions of one judge to its engines. Implements `gcore.reward.generative.asking.Value`."""
+    """Puts the questions of one judge to its engines. Implements `gcore.reward.judges.types.ScoreCall`."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class JudgePools:
 
 
 class GenerativeJudgeClient:
-    """Puts the questions of one judge to its engines. Implements `gcore.reward.generative.judge.Ask`."""
+    """Puts the questions of one judge to its engines. Implements `gcore.reward.judges.judge.Ask`."""
 
     def __init__(
         self,

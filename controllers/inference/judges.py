@@ -48,7 +48,7 @@ READABLE = "Let its template ask for what its verdict.parser reads, or change th
 
 
 class JudgeMetricsObserver:
-    """Of one job, on one controller. Implements `gcore.reward.generative.asking.Seen`, and `Told` of its `gate`."""
+    """Of one job, on one controller. Implements `gcore.reward.judges.types.JudgeObserver`, and `Told` of its `gate`."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
         """`tell`: notes an event, by topic."""
@@ -147,7 +147,7 @@ LAST_WRITE_S = 5.0
 
 
 class JudgeBudget:
-    """Of one job, on one controller. Implements `gcore.reward.generative.gate.Purse`. Mutable; one event loop."""
+    """Of one job, on one controller. Implements `gcore.reward.judges.rate_limit.Budget`. Mutable; one event loop."""
 
     def __init__(
         self,

@@ -1,15 +1,15 @@
 """The rollout replicas that this controller is responsible for: bringing them the weights, and seeing how they are. What is asked of
-them is `controllers.generating`'s.
+them is `controllers.inference.requests`'s.
 
-Each engine has one controller at a time that routes to it and publishes to it (`controllers.owning`). Two that both believe it do
+Each engine has one controller at a time that routes to it and publishes to it (`controllers.rules.memory`). Two that both believe it do
 no harm: samples carry the version they were made with, and the seal checks that. An engine that does not serve head's version is not routed to.
 
 One that the plan puts to sleep gets nothing new from the moment at which that is heard. What it has under way comes back with the
 tokens it has, and goes on elsewhere; then it gives its memory back, and what it serves is forgotten, so that after it has woken
 it is brought the current weights before anything is asked of it.
 
-One that owes answers and gives none is left by everybody who waits for it (`controllers.pulse` says when); it is asked on how it
-is, in the background, and is used again once it answers. To end one that hangs is its node's business (`controllers.staffing`).
+One that owes answers and gives none is left by everybody who waits for it (`controllers.inference.rules` says when); it is asked on how it
+is, in the background, and is used again once it answers. To end one that hangs is its node's business (`controllers.rules.workers`).
 """
 
 from __future__ import annotations

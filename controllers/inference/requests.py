@@ -203,11 +203,11 @@ class Requests:
         expect: LengthExpectation | None = None,
         seat: Affinity | None = None,
     ) -> tuple[Sample, ...]:
-        """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.routing`); waits for one.
+        """A sample for each prompt and its seed, on an engine that serves `version` (`controllers.inference.rules`); waits for one.
 
         With `follow` it is whichever version is wanted when there is a seat, and tokens of newer ones may come after.
         Raises EngineError. An engine that does not answer is distrusted. With `decode`, the tokenizer's, another goes on with
-        what that one has told (`controllers.continuing`), and with what was kept before, when that one has told nothing: the
+        what that one has told (`controllers.inference.continuation`), and with what was kept before, when that one has told nothing: the
         engines of a node die together. If nothing is kept at all, the request is for the caller to repeat.
         `ended` is told of each sample that is finished before the others, by its number, unless they are short anyway.
         With an `expect` that weighs, engines are weighed by the tokens that they are expected to make, in place of samples. `seat`: the engine of
@@ -415,7 +415,7 @@ class Requests:
             self._unseated -= size
 
     def rebalance(self, rows: int) -> None:
-        """Take requests back that wait while another engine has room (`controllers.rebalancing`). `rows`: responses that one runs at
+        """Take requests back that wait while another engine has room (`controllers.inference.rules`). `rows`: responses that one runs at
         once. While any is on its way nothing more is taken."""
         now = self._clock.monotonic()
         serving = {

@@ -322,7 +322,7 @@ def train_parts(view: JobView) -> Iterator[Intent]:
     if seal is None or not seal.ready_parts or seal.state is SealState.READY:
         return
     if any(view.contradicts(rank) for rank in view.ranks.values()):
-        return  # `controllers.lost` sees to it
+        return  # `controllers.rules.world` sees to it
     for rank in range(seal.world_size):
         known = view.ranks.get(rank)
         if known is not None and view.begun(known) < seal.ready_parts:
@@ -336,7 +336,7 @@ def train_step(view: JobView) -> Iterator[Intent]:
     if seal is None or seal.state is not SealState.READY:
         return
     if any(view.contradicts(rank) for rank in view.ranks.values()):
-        return  # `controllers.lost` sees to it
+        return  # `controllers.rules.world` sees to it
     behind = [rank for rank in range(seal.world_size) if _applied(view, rank) != seal.token]
     if not behind and not has_receipts(view, seal.token):
         yield from gather_receipts(view, seal.token)

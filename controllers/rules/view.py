@@ -150,7 +150,7 @@ class RankView:
     """Group digest -> indexes of its samples."""
     applied: Token | None = None
     content: bytes = b""
-    """What was applied (`gcore.ledger.content`); empty: it does not say."""
+    """What was applied (`gcore.ledger.balance`); empty: it does not say."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     phase: str = ""
     writing: CheckpointProgress | None = None
@@ -160,11 +160,11 @@ class RankView:
     progress: int = 0
     """Grows whenever it gets anywhere."""
     begun: int = 0
-    """Parts of step `begun_step` that it has begun; `begun_content` says which (`gcore.ledger.parts.parts_sha256`)."""
+    """Parts of step `begun_step` that it has begun; `begun_content` says which (`gcore.ledger.balance.parts_sha256`)."""
     begun_step: int = 0
     begun_content: bytes = b""
     released: frozenset[str] = frozenset()
-    """What it has given the memory back of (`gcore.train.rest_rules`)."""
+    """What it has given the memory back of (`gcore.train.rank.launch`)."""
     unrested: str = ""
     """Why it could not give its memory back behind the newest step, if it could not."""
     speaks: int = SCHEMA_VERSION

@@ -73,7 +73,7 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
     }
 )
 """By cause: seconds without progress after which a wait is told in an event. What is in flight for long is given up instead, and
-an engine that answers nothing is told by `controllers.pulse`' times."""
+an engine that answers nothing is told by `controllers.inference.rules`' times."""
 
 
 LOCAL = frozenset(

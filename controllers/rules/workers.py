@@ -93,7 +93,7 @@ def schedule_workers(view: JobView, launches: Launches, now: float) -> Iterator[
             yield StartEngine(place)
     for rank in plan.record.ranks:
         if rank.node != view.node or plan.record.world != head.world:
-            continue  # one whose slot is no more there is lost (`controllers.lost`)
+            continue  # one whose slot is no more there is lost (`controllers.rules.world`)
         claim = view.mirror.claim(head.world, rank.rank)
         # A registration may be heard of before the claim that was written with it.
         there = {i for i, w in mine.items() if (w.world, w.rank) == (head.world, rank.rank) and is_usable(w)}

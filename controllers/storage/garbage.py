@@ -1,4 +1,4 @@
-"""Finds what lies on this node and deletes what is not needed any more: see `controllers.garbage`, which decides.
+"""Finds what lies on this node and deletes what is not needed any more: see `controllers.storage.rules`, which decides.
 
 - *Run folders* under `run_root` are known by the uid at the end of their name; only one that this store's record of that job names,
   and whose job has ended, may go, after an hour. One in which an unfinished job's spec names a file (a model, data) is needed.
@@ -9,7 +9,7 @@
 
 Whether anybody needs it is asked again right before something is deleted.
 
-What jobs used long ago, of all nodes, is forgotten in the same rounds (`controllers.used_days`).
+What jobs used long ago, of all nodes, is forgotten in the same rounds (`controllers.accounting.usage`).
 
 A folder is first renamed, and then deleted: of several daemons that see the same folder one does it, and none finds half of one.
 """
@@ -173,7 +173,7 @@ def _at_home(home: Path) -> list[GarbageCandidate]:
     found = []
     for file in _entries(home / "cache", hidden=True):
         if file.suffix != ".lock" and (used := _used(file)) is not None:
-            # Rows and what is known of them are one thing; only of the latter the time may change (`gcore.prompts.copies`).
+            # Rows and what is known of them are one thing; only of the latter the time may change (`gcore.data.dataset`).
             known = _used(file.with_suffix(".copy")) if file.suffix == ".rows" else None
             found.append(GarbageCandidate("cache", file, disk_bytes(file), max(used, known or 0.0)))
     for file in _entries(home / "logs"):

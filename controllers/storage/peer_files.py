@@ -1,4 +1,4 @@
-"""Fetches a run's files from peers, of a job whose nodes share no folder: the other end of `controllers.service.files`.
+"""Fetches a run's files from peers, of a job whose nodes share no folder: the other end of `controllers.api.peers`.
 
 A folder is filled in a draft and gets its name when all of it is here and proved; until then it is not there. A file that only
 grows (old records, receipts) is continued from its own length, by whole lines. What was sent is compared with its digest. A peer

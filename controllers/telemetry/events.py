@@ -38,7 +38,7 @@ from placement.moves import move_in_words
 # -------------------- derived_events
 # What happened to a job, in the words and numbers of its events, from one change of one of its records. Pure.
 #
-# Which number an event has, and whether it is told at all, is for `controllers.service.events`.
+# Which number an event has, and whether it is told at all, is for `controllers.telemetry.events`.
 
 MOST_MOVES = 8
 """Moves that one write of their record may tell of."""

@@ -2,7 +2,7 @@
 
 Looked at by whoever drives the job, and before there is anything to drive, while the node prepares, by itself; what is waited
 for is worked out once a second, for it is told to people, and a driver looks at its job many times in one.
-Decides nothing: which waits there are is `controllers.waiting`'s to say, which are told `controllers.overdue`'s.
+Decides nothing: which waits there are is `controllers.rules.waits`'s to say, which are told `controllers.rules.waits`'s.
 """
 
 from __future__ import annotations

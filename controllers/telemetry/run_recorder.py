@@ -47,7 +47,7 @@ from gcore.types import Group, Token, Version
 # Keeps `metrics.jsonl` of a job's run up with its chain, beside everything else and never in its way.
 #
 # Every controller could write it and one does: the first in the order of turns, or whoever finds it behind for longer than
-# its turn; what is missing is decided by the file's own content (`gcore.tracking.file`), under a lock, in a thread. When the
+# its turn; what is missing is decided by the file's own content (`gcore.observability.metrics_file`), under a lock, in a thread. When the
 # job has ended each of them looks once more, so that the last lines are there even if others died. A folder that takes nothing
 # is tried again for ever and told once; it never ends a run.
 

@@ -2,7 +2,7 @@
 
 `wait_for_batch_s` is how long the ranks had nothing to train: from the commit before to the moment when each has its part, less what
 they trained by then of a step that comes in parts (`streamed_s`). How long engines had nothing to do stands beside it
-(`controllers.engine_waits`): the two name what holds steps up.
+(`controllers.accounting.attribution`): the two name what holds steps up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launch documents of this node's workers: what each child runs, and what it is told. Pure.
 
 The torch engine and SGLang's worker are told the same things in the same words, as far as both have them; which of the
-two it is, only `rollout.engine` says. Starts nothing (`controllers.staff`).
+two it is, only `rollout.engine` says. Starts nothing (`controllers.workers.launcher`).
 """
 
 from __future__ import annotations

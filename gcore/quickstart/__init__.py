@@ -1,6 +1,6 @@
 """What the examples need before they can run: their data and a model to begin with, or a judge of what a model writes.
 
-`gcore.quickstart.main` lists them; read `folder` first. Preparing trains a small model and imports torch inside the function; importing this
+`__main__` lists them; read `folder` first. Preparing trains a small model and imports torch inside the function; importing this
 package does not import it.
 """
 

@@ -1,8 +1,56 @@
-"""`python -m gcore.quickstart`: makes what an example needs."""
+"""`python -m gcore.quickstart EXAMPLE --to FOLDER`: the prepared examples by name, without the rest of the command line.
 
+An example makes its folder, or finds it, and returns half a sentence about its contents. Raises DataError.
+"""
+
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from gcore.quickstart.main import main
+from gcore.errors import GcoreError
+from gcore.quickstart import arithmetic, calculator
+
+
+def _arithmetic(to: Path, seed: int) -> str:
+    made = arithmetic.prepare_arithmetic(to, seed=seed).manifest
+    return f"{made.greedy_accuracy:.1%} of held-out sums right before RL"
+
+
+def _arithmetic_judge(to: Path, seed: int) -> str:
+    made = arithmetic.prepare_arithmetic_judge(to, seed=seed).manifest
+    return f"{made.judge_accuracy:.1%} of verdicts right, {made.judge_false_yes:.1%} of wrong answers called right"
+
+
+def _calculator(to: Path, seed: int) -> str:
+    made = calculator.prepare_calculator(to, seed=seed).manifest
+    return f"{made.calls:.1%} of responses ask the calculator before RL"
+
+
+EXAMPLES: Mapping[str, Callable[[Path, int], str]] = {
+    "arithmetic": _arithmetic,
+    "arithmetic-judge": _arithmetic_judge,
+    "calculator": _calculator,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prepare what the arguments name; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m gcore.quickstart", description="Make an example's data and model.")
+    parser.add_argument("example", choices=list(EXAMPLES))
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="folder to make")
+    parser.add_argument("--seed", type=int, default=0, help="every random choice follows from it (default: 0)")
+    chosen = parser.parse_args(argv)
+    try:
+        there = EXAMPLES[chosen.example](chosen.to, chosen.seed)
+    except GcoreError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(f"{chosen.to}: {there}\n")
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,7 +12,7 @@ A prompt's responses are remembered as their distance from the source's mean at 
 use while lengths grow over a run.
 
 What responses under way have still to come is `gcore.rollout.length_prediction`'s. Knows no prompts, and remembers nothing
-(`controllers.expecting` does).
+(`controllers.flow.peer` does).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def length_penalty(length: int, *, longest: int, cache: int, penalty: float) -> 
     Within `cache` tokens of the longest length the penalty grows along a line, from nothing to `penalty`. It comes on
     top of what becomes of a response that was cut off (`gcore.rollout.postprocess`). What counts is what the policy
     made: the words of a tool or an environment make nothing longer. The same formula over tensors, for whoever trains
-    without the rest of gcore, is `gcore.train.algorithms.shaping.overlong_penalty`.
+    without the rest of gcore, is `gcore.train.algorithms.advantages.overlong_penalty`.
     """
     return min(-(length - (longest - cache)) / cache * penalty, 0.0)
 
@@ -154,7 +154,7 @@ def make_scored_group(
     become.
 
     Pure, and the same for a controller's peer and for the peers in memory of `gcore.testing`. What is not to be
-    scored at all is found before (`gcore.rollout.truncated.dropped`).
+    scored at all is found before (`gcore.rollout.postprocess.drop_truncated`).
     """
     scored = []
     for sample, result in zip(samples, results, strict=True):

@@ -5,7 +5,7 @@
     def test_my_estimator():
         check_advantage("against_median")
 
-As `gcore.testing.contract`: each check takes the plug-in by its entry-point name and raises `ContractBroken` with a sentence.
+As `gcore.testing.contracts`: each check takes the plug-in by its entry-point name and raises `ContractBroken` with a sentence.
 """
 
 from __future__ import annotations

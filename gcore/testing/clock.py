@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FakeClock:
-    """`gcore.clock.Clock` for tests and simulation. Seconds."""
+    """`gcore.system.clock.Clock` for tests and simulation. Seconds."""
 
     def __init__(self, *, monotonic: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:
         self._now = monotonic

@@ -1,6 +1,6 @@
 """The contract kit: what a plug-in's own tests call, to know that gcore will get on with it.
 
-    from gcore.testing.contract import check_filter, check_flow, check_reward
+    from gcore.testing.contracts import check_filter, check_flow, check_reward
 
     async def test_my_flow():
         await check_flow("my_flow", entries=[{"prompt": "1+1=", "answer": "2"}])

@@ -1,6 +1,6 @@
 """What a rank does with its memory between two steps: gives it back, and takes it again, bit for bit.
 
-On a slot that an engine and a train rank share, one of the two needs the memory at a time (`controllers.taking_turns`). Of a rank
+On a slot that an engine and a train rank share, one of the two needs the memory at a time (`controllers.rules.memory`). Of a rank
 there are two parts, each released by itself: `optimizer` (Adam's state, the float32 weights and the buffers of gradients, all that
 only an update needs) and `weights` (what the forward pass of the policy, the critic and the reference computes with).
 

@@ -36,10 +36,10 @@ PAUSE_S = 3.0 * TTL_S
 RECOVERY_GOAL_S = TTL_S + 15.0
 AWAY_S = 60.0
 LISTED_AGAIN = "is listed again"
-"""What a log says of a watch whose history is gone (`gcore.store.watching`)."""
+"""What a log says of a watch whose history is gone (`gcore.store.client`)."""
 NO_ROOM = os.strerror(errno.ENOSPC)
 SLOWER, QUICK_AGAIN = "times as long as before", "is as quick as before again"
-"""What is told of a reward's pace (`gcore.reward.pace`)."""
+"""What is told of a reward's pace (`gcore.reward.pool`)."""
 USUAL_AFTER = 3
 """Steps after which every pool of rewards knows what is usual."""
 ONE_STORE = Shape()
@@ -568,7 +568,7 @@ NAMESPACES = Shape(network=True)
 LONG = 45
 POINT_RUNS = 2
 PRUNED_AFTER = 80
-"""Steps of each such run: entries are moved out of the store many at a time (`controllers.housekeeping`), for the first time at
+"""Steps of each such run: entries are moved out of the store many at a time (`controllers.rules.retention`), for the first time at
 the 96th, then after 32 more, and each of a job's two moments needs one of those."""
 
 FAULTS: tuple[Fault, ...] = (

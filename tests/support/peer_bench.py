@@ -54,7 +54,7 @@ class PeerBench(Protocol):
 
 
 class FakeBench:
-    """`gcore.testing.fake_peer`."""
+    """`gcore.testing.flows`."""
 
     def __init__(
         self, entries: Sequence[Mapping[str, Any]], script: AnswerScript, folder: Path, **sections: Any
@@ -73,7 +73,7 @@ class FakeBench:
 
 
 class RealBench:
-    """`controllers.peer`, with a store in memory and a script in place of engines. Nobody seals: a step never ends."""
+    """`controllers.flow.peer`, with a store in memory and a script in place of engines. Nobody seals: a step never ends."""
 
     def __init__(
         self, entries: Sequence[Mapping[str, Any]], script: AnswerScript, folder: Path, **sections: Any

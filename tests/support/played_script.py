@@ -1,4 +1,4 @@
-"""A job at its second step for `gcore.testing.fake_jobs`, with all that commands of the command line tell of one."""
+"""A job at its second step for `gcore.testing.jobs`, with all that commands of the command line tell of one."""
 
 from __future__ import annotations
 

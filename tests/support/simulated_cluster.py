@@ -116,7 +116,7 @@ class Node:
 
 
 class SimulatedDaemon(Daemon):
-    """`controllers.wire.Daemon` without its servers."""
+    """`controllers.daemon.daemon.Daemon` without its servers."""
 
     def __init__(self, node: Node) -> None:
         config = NodeConfig(
@@ -142,7 +142,7 @@ class SimulatedDaemon(Daemon):
 
 
 class SimulatedLife(Incarnation):
-    """`controllers.life.Life` with jobs that reach simulated workers."""
+    """`controllers.daemon.life.Incarnation` with jobs that reach simulated workers."""
 
     def __init__(self, own: DaemonState, node: Node) -> None:
         super().__init__(own, node.store, Addresses(node.name, ""), _nothing)

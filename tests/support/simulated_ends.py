@@ -128,7 +128,7 @@ class SimulatedStaff(WorkerLauncher):
 
 
 class SimulatedLinks(RankConnections):
-    """`controllers.ranks` over simulated messages."""
+    """`controllers.workers.ranks` over simulated messages."""
 
     def __init__(self, clock: ProcessClock, on_change: Callable[[], None], node: str, land: Land) -> None:
         super().__init__(clock, on_change)

@@ -1,4 +1,4 @@
-"""Files that go from one simulated node's folder of the run to another's, where nodes share none: `controllers.peer_files` without
+"""Files that go from one simulated node's folder of the run to another's, where nodes share none: `controllers.storage.peer_files` without
 its calls. A peer gives what lies there if its daemon runs and nothing is cut between the two; receipts are the machine room's,
 so of them only that they could be had counts.
 """

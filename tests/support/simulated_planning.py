@@ -48,7 +48,7 @@ class Wandering:
 
 
 class SimulatedPolling:
-    """`controllers.polling` of simulated engines."""
+    """`controllers.planning.lender` of simulated engines."""
 
     change_s = CHANGE_S
 

@@ -1,9 +1,9 @@
 """Train ranks and engines of the simulated cluster: what they hold and refuse is production's, computing is waiting.
 
-A rank keeps `gcore.train.feed_state`'s state and answers with it. Its weights are the list of what they were trained on: one
+A rank keeps `gcore.train.rank.feed`'s state and answers with it. Its weights are the list of what they were trained on: one
 set of refs for each step. All ranks of a world enter a step together, as collectives make them, and if one dies the others
 fail. An engine serves the highest version it was brought, and makes a group in a while. Both are registered by
-`gcore.worker.registrar`, as real workers are by their supervisors; a worker whose registration is refused ends.
+`gcore.worker.supervisor`, as real workers are by their supervisors; a worker whose registration is refused ends.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class Process:
 
 
 class ProcessClock:
-    """A node's `gcore.clock.Clock`. `offset` is what its own time is ahead of the loop's: a jump is a change of it."""
+    """A node's `gcore.system.clock.Clock`. `offset` is what its own time is ahead of the loop's: a jump is a change of it."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

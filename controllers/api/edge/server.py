@@ -297,7 +297,7 @@ MOST_REQUEST = 4 << 20
 """Bytes of a request: a spec with its templates is the largest."""
 
 MOST_ANSWER = 64 << 20
-"""Bytes of an answer; what a client takes (`gcore.client.patience.MAX_ANSWER_BYTES`)."""
+"""Bytes of an answer; what a client takes (`gcore.client.calls.MAX_ANSWER_BYTES`)."""
 
 MOST_METADATA = 16 << 10
 

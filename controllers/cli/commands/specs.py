@@ -373,7 +373,7 @@ def prepare(
 ) -> None:
     """Make an example's data and its warm-started model, or the judge of one. Done already: returns at once."""
     # Trains a small model: the one verb that needs the train extra, and only while it runs.
-    from gcore.quickstart.main import EXAMPLES
+    from gcore.quickstart.__main__ import EXAMPLES
 
     if example not in EXAMPLES:
         raise UsageError(f"there is no example {example!r}", where="prepare", fix=f"Known: {', '.join(EXAMPLES)}")

@@ -241,7 +241,9 @@ def read_timing_model(environment: Mapping[str, str]) -> TimingModel:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"no law: {field}: {first['msg']}", where=name, fix="See gcore.emulated.law") from error
+        raise UsageError(
+            f"no law: {field}: {first['msg']}", where=name, fix="See gcore.engines.emulated.law"
+        ) from error
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """`python -m gcore.emulated.rank`: a train rank that computes nothing, under a real supervisor.
 
-Everything around a step is the real rank's process (`gcore.train.serving`): the service, what is held and refused, receipts,
+Everything around a step is the real rank's process (`gcore.train.rank.main`): the service, what is held and refused, receipts,
 progress, how it ends. In place of the model there is the law: a step takes as long as it says for the rank's tokens. Rank 0
 stages a folder for engines and writes checkpoints that are whole but hold no weights (`emulated.json` lies in them, and a
 model cannot be made of them). No rank meets another, so a rank that dies takes none of the others with it.
@@ -198,7 +198,7 @@ def _tokens(work: StepInput) -> int:
 def load_emulated_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Tell, writer: BackgroundWriter
 ) -> LoadedRank:
-    """In place of `gcore.train.loading.load`. Raises UsageError, CheckpointDamaged."""
+    """In place of `gcore.train.rank.main.load_rank`. Raises UsageError, CheckpointDamaged."""
     timing = ReplicaTiming(read_timing_model(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer, clock)
     trainer.load(tell)

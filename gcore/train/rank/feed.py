@@ -14,7 +14,7 @@
   refused. What is held of such a step goes on from attempt to attempt: most of it is sealed again, and its digest says
   what it is.
 
-What came over the wire is checked before it gets here (`gcore.train.messages`).
+What came over the wire is checked before it gets here (`gcore.train.rank.messages`).
 """
 
 from __future__ import annotations

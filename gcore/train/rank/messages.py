@@ -1,4 +1,4 @@
-"""The messages of `TrainRank`, checked and turned into what `gcore.train.feed_state` knows, and back: the only place that
+"""The messages of `TrainRank`, checked and turned into what `gcore.train.rank.feed` knows, and back: the only place that
 knows how tokens, worlds and groups go over the wire, for the rank and for whoever feeds it.
 
 A payload must have the size and the SHA-256 its header announced; every sample must have the digest that came with it,

@@ -1,4 +1,4 @@
-"""`python -m gcore.train.selftest`: whether torch and DeepSpeed work here, told as JSON, one object a line.
+"""`python -m gcore.train.rank.selftest`: whether torch and DeepSpeed work here, told as JSON, one object a line.
 
 First what torch is and sees; then, if DeepSpeed can be imported and a world of one rank makes an update on gloo, that.
 What goes wrong ends the process with the exception on standard error. For `gcore doctor`, which must not import any of it.

@@ -1,10 +1,10 @@
-"""`TrainRank` over gRPC: turns calls into events of `gcore.train.feed_state`, and its answers into replies.
+"""`TrainRank` over gRPC: turns calls into events of `gcore.train.rank.feed`, and its answers into replies.
 
 Runs in the event loop and never blocks it: payloads are checked in a thread, training and resting happen in another. State only
 changes in the loop, between two awaits, so calls cannot interleave within a decision.
 
 What it refuses it refuses with FAILED_PRECONDITION; a payload that is damaged with DATA_LOSS; a chunk or seal that is
-not what the protocol says with INVALID_ARGUMENT; memory that cannot be put aside with RESOURCE_EXHAUSTED. Does not decide when the process ends (`gcore.train.serving`).
+not what the protocol says with INVALID_ARGUMENT; memory that cannot be put aside with RESOURCE_EXHAUSTED. Does not decide when the process ends (`gcore.train.rank.main`).
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ async def test_an_etcd_outlives_its_starter(tmp_path: Path) -> None:
     program = f"""
 import asyncio
 from pathlib import Path
-from gcore.clock import SystemClock
-from gcore.store.launcher import LocalEtcd
+from gcore.system.clock import SystemClock
+from gcore.store.etcd import LocalEtcd
 folder = Path({str(tmp_path)!r})
 etcd = asyncio.run(LocalEtcd.start(folder / "data", log_file=folder / "log", clock=SystemClock()))
 print(etcd.process.pid, etcd.process.started, etcd.endpoint)

@@ -255,7 +255,7 @@ class Rank:
         self.writers: list[Any] = []
 
     def trainer(self, run: Path, tree: dict[str, Any], start: dict[str, Any] | None = None) -> Any:
-        """As `gcore.train.loading` makes one, but for the reference, which is another model than the policy."""
+        """As `gcore.train.rank.main` makes one, but for the reference, which is another model than the policy."""
         from gcore.train.backends.packed_attention import NAME
         from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
         from gcore.train.hf_models import load_module

@@ -17,7 +17,7 @@ from gcore.engines.emulated.launch import LAW_FILE
 from gcore.engines.emulated.law import read_timing_model
 from gcore.errors import UsageError
 from gcore.quickstart import NAMES
-from gcore.quickstart.main import EXAMPLES
+from gcore.quickstart.__main__ import EXAMPLES
 
 
 @pytest.fixture

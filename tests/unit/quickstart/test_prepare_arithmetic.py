@@ -16,8 +16,8 @@ import pytest
 from gcore.data.dataset import Dataset
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
+from gcore.quickstart import __main__ as command
 from gcore.quickstart import folder as prepared_folder
-from gcore.quickstart import main as command
 from gcore.quickstart.arithmetic import ArithmeticManifest, prepare_arithmetic
 from gcore.quickstart.folder import PreparedFolder
 
@@ -209,5 +209,5 @@ def test_the_command_says_in_one_sentence_what_is_wrong(tmp_path: Path, capsys: 
 
 
 def test_the_command_line_does_not_import_torch() -> None:
-    code = "import sys\nimport gcore.quickstart.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys\nimport gcore.quickstart.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,11 +10,11 @@ import pytest
 
 from gcore.data.renderer import PromptRenderer
 from gcore.errors import DataError
+from gcore.quickstart import __main__ as command
+from gcore.quickstart import __main__ as examples
 from gcore.quickstart import arithmetic
 from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart import folder as prepared_folder
-from gcore.quickstart import main as command
-from gcore.quickstart import main as examples
 from gcore.quickstart.arithmetic import JUDGE_CHARACTERS, JudgeManifest, VerdictAccuracy, prepare_arithmetic_judge
 from gcore.quickstart.folder import PreparedFolder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gcore.errors import DataError
-from gcore.quickstart import main as examples
+from gcore.quickstart import __main__ as examples
 from gcore.quickstart.calculator import (
     CHARACTERS,
     CLOSE,
