@@ -110,6 +110,9 @@ test-deploy: setup $(DEPLOY_STAMP) ## The files of deploy/ by Helm's, Kubernetes
 	@$(TOOLS) install test-deploy
 	@GCORE_DEPLOY_PYTHON=$(abspath $(DEPLOY_VENV))/bin/python $(BIN)/python -m pytest -m "deploy" tests/unit tests/integration $(PYTEST_ARGS)
 
+# The commit before modules moved: runs begun there must go on here.
+export GCORE_UPGRADE_FROM ?= f9caf92ba3fc4257187b32bdf1e9030f2ed5bb51
+
 test-upgrade: setup ## A running job under daemons of a commit before (GCORE_UPGRADE_FROM), replaced one by one; an older backup of the store
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" tests/integration/cluster/test_upgrade.py tests/integration/store/test_store_restored.py $(PYTEST_ARGS)
 
