@@ -125,7 +125,7 @@ class ResumingStreams(ApiCalls):
         names: Sequence[str] = (),
         follow: bool = True,
     ) -> AsyncGenerator[v1_pb.StepMetrics, None]:
-        """The numbers of each step after `start_next_step`, each step once in each lineage; with `follow` until the job has ended."""
+        """The numbers of each step after `after_step`, each step once in each lineage; with `follow` until the job has ended."""
         place = None if after_lineage is None else (after_lineage, after_step)
 
         def begin(stub: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A response takes as long as it is; lengths have a long tail. Between a seal and its commit the trainer works; at
 staleness 0 nothing goes on meanwhile, else what is in flight does, and more is begun. Controllers may be killed, and with them goes what they hold. With `seats` each has so
-many in flight at most, and with `sort_longest_first` it begins those first that it expects to be the longest, which it knows
+many in flight at most, and with `longest_first` it begins those first that it expects to be the longest, which it knows
 about as well as real ones do. Nothing here has a rule of its own about what is due, sealed, awaited or too old; only
 `take_first` does, which is what not to do.
 """
