@@ -88,14 +88,9 @@ class ActionOwner(Protocol):
 
     uid: str
     changes: ChangeSignal
+    mirror: JobMirror
 
-    @property
-    def mirror(self) -> JobMirror:
-        """Its records as last heard."""
-        ...
-
-    @property
-    def effects(self) -> Effects:
+    def hands(self) -> Effects:
         """What actions are carried out with."""
         ...
 
@@ -161,7 +156,7 @@ class ActionsInFlight:
 
     async def _now(self, intent: Intent, view: JobView) -> None:
         try:
-            done = await apply_action(intent.action, view, self._job.effects)
+            done = await apply_action(intent.action, view, self._job.hands())
         except StoreUnavailable as error:
             done = ActionResult(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
         except GcoreError as error:
@@ -210,15 +205,15 @@ class ReconciledJob(Protocol):
     """What is driven."""
 
     uid: str
-    me: str
     changes: ChangeSignal
+    mirror: JobMirror
     holdings: GroupBuffer
     waits: Timers
     troubles: WarningLog
 
     @property
-    def mirror(self) -> JobMirror:
-        """Its records as last heard."""
+    def me(self) -> str:
+        """This incarnation."""
         ...
 
     def look(self) -> JobView:

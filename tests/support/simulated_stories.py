@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simulated_controller import SilentPlanner
+from simulated_controller import SimulatedJob
 from simulated_story import Story
 
 from gcore.config import JobSpec, parse_spec
@@ -46,7 +46,7 @@ def moving(seed: int) -> Moving:
 
 def propose_moves(patch: Any) -> None:
     """Have whoever leads want one move a step. `patch`: pytest's MonkeyPatch."""
-    patch.setattr(SilentPlanner, "proposal", property(lambda self: next_move(self.job.mirror, self.job.me)[0]))
+    patch.setattr(SimulatedJob, "_proposed", lambda self: next_move(self.mirror, self.me), raising=False)
 
 
 def next_move(mirror: JobMirror, me: str) -> tuple[MoveProposal | None, Moves | None]:
