@@ -90,6 +90,8 @@ class History:
         known = dict(self.there[-1]) if self.there else {}
         revision, events = 10 + len(self.revisions), list[WatchEvent]()
         for key, value in writes.items():
+            if key in known and key.startswith(KEYS.evaluation("")):
+                continue  # no transaction writes an evaluation twice
             kv = KeyValue(key, value or b"", revision, revision)
             if value is not None:
                 known[key] = kv
