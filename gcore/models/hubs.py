@@ -17,22 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import httpx2
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
-from huggingface_hub.utils.tqdm import disable_progress_bars
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gcore.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
 
 Scheme = Literal["hf", "ms"]
 
@@ -260,6 +251,9 @@ class HuggingFace:
     title = "the Hugging Face hub"
 
     def __init__(self, *, endpoint: str | None = None, cache: Path | None = None, offline: bool | None = None) -> None:
+        from huggingface_hub import HfApi, constants
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
         self.endpoint = endpoint or constants.ENDPOINT
         self._cache = cache or Path(constants.HF_HUB_CACHE)
         self._offline = constants.is_offline_mode() if offline is None else offline
@@ -269,6 +263,8 @@ class HuggingFace:
 
     def listing(self, model: HubModel, revision: str) -> HubListing:
         """See `Hub`."""
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
         with self._explained(model, revision):
             if self._offline:
                 raise OfflineModeIsEnabled
@@ -284,6 +280,8 @@ class HuggingFace:
 
     def fetch(self, listing: HubListing, names: Sequence[str]) -> Path:
         """See `Hub`."""
+        from huggingface_hub import snapshot_download
+
         with self._explained(listing.model, listing.commit):
             folder = snapshot_download(
                 listing.model.repo,
@@ -320,6 +318,17 @@ class HuggingFace:
     @contextlib.contextmanager
     def _explained(self, model: HubModel, revision: str) -> Iterator[None]:
         """The client's errors as gcore's, each with what to do."""
+        import httpx2
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+            RevisionResolutionError,
+        )
+
         where = str(model)
         try:
             yield
@@ -398,6 +407,8 @@ class HuggingFace:
 
 def _near(wrong: str, known: Any) -> str:
     """`, did you mean ...?`, if the hub knows anything like it. Not worth an error of its own."""
+    import httpx2
+
     try:
         return did_you_mean(wrong, known())
     except (httpx2.HTTPError, OSError, ValueError, KeyError):
