@@ -23,14 +23,11 @@ from gcore.errors import GcoreError, SpecError, did_you_mean
 MAX_SENTENCE = 500
 """Characters of what an error says that are told: some put a whole page into a line. It goes into records and over pipes."""
 
-
 MAX_TRACE = 4000
 """Characters of a traceback that are kept: its end, where the error is."""
 
-
 RAISED = (Exception, SystemExit)
 """What plug-ins raise. Who calls sys.exit means the plug-in's end, not that of the controller it runs in."""
-
 
 _OURS = ("gcore", "controllers", "placement", "importlib", "asyncio")
 """Packages whose frames come before a plug-in's own."""

@@ -32,7 +32,6 @@ from gcore.errors import GcoreError, UsageError
 NEWEST_VERSION = 2
 """What this source code reads and writes; it reads the version before too."""
 
-
 PIN = "GCORE_SCHEMA_VERSION"
 
 
@@ -62,10 +61,7 @@ def pinned_version(value: str | None) -> int:
 SCHEMA_VERSION = pinned_version(os.environ.get(PIN))
 """This process's version."""
 
-
 READABLE = frozenset(version for version in (SCHEMA_VERSION - 1, SCHEMA_VERSION) if version > 0)
-
-
 _spoken = SCHEMA_VERSION
 
 

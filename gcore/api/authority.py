@@ -34,7 +34,6 @@ from gcore.system.files import replace_file
 SKEW = timedelta(minutes=5)
 """So much earlier does a certificate begin: clocks differ."""
 
-
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 
 
@@ -240,11 +239,7 @@ def _common_name(name: x509.Name) -> str:
 
 
 CA, CA_KEY, ENGINES, CERT, KEY = "ca.pem", "ca-key.pem", "engines.key", "cert.pem", "key.pem"
-
-
 MOST_DAYS = 36500
-
-
 Purpose = Literal["node", "user", "etcd"]
 
 

@@ -32,7 +32,6 @@ from gcore.schema import READABLE, SCHEMA_VERSION
 REQUEST_WITHIN_S = 30.0
 """From the beginning of a call to its request, of whoever may call: the largest, over a slow line."""
 
-
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
@@ -89,29 +88,21 @@ class LateRequest(GcoreError):
 
 
 DOMAIN = "gcore"
-
-
 DETAILS_KEY = "grpc-status-details-bin"
-
 
 MOST_SAID = 3500
 """Bytes of a refusal's sentence, as it goes over the wire."""
 
-
 MOST_DETAILS = 2700
 """Bytes of the details."""
-
 
 MOST_AGAIN = 500
 """Of these, of the sentence, which is in there once more."""
 
-
 MOST_VIOLATIONS = 16
-
 
 MOST_OF_A_FIELD, MOST_OF_A_VIOLATION = 80, 300
 """Bytes of what is wrong with a field. The sentence has the rest."""
-
 
 UNKNOWN = "UNKNOWN"
 
@@ -200,7 +191,6 @@ def _of(error: grpc.RpcError) -> bytes | None:
 
 
 VERSION_KEY = "gcore-schema-version"
-
 
 UNSERVED = "SCHEMA_VERSION_NOT_SERVED"
 """For programs: why such a call is refused."""

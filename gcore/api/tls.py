@@ -39,7 +39,6 @@ from gcore.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-
 Stamp = tuple[tuple[int, int, int], ...]
 """What tells that a file is another one: when it was written, its length, its inode."""
 
@@ -171,8 +170,6 @@ def _unreadable(error: OSError) -> UsageError:
 
 
 Options = Sequence[tuple[str, Any]]
-
-
 AUTHORIZATION = "authorization"
 
 
@@ -282,21 +279,15 @@ def serving_context(watched: ReloadingFiles, *, ask: bool = False) -> ssl.SSLCon
 
 Kind = Literal["node", "user"]
 
-
 ROLES = ("viewer", "submitter", "admin")
 """Of users."""
 
-
 SCHEME = "gcore"
-
 
 EVERY = "*"
 """As a namespace: all."""
 
-
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
-
-
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 

@@ -17,18 +17,12 @@ from gcore.api.tls import CertName, check_user
 from gcore.schema import Record
 
 LONGEST_S = 10 * 366 * 86400.0
-
-
 DEFAULT_S = 90 * 86400.0
-
 
 KEPT_S = 7 * 86400.0
 """So long does one that has expired stay in the list, so that its end is told from a token that never was."""
 
-
 MOST_TOKENS = 10_000
-
-
 _FORM = re.compile(r"gcore_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
 
 

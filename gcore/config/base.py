@@ -16,10 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from gcore.errors import did_you_mean, nearest_name
 
 MOST_SPANNED = 64
-
-
 SlotsPerEngine = Annotated[int, Field(ge=1, le=MOST_SPANNED)]
-
 
 SPANS = (
     "Slots of one node that an engine spans (tensor parallel, SGLang only): the model's heads, and each node's slots, are divided "
@@ -44,12 +41,8 @@ class PathMark:
 HUB_SCHEMES = ("hf://", "ms://")
 """Models that are named by hub, not by folder."""
 
-
 FilePath = Annotated[str, PathMark()]
-
-
 ModelPath = Annotated[str, PathMark(hub=True)]
-
 
 Option = str | int | float | bool
 """A setting of a plug-in's own: what it may be is the plug-in's to say."""
@@ -74,31 +67,21 @@ class Section(BaseModel):
 
 NAMESPACE = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
-
 MOST_SLOTS = 1_000_000
 """No number of slots is higher, of whatever."""
-
 
 Temperature = Annotated[float, Field(ge=1e-6, le=1e6)]
 """Below, engines take the likeliest token and tell log-probabilities of another distribution; and it travels as float32."""
 
-
 StopString = Annotated[str, Field(min_length=1)]
-
-
 MAX_SHOWN = 100
-
-
 MAX_SENTENCE = 500
-
 
 SECRET = ("key_env", "key", "token")
 """Fields whose value is not shown: people put a key itself where its variable's name belongs."""
 
-
 _LOGIN = re.compile(r"//[^/@]*@")
 """An address with a name and a password, which are not shown either."""
-
 
 _WORDS = {
     "model_type": "it is a section with keys of its own, not a single value",

@@ -22,26 +22,17 @@ from gcore.config.reward import RewardSpec
 from gcore.errors import did_you_mean
 
 DataFormat = Literal["auto", "jsonl", "parquet", "hf"]
-
-
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-
 
 ONLY_SOURCE = "data"
 """The name of the source of a spec that has one file."""
-
 
 FORMAT_HELP = (
     "How it is written: jsonl, parquet, hf (a folder saved by `datasets`, save_to_disk), or auto: by what lies there"
 )
 
-
 SYSTEM_HELP = "System message before the prompt; needs a chat template"
-
-
 TEMPLATE_HELP = "Jinja file with a chat template in place of the tokenizer's, relative to the spec's folder"
-
-
 TOOLS_HELP = "JSON file with a list of tool definitions for the chat template, relative to the spec's folder"
 
 
@@ -166,55 +157,29 @@ class ResolvedSource:
 LEAST_TEMPERATURE = 1e-6
 """Below it, and above 0, engines take the likeliest token: whoever wants that says 0."""
 
-
 MOST_SAMPLES = 10_000
-
 
 MOST_SETS, MOST_KS = 256, 32
 """What all of them measure stands in one record, which the store must take."""
 
-
 ACCURACY = "accuracy"
 """The share of correct responses; without a set before it, over the prompts of all sets."""
 
-
 NO_BEST = "none"
-
 
 OF_PART = "part:"
 """What the mean of a reward's part is called among a set's metrics, before its label."""
 
-
 EvalTemperature = Annotated[float, Field(ge=0, le=1e6)]
-
-
 TopP = Annotated[float, Field(gt=0, le=1)]
-
-
 PassK = Annotated[tuple[PositiveInt, ...], Field(max_length=MOST_KS)]
-
-
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-
-
 Threshold = Annotated[float, Field(allow_inf_nan=False)]
-
-
 SAMPLES_HELP = "Responses to each prompt; more than 1 needs a temperature"
-
-
 TEMPERATURE_HELP = "0: the likeliest token, always (greedy); above: drawn, each response from a seed of its own"
-
-
 TOP_P_HELP = "Nucleus of what is drawn"
-
-
 PASS_K_HELP = "Estimate pass@k (unbiased) for each of these k, at most `samples`; pass@1 is always there"
-
-
 MAX_NEW_HELP = "Longest answer, in tokens; default: rollout.max_new_tokens"
-
-
 THRESHOLD_HELP = "A response whose reward is at least this counts as correct, for accuracy and pass@k"
 
 

@@ -32,16 +32,9 @@ from gcore.errors import SpecError, did_you_mean
 from gcore.plugins import PluginFault, PluginKind, find_plugin
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
 Tree = dict[str, Any]
-
-
 FLOWS = PluginKind("flow", "gcore.flows", "flow.name")
-
-
 _SETTINGS = "__gcore_settings__"
-
 
 _NOT_A_FLOWS = ("name", "seed", "model", "data")
 """Sections that say what a job is about, which no flow knows."""
@@ -178,19 +171,10 @@ def read_plain(text: str) -> Any:
 
 
 MAX_SPEC_BYTES = 1 << 16
-
-
 MAX_SPEC_DEPTH = 16
-
-
 MAX_PROBLEMS = 8
-
-
 S = TypeVar("S", bound=BaseModel)
-
-
 _UNSTORABLE = re.compile("[\\x00\\ud800-\\udfff]")
-
 
 # YAML 1.1 takes a number without a point before its exponent (1e-4) for a string; people mean a number.
 _EXPONENT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE][+-]?[0-9]{1,3}")

@@ -79,7 +79,6 @@ class GarbageSection(Section):
 
 AUTO, OFF = "auto", "off"
 
-
 LEAST_MEMORY_GIB = 0.05
 """Below it not even a supervisor starts."""
 
@@ -114,8 +113,6 @@ class JobLimits(Section):
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-
 File = Annotated[str, Field(min_length=1)]
 
 
@@ -227,16 +224,13 @@ def listening_problem(hosts: dict[str, str], tls: TlsSection | None) -> str | No
 
 Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:._%-]+$")]
 
-
 EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
 """Hosts to listen on at which nobody can be reached."""
-
 
 BEGIN = (
     "It begins like this: node: NAME, home: FOLDER, etcd: {endpoints: [HOST:PORT]}, slots: [cuda:0], run_root: FOLDER; "
     "docs/daemon.md has every key"
 )
-
 
 MAX_BYTES = 1 << 18
 """Of the file. A node of 4,096 slots fits."""

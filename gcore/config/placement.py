@@ -14,10 +14,7 @@ from gcore.config.base import MOST_SLOTS, Section
 FIXED_POLICIES = ("colocated", "static")
 """What stays as it is for as long as the job runs."""
 
-
 PLUGIN_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-
-
 HIGHEST_PRIORITY = 1000
 
 

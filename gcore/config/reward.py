@@ -28,24 +28,16 @@ from gcore.config.base import MOST_SLOTS, SPANS, FilePath, ModelPath, Option, Se
 
 DEFAULT_REWARD = "numeric"
 
-
 NEEDS_NO_ANSWER = frozenset({"regex", "length"})
 """gcore's own rewards that look at nothing but the response. Of a plug-in it is not known."""
 
-
 MAX_PARTS = 16
-
 
 LARGEST = 3.4e38
 """Rewards travel as float32."""
 
-
 ANSWER_HELP = "Field of the prompt's entry that holds the expected answer"
-
-
 OPTIONS_HELP = "Settings of the reward's own, by name"
-
-
 JUDGE_HELP = "The judge of `judges` that scores, in place of a reward's name"
 
 
@@ -169,26 +161,16 @@ class ScoringSpec(Section):
 
 JudgeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,30}[A-Za-z0-9])?$")]
 
-
 KEY = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+)$"
 """Without a bound of its own: each of thousands would be compiled, 8 MB in every daemon."""
 
-
 MOST_JUDGES = 16
-
-
 MOST_WORDS = 64
-
-
 LONGEST_TEMPLATE = 20_000
-
-
 MOST_VOTES = 64
-
 
 LEAST_RATE = 0.001
 """Requests a second: who asks less than one in a quarter of an hour waits for a mistake."""
-
 
 OWN_PARSERS = ("number", "words", "json")
 """gcore's own, in `gcore.verdicts`."""

@@ -51,16 +51,9 @@ class CriticSpec(Section):
 STORED = {"stored": True}
 """The validation context of a spec that was stored."""
 
-
 ADVANTAGES = PluginKind("advantage estimator", "gcore.advantages", "train.advantage")
-
-
 LOSSES = PluginKind("loss", "gcore.losses", "train.loss")
-
-
 BuiltInAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "gae"]
-
-
 BuiltInLoss = Literal["ppo", "gspo", "cispo", "sft"]
 
 
@@ -95,14 +88,10 @@ def _loss(name: str, info: ValidationInfo) -> str:
 
 
 AdvantageName = Annotated[BuiltInAdvantage | str, AfterValidator(_advantage)]
-
-
 LossName = Annotated[BuiltInLoss | str, AfterValidator(_loss)]
-
 
 RETURNS = ("reinforce_pp", "remax", "gae")
 """Estimators that look at what is still to come, token by token, and not at the group."""
-
 
 ALONE = ("grpo", "dr_grpo", "rloo", "remax")
 """Estimators that look at one group alone, so that it can be trained before the others are there."""
@@ -167,7 +156,6 @@ def _of_stream(train: TrainSpec) -> Iterator[str]:
 
 PARTS = 8
 """A streamed step comes in so many parts at most, unless `stream_min` says otherwise."""
-
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -318,10 +306,8 @@ class FilterSpec(Section):
 
 MOST_STEPS = 1_000_000
 
-
 LIMIT_QUOTAS, LEAST_LIMIT = 10, 256
 """`max_prompts_per_step: auto` is so many quotas, and never fewer prompts than that."""
-
 
 OnLimit = Literal["train_smaller", "pad_masked", "fail"]
 

@@ -37,7 +37,6 @@ from gcore.plugins import RAISED, PluginKind, find_plugin
 
 CURRICULA = PluginKind("curriculum", "gcore.curricula", "data.curriculum")
 
-
 LARGEST = 3.4e38
 """Keys are compared as float32."""
 

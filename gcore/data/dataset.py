@@ -50,14 +50,8 @@ from gcore.data.jsonl import (
 from gcore.errors import DataError
 
 Kind = Literal["jsonl", "parquet", "hf"]
-
-
 PARQUET_MAGIC = b"PAR1"
-
-
 _NUMBERED = re.compile(r"(?P<split>.+?)-\d+-of-\d+")
-
-
 _DICT, _STATE = "dataset_dict.json", "state.json"
 
 

@@ -35,10 +35,7 @@ from gcore.errors import DataError
 from gcore.system.files import refuse_constant
 
 SHOWN_FIELDS = 8
-
-
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
 
 # Made once, because it is asked for every line of a file of millions.
 _decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
@@ -198,24 +195,12 @@ def _names(entry: dict[str, Any]) -> str:
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
-
 FORMAT = 1
-
-
 BLOCK_BYTES = 1 << 20
-
-
 MAX_ENTRY_BYTES = 64 << 20
-
-
 _MAGIC = b"gcoreidx"
-
-
 _HEADER = struct.Struct("<8sIIQQQQ16s8x")
-
-
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
 
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",

@@ -32,18 +32,13 @@ from gcore.data.tokenizer import ModelTokenizer
 from gcore.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
-
-
 SYSTEM_ROLES = ("system", "developer")
-
 
 _ANSWER = "\ue000answer\ue000"
 """Stands for an answer in a template: no text has it."""
 
-
 _CONTEXT = 16
 """Tokens in front of a text that is encoded behind them."""
-
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 

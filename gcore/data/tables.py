@@ -27,13 +27,10 @@ from gcore.errors import DataError
 
 BATCH_ROWS = 2048
 
-
 PIECE_BYTES = 16 << 20
 """A batch of large rows is written in pieces of about so much: as Python's objects and as text it is several times that."""
 
-
 BUFFER_BYTES = 1 << 20
-
 
 TELL_EVERY = 16
 """Batches between two reports."""

@@ -170,11 +170,7 @@ def _reason(error: Exception) -> str:
 
 
 TOOLS_FIELD = "tools"
-
-
 ToolDefinitions = tuple[dict[str, Any], ...]
-
-
 _FIX = 'Write a list of objects such as [{"type": "function", "function": {"name": ..., "parameters": ...}}]'
 
 

@@ -19,11 +19,7 @@ from tokenizers import Tokenizer
 from gcore.errors import DataError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-
-
 SHOWN_TEXT = 40
 
 
@@ -154,10 +150,8 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 T = TypeVar("T")
 
-
 AT_ONCE = 4096
 """Characters that take no longer than it takes to ask a thread, or little."""
-
 
 PER_TOKEN = 16
 """Characters for each token that there is room for, which are looked at first; of most texts, each has four or so."""

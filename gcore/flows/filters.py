@@ -32,7 +32,6 @@ from gcore.types import Group, Outcome, OutcomeKind, PromptRef, Sample, Version,
 
 FILTERS = PluginKind("filter", "gcore.filters", "flow.filters")
 
-
 CONSTANT_REWARD_STD = 1e-6
 """As `gcore.train.algorithms.advantages` has it: such a group has advantages of zero."""
 

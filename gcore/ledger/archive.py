@@ -152,21 +152,14 @@ def index_lines(folder: Path) -> Iterator[tuple[LinePosition, bytes]]:
 
 
 log = logging.getLogger(__name__)
-
-
 LOG_FOLDER = "log"
-
-
 EVALUATIONS = "evaluations"
-
 
 METRICS_FILE = "metrics.jsonl"
 """Written by `gcore.observability.metrics_file`."""
 
-
 MOST_AT_HAND = 2048
 """Entries that `ArchivedLog` remembers."""
-
 
 _NUMBERED = re.compile(rb'^\{"schema_version":\d+,"seq":(\d+),')
 

@@ -28,18 +28,14 @@ from gcore.types import Version
 MAX_VALUE_BYTES = 4096
 """Of one value, as JSON."""
 
-
 MAX_DEPTH = 16
 """Lists and objects within each other. Far deeper ones can be written and not be read again, by anybody."""
-
 
 MAX_NAMES = 64
 """A peer gives under so many names in one step, at most."""
 
-
 MAX_FORGOTTEN = 100
 """Answers that one transaction forgets."""
-
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 

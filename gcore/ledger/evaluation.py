@@ -90,10 +90,8 @@ def mean_correct(n: int, prompts_by_correct: Mapping[int, int]) -> float:
 PART_RESPONSES = 64
 """Responses in a part, as long as there are few parts: small enough that a few controllers get some each."""
 
-
 MOST_PARTS = 256
 """Of one evaluation, beside one more for each set. Larger ones have larger parts."""
-
 
 WHY_CHARACTERS = 200
 """Of why a set has responses that are not scored, in the record of all sets."""

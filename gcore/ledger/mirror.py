@@ -46,10 +46,7 @@ from gcore.store.types import WatchBatch, WatchEvent
 from gcore.types import Version
 
 R = TypeVar("R", bound=Record)
-
-
 DAMAGED = "It was written by another version of gcore, or damaged"
-
 
 MOST_DIGITS = 18
 """Of a number in a key."""
@@ -237,7 +234,6 @@ _SINGLE: dict[str, tuple[str, type[Record]]] = {
     "plan": ("plan", Plan),
 }
 
-
 _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("seal/", "seals", Seal),
     ("offer/", "offers", Offer),
@@ -260,7 +256,6 @@ _MANY: tuple[tuple[str, str, type[Record]], ...] = (
     ("evalask", "askings", EvalAsked),
     ("trouble/", "troubles", Trouble),
 )
-
 
 HINTS = frozenset(
     {

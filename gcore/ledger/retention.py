@@ -128,10 +128,8 @@ def orphaned_checkpoints(head: Head, kept: Iterable[Checkpoint], lying: Iterable
 NEWEST_EVALUATIONS = 8
 """Evaluations that stay in any case."""
 
-
 NEWEST_TROUBLES = 16
 """Troubles of nodes that are gone which stay."""
-
 
 MOST_SWEPT = 100
 """Keys, or worlds, of one transaction: the store takes 128 operations."""
@@ -216,43 +214,33 @@ def _pruning(
 KEPT_LOG = 64
 """Newest log entries that stay (`controllers.rules.retention.KEEP_LOG`)."""
 
-
 LAG = 132
 """Log entries that wait to be pruned: those that make a prune worth while, and those of one that is under way."""
-
 
 MOST_FAULTS = 64
 """Faults of one job, beside one more of each controller (`controllers.telemetry.notices.MOST_OF_JOB`)."""
 
-
 TOPICS = 16
 """Things of the job that may have trouble, beside trackers."""
-
 
 NODE_TOPICS = 12
 """Things of a node: waits of its own (`controllers.rules.waits.LOCAL`), its engines, its rewards. And on each slot the start of an
 engine and of a rank."""
 
-
 JUDGE_TOPICS = 4
 """Things of a judge that a node may tell: answers that cannot be read, its key, its counts, and the start of an engine. Beside
 those, one tells for all that what it may cost is spent."""
 
-
 SMALL = 512
 """Bytes of a record's fixed fields, its key included."""
-
 
 OUTCOME = 512
 """Bytes of an ended ref: with its reason, versions and source."""
 
-
 TRAINED = 256
-
 
 USE = 192
 """Bytes of what was asked of one judge, its name included."""
-
 
 STATS = 16_384
 """Bytes of a step's numbers for people."""

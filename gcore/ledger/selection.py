@@ -65,10 +65,8 @@ def resumable_checkpoints(head: Head, checkpoints: Iterable[Checkpoint]) -> tupl
 MOST_BYTES = 1 << 20
 """The record of a sealed step, or of an offer, must stay well under the store's 1.5 MiB a request."""
 
-
 GROUP_BYTES, SAMPLE_BYTES, PART_BYTES = 260, 11, 32
 """What a group, beside its source's name, a sample, and a part of a reward, beside its own, take in a record, generously."""
-
 
 OBSERVED_BYTES = 7
 """What else a sample takes that is shown something between its turns: how many tokens of it that is."""

@@ -36,10 +36,8 @@ from gcore.types import PromptRef, Version
 
 NOTHING = Tally()
 
-
 NEWEST_SHARE = 0.3
 """How much the newest step counts in `issue_ratio`."""
-
 
 MOST_OBSERVED = 16.0
 """One step counts for no more than that, or a single one that came to its limit would be felt for many."""

@@ -28,22 +28,16 @@ from gcore.store.types import Compare, Delete, Put
 
 DAY_S = 86_400
 
-
 KEPT_DAYS = 400
 """So long they stay: a year can be compared with the month before it."""
-
 
 OTHER = "other"
 """The pool of slots that were a job's and no pool's: weights on their way, a worker that failed, time that nobody can explain."""
 
-
 NEWEST_STEPS = 8
 """Steps of which a record remembers that it has them: a write whose answer never came is not made twice."""
 
-
 POOLS = ("rollout", "reward", "train")
-
-
 DIMENSIONS = ("namespace", "job", "owner", "pool")
 
 
@@ -136,10 +130,8 @@ class UsageSums:
 SPARE_NODES = 16
 """Records of nodes that are gone which stay as they are; more are added up."""
 
-
 MOST_ADDED_UP = 50
 """Of one transaction: the store takes 128 operations."""
-
 
 MOST_COUNTED = 1 << 62
 """What there is more of is counted as so many: it is a server's nonsense, and as a `float` it must not overflow."""
@@ -179,7 +171,6 @@ class JudgeUse(RecordPart):
 
 Uses = Mapping[str, JudgeUse]
 """By judge."""
-
 
 NOTHING = JudgeUse()
 

@@ -26,10 +26,7 @@ from gcore.errors import DataError, EngineError, UsageError
 SENDER = 0
 """The rank that sends."""
 
-
 BACKENDS = ("gloo", "nccl")
-
-
 MOST_MEMBERS = 1 << 16
 
 

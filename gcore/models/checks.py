@@ -23,7 +23,6 @@ from gcore.models.hubs import INDEX, WHOLE, ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-
 _WORKERS_LOAD = ("AutoConfig", "AutoModelForCausalLM")
 """The classes that engines and ranks ask for; other entries of `auto_map` are never imported."""
 
@@ -109,8 +108,6 @@ def _table_of_models() -> str | None:
 
 
 MAX_HEADER_BYTES = 100_000_000
-
-
 _FIX = "Copy or download it again; it was not written to its end"
 
 
@@ -192,7 +189,6 @@ def _end_of_tensors(header: bytes, path: Path) -> int:
 
 
 HEAD = "ForSequenceClassification"
-
 
 UNTOLD_LABELS = 2
 """Labels of a configuration that names none: transformers takes it so."""

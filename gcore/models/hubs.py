@@ -26,14 +26,8 @@ if TYPE_CHECKING:
 
 
 Scheme = Literal["hf", "ms"]
-
-
 _PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-
-
 _REVISION = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._/-]{0,198}[A-Za-z0-9_-])?")
-
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -104,12 +98,8 @@ SMALL = (
 )
 """Configuration, tokenizer and templates: what a controller itself reads. None of them is large."""
 
-
 INDEX = "model.safetensors.index.json"
-
-
 WHOLE = "model.safetensors"
-
 
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What the hubs' clients raise where an answer is not of the form that they expect."""
@@ -233,13 +223,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 HUGGINGFACE_BRANCH = "main"
-
-
 ETAG_TIMEOUT_S = 30.0
-
-
 ANSWER_S = 30.0
-
 
 KNOWN = 200
 """Models of an owner that a mistyped name is compared with."""
@@ -421,8 +406,6 @@ def _literally(name: str) -> str:
 
 
 MODELSCOPE_BRANCH = "master"
-
-
 PACKAGE = "modelscope_hub"
 
 

@@ -34,39 +34,24 @@ from gcore.types import Version
 FIRST_WEIGHTS = Version(0, 0)
 """What the weights in the model's own folder are called."""
 
-
 CHECKPOINTS = "checkpoints"
 """The folder of all checkpoints, in a run's folder."""
 
-
 MODEL_FILE = "model.safetensors"
-
-
 EXP_AVG_FILE = "exp_avg.safetensors"
-
-
 EXP_AVG_SQ_FILE = "exp_avg_sq.safetensors"
-
-
 MANIFEST_FILE = "manifest.json"
-
 
 EMULATED_FILE = "emulated.json"
 """Lies in folders that emulated train ranks wrote: they hold no weights."""
 
-
 CRITIC_FOLDER = "critic"
-
 
 TRAINING_FILES = frozenset({EXP_AVG_FILE, EXP_AVG_SQ_FILE, MANIFEST_FILE})
 """What a checkpoint has beyond a model."""
 
-
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
-
-
 READ_BYTES = 1 << 20
-
 
 STAGED = 3
 """Versions of staged weights that are kept, the newest."""
@@ -282,7 +267,6 @@ def versions_in(folder: Path) -> frozenset[Version]:
 
 
 Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
-
 
 BYTES: Mapping[Dtype, int] = {
     "F64": 8,

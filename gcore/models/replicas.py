@@ -32,12 +32,8 @@ from gcore.schema import Record, RecordPart, UnreadableRecord
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 """What is copied of each parameter, in the order in which it stands in the data: float32, little-endian."""
 
-
 BYTES = 4
-
-
 HOME_FILE = "home"
-
 
 MEMORY = Path("/dev/shm")
 """Where Linux has a file system in memory; `NodeConfig.memory_dir` may name another."""

@@ -41,17 +41,13 @@ from gcore.models.hubs import (
 Progress = Callable[[int, int], None]
 """Bytes that are here, and bytes in all."""
 
-
 FEW_TRIES = 2
 """For who waits at a prompt."""
-
 
 MANY_TRIES = 8
 """For a job that is to begin: about two minutes, longest pauses included."""
 
-
 LONGEST_PAUSE_S = 30.0
-
 
 LOOK_S = 1.0
 """Between two looks at how much is here."""

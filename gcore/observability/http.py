@@ -31,30 +31,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 EVERY_ADDRESS = ("0.0.0.0", "::")
 """Of either family, whichever is written: so does gRPC's server take them, which has the other port."""
 
-
 MOST_CONNECTIONS = 32
-
-
 SILENT_S = 10.0
-
-
 LONGEST_S = 30.0
-
-
 NAMES = "gcore.certificate_names"
-
 
 ROOM_S = 0.5
 """For a connection that was cut to be gone."""
 
-
 STOP_LOOK_S = 0.2
 """How soon the server notices that it is to stop."""
-
 
 TEXT = [("Content-Type", "text/plain; charset=utf-8")]
 

@@ -224,8 +224,6 @@ class MembershipMetrics(MetricsBase):
 
 
 EXPECTED, MEASURED = "expected", "measured"
-
-
 POOLS = ("rollout", "reward", "train")
 
 

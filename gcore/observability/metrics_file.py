@@ -39,14 +39,10 @@ from gcore.system.files import read_whole_lines
 
 VERSION = 1
 
-
 NO_FIGURES = {"schema_version", "version", "samples", "by", "responses_by"}
 """Of an evaluation: what is no figure of the model's."""
 
-
 Line = dict[str, Any]
-
-
 _OF_A_STEP = {"start", "step", "account", "rollback", "eval"}
 
 

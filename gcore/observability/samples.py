@@ -138,14 +138,8 @@ def make_kept_group(group: Group, digest: str, prompt: str, answer: str, holder:
 
 
 log = logging.getLogger(__name__)
-
-
 R = TypeVar("R", bound=Record)
-
-
 FOLDER = "samples"
-
-
 ADVANTAGES = "advantages-"
 
 
@@ -262,11 +256,7 @@ def _records(file: Path, kind: type[R]) -> Iterator[tuple[int, bytes, R]]:
 
 
 Order = Literal["stream", "best", "worst"]
-
-
 Standing = Literal["committed", "under way", "cut off"]
-
-
 SHOWN_RANGES = 12
 
 

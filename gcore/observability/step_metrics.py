@@ -57,10 +57,7 @@ class GenerationMetrics(MetricsBase):
 VERDICT_BUCKETS = (-1.0, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 2.0, 5.0, 10.0)
 """Upper bounds for verdicts: most judges say 0 to 1, some a mark up to 10. As they may be negative, Prometheus has no sum of them."""
 
-
 RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-
 RESULTS = ("answered", "remembered", "away", "timeout", "refused")
 
 
@@ -217,7 +214,6 @@ STEP_STATS = MappingProxyType(
 )
 """A committed step's numbers, by their name in the step's statistics, and the gauges that show them."""
 
-
 SOURCE_STATS = MappingProxyType(
     {
         "reward": ("gcore_source_reward", "Mean reward of a source's samples in the last step that had some."),
@@ -227,7 +223,6 @@ SOURCE_STATS = MappingProxyType(
     }
 )
 """A source's numbers and the gauges that show them. As many label values as the job's spec has sources."""
-
 
 PHASES = MappingProxyType(
     {"publish_s": "publish", "collect_s": "collect", "exchange_s": "exchange", "train_s": "train"}

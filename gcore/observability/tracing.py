@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
 NS = 1e9
-
-
 UNKNOWN = "not known"
-
-
 Value = str | float | int
 
 
@@ -76,17 +72,9 @@ def _ns(seconds: float) -> int:
 
 
 PATH = "/v1/traces"
-
-
 QUEUE, BATCH = 4096, 512
-
-
 SEND_EVERY_MS = 2000
-
-
 PATIENCE_S = 5.0
-
-
 LACKING = "Install the extra: pip install 'gcore[otel]', or leave traces out of the node's configuration"
 
 

@@ -28,14 +28,8 @@ from typing import Any
 from gcore.observability.tracking import Options, Point, TrackedRun, TrackerKind, flattened
 
 STATUS = {"SUCCEEDED": "FINISHED", "FAILED": "FAILED", "CANCELLED": "KILLED"}
-
-
 LONGEST_PARAMETER = 500
-
-
 PARAMETERS_AT_ONCE = 100
-
-
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 
 

@@ -235,17 +235,11 @@ def _point(line: Line, seq: int, prefix: str) -> Point:
 
 log = logging.getLogger(__name__)
 
-
 LAST_S = 45.0
 """For what is left, once the controller has let go."""
 
-
 LOOK_ANYWAY_S = 5.0
-
-
 LONGEST_ERROR = 2000
-
-
 FAILED, STUCK, BUSY = 1, 3, 75
 
 

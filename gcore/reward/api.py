@@ -26,7 +26,6 @@ from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
 
-
 MOST_PARTS, LONGEST_PART = 64, 64
 """Parts of a result, and characters of a part's name: they are kept for every response."""
 

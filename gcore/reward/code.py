@@ -30,17 +30,12 @@ from gcore.system.clock import SystemClock
 from gcore.worker.sandbox.box import ProgramSandbox, SandboxError
 
 OPTIONS = ("timeout_s", "memory_mb", "value", "before", "packages", "most_tests")
-
-
 TIMEOUT_S, MEMORY_MB, MOST_TESTS = 5.0, 512, 100
-
 
 ROOM_S = 1.0
 """What a response's scoring takes beyond its programs."""
 
-
 LEAST_MEMORY_MB = 64
-
 
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE

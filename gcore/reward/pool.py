@@ -133,18 +133,13 @@ class ProcessSlot:
 
 
 FACTOR = 10.0
-
-
 SLOW_IN_A_ROW = 3
-
 
 LEAST_S = 0.05
 """Seconds a response below which none is slow, whatever it was before."""
 
-
 SETTLED = 8
 """Measurements after which the average is worth comparing with."""
-
 
 WEIGHT = 0.05
 
@@ -190,10 +185,8 @@ class LatencyTrend:
 
 log = logging.getLogger(__name__)
 
-
 LARGEST_BATCH = 64
 """Responses sent to a process at once."""
-
 
 TIMED_OUT, KILLED = "timed_out", "killed"
 """The reward parts that say why a response got `reward.timeout_value`."""

@@ -38,9 +38,7 @@ LONGEST_NUMBER = 400
 """Characters looked at before the last digit, or behind a marker: a response that runs on in digits must not take
 long."""
 
-
 NUMERIC_OPTIONS = ("after", "tolerance")
-
 
 # A sign counts if it touches the number and does not stand behind a number, a word or a bracket, where it subtracts.
 # Exponents have at most three digits: what is larger is no answer, and would only cost time.
@@ -48,7 +46,6 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\]])[+-])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
     r"|(?:(?<![\w)\]])[+-])?(?<![\w.])\.[0-9]+"
 )
-
 
 _CUT = re.compile(r"[0-9]*(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?")
 """What is left of a number whose beginning is out of sight."""
@@ -147,8 +144,6 @@ def _expected_number(fields: Mapping[str, Any], spec: RewardSpec, after: str | N
 
 
 REGEX_OPTIONS = ("pattern", "where", "count", "ignore_case")
-
-
 LENGTH_OPTIONS = ("limit", "target", "unit", "slope")
 
 
@@ -242,14 +237,10 @@ def _handed(response: str, spec: RewardSpec, who: str, fix: str) -> RewardResult
 
 
 log = logging.getLogger(__name__)
-
-
 OPTIONS = ("digits", "longest")
-
 
 LIMIT_S = 2
 """Seconds for reading a text, and for comparing two."""
-
 
 LONGEST = 20_000
 """Characters of a response's end that are looked at."""

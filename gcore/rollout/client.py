@@ -137,31 +137,22 @@ def error_text(answer: Any) -> str:
 BIG_ANSWER_BYTES = 256 * 1024
 """An answer from this size on is parsed off the event loop."""
 
-
 CONNECT_S = 5.0
-
-
 CONTINUE = "/continue_generation"
-
 
 ASLEEP = "asleep"
 """What the weights of an engine that sleeps are called, by which everybody who asks it can tell, whoever put it to sleep."""
 
-
 MEMORY = {"tags": ["kv_cache", "weights"]}
 """All that an engine gives back."""
 
-
 EVENT, DONE = b"data: ", b"[DONE]"
-
 
 QUICK_S = 15.0
 """For what an engine answers off hand, whatever it is at: which weights it serves."""
 
-
 MOST_WORDS = 300
 """Characters of what an engine says of a failure."""
-
 
 MOST_GENERATING = 512
 """Requests for samples that one client has open at a time; further ones wait for their turn."""

@@ -16,7 +16,6 @@ from typing import Literal
 Doing = Literal["working", "paused", "asleep"]
 """An engine that works on nothing is idle."""
 
-
 PREFIX = "gcore_engine_"
 
 
@@ -105,7 +104,6 @@ def prometheus_text(sums: EngineTimeSums, *, scale: float = 1.0) -> str:
 
 CLOCK = "clock_seconds"
 
-
 NAMES = {
     CLOCK: "The engine's monotonic clock, at which the sums were read.",
     "busy_seconds_total": "Seconds, times the share of the engine's rows that was wanted.",
@@ -116,15 +114,9 @@ NAMES = {
     "running_seconds_total": "The same, times the requests that were worked on.",
 }
 
-
 _FIELDS = {CLOCK: "at"} | {name: name.removesuffix("econds_total") for name in NAMES if name != CLOCK}
-
-
 SGLANG = "sglang:"
-
-
 DECODING = "inter_token_latency_seconds_sum"
-
 
 ALMOST_S = 1e-3
 """By so much may an engine's sums differ from its time: they are told as they are added up."""

@@ -27,14 +27,11 @@ from functools import cached_property
 USUAL_LIKENESS, USUAL_COUNTS = 0.4, 8.0
 """The correlation within a prompt of a source of which nothing is known, and as how many groups that counts."""
 
-
 MOST_LIKENESS = 0.95
 """However alike a few groups were."""
 
-
 MOST_LOGS = 64
 """Lengths that stand for a source's recent ones: an expectation looks at each, and there are many expectations."""
-
 
 BEYOND = 1.3
 """By how much longer than it is a response is expected to become that is longer than all that were known."""
@@ -147,14 +144,11 @@ def _likeness(groups: Sequence[Sequence[float]]) -> float:
 MIDDLES = tuple(0.6 * at for at in range(-4, 5))
 """Where a prompt's middle may lie, in standard deviations of what is known of it before its responses tell."""
 
-
 LEAST_SPREAD = 0.05
 """Of logarithms: of lengths that were all the same the next may differ a little."""
 
-
 LEAST_BETWEEN = 0.02
 """Share of the variance that lies between prompts, at least."""
-
 
 HARDLY = 1e-12
 """A chance below which nothing is said by numbers any more."""

@@ -104,7 +104,6 @@ def penalize_sample(sample: Sample, *, longest: int, cache: int | None, penalty:
 
 TruncationPolicy = Literal["keep", "mask", "penalise", "drop_group"]
 
-
 TRUNCATED_PART = "truncated"
 """The reward part that holds what `penalise` took off."""
 

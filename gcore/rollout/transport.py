@@ -22,14 +22,11 @@ import httpx
 
 READ_BYTES = 1 << 16
 
-
 STREAMED = "gcore_streamed"
 """The request's extension that asks for the answer as it comes; whoever asked closes it."""
 
-
 MOST_IDLE = 64
 """Idle connections that are kept."""
-
 
 IDLE_S = 30.0
 """An idle connection is not used any more after so long: less than servers keep them."""

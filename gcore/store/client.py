@@ -115,10 +115,7 @@ def _operation(write: Put | Delete) -> Any:
 
 
 log = logging.getLogger(__name__)
-
-
 FIRST_PAUSE_S = 0.05
-
 
 LONGEST_PAUSE_S = 1.0
 """Between attempts to open a broken watch again."""
@@ -279,10 +276,8 @@ class RestoreCheck:
 TIMEOUT_S = 5.0
 """After so long without an answer a call ends in StoreUnavailable."""
 
-
 PAGE_KEYS = 500
 """Keys per answer of a listing."""
-
 
 SETTLE_S = 0.02
 """How long `close` waits for what it cancelled."""

@@ -33,14 +33,11 @@ from gcore.system.clock import Clock
 
 log = logging.getLogger(__name__)
 
-
 SUSPECT_GRACE_S = 1.0
 """For so long an endpoint that is not suspect is waited for, before a suspect one is used again."""
 
-
 HEAD_START_S = 0.1
 """For so long the preferred endpoint alone may get ready. Longer than a connection takes, shorter than anybody notices."""
-
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
@@ -276,10 +273,7 @@ async def _first_ready(connections: Sequence[EtcdConnection], within_s: float) -
 
 
 T = TypeVar("T")
-
-
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
-
 
 Action: TypeAlias = Callable[[EtcdConnection, Metadata, float], Awaitable[T]]
 """A call over this connection, with this metadata, within so many seconds."""
@@ -343,7 +337,6 @@ REFUSALS = frozenset(
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
-
 
 TELL_AGAIN_S = 60.0
 
@@ -469,7 +462,6 @@ class EtcdCaller:
 
 _LEAST_S = 0.05
 """A call that has come so far is given this much, even if its deadline is due."""
-
 
 _SLACK_S = 0.5
 """gRPC keeps the deadline; asyncio's comes after it, for a stream that gRPC does not end."""

@@ -137,39 +137,24 @@ def _is_script_of_wheel(path: Path) -> bool:
 _SCRIPT_BYTES = 4096
 """The scripts that installers write are shorter."""
 
-
 log = logging.getLogger(__name__)
-
 
 STALL_S = 30.0
 """An etcd that is not healthy, and has written nothing to its log for so long, will not start."""
 
-
 LIMIT_S = 180.0
 """Nor will one that is not healthy after this, whatever it writes."""
 
-
 STOP_GRACE_S = 10.0
-
-
 POLL_S = 0.05
-
 
 PORT_ATTEMPTS = 5
 """A free port can be taken between its choice and etcd's bind."""
 
-
 _HOST = "127.0.0.1"
-
-
 _TAIL_BYTES = 16_384
-
-
 _WRONG = ("error", "dpanic", "panic", "fatal")
-
-
 _KEPT_VARIABLE = "ETCD_UNSUPPORTED_ARCH"  # 3.4 does not start on arm64 without it; other ETCD_* would change our flags
-
 
 _FIXED_FLAGS: Final[tuple[str, ...]] = (
     "--name=gcore",
@@ -437,8 +422,6 @@ def _is_free(port: int) -> bool:
 
 
 FIRST_UNSAFE = (3, 5, 0)
-
-
 FIRST_SAFE = (3, 5, 3)
 
 

@@ -3,66 +3,37 @@
 from __future__ import annotations
 
 ROOT = "/gcore/"
-
-
 NODES = ROOT + "nodes/"
-
-
 WORKERS = ROOT + "workers/"
-
-
 JOBS = ROOT + "jobs/"
-
-
 NAMES = ROOT + "names/"
-
-
 REQUESTS = ROOT + "requests/"
-
-
 ACTIVE = ROOT + "active/"
-
-
 SCHEMAS = ROOT + "schema/"
-
-
 TOKENS = ROOT + "tokens/"
-
 
 WRITTEN = SCHEMAS + "written"
 """The newest schema version that was ever written here, as digits, under no lease; there is none before version 2."""
 
-
 READS = SCHEMAS + "reads/"
-
 
 SHARES = ROOT + "shares"
 """Which slots each job has (`gcore.ledger.records.cluster`)."""
 
-
 POOL = ROOT + "pool/"
-
-
 DRAINED = POOL + "drained/"
-
-
 SICK = POOL + "sick/"
-
 
 QUOTAS = POOL + "quotas"
 """The most slots of each namespace."""
 
-
 DEFAULT_NAMESPACE = "default"
-
 
 USAGE = ROOT + "usage/"
 """What jobs have used; it outlives them (`gcore.ledger.usage`)."""
 
-
 USAGE_SWEPT = ROOT + "usage-swept"
 """Up to which day since the epoch it was looked for what of it is to be forgotten, as digits."""
-
 
 LAST_DAY = 999_999
 """The last that a key can name."""

@@ -89,7 +89,6 @@ def _password(path: Path) -> str:
 
 WITHIN_S = 5.0
 
-
 NO_CHECK_TIME = ssl.VerifyFlags(0x200000)
 """OpenSSL's X509_V_FLAG_NO_CHECK_TIME, for which Python has no name."""
 

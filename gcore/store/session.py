@@ -20,8 +20,6 @@ from gcore.store.types import LeaseTimes, Store
 from gcore.system.clock import Clock
 
 TTL_S = 15
-
-
 log = logging.getLogger(__name__)
 
 

@@ -162,18 +162,13 @@ class Store(Protocol):
 MAX_OPERATIONS = 128
 """etcd's --max-txn-ops: as many compares, and as many writes."""
 
-
 MAX_BYTES = 3 * 512 * 1024
 """etcd's --max-request-bytes: 1.5 MiB."""
-
 
 MIN_TTL_S = 2
 """The shortest lease etcd gives at its default election timeout of 1 s; less is raised to it."""
 
-
 _PER_OPERATION = 64  # tags, lengths and numbers of one encoded compare or write take less
-
-
 _PER_REQUEST = 512  # and so does the envelope, the writer's name included
 
 
@@ -219,13 +214,8 @@ def _check_overlaps(writes: Sequence[Put | Delete]) -> None:
 
 
 TICKS_PER_TTL = 3
-
-
 CALLS_PER_TTL = 5
-
-
 MARGINS_PER_TTL = 10
-
 
 LONGEST_RETRY_S = 0.5
 """Between a renewal that had no answer and the next."""

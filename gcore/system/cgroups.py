@@ -15,14 +15,10 @@ from pathlib import Path
 from gcore.errors import GcoreError
 
 MOUNT = Path("/sys/fs/cgroup")
-
-
 PROCESSES, CONTROLLERS, SUBTREE = "cgroup.procs", "cgroup.controllers", "cgroup.subtree_control"
-
 
 PERIOD_US = 100_000
 """Over which a share of cores is counted."""
-
 
 GIB = 1 << 30
 

@@ -12,10 +12,8 @@ from gcore.system.clock import Clock
 
 T = TypeVar("T")
 
-
 LOOK_AGAIN_S = 0.1
 """At least, until a limit that was held up is looked at again."""
-
 
 END_S = 5.0
 """For work that was told to end. Then it is left to itself."""

@@ -33,27 +33,15 @@ from gcore.errors import CannotListen, GcoreError, UsageError
 from gcore.system.files import parse_object
 
 LogFormat = Literal["text", "json"]
-
-
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
-
-
 FORMAT_VARIABLE, LEVEL_VARIABLE = "GCORE_LOG_FORMAT", "GCORE_LOG_LEVEL"
-
 
 ABOUT_VARIABLE = "GCORE_LOG_ABOUT"
 """What all lines of a process that was started for something are about, as JSON."""
 
-
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
 MOST_CHARACTERS = 16_000
-
-
 Fields = Mapping[str, object]
-
-
 _about: ContextVar[Callable[[], Fields] | None] = ContextVar("about", default=None)
 
 
@@ -121,8 +109,6 @@ def choose_log_format(log_format: LogFormat, environment: MutableMapping[str, st
 
 
 SOCKET, WATCHDOG_USEC, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
-
-
 LONGEST_STATUS = 400
 
 
@@ -165,7 +151,6 @@ def clear_environment(environment: dict[str, str] | os._Environ[str]) -> None:
 
 
 PASSING = frozenset({errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE})
-
 
 PASSING_NAMES = frozenset({socket.EAI_AGAIN})
 """Whoever resolves names does not answer yet."""

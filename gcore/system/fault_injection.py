@@ -25,8 +25,6 @@ from typing import Literal
 from gcore.errors import StoreUnavailable, UsageError
 
 VARIABLE = "GCORE_FAULT_POINTS"
-
-
 When = Literal["before", "after"]
 
 
@@ -90,7 +88,6 @@ def fault_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 _FOLDER = fault_folder(os.environ)
-
 
 _passes: dict[str, int] = {}
 """How often this process has come to a point while it was armed."""

@@ -18,8 +18,6 @@ from pathlib import Path
 from gcore.system.process import thread_environment
 
 MEMINFO = Path("/proc/meminfo")
-
-
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 

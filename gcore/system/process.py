@@ -188,11 +188,7 @@ def _open(process: ProcessId) -> int | None:
 
 
 TAIL_BYTES = 8192
-
-
 LAST_LINES = 3
-
-
 LAST_WORDS = 500
 
 

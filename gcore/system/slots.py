@@ -16,20 +16,12 @@ from collections.abc import Iterable, Sequence
 MOST_CORES = 4096
 """A core's number is below it."""
 
-
 MOST_SLOTS = 4096
 """Of one node."""
 
-
 _NUMBERED = re.compile(r"(cpu|cuda|emulated):(0|[1-9][0-9]{0,5})")
-
-
 _NAMED_GPU = re.compile(r"cuda:(GPU|MIG)-[A-Za-z0-9/-]{1,100}")
-
-
 _CORES = re.compile(r"cpu:([0-9]+-[0-9]+)(,[0-9]+(-[0-9]+)?)*")
-
-
 HOW = "Write cuda:0, cpu:0-3 (a set of cores), or cpu:0 (one core, whichever is free)"
 
 

@@ -19,7 +19,6 @@ import torch
 
 _COMPILER = "torch._dynamo"
 
-
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 """The one submodule that transformers takes a name from while it is loaded."""
 

@@ -23,11 +23,7 @@ from gcore.testing.contracts import ContractBroken
 from gcore.train.loss import find_plugin_advantage, find_plugin_loss
 
 OUTCOMES = ((1.0, 0.0, 1.0, 2.0, 0.5, -1.0), (0.0,) * 6, (1e6, -1e6, 3.0, 0.25, 0.25, 0.25))
-
-
 GROUPS = (0, 0, 0, 1, 1, 1)
-
-
 TOLERANCE = 1e-9
 
 

@@ -36,14 +36,10 @@ from gcore.types import Group
 
 Entries = Sequence[Mapping[str, Any]]
 
-
 ODD_RESPONSES = ("", " ", "\n", "0", "-", "x" * 20_000, "9" * 20_000, "\u0663", "\x00", "\\boxed{", "((((", "🙂")
 """What a model may write, sooner or later."""
 
-
 NO_SUCH_OPTION = "no_such_option"
-
-
 HANGS_S = 20.0
 
 

@@ -294,7 +294,6 @@ def _is_peer(peer: FakePeer) -> Peer:
 LONGEST = 64
 """Tokens of a response, at most; `rollout.max_new_tokens` of a made-up spec."""
 
-
 AnswerScript = Callable[[Asked], str]
 """Answers; raises EngineError where no engine would."""
 

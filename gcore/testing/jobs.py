@@ -20,10 +20,7 @@ from gcore.api.v1 import jobs_pb2_grpc
 from gcore.observability.events import JobEvent
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
 _ENDED = frozenset({pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED})
-
 
 _STATES = {
     "PENDING": pb.JOB_STATE_PENDING,

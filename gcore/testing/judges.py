@@ -138,7 +138,6 @@ class RecordingObserver:
 
 READ_BYTES = 1 << 16
 
-
 Say = Callable[[Mapping[str, Any]], str]
 """What is answered to the body of a request."""
 

@@ -32,14 +32,8 @@ from gcore.system.process import thread_environment
 from gcore.train.rank.launch import RankLaunch
 
 CHARACTERS = "0123456789+-*/=abcdefghijklmnopqrstuvwxyz .,:?"
-
-
 SPECIAL = ("<pad>", "<eos>", "<unk>")
-
-
 VOCABULARY = len(SPECIAL) + len(CHARACTERS)
-
-
 EOS = 1
 
 
@@ -207,10 +201,7 @@ def engine_process(model: Path, **options: object) -> Iterator[str]:
 START_S = 600.0
 """It takes 10 to 20 s on an idle machine, and minutes on one that is busy."""
 
-
 POLL_S = 0.2
-
-
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -257,8 +257,6 @@ def _lease_lost(lease: int) -> LeaseLost:
 
 
 T = TypeVar("T")
-
-
 CallKind = Literal["get", "list", "transact", "grant", "keep_alive", "revoke", "watch"]
 
 

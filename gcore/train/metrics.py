@@ -71,7 +71,6 @@ CountName = Literal[
     "computed",
 ]
 
-
 COUNTS: tuple[CountName, ...] = CountName.__args__  # type: ignore[attr-defined]
 
 

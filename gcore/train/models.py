@@ -101,10 +101,8 @@ class Reference:
 
 log = logging.getLogger("gcore.train")
 
-
 TOLERANCE = 1e-5
 """Of a log-probability's size, or of 1 if it is smaller."""
-
 
 ROWS = ((Rectangle(2, 9), (9, 8)), (Rectangle(2, 5), (5, 5)), (Rectangle(1, 3), (3,)))
 """The rectangles of the proof, and how many of each row's tokens are looked at; the rest is padding."""

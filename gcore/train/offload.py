@@ -41,10 +41,8 @@ from gcore.train.step import StepTrainer
 
 Tell = Callable[[str], None]
 
-
 SMALLEST = 16 * 1024
 """Bytes of a storage that is worth it: counters and the like stay."""
-
 
 CHUNK_BYTES = 64 << 20
 """Written, read and hashed at once."""

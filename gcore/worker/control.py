@@ -62,8 +62,6 @@ from gcore.worker.lifecycle import (
 from gcore.worker.records import LaunchSpec
 
 CONTROL_FD = "GCORE_CONTROL_FD"
-
-
 ORPHANED_EXIT = 70
 
 
@@ -112,10 +110,7 @@ class ControlLine:
 
 
 log = logging.getLogger("gcore.worker")
-
-
 SCRATCH = "tmp"
-
 
 LONGEST_SCRATCH = 60
 """Characters. Programs make sockets in their folder for temporary files, and a socket's path has 107 at most."""
@@ -156,7 +151,6 @@ def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:
 
 
 LONGEST_LINE = 1 << 20
-
 
 LAST_WORD_S = 1.0
 """How long a dead child's line is read on, should something outside its group hold it open."""

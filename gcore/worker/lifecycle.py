@@ -200,13 +200,8 @@ class EndSupervisor:
 
 
 Instruction = StartChild | SendStop | SendRendezvous | PublishRendezvous | KillChild | ReadNode | EndSupervisor
-
-
 PATIENT = frozenset({"waiting"})
-
-
 LOADING = "loading"
-
 
 SIGNAL_STOPPED = "stopped by a signal"
 """The phase named in the verdict on a child in process state T."""
@@ -291,18 +286,13 @@ class _Suspicion:
 
 
 STOPPED = 0
-
-
 FAILED = 1
-
 
 LINE_GRACE_S = 5.0
 """Between a child's farewell (failed, or its line closed) and its end; then it is killed."""
 
-
 OVERSLEPT_S = 2.0
 """Who acts later than this after it meant to was itself paused, and must not blame the child for the gap."""
-
 
 SHOW_LIMIT_S = 60.0
 """How long a failure waits for the store to take it: what fails with the store, of a full disk, would never be told."""

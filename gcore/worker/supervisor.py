@@ -59,7 +59,6 @@ from gcore.worker.records import LaunchSpec, WorkerRecord
 RETRY_S = 1.0
 """Between attempts while the store does not answer."""
 
-
 log = logging.getLogger("gcore.worker")
 
 

@@ -96,10 +96,8 @@ class PlaceholderProcesses:
 
 RETRY_S = 1.0
 
-
 SETTLE_S = 0.05
 """After a change, for more of them: engines of a process come up within a moment."""
-
 
 log = logging.getLogger("gcore.emulated")
 
@@ -197,10 +195,8 @@ class EngineRegistrations:
 LINGER_S = 3.0
 """So long a failure stays readable in the store."""
 
-
 LOOK_S = 0.1
 """How often it is looked for engines that are placed later."""
-
 
 HANDED_S = 2.0
 

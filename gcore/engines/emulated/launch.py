@@ -22,11 +22,7 @@ from gcore.system.files import replace_file
 from gcore.system.process import CannotStart, ProcessId, spawn_detached
 
 LAW_FILE = "GCORE_EMULATED_LAW"
-
-
 KIND = "emulated"
-
-
 SAID = "emulated slots compute nothing; for tests and benchmarks only"
 
 

@@ -32,7 +32,6 @@ from gcore.schema import RecordPart
 
 Proportion = Annotated[float, Field(ge=0, le=1)]
 
-
 MOST_GROWN = 50.0
 """The logarithm that growth comes to at most: no response is so long."""
 

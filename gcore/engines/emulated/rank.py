@@ -46,10 +46,8 @@ from gcore.types import Version
 TELL_S = 1.0
 """Real seconds between two signs of progress."""
 
-
 STAGED = 3
 """Versions of staged weights that are kept, the newest."""
-
 
 Tell = Callable[[str], None]
 

@@ -33,9 +33,7 @@ from gcore.reward.judges.parsers import find_parser
 MOST_ORDINARY = 4096
 """Tokens that responses are made of, at most: the first of the vocabulary that have a text."""
 
-
 MEAN_LOGPROB = -0.8
-
 
 HEAD, MARKS = 4, 2
 """First tokens that say how long a response becomes, and how many of them follow from the very first."""
@@ -211,7 +209,6 @@ def _json(path: Path) -> dict[str, object]:
 
 BETWEEN = (" ", "\n", "", ". ")
 """What stands in front of a verdict, so that it is no part of the word or number before it; the first that serves."""
-
 
 TRIED_BEHIND = 64
 """Tokens of no meaning behind which a verdict has to be readable."""

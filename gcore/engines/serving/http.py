@@ -25,8 +25,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gcore.errors import EngineError, GcoreError
 
 BAD_REQUEST = 400
-
-
 TOO_LARGE = 413
 
 
@@ -96,22 +94,16 @@ def _whole(message: str, status: int, kind: str) -> Response:
 
 
 T = TypeVar("T")
-
-
 B = TypeVar("B", bound=BaseModel)
-
 
 MOST_BODY_BYTES = 128 * 1024 * 1024
 """A bigger body is refused, before it is read where its length is told: about 20 million token ids."""
 
-
 BIG_BODY_BYTES = 256 * 1024
 """A body from this size on is parsed and checked off the event loop."""
 
-
 HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """What may be half of a surrogate pair: JSON can say it, but it is no character, and nothing could encode it again."""
-
 
 TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 
@@ -207,7 +199,6 @@ def _place(location: Sequence[str | int]) -> tuple[str, ...]:
 
 OPEN = ("/health", "/ready", "/metrics")
 """Paths that begin so need no key."""
-
 
 ADMIN = frozenset(
     {

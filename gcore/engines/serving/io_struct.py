@@ -27,12 +27,8 @@ from gcore.errors import EngineError
 GREEDY_BELOW = 1e-6
 """A lower temperature is greedy, as in SGLang: dividing by it would leave no finite numbers."""
 
-
 MOST_STOP_STRINGS = 32
-
-
 INT64 = 2**63
-
 
 UNSERVED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -189,22 +185,14 @@ def sampling_params(bodies: list[dict[str, Any]]) -> list[SamplingBody]:
 MOST_SAMPLES = 65_536
 """Of one request: so many are entered in a second, in which the engine hears nobody else."""
 
-
 Id = Annotated[int, Field(ge=-INT64, lt=INT64)]
-
 
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 """The first wrong one is told; the complaints about a million of them would take gigabytes."""
 
-
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
-
-
 OneOrEach = Id | Ids
-
-
 Texts = Annotated[list[str], Field(fail_fast=True)]
-
 
 UNSERVED_FIELDS = frozenset(
     [
@@ -385,9 +373,7 @@ def _count(is_batch: bool, prompts: Sequence[object]) -> str:
 NUMBERED = re.compile(r"(_[0-9]+){0,2}")
 """What stands behind a request's name in the names of its samples: the prompt's number in a batch, the sample's in `n`."""
 
-
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
-
 
 LOADED = (None, "auto", "safetensors")
 """Load formats that name what this engine does."""

@@ -18,20 +18,12 @@ from gcore.engines.serving.http import BodyRefused, validation_sentence
 from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, Texts
 
 B = TypeVar("B", bound=BaseModel)
-
-
 NonNegativeCount = Annotated[int, Field(ge=0)]
-
-
 SOME = Field(min_length=1, fail_fast=True)
-
-
 Ids = Annotated[list[int], SOME]
-
 
 Render = Callable[[Sequence[Mapping[str, Any]]], list[int]]
 """From messages to the tokens that the model is shown."""
-
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),

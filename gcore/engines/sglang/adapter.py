@@ -35,10 +35,7 @@ from gcore.types import Version
 from gcore.worker.control import ControlLine
 
 KEPT_LINES = 200
-
-
 KILL_S = 30.0
-
 
 LAST_WORD_S = 1.0
 """How long a dead server's output is read on, should something hold it open."""
@@ -140,14 +137,11 @@ def _names_an_error(line: str) -> bool:
 HEALTH_S = 0.5
 """Between two looks at a server that loads."""
 
-
 LOOK_S = 5.0
 """Between two looks at one that serves."""
 
-
 HEALTH_PATIENCE_S = 30.0
 """For the first token, which comes with compilations."""
-
 
 LOOK_PATIENCE_S = 5.0
 """For the scheduler's answer; a step of the model may stand before it."""

@@ -22,10 +22,8 @@ from gcore.system.process import thread_environment
 CPU_CACHE_TOKENS = 65536
 """The cache of a CPU server for which none was said: SGLang would take 30 % of all memory for it, per server."""
 
-
 CUDA_MEM_FRACTION = "0.5"
 """Of a GPU's memory, for weights and cache together: a train rank on the same GPU needs the rest."""
-
 
 CPU_ARGUMENTS = (
     *("--attention-backend", "torch_native"),
@@ -38,9 +36,7 @@ CPU_ARGUMENTS = (
     "--disable-radix-cache",
 )
 
-
 OURS = ("--model-path", "--model", "--host", "--port", "--weight-version")
-
 
 GUARDS = (
     "--api-key",
@@ -52,7 +48,6 @@ GUARDS = (
     "--config",
 )
 """Who may ask the server is the cluster's to say; and a file of arguments could hold any of them."""
-
 
 DROPPED = ("SGLANG_USE_CPU_ENGINE", "SGLANG_RETURN_ORIGINAL_LOGPROB", "GCORE_CONTROL_FD", "PYTHONPATH", "PYTHONHOME")
 """Of the worker's environment. The first two would change what log-probabilities mean; the rest is gcore's own."""
@@ -124,11 +119,7 @@ def server_environment(launch: SglangLaunch, base: Mapping[str, str], scratch: P
 
 
 VARIABLE = "GCORE_SGLANG_PYTHON"
-
-
 FOLDER = ".venv-sglang"
-
-
 HOW = "Run 'make sglang-setup' for a CPU environment, or name the Python of one that has SGLang in GCORE_SGLANG_PYTHON"
 
 
@@ -177,11 +168,7 @@ def _checked(given: Path, where: str) -> Path:
 
 
 BIASED = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
-
-
 NAME = "score.bias"
-
-
 FILE = "gcore-head-bias.safetensors"
 
 

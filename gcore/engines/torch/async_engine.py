@@ -39,10 +39,8 @@ ProgressReport = Callable[[str, int], None]
 
 REPORT_S = 1.0
 
-
 GATHER_S = 0.002
 """An idle engine that has seen bursts begins when for so long no further request has come,"""
-
 
 GATHER_MOST_S = 0.02
 """or when the first has waited for so long. What follows the first within this time makes a burst."""

@@ -27,10 +27,8 @@ from transformers import AttentionInterface
 NAME = "gcore"
 """What the model's configuration calls it (`attn_implementation`)."""
 
-
 BLOCK = 64
 """Columns of a block."""
-
 
 NOTHING = -1e30
 """Added to a score that does not count. Finite, so that a block without any score that counts makes no NaN."""

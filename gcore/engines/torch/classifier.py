@@ -155,7 +155,6 @@ def _rids(rid: str | list[str] | None, questions: Sequence[object], *, is_list: 
 TRIED = (3, 1, 7, 5)
 """Lengths of the questions of the trial."""
 
-
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """How far a score may be from what the question gives alone, beside 1 or the score."""
 
@@ -431,7 +430,6 @@ def _answer(question: ClassifierRequest, scored: ClassifierOutput, latency_s: fl
 
 
 WORDLESS = ("/generate", "/v1/completions", "/v1/chat/completions")
-
 
 UNSERVED = (
     "/encode",

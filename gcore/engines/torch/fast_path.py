@@ -28,24 +28,15 @@ from transformers.cache_utils import Cache
 from gcore.engines.torch.attention import NAME, DecodePass, EngineAttention
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-
-
 HEADS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
 NORMED = HEADS | {"q_norm", "k_norm"}
-
-
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
 
 PAST = 3
 """Tokens before the one of the trial."""
 
-
 POSITIONS = (3, 4, 11, 30)
 """Of the trial's rows."""
-
 
 Function = Callable[[Tensor], Tensor]
 

@@ -305,7 +305,6 @@ class OpenAIRoutes:
 
 HEALTH_GENERATE_S = 20.0
 
-
 UNSERVED = (
     "/encode",
     "/classify",

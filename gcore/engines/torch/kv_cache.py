@@ -18,7 +18,6 @@ from gcore.engines.torch.scheduler import Compaction
 SMALLEST = 64
 """Columns of the smallest table."""
 
-
 SLACK = 32
 """Columns beyond the longest row that a table has at least: it is moved at most once in so many steps, and a move costs
 about as much as the attention of two."""

@@ -119,13 +119,10 @@ def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
 SWITCH_S = 0.0005
 """The interpreter's switch interval: the model's thread must not wait 5 ms for the event loop, or the loop for it."""
 
-
 BACKLOG = 4096
-
 
 GRACE_S = 2
 """Seconds that open connections have after "stop"."""
-
 
 DEATH_EXIT = 1
 

@@ -34,17 +34,13 @@ from gcore.system.memory import host_memory, is_out_of_memory, release_free_memo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
 CONTEXT = 2048
 """Of a model that names none, when the launch does not either."""
 
-
 LARGE_VOCABULARY = 16_384
-
 
 ALIGNMENT = 64
 """Bytes."""
-
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -462,24 +458,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 HOST_SHARE = 0.25
-
-
 DEVICE_SHARE = 0.8
-
 
 SMALLEST = 4096
 """Tokens that a default cache has in any case."""
 
-
 UNMEASURED_BYTES_PER_TOKEN = 256 * 1024
 """Of a token in a cache whose layers are not measured (the generic runner's): about that of a model of 7B parameters."""
-
 
 MEMORY_FIX = (
     "Lower rollout.cache_tokens (what the cache holds), rollout.batch_slots (sequences at once) or "
     "rollout.prefill_chunk_tokens (prompt tokens at once)"
 )
-
 
 UNKNOWN_HOST_BYTES = 2**32
 """Taken for the free memory of a system that is not Linux."""

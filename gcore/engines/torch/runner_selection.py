@@ -31,39 +31,25 @@ from gcore.errors import DataError
 from gcore.system.memory import is_out_of_memory
 
 log = logging.getLogger("gcore.engine")
-
-
 LENGTHS = (3, 12)
-
 
 PIECE = 7
 """Tokens in the first of two pieces that a prompt is read in: more than a state-space model's convolution spans."""
 
-
 COMPARED = 64
 """Tokens, over all the vocabulary, whose log-probabilities are compared at each position."""
 
-
 ALLOWED = {torch.float32: 3e-4}
-
-
 ALLOWED_HALF = 0.25
-
-
 CONTINUED = 4
-
 
 ROWS = 8
 """More than a proof needs."""
 
-
 SHORT_WINDOW = 64
 """Up to here a sliding window is tried out with a prompt that is longer."""
 
-
 KINDS = frozenset({"full_attention", "sliding_attention"})
-
-
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

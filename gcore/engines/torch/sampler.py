@@ -31,14 +31,10 @@ from gcore.engines.torch.scheduler import BELOW_ONE, Doubles, Ints
 SMALL_VOCABULARY = 4096
 """Up to here one cumulative sum over all of it costs less than the steps that avoid it."""
 
-
 SLAB_CELLS = 512 * 1024
 """Numbers worked on at once on a CPU: 2 MiB."""
 
-
 BLOCK = 512
-
-
 CANDIDATES = 1024
 
 

@@ -74,10 +74,8 @@ class WaitingQueue:
 RESERVE = 64
 """Tokens of growth that an admission sets aside."""
 
-
 IDLE_TOKENS = 8192
 """Prompt tokens in one cycle when no row decodes, and padded tokens in one forward pass of several prompts."""
-
 
 SMALLEST_PIECE = 32
 """A prompt is not begun for fewer tokens than this."""
@@ -205,16 +203,9 @@ def _whole_pieces(begin: int, end: int, left: int, grid: int, *, at_least_one: b
 
 
 Ints = npt.NDArray[np.int64]
-
-
 Doubles = npt.NDArray[np.float64]
-
-
 Flags = npt.NDArray[np.bool_]
-
-
 NO_TOKEN = -1
-
 
 BELOW_ONE = 1.0 - 2.0**-40
 """Largest uniform number, so that times a total it stays below that total."""
@@ -252,10 +243,8 @@ class FinishedRows:
 FEW = 256
 """Tokens that a row has places for at first."""
 
-
 MOST_STOP_SETS = 64
 """Sets of stop strings that are remembered, beyond those in use."""
-
 
 PER_ROW = ("counts", "prompts", "temperature", "top_p", "top_k", "min_p", "_known", "_limits", "_minimums", "_sets")
 

@@ -31,10 +31,8 @@ Kind = Literal[
     "end",  # a job that has succeeded has done all it was to do
 ]
 
-
 MOST_FOUND = 500
 """Violations that are told one by one."""
-
 
 MOST_REFS = 100
 """Refs that one violation names."""
@@ -240,7 +238,6 @@ def _walk(
 
 SPAN = 1 << 20
 """Positions in which differences are looked for: more than any window, and no more than a damaged number may make of it."""
-
 
 MOST_NAMED = 100
 """Refs of one difference that are looked for."""

@@ -21,7 +21,6 @@ from gcore.types import PromptRef, Token
 
 FOLDER = "receipts"
 
-
 _NAMED = re.compile(rb'"token":"(\d+\.\d+\.\d+)","world":"([^"\\]*)","rank":(\d+)')
 """How a line begins, but for its schema version."""
 

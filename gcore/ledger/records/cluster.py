@@ -29,7 +29,6 @@ from gcore.store.keys import DEFAULT_NAMESPACE
 SHARES_CAME = 2
 """The schema version from which on nodes keep to shares. While an older one is there, all jobs share all slots, as they did."""
 
-
 SlotKey = tuple[str, str]
 """A node's name, and a slot of it."""
 
@@ -194,7 +193,6 @@ class ModelConfigs(RecordPart):
 ATTENTION_EQUALS_AT = 24_576
 """For a model that tells nothing: six times a width of 4096. Never to be changed: it is the value of records that were
 written without one, and ranks that read another would deal a sealed batch differently."""
-
 
 LARGEST = 1 << 24
 

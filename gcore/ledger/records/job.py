@@ -20,22 +20,17 @@ from gcore.types import Version
 NEWEST_MOVES = 64
 """Moves that the store keeps; all of them stand in the run's folder."""
 
-
 MOST_SLOTS_TOLD = 16
 """Slots of one move that are named; of more it is told how many."""
-
 
 MOST_REASON = 600
 """Characters of a reason, which policies of anybody's write."""
 
-
 MOST_MOVE_BYTES = 4096
 """Of a move in the record."""
 
-
 NEWEST_STAYS, MOST_STAY_BYTES = 16, 3072
 """Stretches without a move that the store keeps, and what one of them takes at most."""
-
 
 Reason = Annotated[str, cut_text(MOST_REASON)]
 
@@ -218,29 +213,22 @@ class Moves(Record):
 MOST_SAID = 8192
 """Characters of what was wrong, in a record."""
 
-
 ErrorText = Annotated[str, cut_text(MOST_SAID)]
-
 
 JUDGES_CAME = 2
 """The schema version from which on nodes know judges. A node that does not would take a judge's place for the policy's, so no job with
 judges is created while one is there (`controllers.api.submission.checks`)."""
 
-
 SLEEP_CAME = 2
 """The same of engines that sleep: a node that does not know them would ask them, and wait for ever."""
-
 
 SPANS_CAME = 2
 """The same of engines that span several slots: a node that does not know them would start one on the first of its slots alone."""
 
-
 ASKED_CAME = 2
 """The same of evaluations that a person asks for: a node that does not know them makes none of their parts."""
 
-
 FACTS_CAME = 2
-
 
 PEER_ADDRESS_CAME = 2
 """The schema version from which on nodes tell what they are, and jobs what their models are. Who does not know it plans without."""

@@ -26,10 +26,8 @@ from gcore.types import Version
 NEWEST_STEPS = 4
 """Steps in a node's record. The planner reads them as they come, and keeps what it needs."""
 
-
 MOST_SWITCHES = 16
 """Of one kind, in a step: the newest. More would be no news."""
-
 
 MAX_ACCOUNT_BYTES = 8192
 """Of a step in the record: there are some forty states, and switches of a dozen kinds."""
@@ -129,10 +127,8 @@ def sum_engines(books: Iterable[StepAccount]) -> dict[str, EngineSums]:
 
 FOLDER = "books"
 
-
 MOST_LINE_BYTES = 1 << 20
 """Bytes at the end of the file that are searched for the last line."""
-
 
 MOST_SLOTS = 65_536
 """Of a node."""

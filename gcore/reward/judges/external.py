@@ -40,14 +40,11 @@ from gcore.system.concurrency import cancel_all, wait_within
 SEED_BITS = 31
 """Of the seeds that are sent: servers take no larger ones for certain."""
 
-
 MOST_TOKENS = 1 << 32
 """Of one request that are believed: a server that says more does not say how many there are."""
 
-
 MOST_WORDS = 300
 """Characters of what a server says of a failure."""
-
 
 RequestFate = Literal["answered", "refused", "key", "away"]
 """Of a request: there is an answer; it will not be taken however often it is sent; the key is not; it may be taken later."""
@@ -141,28 +138,20 @@ def _count(usage: Any, name: str) -> int | None:
 
 
 LARGEST_ANSWER_BYTES = 1 << 20
-
-
 LONGEST_KEY = 8192
-
 
 BUSY_S = 1.0
 """A server that has too much to do and does not say for how long is left alone so long."""
 
-
 CONNECT_S = 10.0
-
 
 MOST_DENIED = 3
 """Different questions in a row with a status of 403 that may be about them; what follows is about the key."""
 
-
 MOST_AWAY = 3
 """Different questions in a row without an answer that may be theirs; what follows is about the server."""
 
-
 _LOGIN = re.compile(r"//[^/@\s]+@")
-
 
 MOST_KEPT = 4096
 """Answers that wait for the others to their question."""

@@ -53,7 +53,6 @@ from gcore.types import Prompt, PromptRef
 LONGEST_EXAMPLE = 200
 """Characters of an answer that are shown: its beginning."""
 
-
 Read = Callable[[str], float]
 """Reads an answer. Raises Unreadable."""
 
@@ -119,7 +118,6 @@ def _read(answer: Answer, read: Read) -> float | UnreadAnswer:
 
 
 Pair = tuple[int, int]
-
 
 Verdicts = Mapping[Pair, float]
 """(first, second) → how much better the first is, from 0 to 1. What could not be judged is not there."""
@@ -263,7 +261,6 @@ class VerdictCache(Generic[T]):
 
 MOST_IN_VAIN = 4096
 """Prompts of which it is remembered what cannot be judged."""
-
 
 _EQUAL = Judgement(0.5, 0, 0)
 """Two responses with the same text, which nobody is asked about."""

@@ -28,18 +28,14 @@ from gcore.reward.rules import LONGEST_NUMBER, last_number
 
 VERDICTS = PluginKind("verdict parser", "gcore.verdicts", "verdict.parser")
 
-
 LONGEST_READ = 100_000
 """Characters of an answer's end that `json` looks at."""
-
 
 LONGEST_WORDS = 10_000
 """Those that `words` looks at: each word may be within another at each of them, and everybody waits meanwhile."""
 
-
 _OUT_OF = re.compile(r"(?<=[0-9])\W{0,4}(?:/|(?<!\w)out of(?!\w))\W{0,4}[0-9][0-9,]*(?:\.[0-9]+)?\Z")
 """What stands behind the 8 in `8/10` and `**8** out of 10`."""
-
 
 _decode = json.JSONDecoder().raw_decode
 

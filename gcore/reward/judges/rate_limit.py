@@ -26,7 +26,6 @@ from gcore.system.clock import Clock
 BURST_S = 0.1
 """What may be done at once is what the rate allows in so long: timers are late, and what they are late is not to be lost."""
 
-
 _WHOLE = 1.0 - 1e-9
 """What a deed takes, but for rounding."""
 
@@ -69,21 +68,16 @@ class TokenBucket:
 LOOK_AGAIN_S = 1.0
 """The longest wait until it is looked again whether the gate is open: shares and costs change."""
 
-
 KEY_AGAIN_S = 60.0
-
 
 LONGEST_HOLD_S = 60.0
 """A server is not waited for longer, whatever it asks for."""
 
-
 FIRST_AWAY_S = 1.0
 """Until a server that answers nobody is asked again: twice as long each time, up to `LONGEST_HOLD_S`."""
 
-
 TOLD_AWAY_S = 10.0
 """That a server answers nobody is told after so long: many a one is back before."""
-
 
 Cause = Literal["pace", "server", "away", "key", "cost"]
 """Why the next request is held back."""

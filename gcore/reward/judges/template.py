@@ -38,51 +38,36 @@ from gcore.types import Prompt
 LONGEST_TEXT = 1_000_000
 """Characters of a question, and of any text on the way to it."""
 
-
 MOST_TURNS = 10_000
 """Of all loops of one template together; also the longest list, with all that is in its items."""
-
 
 MOST_WORK = 20_000_000
 """Characters and items that the filters and methods of one rendering are handed."""
 
-
 ITEM_WORK = 4
 """What an item counts for: looking at one takes as long as some characters."""
-
 
 LARGEST_BITS = 1024
 """Of a whole number that a template works out."""
 
-
 SHOWN_NAMES = 8
-
-
 _TURNS, _COUNTED, _TOGETHER = "turns left", "counted", "put together"  # the first is no name that a template can write
-
-
 _MADE, _LONG, _WHOLE = "made", "as long", "with all in it"
-
 
 _QUICK_FILTERS = "abs count d default first float int items last length list reverse round"
 """Those that do not look into the items of what they are handed."""
 
-
 _QUICK = frozenset(_QUICK_FILTERS.split())
-
 
 _HOLDERS: tuple[type[Any], ...] = (list, tuple, dict, type({}.keys()), type({}.values()), type({}.items()))
 """What has items: it counts with all of them."""
 
-
 _LONG_ONES: tuple[type[Any], ...] = (str, *_HOLDERS)
-
 
 _FILTERS = """
     abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject
     rejectattr reverse select selectattr sort title trim truncate unique upper wordcount
 """
-
 
 _PLAIN_METHODS = """
     capitalize count endswith find get index isalnum isalpha isdigit islower isnumeric isspace istitle isupper items keys
@@ -90,9 +75,7 @@ _PLAIN_METHODS = """
     strip swapcase title upper values
 """
 
-
 _METHODS = frozenset(_PLAIN_METHODS.split())
-
 
 _REFUSED: dict[type[nodes.Node], str] = {
     nodes.Macro: "a macro",

@@ -17,14 +17,8 @@ from typing import Any, Literal
 from gcore.rollout.agents.api import MODEL, AgentRequestRefused
 
 Message = Mapping[str, Any]
-
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
 _KEPT = ("name", "tool_call_id")
-
-
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
@@ -122,7 +116,6 @@ HARMLESS = frozenset(
 )
 """Ignored: they name somebody, or change nothing of what is drawn (the seed is the rollout's)."""
 
-
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
@@ -136,13 +129,10 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 """What fields may say that ask for nothing out of the ordinary."""
 
-
 MOST_STOPS, LONGEST_STOP = 16, 256
-
 
 _BEYOND = 1e6
 """No sampling has numbers so large, and JSON has whole numbers that no float holds."""
-
 
 _HALF = re.compile("[\ud800-\udfff]")
 """Of a surrogate pair, which is no character: no text that is generated holds it."""
@@ -275,8 +265,6 @@ def _unsupported(param: str, what: str) -> AgentRequestRefused:
 
 
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
-
-
 JSON, EVENTS = "application/json", "text/event-stream"
 
 

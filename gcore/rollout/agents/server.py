@@ -32,29 +32,21 @@ from gcore.worker.sandbox.pool import PoolStatus, SandboxProgram, WorkerPool
 from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken, SandboxProcess
 
 log = logging.getLogger(__name__)
-
-
 READ_BYTES = 1 << 16
-
 
 MOST_BODY = 8 << 20
 """Bytes of a question."""
 
-
 MOST_LINES = 4096
 """Connections at a time; a further one is closed at once."""
-
 
 GONE_S = 0.1
 """What a closed connection takes to say so, once something is sent to it."""
 
-
 _PATH = re.compile(r"/r/([0-9a-f]{32})/v1/(chat/completions|models)")
-
 
 _RETRY = b"x-stainless-retry-count"
 """What OpenAI's clients say how often they have asked already."""
-
 
 Reply = tuple[int, str, bytes]
 """Status, content type, body."""

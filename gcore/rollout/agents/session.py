@@ -176,9 +176,7 @@ class Dialogue:
 OVER = 429
 """The status of a question beyond a limit."""
 
-
 _TOO_LONG = "with this question the response has more than {} tokens (agent.max_tokens)"
-
 
 Say = Callable[[tuple[int, ...], int, tuple[str, ...], int], Awaitable[Sample]]
 """One answer of the policy: to these tokens, of so many at most, to one of these texts, behind so many that it made before."""

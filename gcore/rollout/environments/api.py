@@ -27,7 +27,6 @@ from gcore.types import FinishReason
 
 Message = Mapping[str, Any]
 
-
 ENVIRONMENT = "environment"
 """The part of a response's reward that its environment gave, and the reward that hands it on."""
 
@@ -140,14 +139,10 @@ def stop_of(environment: Environment) -> tuple[str, ...]:
 
 
 ENVIRONMENTS = PluginKind("environment", "gcore.environments", "environment.name")
-
-
 TOOLS = PluginKind("tool", "gcore.tools", "environment.tools.names")
-
 
 METHODS = ("reset", "step", "close")
 """Of every environment."""
-
 
 Tool = Callable[[str], str]
 """A text, or JSON, to a text."""

@@ -121,8 +121,6 @@ def _extend(ranges: list[Range], start: int, end: int) -> None:
 
 
 log = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
 
 

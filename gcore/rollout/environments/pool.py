@@ -38,7 +38,6 @@ from gcore.worker.sandbox.process import ProcessEnded, ProtocolBroken
 LONGEST_ARGUMENT = 1 << 16
 """Characters: no tool is handed more."""
 
-
 Told = Callable[[str, str], None]
 """Of a tool that failed: what happened, and the traceback of its own code, or nothing."""
 

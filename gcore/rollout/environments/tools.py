@@ -203,14 +203,8 @@ class ToolEnvironment:
 
 
 MOST_CHARACTERS, MOST_DIGITS, MOST_DEPTH = 256, 64, 32
-
-
 PLACES = 12
-
-
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+|[-+*/()])", re.ASCII)
-
-
 _LARGEST = 10**MOST_DIGITS
 
 

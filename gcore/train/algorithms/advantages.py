@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 GroupKind = Literal["grpo", "dr_grpo", "rloo"]
-
-
 CONSTANT_REWARD_STD = 1e-6
-
-
 STD_EPSILON = 1e-6
 
 

@@ -49,14 +49,11 @@ from gcore.train.rank.launch import RankLaunch
 
 log = logging.getLogger("gcore.train")
 
-
 CHUNK_BYTES = 64 << 20
 """Sent, received and written at once."""
 
-
 STATES = 2
 """Of which the copies of a shard lie in memory at a time, at most."""
-
 
 SHARE = 4
 """Of what is free in a node's memory, copies take one part in so many, if the spec does not say how much."""

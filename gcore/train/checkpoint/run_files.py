@@ -61,14 +61,11 @@ class RunFolder:
 
 log = logging.getLogger("gcore.train")
 
-
 WRITE_AGAIN_S = 5.0
 """After a try that failed, until the next."""
 
-
 TELL_S = 0.5
 """Between two signs of life meanwhile."""
-
 
 Highest = Callable[[Sequence[float]], list[float]]
 """Each number's largest over the ranks; a collective."""
@@ -206,14 +203,11 @@ def _write_all(file: FileIO, data: bytes) -> None:
 CHECKPOINT_AGAIN_S = 10.0
 """After a try that failed, until one that insists begins the next."""
 
-
 CHECKPOINT = "checkpoint"
 """The phase of a rank that copies a checkpoint, waits until the one before is written, or writes with nothing else to do."""
 
-
 WriteCallback = Callable[[int], None]
 """Told how many more bytes are on their way to the disk."""
-
 
 Fill = Callable[[Path, WriteCallback], None]
 """Writes all of a checkpoint into the folder it is given. Raises OSError."""

@@ -53,7 +53,6 @@ CHECKPOINT_KINDS: Mapping[str, TensorKind] = {
     EXP_AVG_SQ_FILE: "exp_avg_sq",
 }
 
-
 CODES: Mapping[torch.dtype, Dtype] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -66,7 +65,6 @@ CODES: Mapping[torch.dtype, Dtype] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
 
 ALIGNED = 8
 """Each tensor's copy begins at a multiple of so many bytes."""
@@ -156,10 +154,8 @@ def _aligned(size: int) -> int:
 DRAIN_S = 0.5
 """Between two looks at whether the checkpoint before is written."""
 
-
 BLOCK_BYTES = 16 << 20
 """Brought to the disk at once: so often is it told that the disk takes something."""
-
 
 NAMES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

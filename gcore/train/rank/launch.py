@@ -165,7 +165,6 @@ class PhaseMeter:
 
 OPTIMIZER, WEIGHTS = "optimizer", "weights"
 
-
 PARTS = frozenset({OPTIMIZER, WEIGHTS})
 """All that a rank can release."""
 

@@ -183,22 +183,17 @@ def _import_the_rest(tell: Callable[[str], None]) -> None:
 
 log = logging.getLogger("gcore.train")
 
-
 SHOW_S = 0.5
 """Progress within a phase is shown so often at most: it is worth nothing beyond "it lives"."""
-
 
 FAREWELL_S = 2.0
 """So long may the farewell take, to watchers or to the group."""
 
-
 MESSAGE_BYTES = 8 << 20
 """An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
 
-
 Loader = Callable[[RankLaunch, RendezvousCalls, Clock, Callable[[str], None], BackgroundWriter], LoadedRank]
 """Everything up to serving, in the thread that trains."""
-
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
 """What gloo and NCCL say, amid much else, when a rank they wait for has ended. The log has all of it."""

@@ -26,7 +26,6 @@ from gcore.types import Group, PromptRef, Range, Token, Version, group_digest, r
 
 CHUNK_BYTES = 1 << 20
 
-
 LARGEST_PAYLOAD = (1 << 31) - 1
 """What protobuf can hold in one message."""
 

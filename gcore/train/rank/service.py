@@ -58,10 +58,8 @@ from gcore.train.rank.messages import (
 COALESCE_S = 0.05
 """Watchers are told at most so often,"""
 
-
 PARTS_S = 0.5
 """and so often of parts of a batch that is not whole yet."""
-
 
 CONTEXT = grpc.aio.ServicerContext[object, object]
 

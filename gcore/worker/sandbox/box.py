@@ -27,25 +27,20 @@ from gcore.worker.sandbox.jail import BEGUN
 
 JAIL, PROBE = Path(__file__).with_name("jail.py"), Path(__file__).with_name("probe.py")
 
-
 MOST_OUTPUT, MOST_REPORT, MOST_OF_A_TEST = 1 << 20, 1 << 16, 8
 """Bytes of what a program prints, and of what is said of it and of each test. Whoever says more is ended."""
-
 
 THREADS = 64
 """Of a program, its first one included."""
 
-
 FIRST_USER, USERS = 1_000_000_000, 1_000_000
 """Users that programs run as: one of these for each process that runs some."""
-
 
 SYSTEM_FILES = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"),
     *("/usr/share/zoneinfo", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
 )
 """What Python itself opens, wherever it is there: shared libraries, time zones, the harmless devices."""
-
 
 PROOF_S = 30.0
 

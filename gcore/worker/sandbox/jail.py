@@ -30,49 +30,34 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
-
 LOOK_INTO_FOLDERS = (2, 1)
 """CAP_DAC_READ_SEARCH, or else CAP_DAC_OVERRIDE: one of them is kept, if there is one."""
 
-
 CAPABILITY_VERSION_3 = 0x20080522
-
 
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 """The same on every architecture."""
 
-
 FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 """Every right over files that a version of Landlock knows of."""
 
-
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026
 """What seccomp does with a call: let it be, or answer with an error."""
 
-
 EQUAL, MASKED_EQUAL = 4, 7
-
-
 CLONE_THREAD = 0x00010000
-
-
 TCGETS = 0x5401
-
 
 CHANGES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 """Flags of opening, of which there must be none. Landlock sees to writing, but before Linux 6.2 not to O_TRUNC: that empties a
 file that was opened for reading only, if its mode or a capability allows it."""
 
-
 BEGUN = b"begun\n"
-
 
 HARMLESS_FCNTL = (0, 1, 2, 3, 4, 1030)
 """F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; not F_SETOWN, which has signals sent."""
-
 
 # What a Python program computes with: memory, time, threads of its own, files it may open, its pipes.
 CALLS = """

@@ -30,14 +30,10 @@ class PoolStatus:
 
 
 log = logging.getLogger(__name__)
-
-
 START_TRIES, START_AGAIN_S = 3, 0.5
-
 
 WAIT_S = 5.0
 """Until a process that could not be started is tried again."""
-
 
 Holding = Callable[[], AbstractContextManager[None]]
 """Makes what is entered for as long as a caller waits for a process."""

@@ -17,11 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 KNOWN: dict[str, Any] = globals().get("KNOWN", {})
-
-
 MEBIBYTE = 1 << 20
-
-
 KEYCTL = 250 if os.uname().machine == "x86_64" else 219
 
 

@@ -34,10 +34,8 @@ from gcore.worker.sandbox.child import BEGUN_BYTES, ProgressCell, encode_line
 LONGEST_LINE = 1 << 22
 """Bytes of an answer."""
 
-
 LATE_S = 0.25
 """How much longer than its limit a response is waited for: the controller itself may have been held up."""
-
 
 END_S = 10.0
 """What the warden has to end everything; a process that hangs in the kernel is not waited for any longer."""
