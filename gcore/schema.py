@@ -12,6 +12,9 @@ come with a version if leaving it out could do harm.
 The environment variable GCORE_SCHEMA_VERSION, set to the version before, pins a process: it reads and writes exactly as that
 version did, for trying a restart from one version to the next, or for going back after one.
 
+`FIRST_VERSION` is the first that was released, so it has no version before. Until there is a second, GCORE_NEXT_SCHEMA=1 makes a
+process one of an invented next version, with the same fields: tests and `make chaos` replace daemons from one to the other.
+
 Which records there are, and what they mean, stands with those who keep them (`gcore.ledger.records`,
 `gcore.worker.records`, ...). Nothing here knows the store.
 """
@@ -29,10 +32,14 @@ from pydantic_core import PydanticSerializationError
 
 from gcore.errors import GcoreError, UsageError
 
-NEWEST_VERSION = 2
-"""What this source code reads and writes; it reads the version before too."""
-
 PIN = "GCORE_SCHEMA_VERSION"
+NEXT = "GCORE_NEXT_SCHEMA"
+
+FIRST_VERSION = 2
+"""The oldest that is read."""
+
+NEWEST_VERSION = FIRST_VERSION + (os.environ.get(NEXT) == "1")
+"""What this source code reads and writes; it reads the version before too, if there is one."""
 
 
 def cut_text(most: int) -> BeforeValidator:
@@ -52,7 +59,7 @@ def pinned_version(value: str | None) -> int:
     """The version that a process is of, whose environment says `value`. Raises UsageError."""
     if value is None or value == "":
         return NEWEST_VERSION
-    allowed = [str(version) for version in (NEWEST_VERSION - 1, NEWEST_VERSION)]
+    allowed = [str(version) for version in (NEWEST_VERSION - 1, NEWEST_VERSION) if version >= FIRST_VERSION]
     if value not in allowed:
         raise UsageError(f"schema version {value!r} cannot be spoken", where=PIN, fix=f"Use {' or '.join(allowed)}")
     return int(value)
@@ -61,7 +68,7 @@ def pinned_version(value: str | None) -> int:
 SCHEMA_VERSION = pinned_version(os.environ.get(PIN))
 """This process's version."""
 
-READABLE = frozenset(version for version in (SCHEMA_VERSION - 1, SCHEMA_VERSION) if version > 0)
+READABLE = frozenset({max(FIRST_VERSION, SCHEMA_VERSION - 1), SCHEMA_VERSION})
 _spoken = SCHEMA_VERSION
 
 
@@ -81,7 +88,7 @@ def written_version() -> int:
 class RecordPart(BaseModel):
     """Base of what records contain.
 
-    `came_with`: the fields that did not exist from version 1 on, and the version that each came with.
+    `came_with`: the fields that came after the first version, and the version that each came with.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
@@ -195,7 +202,7 @@ def _newer_fields(value: Any, version: int) -> Iterator[str]:
     """The fields that were set, at any depth, and did not exist in `version`."""
     if isinstance(value, RecordPart):
         since = type(value).came_with
-        yield from (name for name in sorted(value.model_fields_set) if since.get(name, 1) > version)
+        yield from (name for name in sorted(value.model_fields_set) if since.get(name, FIRST_VERSION) > version)
     for _, part in _parts(value):
         yield from _newer_fields(part, version)
 

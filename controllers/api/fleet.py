@@ -241,7 +241,7 @@ async def list_quotas(store: Store) -> pb.Quotas:
         held = {} if shares is None else Shares.decode(shares.value, shares.key).jobs
     for kv in (await store.list(keys.ACTIVE)).kvs:
         try:
-            namespace = Claim.read(kv.value, kv.key).namespace
+            namespace = Claim.decode(kv.value, kv.key).namespace
         except UnreadableRecord:
             namespace = Claim().namespace
         jobs[namespace] += 1

@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from controllers.changes import ChangeSignal
-from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, compatible_nodes, incompatible_nodes, parse_version
+from controllers.cluster.rules import compatible_nodes, incompatible_nodes, parse_version
 from controllers.rules.view import Memo
-from gcore.ledger.records.cluster import SHARES_CAME, Claim, KnownShare, QueuePosition, Quotas, Shares, SickSlots
+from gcore.ledger.records.cluster import Claim, KnownShare, QueuePosition, Quotas, Shares, SickSlots
 from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.transactions import Versioned
-from gcore.schema import Record, UnreadableRecord, written_version
+from gcore.schema import FIRST_VERSION, Record, UnreadableRecord, written_version
 from gcore.store import keys
 from gcore.store.types import KeyValue, Store, WatchBatch
 from gcore.worker.records import WorkerRecord
@@ -56,8 +56,8 @@ class ClusterMirror:
         self.quotas: Mapping[str, int] = {}
         """By namespace: the most slots that its jobs may have together."""
         self.reads: dict[str, int] = {}
-        """By node: the newest schema version that it reads, where it says so."""
-        self.written = BEFORE_IT_WAS_TOLD
+        """By node: the newest schema version that it reads."""
+        self.written = FIRST_VERSION
         """The newest schema version that was ever written in this store."""
         self._remembered = Memo()
         self.listened: set[str] = set()
@@ -82,8 +82,8 @@ class ClusterMirror:
     @property
     def working(self) -> frozenset[str]:
         """The jobs that there is something to do for: those that have slots, or are to end. Of the others, which may be very many,
-        nothing is begun; all of them, where nobody shares slots out."""
-        if self.shares is None or written_version() < SHARES_CAME:
+        nothing is begun; all of them, until shares were heard of."""
+        if self.shares is None:
             return self.active
         shares = self.shares.record.jobs
         return frozenset(uid for uid, claim in self.claims.items() if uid in shares or claim.ends)
@@ -125,7 +125,7 @@ class ClusterMirror:
             for event in batch.events:
                 version = parse_version(event.kv.value) if event.kind == "put" else None
                 if event.kv.key == keys.WRITTEN:
-                    self._set("written", max(self.written, version or BEFORE_IT_WAS_TOLD))
+                    self._set("written", max(self.written, version or FIRST_VERSION))
                     continue
                 node = event.kv.key.removeprefix(keys.READS)
                 reads.pop(node, None)
@@ -185,7 +185,7 @@ class ClusterMirror:
         await self._watch(keys.POOL, fold)
 
     def share_of(self, uid: str) -> KnownShare | None:
-        """What a job has, once that was heard; None: shares are nobody's business yet."""
+        """What a job has, once that was heard; None until then."""
         if self.shares is None:
             return None
         shares = self.shares
@@ -204,9 +204,9 @@ class ClusterMirror:
 
     @property
     def queue(self) -> Mapping[str, QueuePosition]:
-        """The jobs that wait for slots, by uid, and why: worked out once, however often it is asked, until something changes. Nobody, while
-        nobody shares slots out."""
-        if not self.is_complete or self.shares is None or written_version() < SHARES_CAME:
+        """The jobs that wait for slots, by uid, and why: worked out once, however often it is asked, until something changes. Nobody, until
+        everything was heard."""
+        if not self.is_complete or self.shares is None:
             return {}
         there, shares = self.there, self.shares.record
         return self._remembered.get(
@@ -248,8 +248,6 @@ def _fold(
 
 def read_record(record: type[R], kv: KeyValue, instead: T) -> R | T:
     """The record, or `instead` if this version cannot read it, which is logged: one node of another version must not end all daemons."""
-    if not kv.value and instead is not None:  # as version 1 wrote claims
-        return instead
     try:
         return record.decode(kv.value, kv.key)
     except UnreadableRecord as error:

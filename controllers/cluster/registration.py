@@ -22,15 +22,16 @@ from dataclasses import dataclass
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
-from controllers.cluster.rules import BEFORE_IT_WAS_TOLD, choose_version, parse_version
+from controllers.cluster.rules import choose_version, parse_version
 from controllers.cluster.slot_health import SlotHealth
 from controllers.identity import Identity
+from gcore import schema
 from gcore.config.node import NodeConfig
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.cluster import NodeFacts, SickSlots, SlotFacts
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import NEWEST_VERSION, SCHEMA_VERSION, set_written_version, written_version
+from gcore.schema import set_written_version, written_version
 from gcore.store import keys
 from gcore.store.session import Session
 from gcore.store.types import Compare, Delete, Put, Store
@@ -226,7 +227,7 @@ class NodeRegistration:
     async def _register(self, record: NodeRecord) -> None:
         config, lease, store = self._config, self._identity.lease, self._store
         waited_for = 0
-        reads = Put(keys.readable_version(config.node), str(SCHEMA_VERSION).encode(), lease=lease)
+        reads = Put(keys.readable_version(config.node), str(schema.SCHEMA_VERSION).encode(), lease=lease)
         while True:
             with contextlib.suppress(StoreUnavailable):
                 self._written, self._sick = written_version(), dict(self._health.sick)
@@ -294,7 +295,7 @@ async def raise_version(
         with contextlib.suppress(StoreUnavailable):
             if await _tell(store, version):
                 set_written_version(version)
-                log.info("writes schema version %d of %d from now on", version, NEWEST_VERSION)
+                log.info("writes schema version %d of %d from now on", version, schema.NEWEST_VERSION)
                 return version
         await clock.sleep(RETRY_S)
 
@@ -303,7 +304,7 @@ async def _tell(store: Store, version: int) -> bool:
     """Whether the store says that `version`, or a newer one, is written in it."""
     told = await store.get(keys.WRITTEN)
     said = parse_version(told.value) if told is not None else None
-    if (said or BEFORE_IT_WAS_TOLD) >= version:
+    if said is not None and said >= version:
         return True
     compare = Compare(keys.WRITTEN, told.mod_revision if told is not None else 0)
     return (await store.transact((compare,), (Put(keys.WRITTEN, str(version).encode()),))).won

@@ -15,8 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from gcore import schema
 from gcore.engines.emulated.launch import is_emulated
-from gcore.schema import READABLE
+from gcore.schema import FIRST_VERSION
 from gcore.worker.records import WorkerRecord
 
 FAILURES = 3
@@ -181,17 +182,13 @@ N = TypeVar("N")
 MOST_DIGITS = 9
 
 
-BEFORE_IT_WAS_TOLD = 1
-"""Daemons of this version do not say what they read."""
-
-
-def choose_version(nodes: Collection[str], reads: Mapping[str, int], written: int = BEFORE_IT_WAS_TOLD) -> int:
+def choose_version(nodes: Collection[str], reads: Mapping[str, int], written: int = FIRST_VERSION) -> int:
     """What to write in a cluster of `nodes`, of which each `reads` that version at most, and where `written` was the newest so far.
 
     A node that reads nothing that this process can write, or so old that it cannot be spoken to, is not waited for.
     """
-    newest = min((reads.get(node, BEFORE_IT_WAS_TOLD) for node in nodes), default=max(READABLE))
-    return max(min(READABLE), min(max(READABLE), max(newest, written)))
+    newest = min((reads.get(node, FIRST_VERSION) for node in nodes), default=schema.SCHEMA_VERSION)
+    return max(min(schema.READABLE), min(schema.SCHEMA_VERSION, max(newest, written)))
 
 
 def parse_version(said: bytes) -> int | None:
@@ -204,11 +201,11 @@ def compatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: 
 
     The very same mapping if that is all of them.
     """
-    found = {name: node for name, node in nodes.items() if reads.get(name, BEFORE_IT_WAS_TOLD) >= version}
+    found = {name: node for name, node in nodes.items() if reads.get(name, FIRST_VERSION) >= version}
     return nodes if len(found) == len(nodes) else found
 
 
 def incompatible_nodes(nodes: Mapping[str, N], reads: Mapping[str, int], version: int) -> Mapping[str, int]:
     """The other nodes: what they read at most."""
-    found = {name: reads.get(name, BEFORE_IT_WAS_TOLD) for name in nodes}
+    found = {name: reads.get(name, FIRST_VERSION) for name in nodes}
     return {name: newest for name, newest in sorted(found.items()) if newest < version}

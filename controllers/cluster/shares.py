@@ -17,9 +17,8 @@ from controllers.cluster.mirror import ClusterMirror
 from controllers.rules.view import Memo, Timers, turn_of
 from gcore.errors import StoreUnavailable
 from gcore.ledger import transactions as share_transactions
-from gcore.ledger.records.cluster import SHARES_CAME, Claim, Shares
+from gcore.ledger.records.cluster import Claim, Shares
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome, Versioned
-from gcore.schema import written_version
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store
 from gcore.system.clock import Clock
@@ -78,7 +77,7 @@ class ShareWriter:
     def _wanted(self) -> tuple[Versioned[Shares], Shares] | None:
         """What stands and what is to stand, if that is something else."""
         cluster = self._cluster
-        if not cluster.is_complete or cluster.shares is None or written_version() < SHARES_CAME:
+        if not cluster.is_complete or cluster.shares is None:
             return None
         there, claims, shares = cluster.there, cluster.claims, cluster.shares
         sources = (there, claims, shares)
@@ -97,7 +96,7 @@ async def change_claim(store: Store, uid: str, change: Callable[[Claim], Claim])
         known = await store.get(keys.active)
         if known is None:
             return None
-        claim = Claim.read(known.value, known.key)
+        claim = Claim.decode(known.value, known.key)
         new = change(claim)
         if new == claim:
             return claim

@@ -28,7 +28,6 @@ from gcore.ledger.selection import resumable_checkpoints
 from gcore.ledger.statistics import NOTHING
 from gcore.ledger.transactions import Transaction, TxnOutcome, Versioned, keeping_to
 from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_digest, verify_checkpoint
-from gcore.schema import written_version
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +38,6 @@ DAMAGED = "damaged"
 
 AWAY = "mount"
 """And that with a folder that this node does not see any more."""
-
-
-LEFT_OUT_CAME = 2
-"""The schema version in which an entry can say that numbers were left out before it."""
 
 
 async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionResult:
@@ -115,14 +110,14 @@ async def roll_back(action: Rollback, view: JobView, hands: Effects) -> ActionRe
 
 
 async def highest_numbers(view: JobView, run_dir: Path) -> chain.HighWater:
-    """The highest numbers of which anything is left anywhere, as far as this node sees. While a node of version 1 is there, whose
-    records have no word for it, no number of the log is left out."""
+    """The highest numbers of which anything is left anywhere, as far as this node sees."""
     lineage, left = await asyncio.gather(
         asyncio.to_thread(highest_lineage, run_dir), asyncio.to_thread(highest_in_folder, run_dir)
     )
     told = (stored.record.entry for stored in view.mirror.folders.values())
-    entry = max((left.entry, *told)) if written_version() >= LEFT_OUT_CAME else 0
-    return chain.HighWater(lineage=max(lineage, left.lineage, highest_reported_lineage(view)), entry=entry)
+    return chain.HighWater(
+        lineage=max(lineage, left.lineage, highest_reported_lineage(view)), entry=max((left.entry, *told))
+    )
 
 
 def highest_reported_lineage(view: JobView) -> int:

@@ -70,7 +70,7 @@ from gcore.errors import GcoreError
 from gcore.flows.api import Flow, Peer
 from gcore.flows.filters import find_filters
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.cluster import SHARES_CAME, Claim
+from gcore.ledger.records.cluster import Claim
 from gcore.ledger.records.job import JobPhase
 from gcore.ledger.selection import StreamRules, rules_of
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
@@ -217,7 +217,7 @@ class JobRunner(ABC):
             me=self.me,
             node=self.node,
             nodes=self._cluster.able(written_version()),
-            share=self._cluster.share_of(self.uid) if written_version() >= SHARES_CAME else None,
+            share=self._cluster.share_of(self.uid),
             claim=self._cluster.claims.get(self.uid, Claim()),
             queued=self._cluster.queue.get(self.uid),
             unable=self._cluster.unable(written_version()),

@@ -24,8 +24,7 @@ from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, Sleep, W
 from controllers.rules.view import EngineView, JobView, RankView, turn_of
 from gcore.config.spec import JobSpec
 from gcore.ledger.records.chain import Member, SealState
-from gcore.ledger.records.job import SLEEP_CAME, EnginePlace, Plan, RankPlace
-from gcore.schema import written_version
+from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
 from gcore.system.slots import is_cuda
 from gcore.train.rank.launch import PARTS
 from gcore.worker.records import WorkerRecord
@@ -49,7 +48,7 @@ def takes_turns(spec: JobSpec, slot: str) -> bool:
 def ranks_taking_turns(view: JobView) -> Mapping[int, RankPlace]:
     """The ranks of head's world that take turns, by rank."""
     plan = view.mirror.plan
-    if plan is None or written_version() < SLEEP_CAME:  # an older node would ask an engine that sleeps, and wait for it
+    if plan is None:
         return {}
     return view.remembered.get(
         "turns",

@@ -29,10 +29,9 @@ from controllers.rules.world import (
     placement_snapshot,
     world_loss,
 )
-from gcore import schema
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import SlotKey
-from gcore.ledger.records.job import SLEEP_CAME, JobPhase, Move, MoveKind, Pin, Plan
+from gcore.ledger.records.job import JobPhase, Move, MoveKind, Pin, Plan
 from gcore.ledger.selection import resumable_checkpoints
 from placement.moves import MoveProposal, MoveReport
 from placement.placer import new_placer
@@ -199,22 +198,19 @@ TAKE_S = 0.2
 """So long is it left to the one whose turn it is."""
 
 
-def moves_slots(view: JobView) -> bool:
-    """Whether a policy moves this job's slots, and every node knows engines that sleep."""
-    return view.spec.placement.is_live and schema.written_version() >= SLEEP_CAME
-
-
 def is_leader(view: JobView) -> bool:
     """Whether this controller plans."""
     leader = view.mirror.leader
     if is_suspended(view):
         return False
-    return moves_slots(view) and leader is not None and leader.record.incarnation == view.me and not view.leaving
+    return (
+        view.spec.placement.is_live and leader is not None and leader.record.incarnation == view.me and not view.leaving
+    )
 
 
 def take_lead(view: JobView) -> Iterator[Intent]:
     """Take the leadership, if nobody has it who works on the job and stays."""
-    if not moves_slots(view) or view.leaving:
+    if not view.spec.placement.is_live or view.leaving:
         return
     leader = view.mirror.leader
     member = view.mirror.members.get(leader.record.incarnation) if leader is not None else None

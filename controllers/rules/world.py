@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from controllers.rules.actions import Intent, Replan, Rollback, SetPhase, TakeStock
 from controllers.rules.replication import HOLDERS_GRACE_S, newest_checkpoint_away, why_start_lost
 from controllers.rules.view import SETTLE_S, JobView
-from gcore import schema
 from gcore.engines.emulated.launch import emulation_remark
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry, SealState, StateName, WorldState, head_state_names, whole_state
@@ -246,11 +245,10 @@ def unreported_nodes(view: JobView) -> frozenset[str]:
 
 
 def may_use_copies(view: JobView) -> bool:
-    """Whether a new world may start from copies: they are made, every node understands a rollback that names them, there is
-    something in head that was trained, and not one world after the other has tried in vain."""
+    """Whether a new world may start from copies: they are made, there is something in head that was trained, and not one world after
+    the other has tried in vain."""
     return (
         view.spec.train.copies_gb != 0
-        and schema.written_version() >= LogEntry.came_with["state"]
         and bool(_names_of_head(view))
         and tries_from_copies(view) < MAX_TRIES_FROM_COPIES
     )

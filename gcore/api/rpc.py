@@ -2,7 +2,7 @@
 
 Every RPC carries the schema versions that its caller speaks, as metadata: its own and the one before. The server speaks two
 as well; if they have none in common, it refuses the call in one sentence that names both sides, before it reads the request.
-A call without the metadata is one of version 1. Answers need no version: messages only grow by fields that an older reader
+A call without the metadata is one of the first version. Answers need no version: messages only grow by fields that an older reader
 ignores. A message that holds a stored record (the seal in `Apply`) or samples (a feed) says its own version.
 
 A refused call has a `google.rpc.Status` in its trailing metadata: an `ErrorInfo` with a constant reason for programs, and a
@@ -26,8 +26,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from gcore import schema
 from gcore.errors import GcoreError, UsageError
-from gcore.schema import READABLE, SCHEMA_VERSION
 
 REQUEST_WITHIN_S = 30.0
 """From the beginning of a call to its request, of whoever may call: the largest, over a slow line."""
@@ -196,19 +196,19 @@ UNSERVED = "SCHEMA_VERSION_NOT_SERVED"
 """For programs: why such a call is refused."""
 
 
-def version_metadata(versions: Collection[int] = READABLE) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call whose caller speaks `versions`."""
-    return ((VERSION_KEY, ",".join(str(version) for version in sorted(versions))),)
+def version_metadata(versions: Collection[int] | None = None) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call whose caller speaks `versions` (None: those of this process)."""
+    return ((VERSION_KEY, ",".join(str(version) for version in sorted(versions or schema.READABLE))),)
 
 
 def version_refusal(said: str | None) -> str | None:
     """Why a call whose metadata say this is not served, or None."""
-    spoken = set(("1" if said is None else said).split(","))
-    if spoken & {str(readable) for readable in READABLE}:
+    spoken = set((str(schema.FIRST_VERSION) if said is None else said).split(","))
+    if spoken & {str(readable) for readable in schema.READABLE}:
         return None
-    older = all(one.isascii() and one.isdigit() and len(one) < 9 and int(one) < SCHEMA_VERSION for one in spoken)
+    older = all(one.isascii() and one.isdigit() and len(one) < 9 and int(one) < schema.SCHEMA_VERSION for one in spoken)
     upgrade = "the caller" if older else "the controllers and workers first, or use the gcore that fits them"
-    readable = " and ".join(map(str, sorted(READABLE)))
+    readable = " and ".join(map(str, sorted(schema.READABLE)))
     return f"the call is of schema version {str(said)[:20]!r}, and this process serves {readable}; upgrade {upgrade}"
 
 
@@ -216,7 +216,7 @@ class VersionedStub:
     """A stub whose every call carries the versions that this process speaks, and `more` besides."""
 
     def __init__(
-        self, stub: Any, versions: Collection[int] = READABLE, *, more: tuple[tuple[str, str], ...] = ()
+        self, stub: Any, versions: Collection[int] | None = None, *, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
         self._stub = stub
         self._metadata = version_metadata(versions) + more

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from gcore.config.spec import SamplesSpec
 from gcore.errors import UsageError
@@ -65,8 +65,6 @@ class KeptSample(RecordPart):
 
     `observed`: the characters [start, end) of it that the policy did not make, `observed_tokens` so many of its tokens.
     """
-
-    came_with: ClassVar[Mapping[str, int]] = {"observed": 2, "observed_tokens": 2}
 
     response: KeptText
     tokens: int

@@ -13,7 +13,7 @@ SCHEMAS = ROOT + "schema/"
 TOKENS = ROOT + "tokens/"
 
 WRITTEN = SCHEMAS + "written"
-"""The newest schema version that was ever written here, as digits, under no lease; there is none before version 2."""
+"""The newest schema version that was ever written here, as digits, under no lease."""
 
 READS = SCHEMAS + "reads/"
 
@@ -65,7 +65,7 @@ def node(name: str) -> str:
 
 
 def readable_version(node_name: str) -> str:
-    """The newest schema version that a node's daemon reads, as digits, under its lease. Daemons of version 1 have none."""
+    """The newest schema version that a node's daemon reads, as digits, under its lease."""
     return f"{READS}{node_name}"
 
 

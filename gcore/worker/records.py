@@ -6,8 +6,7 @@ it. Nothing here reads or writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -21,8 +20,6 @@ WorkerState = Literal["starting", "serving", "failed", "stopping"]
 
 class WorkerRecord(Record):
     """`workers/{instance}`, under the worker's lease."""
-
-    came_with: ClassVar[Mapping[str, int]] = {"judge": 2, "further": 2}
 
     instance: str
     node: str
@@ -59,8 +56,6 @@ class WorkerRecord(Record):
 
 class LaunchSpec(Record):
     """The file that `gcore-worker --launch` reads. All times in seconds."""
-
-    came_with: ClassVar[Mapping[str, int]] = {"judge": 2, "further": 2, "cgroup": 2, "cpus": 2, "folder": 2}
 
     instance: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     node: str

@@ -23,7 +23,7 @@ from chaos_cluster import BACK_S, CLOCK, TTL_S, ChaosCluster, ChaosFailed, Nobod
 from chaos_resumed import demo_survives, four_one_three, losses_equal, losses_equal_elsewhere
 
 from controllers.cli.local import home_processes
-from gcore.schema import NEWEST_VERSION, PIN
+from gcore.schema import FIRST_VERSION, NEXT, PIN
 from gcore.system.process import identify_process, send_signal
 
 Told = dict[str, Any]
@@ -460,20 +460,20 @@ def _is_anew(cluster: ChaosCluster, name: str, old: str | None) -> bool:
 
 
 async def rewritten_restart(cluster: ChaosCluster) -> Told:
-    """The same, from daemons that speak the previous schema version to those of this one, their workers among them.
+    """The same, from daemons that are pinned to the first schema version to those of an invented next, their workers among them.
 
-    What stands in the store is of the previous version while one old daemon is there, and of this one when all are new.
+    What stands in the store is of the first version while one old daemon is there, and of the next when all are new.
     """
     for daemon in cluster.daemons.values():
         del daemon.environment[PIN]
     first, *others = cluster.up
-    await _expect_written(cluster, NEWEST_VERSION - 1, "before any daemon is new")
+    await _expect_written(cluster, FIRST_VERSION, "before any daemon is new")
     await _restart(cluster, first)
     for name in others:
-        await _expect_written(cluster, NEWEST_VERSION - 1, f"while {name} is old")
+        await _expect_written(cluster, FIRST_VERSION, f"while {name} is old")
         await _restart(cluster, name)
-    await _expect_written(cluster, NEWEST_VERSION, "when all daemons are new")
-    return {"target": "each daemon", "schema_versions": [NEWEST_VERSION - 1, NEWEST_VERSION]}
+    await _expect_written(cluster, FIRST_VERSION + 1, "when all daemons are new")
+    return {"target": "each daemon", "schema_versions": [FIRST_VERSION, FIRST_VERSION + 1]}
 
 
 async def _expect_written(cluster: ChaosCluster, version: int, when: str) -> None:
@@ -563,7 +563,7 @@ OF_ITS_OWN = ("schema-restart", "lost-answers", "at-start", "at-prune")
 """Faults that need a job, or a cluster, that begins with them or lasts for them."""
 THREE_STORES = Shape(members=3)
 MIXED = Shape(nodes=2, spares=1, members=3, network=True)
-OLD = Shape(environment={PIN: str(NEWEST_VERSION - 1)})
+OLD = Shape(environment={NEXT: "1", PIN: str(FIRST_VERSION)})
 NAMESPACES = Shape(network=True)
 LONG = 45
 POINT_RUNS = 2
@@ -605,7 +605,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("rolling-restart", "each daemon restarted in good order", rolling_restart, steps=LONG),
     Fault(
         "schema-restart",
-        "each daemon restarted, from the previous schema version to this",
+        "each daemon restarted, from the first schema version to an invented next",
         rewritten_restart,
         OLD,
         steps=LONG,

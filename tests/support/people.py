@@ -29,7 +29,7 @@ class People:
         known = None if self._store.stopped else self._store.get(self._active)
         if known is None:
             return False
-        self._write(self._active, Claim.read(known.value, self._active).model_copy(update={"paused": yes}))
+        self._write(self._active, Claim.decode(known.value, self._active).model_copy(update={"paused": yes}))
         return True
 
     def resume(self) -> None:

@@ -28,9 +28,8 @@ from gcore.engines.emulated.launch import is_emulated
 from gcore.engines.sglang.command import HOW, check_engine_args, find_python
 from gcore.errors import DataError, GcoreError, SpecError
 from gcore.flows.filters import find_filters, try_filters
-from gcore.ledger.records.chain import PARTS_CAME, OfferedGroup
 from gcore.ledger.records.cluster import ModelConfigs, attention_equals_at
-from gcore.ledger.records.job import JUDGES_CAME, SLEEP_CAME, SPANS_CAME, NodeRecord
+from gcore.ledger.records.job import NodeRecord
 from gcore.ledger.selection import MOST_BYTES, cursor_bytes, offer_bytes, seal_bytes
 from gcore.models.checks import check_classifier, check_critic, check_whole, read_config
 from gcore.models.hubs import hub_model
@@ -47,21 +46,10 @@ from gcore.reward.scorer import reward_functions
 from gcore.rollout.agents.server import try_agent
 from gcore.rollout.environments.pool import try_environment
 from gcore.rollout.environments.tools import TagCallFormat, call_format
-from gcore.schema import written_version
 from gcore.types import Prompt
 from placement.mapping.workload import relevant_sizes
 from placement.policies.base import find_policy
 from placement.slots import count_noun
-
-OBSERVED_CAME = OfferedGroup.came_with["observed"]
-"""The schema version from which on nodes know what of a response the policy did not make."""
-
-
-def _needs(came_with: int, what: str, where: str, otherwise: str = "") -> None:
-    """Raise SpecError if nodes may be older than the schema version that a feature came with. `what`: the sentence up to "nodes"."""
-    if written_version() < came_with:
-        fix = "Submit it when all nodes are upgraded" + (f", {otherwise}" if otherwise else "")
-        raise SpecError(f"{what} nodes of this version, and some are older", where=where, fix=fix)
 
 
 def check_engine(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
@@ -81,9 +69,7 @@ def wants_sglang(spec: JobSpec) -> tuple[str, ...]:
 
 
 def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Whether every node knows judges, and has slots that can serve them. Raises SpecError."""
-    if spec.judges:
-        _needs(JUDGES_CAME, f"judge {spec.judges[0].name!r} needs", "judges")
+    """Whether every node has slots that can serve the judges. Raises SpecError."""
     classifiers = [judge.name for judge in spec.served_judges if judge.kind == "classifier"]
     emulated = sorted(node.name for node in nodes if any(map(is_emulated, node.slots)))
     if classifiers and emulated:
@@ -92,28 +78,6 @@ def check_served_judges(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
             where="judges",
             fix="Take a judge of kind: generative there",
         )
-
-
-def check_environment(spec: JobSpec) -> None:
-    """Whether every node knows responses of several turns. Raises SpecError."""
-    if (spec.environment or spec.agent) is not None:
-        what, where = ("an environment", "environment") if spec.agent is None else ("an agent", "agent")
-        _needs(OBSERVED_CAME, f"{what} needs", where)
-
-
-def check_streamed_steps(spec: JobSpec) -> None:
-    """Whether every node knows steps that come in parts. Raises SpecError."""
-    if spec.train.stream:
-        _needs(PARTS_CAME, "steps that come in parts need", "train.stream", "or leave it out")
-
-
-def check_moving(spec: JobSpec) -> None:
-    """Whether every node knows engines that sleep. Raises SpecError."""
-    if spec.placement.is_live:
-        what = f"policy: {spec.placement.policy} puts engines to sleep, which needs"
-        _needs(SLEEP_CAME, what, "placement.policy", "or with policy: colocated")
-    if spec.placement.memory == "in_turns":
-        _needs(SLEEP_CAME, "engines that sleep while ranks train need", "placement.memory", "or with memory: kept")
 
 
 def check_ranks(spec: JobSpec, most: int | None) -> None:
@@ -257,10 +221,9 @@ HEADS = "num_attention_heads"
 
 
 def check_spans(spec: JobSpec, nodes: Sequence[NodeRecord]) -> None:
-    """Whether every node knows such engines, and has slots that can be divided by so many: a replica crosses no node's boundary. What
-    comes later with other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
+    """Whether each node's slots can be divided by the size of an engine: a replica crosses no node's boundary. What comes later with
+    other slots is used as far as it goes (`placement.slots`). Raises SpecError."""
     for _, where, size in _wide(spec):
-        _needs(SPANS_CAME, "engines that span several slots need", where)
         odd = next((node for node in sorted(nodes, key=lambda one: one.name) if len(node.slots) % size), None)
         if odd is not None:
             raise SpecError(

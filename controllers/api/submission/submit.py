@@ -20,12 +20,9 @@ from controllers.api.submission.allowlist import EVERYTHING, Allowlist
 from controllers.api.submission.checks import (
     check_copies,
     check_engine,
-    check_environment,
-    check_moving,
     check_ranks,
     check_served_judges,
     check_spans,
-    check_streamed_steps,
     check_submission,
     judge_remote_code,
     judge_revisions,
@@ -101,11 +98,8 @@ class Submitter:
             check_engine(spec, nodes)
             check_ranks(spec, self._most_slots())
             check_served_judges(spec, nodes)
-            check_streamed_steps(spec)
-            check_moving(spec)
             check_spans(spec, nodes)
             check_copies(spec, local=self._local)
-            check_environment(spec)
             run_root = self._run_root if spec.storage.root is None else Path(spec.storage.root)
             checked = await asyncio.to_thread(check_submission, spec, run_root, self._cache_dir)
             if named is not None and anew:  # only now: a spec that is refused ends nothing

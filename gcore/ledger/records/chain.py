@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, PositiveInt
 
 from gcore.data.order import Cursors
-from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, SHARES_CAME
+from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT
 from gcore.schema import Record, RecordPart
 from gcore.types import OutcomeKind, PromptRef, Token, Version
 
@@ -116,7 +116,6 @@ StoredCursors = Annotated[Cursors, BeforeValidator(_cursors), PlainSerializer(la
 class EndedRef(RecordPart):
     """A ref and its outcome. `holder` and `versions` are kept for the audit; `step` is the entry's."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"digest": 2, "samples": 2}
     ref: PromptRef
     kind: OutcomeKind
     reason: str = ""
@@ -140,7 +139,6 @@ class OfferedGroup(RecordPart):
     `prompt_tokens` and `response_tokens` (one number a sample) are what `balance()` weighs.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"observed": 2}
     ref: PromptRef
     digest: str
     prompt_tokens: int
@@ -191,11 +189,6 @@ class SealedGroup(OfferedGroup):
     holder: str
 
 
-PARTS_CAME = 2
-"""The schema version from which on nodes know seals in parts. One that does not cannot read them, so no job with `train.stream` is
-created while one is there (`controllers.api.submission.checks`)."""
-
-
 class SealState(StrEnum):
     """OPEN: nothing is being exchanged, the attempt survives. SEALED: being exchanged. READY: every rank holds its share.
 
@@ -217,8 +210,6 @@ class Seal(Record):
 
     Of a streamed step `groups` grow part by part. What is in a READY part is never given up; an OPEN slot holds that and no more.
     """
-
-    came_with: ClassVar[Mapping[str, int]] = {"parts": PARTS_CAME, "ready_parts": PARTS_CAME, "checkpoint": SHARES_CAME}
 
     lineage: int
     step: int
@@ -314,8 +305,6 @@ class Tally(RecordPart):
 class Lineage(RecordPart):
     """Lineage `number` went on from `base_step` of the one before."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"entry": 2}
-
     number: int
     base_step: int
     entry: int | None = None
@@ -325,7 +314,6 @@ class Lineage(RecordPart):
 class Head(Record):
     """`head`: the newest entry of the chain, and the state it leads to."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"digest": 2}
     seq: int
     parent: int | None
     lineage: int
@@ -352,7 +340,6 @@ class LogEntry(Record):
     in the store or in the run's folder, is found from head (`gcore.ledger.chain`).
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"ranks": 2, "parent_digest": 2, "state": 2, "follows": 2}
     seq: int
     parent: int | None
     kind: Literal["base", "train", "account", "rollback"]
@@ -438,8 +425,6 @@ class Assignment(Record):
 class Member(Record):
     """`member/{incarnation}` of a job, under the incarnation's lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"leaving": 2}
-
     incarnation: str
     node: str
     address: str
@@ -463,7 +448,6 @@ class HeldCheckpoint(RecordPart):
 class NodeFolder(Record):
     """`folder/{node}`. What it says of the log and of evaluations is of those alone that are next to leave the store."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"entry": 2}
     node: str
     by: str
     """The incarnation that looked."""

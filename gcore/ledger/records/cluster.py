@@ -26,15 +26,12 @@ from pydantic import Field
 from gcore.schema import Record, RecordPart
 from gcore.store.keys import DEFAULT_NAMESPACE
 
-SHARES_CAME = 2
-"""The schema version from which on nodes keep to shares. While an older one is there, all jobs share all slots, as they did."""
-
 SlotKey = tuple[str, str]
 """A node's name, and a slot of it."""
 
 
 class Claim(Record):
-    """`active/{uid}`: what a job wants of the cluster. Of a job of schema version 1 there is none, and the defaults hold."""
+    """`active/{uid}`: what a job wants of the cluster."""
 
     namespace: str = DEFAULT_NAMESPACE
     name: str = ""
@@ -57,11 +54,6 @@ class Claim(Record):
     def wants(self) -> bool:
         """Whether it is to have slots at all."""
         return not self.paused and not self.ends
-
-    @classmethod
-    def read(cls, value: bytes, where: str) -> Claim:
-        """What stands in the store. Raises UnreadableRecord."""
-        return cls.decode(value, where) if value else cls()
 
 
 class Share(RecordPart):

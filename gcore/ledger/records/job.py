@@ -6,13 +6,12 @@ and the next planner read that; no step rests on it. A move names the generation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, SHARES_CAME, ModelConfigs, NodeFacts
+from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, ModelConfigs, NodeFacts
 from gcore.schema import Record, RecordPart, cut_text
 from gcore.store.keys import DEFAULT_NAMESPACE, full_name
 from gcore.types import Version
@@ -215,24 +214,6 @@ MOST_SAID = 8192
 
 ErrorText = Annotated[str, cut_text(MOST_SAID)]
 
-JUDGES_CAME = 2
-"""The schema version from which on nodes know judges. A node that does not would take a judge's place for the policy's, so no job with
-judges is created while one is there (`controllers.api.submission.checks`)."""
-
-SLEEP_CAME = 2
-"""The same of engines that sleep: a node that does not know them would ask them, and wait for ever."""
-
-SPANS_CAME = 2
-"""The same of engines that span several slots: a node that does not know them would start one on the first of its slots alone."""
-
-ASKED_CAME = 2
-"""The same of evaluations that a person asks for: a node that does not know them makes none of their parts."""
-
-FACTS_CAME = 2
-
-PEER_ADDRESS_CAME = 2
-"""The schema version from which on nodes tell what they are, and jobs what their models are. Who does not know it plans without."""
-
 
 class JobPhase(StrEnum):
     """PENDING: created, nothing of it has started. Ended: SUCCEEDED, FAILED or CANCELLED, for ever."""
@@ -252,13 +233,6 @@ class JobPhase(StrEnum):
 class JobRecord(Record):
     """`job`: written once. `spec` is the resolved spec; `run_dir` is seen by every node; where nodes share no folder,
     each has one of that name (`controllers.storage.run_folder`)."""
-
-    came_with: ClassVar[Mapping[str, int]] = {
-        "judge_revisions": JUDGES_CAME,
-        "models": FACTS_CAME,
-        "namespace": SHARES_CAME,
-        "owner": SHARES_CAME,
-    }
 
     uid: str
     name: str
@@ -304,8 +278,6 @@ class JobStatus(Record):
 class EnginePlace(RecordPart):
     """A replica that generates: of the rollout pool, or of the reward pool. It lies on one node; several may be resident on one slot."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"judge": JUDGES_CAME, "asleep": SLEEP_CAME, "further": SPANS_CAME}
-
     node: str
     slot: str
     judge: str = ""
@@ -341,8 +313,6 @@ class RankPlace(RecordPart):
 
 class Plan(Record):
     """`plan`: which slot serves the job in which role. The ranks are those of world `world`."""
-
-    came_with: ClassVar[Mapping[str, int]] = {"lent_from": SLEEP_CAME, "stands_still": SHARES_CAME}
 
     generation: int
     world: str
@@ -404,8 +374,6 @@ class Evaluation(Record):
     `accuracy` is the mean over all prompts of all sets of the share of correct responses; `count` is of prompts.
     """
 
-    came_with: ClassVar[Mapping[str, int]] = {"asked": ASKED_CAME}
-
     version: Version
     accuracy: float
     count: int
@@ -438,8 +406,6 @@ class EvalPart(Record):
     Part `number` of `parts`; deleted with the transaction that writes the evaluation. Prompts `first` and following of the
     set, as many as `correct` has numbers: how many of the `samples` responses to each are correct.
     """
-
-    came_with: ClassVar[Mapping[str, int]] = {"rewards": 2}
 
     version: Version
     number: int
@@ -501,7 +467,6 @@ class StorageMark(Record):
 class Trouble(Record):
     """`trouble/{topic}`: what last went wrong beside the run, such as with a tracker; the run itself is none the worse."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"time": 2}
     topic: str
     node: str
     sentence: ErrorText
@@ -517,7 +482,6 @@ class Trouble(Record):
 class NodeRecord(Record):
     """`nodes/{name}`: a daemon that is there, under its lease."""
 
-    came_with: ClassVar[Mapping[str, int]] = {"facts": FACTS_CAME, "peer_address": PEER_ADDRESS_CAME}
     name: str
     incarnation: str
     address: str

@@ -1,4 +1,6 @@
-"""Daemons of two schema versions side by side, as real processes, without a job: what they write, and how they end."""
+"""Daemons of the first schema version and an invented next side by side, as real processes, without a job: what they write, and how
+they end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 
 from gcore.config import NodeConfig
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import NEWEST_VERSION, PIN
+from gcore.schema import FIRST_VERSION, NEXT, PIN
 from gcore.store import keys
 from gcore.store.client import EtcdStore
 from gcore.store.etcd import LocalEtcd
@@ -22,7 +24,8 @@ from gcore.store.reference import StoreRef
 from gcore.system.clock import SystemClock
 
 CLOCK = SystemClock()
-OLDER = NEWEST_VERSION - 1
+OLDER, NEWEST = FIRST_VERSION, FIRST_VERSION + 1
+ALL_OF_NEXT = {**os.environ, NEXT: "1"}
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(120)]
 
 
@@ -54,7 +57,7 @@ class Nodes:
         pin = {PIN: str(version)} if version is not None else {}
         self.daemons[name] = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "controllers.daemon", "--home", str(home), "--config", str(file)),
-            env={**os.environ, **pin},
+            env={**ALL_OF_NEXT, **pin},
             stderr=(home / "log").open("wb"),
         )
         await self.until(lambda there: keys.node(name) in there)
@@ -103,43 +106,43 @@ async def test_a_newer_daemon_writes_as_the_older_ones_read_until_the_last_of_th
     assert await nodes.written("old") == OLDER
     assert await nodes.written("new") == OLDER
     there = await nodes.until(lambda there: keys.readable_version("new") in there)
-    assert there[keys.readable_version("new")] == str(NEWEST_VERSION).encode()
+    assert there[keys.readable_version("new")] == str(NEWEST).encode()
     assert there[keys.readable_version("old")] == str(OLDER).encode()
     assert NodeRecord.decode(there[keys.node("new")]).name == "new"
     assert await nodes.stop("old") == 0
     await nodes.until(lambda there: keys.node("old") not in there and keys.readable_version("old") not in there)
     # What it has written before is brought up to date: the version after the next must read it.
-    await nodes.until(lambda there: json.loads(there[keys.node("new")])["schema_version"] == NEWEST_VERSION)
+    await nodes.until(lambda there: json.loads(there[keys.node("new")])["schema_version"] == NEWEST)
     await nodes.start("next")
-    assert await nodes.written("next") == NEWEST_VERSION
+    assert await nodes.written("next") == NEWEST
 
 
 async def test_beside_an_older_daemon_that_came_back_a_new_one_writes_what_was_written_before(nodes: Nodes) -> None:
     """What stands there cannot be taken back, and has fields without a word in the older version."""
     await nodes.start("first")
     await nodes.start("old", version=OLDER)
-    assert await nodes.written("first") == NEWEST_VERSION
+    assert await nodes.written("first") == NEWEST
     assert await nodes.stop("first") == 0
     await nodes.start("second")
     assert await nodes.written("old") == OLDER
-    assert await nodes.written("second") == NEWEST_VERSION
+    assert await nodes.written("second") == NEWEST
 
 
 async def test_a_daemon_that_is_asked_to_end_leaves_nothing_under_its_lease(nodes: Nodes) -> None:
     await nodes.start("one")
     assert await nodes.stop("one") == 0
     there = await nodes.until(lambda _: True)
-    assert there == {keys.WRITTEN: str(NEWEST_VERSION).encode()}, "which is for ever"
+    assert there == {keys.WRITTEN: str(NEWEST).encode()}, "which is for ever"
     assert "handed over" in (nodes.folder / "one" / "log").read_text()
 
 
 async def test_a_daemon_that_is_pinned_to_what_it_does_not_know_says_so(nodes: Nodes) -> None:
     daemon = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "controllers.daemon", "--home", "h", "--config", "c"),
-        env={**os.environ, PIN: "9"},
+        env={**ALL_OF_NEXT, PIN: "9"},
         stderr=asyncio.subprocess.PIPE,
     )
     _, said = await daemon.communicate()
     assert daemon.returncode == 2
     assert said.decode().count("\n") == 1
-    assert f"{PIN}: schema version '9' cannot be spoken. Use {OLDER} or {NEWEST_VERSION}" in said.decode()
+    assert f"{PIN}: schema version '9' cannot be spoken. Use {OLDER} or {NEWEST}" in said.decode()

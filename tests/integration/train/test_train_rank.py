@@ -30,6 +30,7 @@ from gcore.config.spec import JobSpec
 from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
 from gcore.models.layout import checkpoint_folder, manifest_digest, receipts_file, verify_checkpoint, weights_folder
+from gcore.schema import SCHEMA_VERSION
 from gcore.types import Group, PromptRef, Sample, Version, VersionSpan
 from gcore.worker.control import CONTROL_FD
 
@@ -193,7 +194,7 @@ class World:
             groups=[part(groups[g], layout.samples_of(rank, g)) for g in layout.groups_of_rank(rank)]
         ).SerializeToString()
         header = pb.FeedHeader(
-            schema_version=1,
+            schema_version=SCHEMA_VERSION,
             world=self.id,
             token=pb.StepToken(lineage=seal.lineage, step=seal.step, attempt=seal.attempt),
             sender="test",
@@ -207,7 +208,9 @@ class World:
     async def apply(self, rank: int, seal: Seal) -> None:
         token = pb.StepToken(lineage=seal.lineage, step=seal.step, attempt=seal.attempt)
         async with self.stub(rank) as stub:
-            await stub.Apply(pb.ApplyRequest(schema_version=1, world=self.id, token=token, seal=seal.encode()))
+            await stub.Apply(
+                pb.ApplyRequest(schema_version=SCHEMA_VERSION, world=self.id, token=token, seal=seal.encode())
+            )
 
     async def applied(self, rank: int, step: int) -> pb.RankState:
         """The state in which the rank reports the step applied."""

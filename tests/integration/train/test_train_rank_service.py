@@ -17,6 +17,7 @@ from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.ledger.balance import balance_samples, content_sha256
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.schema import SCHEMA_VERSION
 from gcore.system.clock import Clock, SystemClock
 from gcore.testing import FakeClock
 from gcore.train.checkpoint.run_files import WriteProgress
@@ -118,7 +119,7 @@ async def chunks(
     data: bytes, world: pb.WorldId = ME, size: int = 1 << 20, total: int | None = None, share: int = 0
 ) -> AsyncIterator[pb.FeedChunk]:
     header = pb.FeedHeader(
-        schema_version=1,
+        schema_version=SCHEMA_VERSION,
         world=world,
         token=TOKEN,
         sender="s",
@@ -132,7 +133,7 @@ async def chunks(
 
 
 def apply_request(seal: bytes, world: pb.WorldId = ME) -> pb.ApplyRequest:
-    return pb.ApplyRequest(schema_version=1, world=world, token=TOKEN, seal=seal)
+    return pb.ApplyRequest(schema_version=SCHEMA_VERSION, world=world, token=TOKEN, seal=seal)
 
 
 async def test_what_was_fed_in_many_chunks_and_calls_is_held_and_then_trained(served: Served) -> None:

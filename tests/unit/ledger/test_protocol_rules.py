@@ -333,7 +333,7 @@ CLAIMS: dict[str, Versioned[Claim]] = {}
 async def claimed(job: StoredJob) -> None:
     there = await job.store.get(job.keys.active)
     assert there is not None
-    CLAIMS[job.keys.uid] = Versioned(Claim.read(there.value, there.key), there.mod_revision)
+    CLAIMS[job.keys.uid] = Versioned(Claim.decode(there.value, there.key), there.mod_revision)
 
 
 def claiming(job: StoredJob) -> Transaction:

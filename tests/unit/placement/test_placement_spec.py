@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_moving
 from gcore.config import parse_spec
 from gcore.errors import SpecError
-from gcore.schema import NEWEST_VERSION, set_written_version
 
 JUDGE = {
     "name": "tutor",
@@ -83,14 +81,3 @@ def test_slots_are_lent_where_the_spec_says_so() -> None:
 def test_a_policy_that_begins_with_a_split_says_it_whole() -> None:
     placed = spec({"policy": "dynamic", "train": 1, "reward": 2, "dry_run": True}, judged=True).placement
     assert (placed.train, placed.reward, placed.dry_run) == (1, 2, True)
-
-
-def test_a_job_whose_slots_move_is_not_created_beside_a_node_that_knows_no_sleep() -> None:
-    set_written_version(NEWEST_VERSION - 1)
-    try:
-        with pytest.raises(SpecError, match="needs nodes of this version"):
-            check_moving(spec({"policy": "dynamic"}, judged=True))
-        check_moving(spec({}))
-    finally:
-        set_written_version(NEWEST_VERSION)
-    check_moving(spec({"policy": "dynamic"}, judged=True))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from controllers.api.submission.checks import check_environment
 from controllers.flow.job_data import make_response
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import RewardSpec
@@ -17,7 +16,6 @@ from gcore.flows.filters import untrainable_reason
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
 from gcore.rollout.agents.api import parse_result
 from gcore.rollout.postprocess import make_scored_group
-from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.testing.judges import group_of
 from gcore.types import Prompt
 
@@ -66,16 +64,6 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
 def test_what_cannot_be_is_refused(agent: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         spec(agent, **more)
-
-
-def test_a_job_with_an_agent_waits_until_every_node_knows_what_was_observed() -> None:
-    check_environment(spec(AGENT))
-    set_written_version(NEWEST_VERSION - 1)
-    try:
-        with pytest.raises(SpecError, match="an agent needs nodes of this version"):
-            check_environment(spec(AGENT))
-    finally:
-        set_written_version(NEWEST_VERSION)
 
 
 def test_the_reward_agent_hands_on_what_the_agent_returned() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
-from controllers.api.submission.checks import check_environment, check_tags
+from controllers.api.submission.checks import check_tags
 from controllers.flow.job_data import make_response
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import RewardSpec
@@ -20,7 +20,6 @@ from gcore.errors import SpecError
 from gcore.reward.__main__ import parse_batch
 from gcore.reward.api import Response, RewardError, RewardResult, find_reward
 from gcore.reward.pool import batch_line
-from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.testing.judges import group_of
 
 TOOLS = {"name": "tools", "tools": {"names": ["calculator"]}}
@@ -64,17 +63,6 @@ def test_a_response_has_room_for_twice_what_the_model_may_make_unless_the_spec_s
 def test_what_cannot_be_is_refused(environment: dict[str, Any] | None, more: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         spec(environment, **more)
-
-
-def test_a_job_with_an_environment_waits_until_every_node_knows_what_was_observed() -> None:
-    check_environment(spec(TOOLS))
-    set_written_version(NEWEST_VERSION - 1)
-    try:
-        check_environment(spec(None))
-        with pytest.raises(SpecError, match="needs nodes of this version"):
-            check_environment(spec(TOOLS))
-    finally:
-        set_written_version(NEWEST_VERSION)
 
 
 def test_the_reward_environment_hands_on_what_the_environment_said() -> None:

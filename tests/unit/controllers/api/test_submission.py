@@ -15,7 +15,6 @@ from controllers.api.submission.checks import (
     MOST_FOR_EVER,
     check_kept_checkpoints,
     check_ranks,
-    check_streamed_steps,
     check_submission,
 )
 from controllers.api.submission.submit import Submitter
@@ -256,20 +255,3 @@ async def test_a_job_of_which_a_record_is_damaged_can_be_ended(tmp_path: Path) -
     status = JobStatus.decode(found.value)
     assert (status.phase, status.reason) == (JobPhase.CANCELLED, "cancelled on request")
     assert await store.get(job.keys.active) is None  # no daemon works on it, and its workers are stopped
-
-
-def test_steps_that_come_in_parts_need_nodes_that_can_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {
-        "name": "j",
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "flow": {"steps": 3},
-        "rollout": {"max_new_tokens": 4},
-        "train": {"stream": True},
-    }
-    streamed = parse_spec(tree)
-    check_streamed_steps(streamed)
-    monkeypatch.setattr("controllers.api.submission.checks.written_version", lambda: 1)
-    with pytest.raises(SpecError, match="some are older"):
-        check_streamed_steps(streamed)
-    check_streamed_steps(parse_spec(tree | {"train": {}}))

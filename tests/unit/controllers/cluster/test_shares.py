@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,19 +14,12 @@ from controllers.cluster.shares import ShareWriter, change_claim
 from gcore.errors import StoreUnavailable
 from gcore.ledger.records.cluster import Claim, Drained, Quotas, Shares, SickSlots, slots_of_share
 from gcore.ledger.records.job import NodeRecord
-from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.store import keys
 from gcore.store.keys import JobKeys
 from gcore.store.types import Compare, Delete, Put, TxnResult
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 ONE, TWO = JobKeys("one"), JobKeys("two")
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    set_written_version(NEWEST_VERSION)
 
 
 @pytest.fixture
@@ -86,7 +79,7 @@ async def test_one_of_the_daemons_writes_and_all_hear(memory: MemoryCluster) -> 
 
 
 async def test_what_people_and_nodes_say_of_slots_is_heard(memory: MemoryCluster) -> None:
-    claims = (Put(ONE.active, Claim(namespace="x").encode()), Put(TWO.active, b""))
+    claims = (Put(ONE.active, Claim(namespace="x").encode()), Put(TWO.active, Claim().encode()))
     memory.transact((), claims)
     async with daemon(memory, "a") as mirror, daemon(memory, "b"):
         memory.transact((), (Put(keys.drained_node("a"), Drained().encode()),))
@@ -123,14 +116,6 @@ async def test_what_cannot_be_read_is_as_if_it_said_nothing(
     assert "passed over" in caplog.text
 
 
-async def test_while_an_older_node_is_there_nobody_shares_anything_out(memory: MemoryCluster) -> None:
-    set_written_version(NEWEST_VERSION - 1)
-    memory.transact((), (Put(ONE.active, Claim().encode()),))
-    async with daemon(memory, "a"), daemon(memory, "b"):  # whoever's turn it is
-        await rested()
-        assert memory.get(keys.SHARES) is None
-
-
 async def test_a_job_that_ended_is_forgotten(memory: MemoryCluster) -> None:
     memory.transact((), (Put(ONE.active, Claim().encode()),))
     async with daemon(memory, "a"), daemon(memory, "b"):
@@ -163,7 +148,7 @@ async def test_a_claim_is_changed_whoever_changes_it_meanwhile(memory: MemoryClu
 
 
 async def test_a_change_of_which_nobody_knows_whether_it_was_written_says_so(memory: MemoryCluster) -> None:
-    memory.transact((), (Put(ONE.active, b""),))
+    memory.transact((), (Put(ONE.active, Claim().encode()),))
 
     class Away(MemoryStore):
         async def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TxnResult:

@@ -212,9 +212,7 @@ def seen_by(job: RecordedJob) -> Any:
     return JobView(spec, job.rules, job.mirror, "node-1.b", "node-1", nodes, {})
 
 
-async def test_while_a_node_of_version_1_is_there_no_number_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_highest_number_of_the_log_is_of_the_folder_or_of_what_nodes_say_of_theirs(tmp_path: Path) -> None:
     job = await asyncio.to_thread(RecordedJob, tmp_path)
     archive.append_entries(tmp_path, "a", [job.mirror.log[0].record.model_copy(update={"seq": 9, "lineage": 3})])
     view = replace(seen_by(job), engines={}, ranks={})
@@ -224,8 +222,6 @@ async def test_while_a_node_of_version_1_is_there_no_number_is_left_out(
     assert await highest_numbers(elsewhere, tmp_path) == HighWater(lineage=3, entry=12), (
         "where nodes share no folder, each says of its own"
     )
-    monkeypatch.setattr("controllers.job.rollback.written_version", lambda: 1)
-    assert await highest_numbers(view, tmp_path) == HighWater(lineage=3, entry=0)
 
 
 def cut(path: Path) -> None:

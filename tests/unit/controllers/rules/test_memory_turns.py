@@ -12,7 +12,6 @@ from builders import KEYS, ME, PEER, SPEC, running_job, sealed_job, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controllers.api.submission.checks import check_moving
 from controllers.rules.actions import Apply, Intent, ReleaseRank, RestoreRank, Sleep, Wake
 from controllers.rules.memory import (
     AWAY_S,
@@ -29,7 +28,6 @@ from controllers.rules.waits import current_waits
 from gcore.config import parse_spec
 from gcore.errors import SpecError
 from gcore.ledger.records.job import EnginePlace, RankClaim
-from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.train.rank.launch import PARTS
 from gcore.worker.records import WorkerRecord
 
@@ -212,19 +210,6 @@ def test_a_job_that_keeps_its_memory_knows_no_turns() -> None:
         view = replace(Cluster(ready=ready, released={0: frozenset(), 1: frozenset()}).view(), spec=SPEC)
         assert [*take_turns(view), *apply_sleep_plan(view)] == []
         assert {i.after for i in train_step(view)} <= {0.0}
-
-
-def test_while_a_node_is_older_nobody_takes_turns_and_no_such_job_begins() -> None:
-    """It would ask an engine that sleeps."""
-    set_written_version(1)
-    try:
-        view = Cluster(ready=True).view()
-        assert [*take_turns(view), *apply_sleep_plan(view)] == []
-        with pytest.raises(SpecError, match="some are older"):
-            check_moving(IN_TURNS)
-    finally:
-        set_written_version(NEWEST_VERSION)
-    check_moving(IN_TURNS)
 
 
 def test_what_is_waited_for_is_said() -> None:

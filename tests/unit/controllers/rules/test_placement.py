@@ -15,7 +15,6 @@ from controllers.rules.placement import is_leader, take_lead, write_moves
 from controllers.rules.view import JobView
 from controllers.rules.world import awaits_world, growth_delay_s, growth_reason, wanted_world
 from controllers.telemetry.gauges import count_moves
-from gcore import schema
 from gcore.config import parse_spec
 from gcore.ledger.records.chain import Seal, SealState
 from gcore.ledger.records.job import EnginePlace, Leader, Move, MoveKind, Moves, NodeRecord, Pin
@@ -82,10 +81,8 @@ def test_who_leaves_does_not_take_the_leadership_and_gives_it_up() -> None:
     assert [intent.action for intent in take_lead(left)] == [Lead()]
 
 
-def test_nobody_leads_where_slots_do_not_move_or_a_node_knows_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_leads_where_slots_do_not_move() -> None:
     assert list(take_lead(replace(moving(None), spec=running_job().spec))) == []
-    monkeypatch.setattr(schema, "written_version", lambda: schema.NEWEST_VERSION - 1)
-    assert list(take_lead(moving(None))) == []
 
 
 def test_a_proposal_is_written_by_who_leads_while_it_is_about_the_plan_and_the_step_there_are() -> None:

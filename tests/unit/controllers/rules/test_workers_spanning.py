@@ -29,7 +29,6 @@ from gcore.ledger.records.chain import Member
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan
 from gcore.rollout.engine_time import EngineReading, EngineTimeSums
-from gcore.schema import NEWEST_VERSION, set_written_version
 from gcore.store.reference import StoreRef
 from gcore.types import Version
 from placement.assign import assign_split, split_of
@@ -98,7 +97,7 @@ def node(name: str, *slots: str) -> NodeRecord:
     return NodeRecord(name=name, incarnation=f"{name}.1", address="h:1", slots=slots, pid=1)
 
 
-def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided_or_a_node_is_older() -> None:
+def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided() -> None:
     job, even, odd = spec(WIDE, judge(**WIDE)), node("a", "cuda:0", "cuda:1"), node("b", "cuda:0")
     check_spans(job, [even])
     check_spans(spec(), [odd])
@@ -108,12 +107,6 @@ def test_a_job_is_refused_where_a_nodes_slots_cannot_be_divided_or_a_node_is_old
         check_spans(job, [even, odd])
     with pytest.raises(SpecError, match=r"judges\.0\.serving\.slots_per_engine"):
         check_spans(spec({}, judge(**WIDE)), [odd])
-    set_written_version(NEWEST_VERSION - 1)
-    try:
-        with pytest.raises(SpecError, match="some are older"):
-            check_spans(job, [even])
-    finally:
-        set_written_version(NEWEST_VERSION)
     with pytest.raises(SpecError, match="no node has so many"):
         make_initial_plan(Snapshot((NodeSlots("b", ("cuda:0",)),)), job, None)
 

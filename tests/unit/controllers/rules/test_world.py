@@ -23,7 +23,6 @@ from controllers.rules.world import (
     growth_delay_s,
     state_at_hand,
 )
-from gcore import schema
 from gcore.config import parse_spec
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
@@ -216,13 +215,6 @@ class TestAWorldThatIsLost:
         assert intents(view(spec=off), TakeStock) == []
         (intent,) = intents(view(spec=off), Rollback)
         assert intent.after < STOCK_PATIENCE_S
-
-    def test_while_a_node_of_the_version_before_is_there_nothing_starts_from_copies(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(schema, "written_version", lambda: schema.NEWEST_VERSION - 1)
-        assert intents(view(), TakeStock) == []
-        assert state_at_hand(view(stock("node-0", 0, 1)), frozenset({"node-0"})) is None
 
 
 class TestANodeThatComes:

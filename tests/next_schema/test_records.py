@@ -1,0 +1,145 @@
+"""Records of the first version and of the next: a process of the next reads both, and writes either."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from gcore import schema
+from gcore.ledger.records.chain import Member
+from gcore.schema import FIRST_VERSION, NEWEST_VERSION, PIN, Record, RecordPart, UnreadableRecord, pinned_version
+
+FOLDER = Path(__file__).parents[1] / "golden" / f"records_of_version_{FIRST_VERSION}"
+GOLDEN = sorted(path for path in FOLDER.glob("*.json") if path.name != "fields.json")
+
+
+@pytest.fixture(autouse=True)
+def newest() -> Iterator[None]:
+    """Whatever a test writes, it is forgotten."""
+    yield
+    schema.set_written_version(NEWEST_VERSION)
+
+
+class NotePart(RecordPart):
+    """A part of a record, of which a field came with the next version."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"digest": NEWEST_VERSION}
+
+    ref: tuple[int, int]
+    digest: str = ""
+
+
+class Note(Record):
+    """A record of which a field came with the next version."""
+
+    came_with: ClassVar[Mapping[str, int]] = {"leaving": NEWEST_VERSION}
+
+    node: str
+    leaving: bool = False
+    parts: tuple[NotePart, ...] = ()
+
+
+def test_the_process_is_of_the_version_after_the_first() -> None:
+    assert NEWEST_VERSION == FIRST_VERSION + 1
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_record_of_the_version_before_is_read_whole_and_written_as_it_was(path: Path) -> None:
+    data = path.read_bytes().strip()
+    module, _, name = path.stem.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    record = kind.decode(data, "a golden record")
+    assert record.schema_version == NEWEST_VERSION  # from here on there is one shape only
+    assert json.loads(record.encode(FIRST_VERSION)) == json.loads(data)
+    again = kind.decode(record.encode())
+    assert again == record
+
+
+def test_what_came_later_is_left_out_for_readers_of_the_version_before() -> None:
+    note = Note(node="n", leaving=True)
+    assert json.loads(note.encode())["leaving"] is True
+    assert json.loads(note.encode(FIRST_VERSION)) == {"schema_version": FIRST_VERSION, "node": "n"}
+    assert Note.decode(note.encode(FIRST_VERSION)) == note.model_copy(update={"leaving": False})
+
+
+def test_what_came_later_is_left_out_at_any_depth() -> None:
+    tree = json.loads(Note(node="n", parts=(NotePart(ref=(1, 2), digest="d"),)).encode(FIRST_VERSION))
+    assert tree["parts"] == [{"ref": [1, 2]}]
+
+
+def test_a_field_that_its_version_does_not_have_is_refused() -> None:
+    note = Note(node="n", leaving=True)
+    newer, older = f'"schema_version":{NEWEST_VERSION}'.encode(), f'"schema_version":{FIRST_VERSION}'.encode()
+    with pytest.raises(UnreadableRecord, match=f"leaving: no field of version {FIRST_VERSION}"):
+        Note.decode(note.encode().replace(newer, older), "here")
+    with pytest.raises(UnreadableRecord, match="Extra inputs"):
+        Note.decode(note.encode().replace(b'"leaving"', b'"unknown"'), "here")
+
+
+def test_a_record_of_the_version_before_that_lacks_something_is_refused() -> None:
+    with pytest.raises(UnreadableRecord, match="incarnation: Field required"):
+        Member.decode(f'{{"schema_version":{FIRST_VERSION},"node":"n","address":"a:1"}}'.encode())
+
+
+def test_a_process_writes_what_it_was_told_to_speak() -> None:
+    note = Note(node="n", leaving=True)
+    schema.set_written_version(FIRST_VERSION)
+    assert json.loads(note.encode())["schema_version"] == FIRST_VERSION
+    schema.set_written_version(NEWEST_VERSION)
+    assert json.loads(note.encode())["schema_version"] == NEWEST_VERSION
+    with pytest.raises(ValueError, match="not among"):
+        schema.set_written_version(NEWEST_VERSION + 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "version"),
+    [
+        (None, NEWEST_VERSION),
+        ("", NEWEST_VERSION),
+        (str(FIRST_VERSION), FIRST_VERSION),
+        (str(NEWEST_VERSION), NEWEST_VERSION),
+    ],
+)
+def test_a_process_can_be_pinned_to_the_version_before(value: str | None, version: int) -> None:
+    assert pinned_version(value) == version
+
+
+PINNED = """
+import importlib, json, sys
+from pathlib import Path
+from typing import ClassVar
+from gcore.schema import Record, UnreadableRecord
+
+for path in Path(sys.argv[1]).glob("gcore.*.json"):
+    module, _, kind = path.stem.rpartition(".")
+    record = getattr(importlib.import_module(module), kind).decode(path.read_bytes())
+    assert json.loads(record.encode()) == json.loads(path.read_bytes()), path
+
+class Note(Record):
+    came_with: ClassVar[dict[str, int]] = {"leaving": 3}
+    node: str
+    leaving: bool = False
+
+note = Note(node="n", leaving=True)
+assert json.loads(note.encode()) == {"schema_version": 2, "node": "n"}, "though it is the version it writes"
+assert Note.decode(note.encode()).leaving is False
+for data in (b'{"schema_version":3,"node":"n"}', b'{"schema_version":2,"node":"n","leaving":true}'):
+    try:
+        Note.decode(data)
+    except UnreadableRecord:
+        continue
+    raise AssertionError(data)
+"""
+
+
+def test_a_pinned_process_reads_and_writes_exactly_what_the_version_before_did() -> None:
+    environment = {**os.environ, PIN: str(FIRST_VERSION)}
+    subprocess.run([sys.executable, "-c", PINNED, str(FOLDER)], env=environment, check=True, timeout=60)
