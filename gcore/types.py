@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+_set = object.__setattr__  # of frozen classes that make their fields themselves
+_NO_FIELDS = (None,) * 6
+
 Pool = Literal["rollout", "reward", "train"]
 """What slots do, and the role of a worker on them."""
 
@@ -79,20 +82,56 @@ class Outcome:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+class TextPart(NamedTuple):
+    """A piece of a prompt as text."""
+
+    text: str
+
+
+ContentPart = TextPart
+"""A piece of a prompt. Only the renderer, the batches of the trainer and the engine's dialect look inside one."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Prompt:
     """One entry of the dataset, tokenized.
 
-    `text` is what the model is shown (the template applied); `fields` is the entry's JSON object, from which rewards
+    `content` is what the model is shown (the template applied); `fields` is the entry's JSON object, from which rewards
     take the answer.
     """
 
     ref: PromptRef
-    text: str
+    content: tuple[ContentPart, ...]
     token_ids: tuple[int, ...]
     fields: dict[str, Any]
-    source: str = ""
+    source: str
     """The name of the source it comes from."""
+
+    def __init__(
+        self,
+        ref: PromptRef,
+        text: str | None = None,
+        token_ids: tuple[int, ...] | None = None,
+        fields: dict[str, Any] | None = None,
+        source: str = "",
+        *,
+        content: tuple[ContentPart, ...] | None = None,
+    ) -> None:
+        """`text`: in place of `content`, which is then this one part. Raises TypeError."""
+        if text is not None:
+            content = (TextPart(text),)
+        if content is None or token_ids is None or fields is None:
+            raise TypeError("a Prompt needs text or content, token_ids and fields")
+        _set(self, "ref", ref)
+        _set(self, "content", content)
+        _set(self, "token_ids", token_ids)
+        _set(self, "fields", fields)
+        _set(self, "source", source)
+
+    @property
+    def text(self) -> str:
+        """All its text, as one."""
+        return "".join(part.text for part in self.content)
 
 
 Range = tuple[int, int]
@@ -118,9 +157,8 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One response to a prompt.
+class TokenOutput(NamedTuple):
+    """A response made of tokens.
 
     `logprobs[i]` is the engine's log-probability of `token_ids[i]` under the temperature-scaled, untruncated softmax.
     """
@@ -128,20 +166,91 @@ class Sample:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
-    finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
-    reward: float = 0.0
-    reward_parts: tuple[tuple[str, float], ...] = ()
-    masked: bool = False
-    """Whether its tokens are left out of the loss; its reward still counts for the group's baseline."""
     observed: tuple[Range, ...] = ()
     """Of `token_ids`: what the policy did not make but was told, by a tool or an environment, between its turns. Ascending, apart
     from each other, none empty. `logprobs` are 0 there, and a span holds them like all others."""
     observed_text: tuple[Range, ...] = ()
     """The same in `text`, by characters, for people and rewards."""
-    prompt_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Sample:
+    """One response to a prompt: what was made (`output`), and what became of it."""
+
+    output: TokenOutput
+    finish_reason: FinishReason
+    reward: float
+    reward_parts: tuple[tuple[str, float], ...]
+    masked: bool
+    """Whether its tokens are left out of the loss; its reward still counts for the group's baseline."""
+    prompt_ids: tuple[int, ...] | None
     """What stands in front of it, where that is not its prompt's own tokens: an agent's own words. Only until it is in a group
     (`gcore.rollout.postprocess`)."""
+
+    def __init__(
+        self,
+        token_ids: tuple[int, ...] | None = None,
+        logprobs: tuple[float, ...] | None = None,
+        text: str | None = None,
+        finish_reason: FinishReason | None = None,
+        spans: tuple[VersionSpan, ...] | None = None,
+        reward: float = 0.0,
+        reward_parts: tuple[tuple[str, float], ...] = (),
+        masked: bool = False,
+        observed: tuple[Range, ...] | None = None,
+        observed_text: tuple[Range, ...] | None = None,
+        prompt_ids: tuple[int, ...] | None = None,
+        *,
+        output: TokenOutput | None = None,
+    ) -> None:
+        """Of an output, or of the fields of a `TokenOutput`; of both, the fields replace the output's. Raises TypeError."""
+        if output is None:
+            if token_ids is None or logprobs is None or text is None or spans is None:
+                raise TypeError("a Sample needs output, or token_ids, logprobs, text and spans")
+            output = TokenOutput(token_ids, logprobs, text, spans, observed or (), observed_text or ())
+        else:
+            given = (token_ids, logprobs, text, spans, observed, observed_text)
+            if given != _NO_FIELDS:
+                output = TokenOutput._make(old if new is None else new for old, new in zip(output, given, strict=True))
+        if finish_reason is None:
+            raise TypeError("a Sample needs finish_reason")
+        _set(self, "output", output)
+        _set(self, "finish_reason", finish_reason)
+        _set(self, "reward", reward)
+        _set(self, "reward_parts", reward_parts)
+        _set(self, "masked", masked)
+        _set(self, "prompt_ids", prompt_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of its output."""
+        return self.output.token_ids
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of its output."""
+        return self.output.logprobs
+
+    @property
+    def text(self) -> str:
+        """Of its output."""
+        return self.output.text
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Of its output."""
+        return self.output.spans
+
+    @property
+    def observed(self) -> tuple[Range, ...]:
+        """Of its output."""
+        return self.output.observed
+
+    @property
+    def observed_text(self) -> tuple[Range, ...]:
+        """Of its output."""
+        return self.output.observed_text
 
     @property
     def own_tokens(self) -> int:

@@ -136,7 +136,7 @@ class PartialResponses:
         if kept is None:
             return sample
         lacking = _lacking(sample, self._in_front(number), self._decode)
-        return _joined(kept, replace(sample, text=lacking + sample.text))
+        return _joined(kept, replace(sample, output=sample.output._replace(text=lacking + sample.text)))
 
     def _in_front(self, number: int) -> tuple[int, ...]:
         """The newest tokens that the engine that is asked now goes on behind."""
@@ -159,13 +159,13 @@ def _joined(before: Sample | None, after: Sample) -> Sample:
             spans[-1] = VersionSpan(moved.version, spans[-1].start, moved.end)
         else:
             spans.append(moved)
-    return replace(
-        after,
+    output = after.output._replace(
         token_ids=before.token_ids + after.token_ids,
         logprobs=before.logprobs + after.logprobs,
         text=before.text + after.text,
         spans=tuple(span for span in spans if span.start < span.end),
     )
+    return replace(after, output=output)
 
 
 def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> Sample | None:
@@ -194,13 +194,9 @@ def _safe(sample: Sample, before: tuple[int, ...], stop: Sequence[str], decode: 
     text = said(count)
     if count == 0 or _begins(text, stop):
         return None
-    return replace(
-        sample,
-        token_ids=tokens[:count],
-        logprobs=sample.logprobs[:count],
-        text=text,
-        spans=tuple(replace(s, end=min(s.end, count)) for s in sample.spans if s.start < count),
-    )
+    spans = tuple(replace(s, end=min(s.end, count)) for s in sample.spans if s.start < count)
+    output = sample.output._replace(token_ids=tokens[:count], logprobs=sample.logprobs[:count], text=text, spans=spans)
+    return replace(sample, output=output)
 
 
 def _unbegun(tokens: tuple[int, ...], text: str, before: tuple[int, ...], stop: Sequence[str], decode: Decode) -> int:

@@ -60,14 +60,13 @@ def _behind(sample: Sample, rest: tuple[int, ...]) -> Sample:
         observed[0] = (0, observed[0][1])
     else:
         observed.insert(0, (0, more))
-    return replace(
-        sample,
+    output = sample.output._replace(
         token_ids=rest + sample.token_ids,
         logprobs=(0.0,) * more + sample.logprobs,
         spans=(first, *spans[1:]),
         observed=tuple(observed),
-        prompt_ids=None,
     )
+    return replace(sample, output=output, prompt_ids=None)
 
 
 OVERLONG_PART = "overlong"

@@ -1,0 +1,136 @@
+"""Content of prompts and samples: one form inside, every way of making one, and the digests of before there was content."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+
+from gcore.types import (
+    Group,
+    Prompt,
+    PromptRef,
+    Sample,
+    TextPart,
+    TokenOutput,
+    Version,
+    VersionSpan,
+)
+
+SPANS = (VersionSpan(Version(0, 1), 0, 2), VersionSpan(Version(0, 2), 2, 3))
+OUTPUT = TokenOutput((1, 2, 3), (-0.5, -1.0, -0.25), "abc", SPANS)
+PROMPT = Prompt(PromptRef(0, 0, 1), "6*7=", (1, 2), {"answer": "42"}, "sums")
+
+# Made at commit 8340a61d, when a sample had no output of its own.
+SAMPLES = (
+    (
+        Sample((1, 2, 3), (-0.5, -1.0, -0.25), "abc", "stop", SPANS, 1.0),
+        "5a75be52233adc4129e33d4485fba8a341852019006aa269257eb141027147f1",
+    ),
+    (
+        Sample((4,), (-0.125,), "d", "length", (VersionSpan(Version(1, 7), 0, 1),), -2.5, (("judge", -2.5),), True),
+        "c1a54d59ebc7e84313a4f111099c0b616abc384a46479e3f6977163766c7f405",
+    ),
+    (
+        Sample(
+            (5, 6, 7, 8),
+            (-0.5, 0.0, 0.0, -2.0),
+            "efgh",
+            "abort",
+            (VersionSpan(Version(0, 2), 0, 4),),
+            0.5,
+            observed=((1, 3),),
+            observed_text=((1, 3),),
+        ),
+        "dca43ae9627f3ad0f48c70e6c56d81988b60592d9d64a1af8f6ea9de43062d77",
+    ),
+    (
+        Sample((), (), "", "stop", ()),
+        "3e7077fd2f66d689e0cee6a7cf5b37bf2dca7c979af356d0a31cbc5c85605c7d",
+    ),
+)
+GROUPS = (
+    (
+        Group(PromptRef(0, 3, 41), (9, 8, 7), tuple(sample for sample, _ in SAMPLES), "sums", 0.75, 0.25),
+        "8578bff4a28e831977d0b33d5e50e391",
+    ),
+    (
+        Group(PromptRef(2, 0, 1), (), tuple(sample for sample, _ in SAMPLES[:2])),
+        "e922c070a5aaaf92906e125403cbb8bf",
+    ),
+)
+
+
+@pytest.mark.parametrize(("sample", "digest"), SAMPLES)
+def test_a_text_sample_has_the_digest_that_it_always_had(sample: Sample, digest: str) -> None:
+    assert sample.digest().hex() == digest
+    assert Sample(output=sample.output, finish_reason="stop", reward=sample.reward, masked=sample.masked).digest() == (
+        sample.digest()
+    )
+
+
+@pytest.mark.parametrize(("group", "digest"), GROUPS)
+def test_a_group_of_text_has_the_digest_that_it_always_had(group: Group, digest: str) -> None:
+    assert group.digest() == digest
+
+
+def test_a_sample_of_fields_is_the_sample_of_their_output() -> None:
+    sample = Sample(OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.text, "stop", OUTPUT.spans, 1.0)
+    assert sample == Sample(output=OUTPUT, finish_reason="stop", reward=1.0)
+    assert sample.output == OUTPUT
+    assert (sample.token_ids, sample.logprobs, sample.text, sample.spans) == OUTPUT[:4]
+    assert hash(sample) == hash(Sample(output=OUTPUT, finish_reason="stop", reward=1.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": (7,)},
+        {"logprobs": (-3.0,)},
+        {"text": "other"},
+        {"spans": ()},
+        {"observed": ((0, 1),)},
+        {"observed_text": ((0, 1),)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_field_of_the_output_is_replaced_as_one_of_the_sample(change: dict[str, object]) -> None:
+    before = Sample(
+        output=OUTPUT._replace(observed=((1, 2),)), finish_reason="stop", reward=2.0, masked=True, prompt_ids=(4,)
+    )
+    after = dataclasses.replace(before, **change)
+    assert after.output == before.output._replace(**change)
+    assert (after.reward, after.masked, after.prompt_ids) == (2.0, True, (4,))
+    emptied = dataclasses.replace(before, observed=())
+    assert emptied.observed == ()
+
+
+def test_a_replaced_reward_leaves_the_output_itself() -> None:
+    sample = Sample(output=OUTPUT, finish_reason="stop")
+    assert dataclasses.replace(sample, reward=3.0).output is OUTPUT
+
+
+def test_a_sample_or_prompt_without_content_is_refused() -> None:
+    with pytest.raises(TypeError):
+        Sample((1,), (0.0,), finish_reason="stop")
+    with pytest.raises(TypeError):
+        Sample(output=OUTPUT)
+    with pytest.raises(TypeError):
+        Prompt(PromptRef(0, 0, 1), token_ids=(1,), fields={})
+
+
+def test_a_prompt_of_text_is_one_part() -> None:
+    assert PROMPT.content == (TextPart("6*7="),)
+    assert Prompt(PROMPT.ref, token_ids=(1, 2), fields=PROMPT.fields, source="sums", content=PROMPT.content) == PROMPT
+    parts = dataclasses.replace(PROMPT, content=(TextPart("6*"), TextPart("7=")))
+    assert parts.text == "6*7="
+    assert dataclasses.replace(parts, source="other").content == parts.content
+    assert dataclasses.replace(parts, text="1+1=").content == (TextPart("1+1="),)
+
+
+@pytest.mark.parametrize(
+    "value", [PROMPT, *(sample for sample, _ in SAMPLES), GROUPS[0][0]], ids=lambda one: type(one).__name__
+)
+def test_what_is_pickled_comes_back(value: object) -> None:
+    assert pickle.loads(pickle.dumps(value)) == value
