@@ -10,13 +10,16 @@ all from the seal, they agree on the largest number without talking. A rank that
 into that many all the same, evenly by cost (attention is quadratic in the length), so that ranks which wait for each
 other in every micro-batch have about as much to do; with fewer samples than that it runs empty micro-batches.
 
+What is cut are units: samples that must be in one micro-batch, because a loss compares them. A unit of a policy's loss is one
+sample. A unit that alone exceeds the budget gets a micro-batch of its own.
+
 Masked samples are not computed: their rewards count, their tokens do not. Only where the KL stands in the reward they
 are, because their reward needs it; they train nothing even then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +27,8 @@ from gcore.ledger.balance import SampleSlot, StepLayout, sample_cost
 from gcore.ledger.records.chain import Seal
 
 Packing = Literal["packed", "bucketed"]
+Unit = tuple[SampleSlot, ...]
+"""Samples that are never in different micro-batches."""
 
 
 PADDING = 25
@@ -89,13 +94,24 @@ class CutSettings:
     masked: bool = False
 
 
-def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: CutSettings) -> tuple[MiniBatchPlan, ...]:
-    """The mini-batches of a step as `rank` runs them."""
+def single_units(slots: Iterable[SampleSlot]) -> list[Unit]:
+    """Each sample by itself."""
+    return [(slot,) for slot in slots]
+
+
+def plan_step(
+    seal: Seal,
+    layout: StepLayout,
+    rank: int,
+    cutting: CutSettings,
+    units_of: Callable[[Iterable[SampleSlot]], list[Unit]] = single_units,
+) -> tuple[MiniBatchPlan, ...]:
+    """The mini-batches of a step as `rank` runs them. `units_of`: the units of a rank's samples, the same on every rank."""
     plans = []
     for number in range(layout.mini_batches):
         shares = [layout.share(number, other) for other in range(layout.world_size)]
-        computed = [[slot for slot in share if cutting.masked or not is_masked(seal, slot)] for share in shares]
-        count = max(sum(1 for _ in _cut(_sorted(seal, share), cutting, None)) for share in computed)
+        computed = [units_of(slot for slot in share if cutting.masked or not is_masked(seal, slot)) for share in shares]
+        count = max(sum(1 for _ in _cut(_sorted(seal, units), cutting, None)) for units in computed)
         # One rank waits for nobody.
         own = cut_evenly(seal, computed[rank], cutting, count if layout.world_size > 1 else 1)
         responses = [
@@ -114,12 +130,12 @@ def plan_step(seal: Seal, layout: StepLayout, rank: int, cutting: CutSettings) -
     return tuple(plans)
 
 
-def cut_evenly(seal: Seal, slots: list[SampleSlot], cutting: CutSettings, count: int) -> tuple[MicroPlan, ...]:
+def cut_evenly(seal: Seal, units: list[Unit], cutting: CutSettings, count: int) -> tuple[MicroPlan, ...]:
     """Micro-batches within the budget: the fewest, or `count` of them, the costliest about as cheap as can be.
 
     `count` is 1, or at least as many as the budget alone asks for.
     """
-    ordered = _sorted(seal, slots)
+    ordered = _sorted(seal, units)
     found = tuple(_cut(ordered, cutting, None))
     if count <= 1 or not ordered:
         return found
@@ -140,24 +156,29 @@ def is_masked(seal: Seal, slot: SampleSlot) -> bool:
     return slot.sample in seal.groups[slot.group].masked
 
 
+_Row = tuple[int, SampleSlot]
+"""A sample's length, negative, and its place: so the longest is first in order, and of equal ones the lower slot."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Weighed:
-    slot: SampleSlot
-    length: int
+    """A unit: its samples in order, and what they cost together."""
+
+    rows: tuple[_Row, ...]
     cost: int
 
 
-def _sorted(seal: Seal, slots: list[SampleSlot]) -> list[_Weighed]:
-    """Longest first; of equal ones the lower slot."""
-    lengths = ((-sample_length(seal, slot), slot) for slot in slots)
-    return [_Weighed(slot, -n, sample_cost(-n, seal.attention_equals_at)) for n, slot in sorted(lengths)]
+def _sorted(seal: Seal, units: Iterable[Unit]) -> list[_Weighed]:
+    """By their longest sample."""
+    rows = sorted(tuple(sorted((-sample_length(seal, slot), slot) for slot in unit)) for unit in units)
+    return [_Weighed(one, sum(sample_cost(-n, seal.attention_equals_at) for n, _ in one)) for one in rows]
 
 
 class _Draft:
     """A micro-batch that is being filled, longest samples first."""
 
     def __init__(self) -> None:
-        self.slots: list[SampleSlot] = []
+        self.rows: list[_Row] = []
         self.cost = 0
         self._closed: list[Rectangle] = []
         self._area = 0  # of closed rectangles
@@ -165,26 +186,43 @@ class _Draft:
         self._length = 0
         self._real = 0
 
-    def add(self, one: _Weighed, cutting: CutSettings) -> bool:
-        """Take a sample in, if it fits by tokens."""
-        area = (self._rows + 1) * self._length
-        if self._rows and PADDING * (area - self._real - one.length) <= area and self._area + area <= cutting.budget:
+    def with_unit(self, one: _Weighed, cutting: CutSettings) -> _Draft | None:
+        """The draft with a unit in it, which the first one always is; None if it does not fit by tokens."""
+        first = not self.rows
+        if len(one.rows) == 1 and (first or self.rows[-1] < one.rows[0]):
+            if not self._add(one.rows[0], cutting, first=first):
+                return None
+            self.cost += one.cost
+            return self
+        # Its rows have places among those that are there, so the draft is filled anew.
+        anew = _Draft()
+        anew.cost = self.cost + one.cost
+        if not all(anew._add(row, cutting, first=first) for row in sorted([*self.rows, *one.rows])):
+            return None
+        return anew
+
+    def _add(self, row: _Row, cutting: CutSettings, *, first: bool) -> bool:
+        """`first`: it is of the draft's first unit, which has to fit."""
+        length, area = -row[0], (self._rows + 1) * self._length
+        fits = PADDING * (area - self._real - length) <= area and self._area + area <= cutting.budget
+        if self._rows and (fits or (first and cutting.packing == "bucketed")):
             self._rows += 1
-            self._real += one.length
-        elif self.slots and (
-            cutting.packing == "bucketed" or self._area + self._rows * self._length + one.length > cutting.budget
+            self._real += length
+        elif (
+            self.rows
+            and not first
+            and (cutting.packing == "bucketed" or self._area + self._rows * self._length + length > cutting.budget)
         ):
             return False
         else:
             self._close()
-            self._rows, self._length, self._real = 1, one.length, one.length
-        self.slots.append(one.slot)
-        self.cost += one.cost
+            self._rows, self._length, self._real = 1, length, length
+        self.rows.append(row)
         return True
 
     def done(self) -> MicroPlan:
         self._close()
-        return MicroPlan(tuple(self.slots), tuple(self._closed))
+        return MicroPlan(tuple(slot for _, slot in self.rows), tuple(self._closed))
 
     def _close(self) -> None:
         if self._rows:
@@ -197,10 +235,12 @@ def _cut(ordered: list[_Weighed], cutting: CutSettings, cap: int | None) -> Iter
     """In order, each as full as budget and `cap` on the cost allow."""
     draft = _Draft()
     for one in ordered:
-        if draft.slots and ((cap is not None and draft.cost + one.cost > cap) or not draft.add(one, cutting)):
+        too_costly = bool(draft.rows) and cap is not None and draft.cost + one.cost > cap
+        grown = None if too_costly else draft.with_unit(one, cutting)
+        if grown is None:
             yield draft.done()
-            draft = _Draft()
-        if not draft.slots:
-            draft.add(one, cutting)
-    if draft.slots:
+            grown = _Draft().with_unit(one, cutting)
+            assert grown is not None
+        draft = grown
+    if draft.rows:
         yield draft.done()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +14,17 @@ from hypothesis import strategies as st
 
 from gcore.ledger.balance import SampleSlot, balance_samples, sample_cost
 from gcore.ledger.records.chain import Seal, SealState
-from gcore.train.packing import CutSettings, MicroPlan, Packing, cut_evenly, is_masked, plan_step, sample_length
+from gcore.train.packing import (
+    CutSettings,
+    MicroPlan,
+    Packing,
+    Unit,
+    cut_evenly,
+    is_masked,
+    plan_step,
+    sample_length,
+    single_units,
+)
 
 
 def make_seal(lengths: list[tuple[int, list[int]]], ranks: int, mini_batches: int, **more: Any) -> Seal:
@@ -79,7 +92,7 @@ def test_there_are_no_more_micro_batches_than_the_fullest_rank_needs(seal: Seal,
         needed = []
         for plan in plans:
             slots = [slot for batch in plan.micro_batches for slot in batch.slots]
-            needed.append(len(cut_evenly(seal, slots, cutting, 1)))
+            needed.append(len(cut_evenly(seal, single_units(slots), cutting, 1)))
         assert count == max(needed, default=0)
 
 
@@ -115,8 +128,8 @@ def test_every_row_of_a_rectangle_holds_its_sample(seal: Seal, cutting: CutSetti
 @given(seals, cuttings, st.integers(0, 5))
 def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, cutting: CutSettings, more: int) -> None:
     slots = sample_slots(seal)
-    fewest = cut_evenly(seal, slots, cutting, 1)
-    cut = cut_evenly(seal, slots, cutting, len(fewest) + more)
+    fewest = cut_evenly(seal, single_units(slots), cutting, 1)
+    cut = cut_evenly(seal, single_units(slots), cutting, len(fewest) + more)
     assert len(cut) <= len(fewest) + more
     assert max(cost(seal, one) for one in cut) <= max(cost(seal, one) for one in fewest)
     total, largest = sum(cost(seal, one) for one in cut), max(cost(seal, MicroPlan((slot,))) for slot in slots)
@@ -138,7 +151,7 @@ def test_more_micro_batches_than_needed_make_the_costliest_cheaper(seal: Seal, c
 )
 def test_the_budget_counts_padding(packing: Packing, budget: int, sizes: list[int]) -> None:
     seal = make_seal([(2, [8, 2, 8, 2, 2])], 1, 1)
-    batches = cut_evenly(seal, sample_slots(seal), CutSettings(budget, packing), 1)
+    batches = cut_evenly(seal, single_units(sample_slots(seal)), CutSettings(budget, packing), 1)
     assert [len(batch.slots) for batch in batches] == sizes
 
 
@@ -160,3 +173,74 @@ def test_ranks_cut_alike_by_cost_though_their_lengths_differ() -> None:
     assert len(plans[0].micro_batches) == len(plans[1].micro_batches) == 2
     short = [cost(seal, one) for one in plans[1].micro_batches]
     assert max(short) <= 1.2 * min(short)
+
+
+def test_single_samples_are_cut_as_before_there_were_units() -> None:
+    draw, found = random.Random(7), hashlib.sha256()
+    for _ in range(300):
+        groups = draw.randint(1, 8)
+        prompts = [draw.randint(1, 40) for _ in range(groups)]
+        responses = [[draw.randint(0, 60) for _ in range(draw.randint(1, 6))] for _ in range(groups)]
+        seal = seal_of_lengths(
+            responses,
+            prompts,
+            world_size=draw.randint(1, 5),
+            mini_batches=draw.randint(1, 4),
+            state=SealState.READY,
+            masked=draw.choice([(), (0,), (0, 1, 2, 3, 4, 5)]),
+            attention_equals_at=draw.choice([1, 50, 24576]),
+        )
+        cutting = CutSettings(draw.randint(1, 300), draw.choice(["packed", "bucketed"]), draw.random() < 0.5)
+        layout = balance_samples(seal)
+        for rank in range(seal.world_size):
+            for plan in plan_step(seal, layout, rank, cutting):
+                cut = [
+                    (
+                        [(slot.group, slot.sample) for slot in batch.slots],
+                        [(one.rows, one.length) for one in batch.rectangles],
+                    )
+                    for batch in plan.micro_batches
+                ]
+                found.update(repr((cut, plan.tokens, plan.sequences)).encode())
+    assert found.hexdigest() == "bb2ba68d0da1986ad02ac456f1f8cdd618ef65f44032575c8dc5e939548e13d6"
+
+
+def units_of(slots: Iterable[SampleSlot]) -> list[Unit]:
+    """A pair, one alone, three, and so on: of what is there, in its order."""
+    left, units = list(slots), []
+    while left:
+        size = (2, 1, 3)[len(units) % 3]
+        units.append(tuple(left[:size]))
+        left = left[size:]
+    return units
+
+
+@given(seals, cuttings)
+def test_a_unit_is_never_split(seal: Seal, cutting: CutSettings) -> None:
+    layout = balance_samples(seal)
+    plans = [plan_step(seal, layout, rank, cutting, units_of) for rank in range(seal.world_size)]
+    assert len({tuple(len(plan.micro_batches) for plan in of_rank) for of_rank in plans}) == 1
+    for rank, of_rank in enumerate(plans):
+        for number, plan in enumerate(of_rank):
+            share = [slot for slot in layout.share(number, rank) if cutting.masked or not is_masked(seal, slot)]
+            placed = {slot: k for k, batch in enumerate(plan.micro_batches) for slot in batch.slots}
+            assert sorted(placed) == share
+            assert sum(len(batch.slots) for batch in plan.micro_batches) == len(share)
+            units = units_of(share)
+            assert all(len({placed[slot] for slot in unit}) == 1 for unit in units)
+            for k, batch in enumerate(plan.micro_batches):
+                alone = len({number for number, unit in enumerate(units) if placed[unit[0]] == k}) <= 1
+                assert alone or batch.tokens <= cutting.budget
+                assert len(batch.rectangles) <= 1 or cutting.packing == "packed"
+                rows = [one.length for one in batch.rectangles for _ in range(one.rows)]
+                assert all(sample_length(seal, slot) <= row for slot, row in zip(batch.slots, rows, strict=True))
+
+
+@given(seals, cuttings, st.integers(0, 3))
+def test_more_micro_batches_of_units_make_the_costliest_cheaper(seal: Seal, cutting: CutSettings, more: int) -> None:
+    units = units_of(sample_slots(seal))
+    fewest = cut_evenly(seal, units, cutting, 1)
+    cut = cut_evenly(seal, units, cutting, len(fewest) + more)
+    assert len(cut) <= len(fewest) + more
+    assert sorted(slot for one in cut for slot in one.slots) == sample_slots(seal)
+    assert max(cost(seal, one) for one in cut) <= max(cost(seal, one) for one in fewest)
