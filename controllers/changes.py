@@ -6,10 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 REST = 2.0
-
-
 LONGEST_REST_S = 0.05
-
 
 OFF_DUTY = 4.0
 """So many times as long rests who has nothing to do before others have done what comes next."""

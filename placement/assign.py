@@ -36,7 +36,6 @@ from placement.slots import (
 POOLS: tuple[Pool, ...] = ("train", "reward", "rollout")
 """In the order in which they are dealt: what is dearest to move first."""
 
-
 Dealt = Mapping[Pool, tuple[tuple[Slot, ...], ...]]
 """The replicas of each pool."""
 

@@ -26,30 +26,23 @@ from placement.slots import Split
 POINTS = 40
 """Responses of a batch, by rank, that stand for the others; the longest stand for themselves."""
 
-
 LONGEST = 12
-
 
 SHARP = 6.0
 """How sharply the later of two ends decides."""
-
 
 LEFT = 0.22
 """What lending leaves of how far a split is behind the best one with the same world, as a share of what that takes: all of it where it
 is little, and where it is much no more than this. What the rule reaches in the simulator, on the seeds that things are tuned on."""
 
-
 LENT_LATE = 0.5
 """Share of what it costs to lend by which that puts the end off: some replicas serve on meanwhile."""
-
 
 MOST_WORK = 500_000
 """Splits times points that one forecast looks at: with more splits, fewer steps of the window."""
 
-
 ROLLOUT, REWARD, TRAIN, TOGETHER = range(4)
 """Columns of what splits are forecast by: slots of each pool, and 1 where all slots go in turn."""
-
 
 Shapes = NDArray[np.int64]
 

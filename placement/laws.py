@@ -23,7 +23,6 @@ from placement.measurements import MeasuredStep
 
 Floats = NDArray[np.float64]
 
-
 SPEEDS = 24
 """Newest steps that speeds are fitted to."""
 
@@ -106,7 +105,6 @@ def fit_line(at: Floats, seconds: Floats) -> tuple[float, float] | None:
 PLAIN = 4.0
 """A jump is plain when the newest steps are off by so many standard deviations."""
 
-
 LEAST_SPREAD = 0.03
 """What logarithms of means are taken to differ by from step to step, at least."""
 
@@ -145,10 +143,8 @@ def slope(logs: NDArray[np.float64]) -> float:
 POOLS = ("rollout", "reward")
 """Whose engines have a pace."""
 
-
 FEWEST = 3
 """Steps before a jump of speed without which none is seen."""
-
 
 LEAST_UNEVEN = 0.05
 """What the times of tokens at one load are taken to differ by from step to step, at least."""

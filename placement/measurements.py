@@ -82,15 +82,12 @@ class MeasuredStep:
 BUSY = "busy "
 """How states of work begin in a step's books; the pool follows."""
 
-
 LEAST_TOKENS = 16
 """Of fewer it is not said how fast they were made."""
-
 
 WAITED = 0.1
 """Share of a step that its ranks waited for the batch, from which on it was production that the step took so long for; below, that is
 what it takes to seal a batch that is there."""
-
 
 MOST_REPEATED = 16.0
 """Responses that were made for each one that was kept, at most: a step that was nearly all filtered is no measure of the next."""

@@ -37,18 +37,10 @@ from placement.slots import Snapshot, Split, count_noun
 MOVE_PRIOR_S, WORLD_PRIOR_S = 10.0, 60.0
 """What changes are taken to cost until one was measured: engines that change over, a train world of another size."""
 
-
 STEP_IS_OVER = "the step is over: what was lent goes back"
-
-
 BATCH_IS_WHOLE = "the batch is whole: what was lent goes back while it is trained on"
-
-
 BETWEEN = (MoveKind.SPLIT, MoveKind.WORLD, MoveKind.MEND)
-
-
 WITHIN = (MoveKind.LEND, MoveKind.RETURN)
-
 
 CHANGING = (MoveKind.SPLIT, *WITHIN)
 """Engines change over, and the train world stays."""

@@ -112,7 +112,6 @@ def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[E
 MARGIN = 2.0
 """A larger world must save so many times the seconds that its start takes."""
 
-
 UNKNOWN_STEPS_LEFT = 100
 """What a job that goes by epochs is taken to have before it: its number of steps is not known before its end."""
 
@@ -231,7 +230,6 @@ def worth_forming(growth: GrowthMeasurements) -> str:
 
 
 NOTHING_FIXED = Pin()
-
 
 ALL_SIZES = 16
 """Train worlds of every size are looked at up to so many slots; above, powers of two and one and a half of them."""

@@ -100,7 +100,6 @@ def worker_idle_cause(view: JobView, cause: IdleCause, pool: Pool, instance: str
 
 WAITING, LOADING, SAVING = "waiting", "loading", "saving"
 
-
 MOVING: Mapping[str, State] = {
     "releasing": switching("train", "rollout"),
     "restoring": switching("rollout", "train"),
@@ -423,7 +422,6 @@ def _rank(world: str, rank: int, slot: str) -> str:
 
 
 WaitCause = Literal["wait_for_weights_s", "tail_s"]
-
 
 WAIT_CAUSES: Mapping[IdleCause, WaitCause] = {
     "barrier": "wait_for_weights_s",

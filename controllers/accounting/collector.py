@@ -39,32 +39,24 @@ from gcore.types import Version
 
 log = logging.getLogger(__name__)
 
-
 READ_S = 1.0
 """Time between two readings when nothing happens."""
-
 
 READ_SHARE = 0.01
 """Share of the time for reading; a reading at a step's end does not wait for it."""
 
-
 LEAST_REST_S, LONGEST_REST_S = 0.05, 10.0
-
 
 TOGETHER = 32
 """Engines that are read concurrently."""
 
-
 ANSWER_S = 4.0
-
 
 BEGIN_S = 2.0
 """For reading the node's last line, in a folder that may hang."""
 
-
 LONGEST_GAP_S = 600.0
 """After a longer absence of the controller, the time since its last line is not accounted for."""
-
 
 FINISH_S = 1.0
 """For the last step's account, at the end of the job: the folder may take no more writes."""

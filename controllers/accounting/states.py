@@ -24,32 +24,23 @@ from gcore.types import Pool
 
 IdleCause = Literal["no_work", "tail", "barrier", "back_pressure", "waiting_weights"]
 
-
 State = str
 """`busy POOL`, `idle POOL CAUSE`, `switching FROM>TO`, or one of those below."""
 
-
 SYNCING, FAILED, UNALLOCATED = "syncing", "failed", "unallocated"
-
 
 NOBODY = "none"
 """In `switching`: the slot has no role."""
 
-
 CAUSES: tuple[IdleCause, ...] = ("no_work", "tail", "barrier", "back_pressure", "waiting_weights")
-
 
 MOST_SPANS = 64
 """Spans of a slot in a step, for the trace. More than these are joined in pairs."""
 
-
 ALMOST = 1e-9
 """Seconds: tolerance for sums of floats."""
 
-
 T = TypeVar("T")
-
-
 Seconds = Mapping[State, float]
 
 
@@ -69,8 +60,6 @@ def switching(before: str, after: str) -> State:
 
 
 _WORDS = ("busy train", "busy rollout", "busy reward", SYNCING, "switching", FAILED)
-
-
 _ORDER = (*_WORDS, "idle rollout", "idle reward", "idle train", UNALLOCATED)
 
 

@@ -264,14 +264,11 @@ def close_step(
 REPORT_DELAY_S = 0.15
 """The most that a rank's message of a change of its phase takes."""
 
-
 PATIENCE_S = 5.0
 """How long a step waits for an engine that should have been read."""
 
-
 UNREACHABLE_S = 1.5
 """How long an engine that was asked in vain still counts as answering: a connection may break once."""
-
 
 SHORTEST_S = 1e-3
 """A shorter window is no step: several changes were received at once."""

@@ -28,24 +28,17 @@ from gcore.system.clock import Clock
 
 log = logging.getLogger(__name__)
 
-
 AT_ONCE = 100
 """Records in a page. To decode one takes some milliseconds."""
-
 
 SWEPT_DAYS = 32
 """Days that one run deletes at most, counted from the run before."""
 
-
 MOST_DIGITS = 9
 """Digits of the stored day of the last run."""
 
-
 EVERY_S = 2.0
-
-
 TRIES = 3
-
 
 MOST_WAITING = 1000
 """Steps that wait while the store is unavailable; the oldest are dropped."""

@@ -21,17 +21,11 @@ from gcore.worker.records import WorkerRecord
 from placement.shares import ClusterSlots, queue_jobs
 
 log = logging.getLogger(__name__)
-
-
 R = TypeVar("R", bound=Record)
-
-
 T = TypeVar("T")
-
 
 HEARD_S = 1.0
 """So long is waited for what was just written to be heard of."""
-
 
 NO_SHARES = Versioned(Shares(), 0)
 

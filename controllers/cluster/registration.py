@@ -41,14 +41,8 @@ from gcore.system.memory import host_memory
 from gcore.system.slots import is_cuda
 
 log = logging.getLogger(__name__)
-
-
 GIB = 1 << 30
-
-
 ASK = ("nvidia-smi", "--query-gpu=name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
-
-
 ASK_S, KILLED_S = 10.0, 1.0
 
 
@@ -146,10 +140,8 @@ class NodeFactsReader:
 
 RETRY_S = 0.5
 
-
 READINESS_S = 1.0
 """Between two looks at whether the lease lives."""
-
 
 WAITS_FOR_ANOTHER = (
     "%s is registered by another life of it, under lease %x, whose end is waited for; if it does not end, another daemon "

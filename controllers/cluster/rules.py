@@ -21,14 +21,10 @@ from gcore.schema import FIRST_VERSION
 from gcore.worker.records import WorkerRecord
 
 FAILURES = 3
-
-
 REST_S, LONGEST_REST_S = 600.0, 4 * 3600.0
-
 
 MOST_SAID = 400
 """Characters of a reason that are told on."""
-
 
 NOT_THE_SLOTS = (
     "memory ran out",
@@ -39,10 +35,8 @@ NOT_THE_SLOTS = (
 )
 """In the reason of a failure that has nothing to do with the device."""
 
-
 Kind = tuple[str, str, str]
 """A worker's job, role and judge: of these one is as good as another."""
-
 
 WorkerPlace = tuple[str, str]
 """A node, and a slot of it."""
@@ -177,8 +171,6 @@ def _kind(worker: WorkerRecord) -> Kind:
 
 
 N = TypeVar("N")
-
-
 MOST_DIGITS = 9
 
 

@@ -25,8 +25,6 @@ from gcore.system.clock import Clock
 from placement.shares import divide_slots
 
 log = logging.getLogger(__name__)
-
-
 LOOK_AGAIN_S = 1.0
 
 

@@ -28,20 +28,10 @@ from gcore.system.slots import bound_cores, is_cuda
 from gcore.worker.records import WorkerRecord
 
 ASK = ("nvidia-smi", "-L")
-
-
 ASK_S, KILLED_S = 20.0, 1.0
-
-
 SILENT = 3
-
-
 _GPU = re.compile(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)\s*$")
-
-
 _PART = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)\s*$")
-
-
 _DEVICE = re.compile(r"nvidia\d+|dxg")
 
 
@@ -147,7 +137,6 @@ def _shows_gpus(dev: Path) -> bool:
 
 
 log = logging.getLogger(__name__)
-
 
 CHECK_S = 60.0
 """Between two questions to the machine."""

@@ -158,8 +158,6 @@ def certificate_expiry(pem: bytes) -> float:
 
 
 log = logging.getLogger(__name__)
-
-
 LEAVE_LOOK_S = 0.05
 
 

@@ -28,14 +28,10 @@ from gcore.system.files import replace_file
 from gcore.system.process import ProcessId, is_running, send_signal, spawn_detached
 
 log = logging.getLogger(__name__)
-
-
 LOOK_S = 1.0
-
 
 RESTARTS, RELAPSE_S = 3, 60.0
 """An etcd that was started so often within so long does not last."""
-
 
 STOPPING = "stopping"
 

@@ -137,8 +137,6 @@ def _import(module: str) -> None:
 
 
 log = logging.getLogger(__name__)
-
-
 RETRY_S = 0.5
 
 

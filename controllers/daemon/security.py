@@ -36,14 +36,8 @@ if TYPE_CHECKING:
 # Refusals are in the journal of calls.
 
 CALLER = "gcore.caller"
-
-
 METRICS = "/metrics"
-
-
 TEXT = ("Content-Type", "text/plain; charset=utf-8")
-
-
 ASK = ("WWW-Authenticate", 'Basic realm="gcore: any name, and a token as the password", charset="UTF-8"')
 
 
@@ -113,8 +107,6 @@ def _said(start_response: StartResponse, status: str, said: str, *more: tuple[st
 
 
 JOURNAL = Path("logs") / "calls.jsonl"
-
-
 LEAST_ENGINES_KEY = 32
 
 

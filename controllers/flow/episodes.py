@@ -55,7 +55,6 @@ EvalAnswer = Sample | RewardError
 TRIES = 3
 """Of a response whose environment fails, with `on_error: retry`."""
 
-
 Told = Callable[[str, str], None]
 """Of what failed, with the traceback of its own code, or nothing: for an event."""
 

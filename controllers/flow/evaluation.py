@@ -51,7 +51,6 @@ from gcore.types import Prompt, Sample, Version
 
 SHOWN_CHARACTERS = 1000
 
-
 SHOWN_BYTES = 7200
 """Of a text in an evaluation's record, as JSON: fifty answers, the most there are, then fit into one write to the store."""
 
@@ -124,7 +123,6 @@ def clip_for_record(text: str) -> str:
 
 
 log = logging.getLogger(__name__)
-
 
 EVAL_BATCH = 64
 """Evaluation responses in one request."""

@@ -51,10 +51,8 @@ from gcore.types import Group, Outcome, Prompt, PromptRef, Sample, Version, Vers
 NEWEST_GROUPS = 64
 """Groups of a source that stand for its recent lengths."""
 
-
 EVERY = 8
 """After so many more groups they are looked at anew."""
-
 
 MOST_PROMPTS = 65_536
 """Prompts that are remembered; those that were answered the longest time ago are forgotten first."""

@@ -53,7 +53,6 @@ from gcore.types import Group, Outcome, Prompt, PromptRef, Version
 
 LOOK_AGAIN_S = 1.0
 
-
 TURN_S = 0.5
 """How long the next in turn waits for the one before to fix an answer."""
 

@@ -23,21 +23,16 @@ FEWEST, PARTS = 64, 8
 """An engine tells what it has after this many tokens, or so many times in a response of the greatest length: each telling
 repeats all that there is, so that to tell more often costs more than is lost."""
 
-
 CONTEXT = 16
 """Tokens in front of a response that are decoded with it."""
 
-
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-
 
 HALVES = 3
 """Tokens at the end that can be the beginning of one character, which has four bytes at most."""
 
-
 MOST_BACK = 256
 """Tokens that are cut off at most because a stop string could have begun in them; where that is not enough, nothing is kept."""
-
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -168,10 +168,8 @@ def _given_up(task: asyncio.Task[None], asked: Sequence[_Question]) -> None:
 
 log = logging.getLogger(__name__)
 
-
 AGAIN_S = 1.0
 """Until an engine that did not say what it serves is asked again."""
-
 
 WOKEN_S = 0.25
 """And one that slept and is to be awake by the plan: its node's controller wakes it."""

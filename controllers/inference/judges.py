@@ -43,7 +43,6 @@ from gcore.worker.sandbox.pool import PoolStatus
 TOLD_AT = 10
 """Unreadable answers are told at the first, and each time that there are so many times as many."""
 
-
 READABLE = "Let its template ask for what its verdict.parser reads, or change the parser"
 
 
@@ -140,7 +139,6 @@ class JudgeMetricsObserver:
 
 WRITE_S = 2.0
 """Between two writes of one controller."""
-
 
 LAST_WRITE_S = 5.0
 """What is left when it ends is tried to be written for so long."""

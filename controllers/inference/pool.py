@@ -37,18 +37,14 @@ from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
-
 LOOK_S = 0.25
 """How everybody is, is looked at so often: patience is a matter of seconds."""
-
 
 LOAD_S = 0.5
 """For an engine to say what it has to do."""
 
-
 REMEMBERED = 5
 """Of so many that slept, or woke, the median counts: one that took long for once must not make every change dear."""
-
 
 SHUT_S = 2.0
 """So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""

@@ -36,8 +36,6 @@ from gcore.system.clock import Clock, retry_delay
 from gcore.types import Sample, Version
 
 T = TypeVar("T")
-
-
 Pool = Literal["rollout", "reward"]
 
 
@@ -141,11 +139,9 @@ class EngineConnection:
 
 log = logging.getLogger(__name__)
 
-
 MOST_FRUITLESS = 8
 """Engines in a row that are lost before they tell anything; then what others had told is given up. A node has so many: the
 last of them to die is not the one that told. More would let a prompt that kills engines kill more of them."""
-
 
 GIVES_BACK_S = 5.0
 """An engine that was told to give a request back, and has not, is taken to go on with it."""

@@ -71,10 +71,8 @@ class OutstandingWork:
 PROBES = 3
 """Questions in the time after which an engine is silent."""
 
-
 SILENT_PROBE_S = 1.0
 """From one question to a silent engine to the next: it is missed."""
-
 
 WHOLE_TIME = 0.9
 """A request that fails after this part of its time ran out of it; sooner, the engine refused it, or died."""
@@ -169,7 +167,6 @@ class EngineHealth:
 
 CROWDED, TIMES = 0.25, 2
 """An engine that runs at least such a share of what it can gives of what it runs, while it keeps so many times what the other has."""
-
 
 FILLED = 2
 """An engine that has room is given so many times what it runs at once, if others have that much more: who looks, looks now and then."""

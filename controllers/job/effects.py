@@ -112,7 +112,6 @@ def new_world_name() -> str:
 
 ARCHIVE_TOPIC = "archive"
 
-
 FORGET_TOPIC = "checkpoints"
 """What trouble with old files is called in the store."""
 

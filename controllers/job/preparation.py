@@ -76,7 +76,6 @@ def _differences(old: dict[str, object], new: dict[str, object], prefix: str = "
 STEPS = 20
 """So many times is progress written to the store, at most."""
 
-
 Progress = Callable[[int, int], None]
 
 
@@ -147,14 +146,10 @@ class FetchProgress:
 
 
 log = logging.getLogger(__name__)
-
-
 M = TypeVar("M", ModelSpec, JudgeModel)
-
 
 DATA_AGAIN_S = 5.0
 """Until data that were changed, or what a job with progress lacks, are looked at again."""
-
 
 LATE_AGAIN_S = 30.0
 """Until a node that came later tries again."""

@@ -63,7 +63,6 @@ from gcore.train.rank.feed import WorldName
 
 log = logging.getLogger(__name__)
 
-
 MOVES_MUCH = (
     *(Feed, Apply, Accumulate, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
     *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard, Sleep, Wake),
@@ -71,13 +70,10 @@ MOVES_MUCH = (
 )
 """What reads or writes many bytes."""
 
-
 SEEN_AT_ONCE = (Publish, Sleep, Wake)
 """What writes nothing to the store, and shows in the view as soon as it is done: there is nothing to hear of."""
 
-
 STOP_S = 2.0
-
 
 HEARD_WITHIN_S = 5.0
 """A deed that was done and is not heard of for so long is decided on again."""
@@ -192,10 +188,8 @@ class ActionsInFlight:
 LOOK_ANYWAY_S = 1.0
 """A look is taken so often even if nothing was heard."""
 
-
 JOIN_S = 15.0
 """So long are a node's engines left to its controller, which is there and has not joined the job yet."""
-
 
 SHOW_S = 1.0
 """What is in flight is shown to people so often."""

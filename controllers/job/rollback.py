@@ -31,10 +31,8 @@ from gcore.models.layout import CheckpointDamaged, highest_lineage, manifest_dig
 
 log = logging.getLogger(__name__)
 
-
 DAMAGED = "damaged"
 """What the last trouble with a registered checkpoint is called in the store."""
-
 
 AWAY = "mount"
 """And that with a folder that this node does not see any more."""

@@ -30,18 +30,14 @@ from gcore.system.clock import Clock
 
 log = logging.getLogger(__name__)
 
-
 AGAIN_S = 10.0
 """From leaving a job to the next look at it."""
-
 
 MOST_DEFECTS = 3
 """In a row; then the job is ended, if nobody else works on it."""
 
-
 LONGEST_SAID = 500
 """Characters of what a defect says, in the reason of the job's end."""
-
 
 CALM_S = 600.0
 """Who has worked on a job for so long begins to count anew."""

@@ -214,14 +214,10 @@ def committed_splits(trained: Sequence[LogEntry], plan: Plan, moves: Moves) -> d
 
 
 log = logging.getLogger(__name__)
-
-
 NAME = "moves.jsonl"
-
 
 TAIL = 1 << 20
 """Bytes at the end of the file that a new writer reads for the newest moves. Older ones may be written once more."""
-
 
 One = TypeVar("One", bound=RecordPart)
 

@@ -67,10 +67,8 @@ if TYPE_CHECKING:
 ANSWER_S = 2.0
 """Timeout of a peer, which asks engines that may be busy."""
 
-
 STALE_S = 5.0
 """How long an answer counts if no newer one comes."""
-
 
 WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
 """Until an engine has woken here, a wake is estimated as so many times the seconds of a sleep, plus so many seconds."""
@@ -195,7 +193,6 @@ class ForgoneGain:
 
 
 log = logging.getLogger(__name__)
-
 
 SETTLE_S, WORLD_SETTLE_S = 60.0, 600.0
 """A plan that takes longer to take effect counts as that long, and delays loans no more: one of engines, one with a new world."""

@@ -59,14 +59,11 @@ from placement.slots import Snapshot, Split, SplitBounds, count_noun
 
 T = TypeVar("T")
 
-
 ANSWER_S = 30.0
 """Time limit of a policy; gcore's own decide in a fifth of a second."""
 
-
 MOST_IDLE, MOST_NAME = 8, 24
 """Pools in a decision's `idle`, and characters of a pool's name: both go into the record of moves, which is stored whole."""
-
 
 MOST_SLOTS = 1_000_000
 """Slots of a pool in a decision: larger numbers may not even be printable."""
@@ -334,7 +331,6 @@ class HoldLog:
 
 POLL_S, SOON_S = 1.0, 0.25
 """Time between two turns; the shorter one while a move takes effect, to measure how long that takes."""
-
 
 ACCOUNTS_WAIT_S = 0.5
 """How long the policy is not asked for want of accounts of the newest step."""

@@ -32,7 +32,6 @@ from gcore.worker.records import WorkerRecord
 PATIENCE_S = 60.0
 """After so long a READY batch is trained even if engines have not made room."""
 
-
 AWAY_S = 5.0
 """And so long is a node's controller waited for before another tells its ranks to give memory back, or to train."""
 

@@ -28,14 +28,11 @@ from gcore.types import Token, Version
 SPREAD_PATIENCE_S = 60.0
 """So long has a node to fetch a copy before one that is not its turn does, too."""
 
-
 REPAIR_PATIENCE_S = 60.0
 """And so long is a node missed before another gets a copy in its stead."""
 
-
 GATHER_PATIENCE_S = 2.0
 """And so long to fetch the receipts of a step, which waits for them."""
-
 
 HOLDERS_GRACE_S = 300.0
 """A world that is to start from a checkpoint which no node has that is there waits so long for one to come back."""

@@ -21,10 +21,8 @@ from gcore.ledger.transactions import MOST_PRUNED
 CHECKPOINT_TROUBLE = "checkpoint"
 """What the last trouble with a checkpoint is called in the store."""
 
-
 FOLDER_TROUBLE = "folder"
 """And that with anything else which a train rank writes into the run's folder."""
-
 
 KEEP_LOG, PRUNE_AT = 64, 32
 """Newest log entries that stay in the store, and how many older ones make a prune worth while."""

@@ -149,10 +149,8 @@ def parts_to_take(
 COALESCE_S = 0.3
 """A share of what lacks waits so long for more."""
 
-
 OUTCOME_S = 1.0
 """Less than a share waits so long if there are outcomes in it,"""
-
 
 GROUPS_S = 3.0
 """and so long if there are none."""

@@ -61,7 +61,6 @@ from placement.moves import MoveProposal, MoveReport
 TURN_SECONDS = 1.0
 """How long each peer leaves the one before it."""
 
-
 SETTLE_S = 1.0
 """A loss is looked at twice: registrations and claims reach a controller through different watches."""
 

@@ -32,21 +32,14 @@ from gcore.schema import PIN, written_version
 from gcore.types import Version
 
 WORKER_STATES = {"starting": "is starting", "failed": "has failed and is to be replaced", "stopping": "is stopping"}
-
-
 RANKS_NAMED = 4
-
-
 RECOVERY, TIDYING = ("world ", "grow "), ("forget ", "prune ", "sweep ")
-
 
 START = "start "
 """What the conditions of such deeds begin with."""
 
-
 CHECKPOINT = "checkpoint"
 """The phase of a rank that copies a checkpoint, or waits until the one before is on the disk."""
-
 
 PATIENCE_S: Mapping[str, float] = MappingProxyType(
     {
@@ -74,7 +67,6 @@ PATIENCE_S: Mapping[str, float] = MappingProxyType(
 )
 """By cause: seconds without progress after which a wait is told in an event. What is in flight for long is given up instead, and
 an engine that answers nothing is told by `controllers.inference.rules`' times."""
-
 
 LOCAL = frozenset(
     {"material", "engines", "engine", "order", "reward", "judge", "agent", "tools", "recovery", "tidying"}

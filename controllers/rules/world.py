@@ -94,22 +94,17 @@ def _ahead(view: JobView) -> str:
 JOIN_SETTLE_S = 2.0
 """A node that comes is looked at twice: several often come together."""
 
-
 AWAY_S = 15.0
 """A node that is away for so long has its judges' engines started elsewhere; one that is merely restarted is back by then."""
-
 
 GROW_AFTER_S = 1.0
 """Between a commit and the forming of a larger world: the others have said by then what lies in their memory."""
 
-
 HOLD_S = 5.0
 """So long does a batch wait for a larger world to be formed, at most; then it is trained by the one that is there."""
 
-
 STOCK_PATIENCE_S = 3.0
 """So much longer is a lost world mourned while some node has not said which copies it has."""
-
 
 MAX_TRIES_FROM_COPIES = 2
 """Worlds in a row that may start from copies without a step between them; the next starts from a checkpoint."""
@@ -337,26 +332,18 @@ def lacking_slots(view: JobView) -> str:
 
 
 GAVE_BACK = "slots go to other jobs"
-
-
 LEFT = "its slots are given back"
-
-
 HAS_AGAIN = "it has slots again"
-
 
 OF_SHARES = (GAVE_BACK, LEFT, HAS_AGAIN)
 """How the reasons of rollbacks begin that nothing was wrong with."""
 
-
 NODE_GRACE_S = 15.0
 """A world whose node is away waits so long for the node before it is placed on the others."""
-
 
 LONGEST_PAUSE_S = 30.0
 """Worlds that die one after the other follow each other more and more slowly, and so slowly at most; a job that is not given up
 before, as in simulation, comes to it."""
-
 
 MAX_FRUITLESS_ROLLBACKS = 5
 """Worlds that died one after the other without a commit between them; then the job has failed."""

@@ -45,18 +45,13 @@ from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
 
-
 YOUNG_S = 3600.0
 """What was of use so lately is left alone: somebody may be about to use it again."""
-
 
 GONE = ".gone-"
 """What a folder that is being deleted is called."""
 
-
 _RUN = re.compile(r".+-([0-9a-f]{12})")
-
-
 _LOG = re.compile(r"(.+)\.supervisor\.log|(emulated-.+)\.log")
 
 
@@ -321,12 +316,8 @@ def _paths(spec: Any) -> Iterator[str]:
 MEASURE_S, MOST_NODES = 60.0, 10
 """Between two looks of a node that is alone; so many times as long at most."""
 
-
 NEARLY = 0.9
-
-
 BYTES_PER_GIB = 1 << 30
-
 
 TOPIC = "disk"
 """What trouble with it is called in the store."""

@@ -29,10 +29,8 @@ from gcore.system.files import DiskFull, replace_folder, sweep_drafts, sync_path
 DRAFTS = ".fetched"
 """In the run's folder: what is not whole yet."""
 
-
 SILENT_S = 20.0
 """A peer that sends nothing for so long is given up."""
-
 
 MESSAGE_BYTES = 16 << 20
 """A listing of very many files is the largest."""

@@ -52,14 +52,11 @@ from gcore.system.files import DiskFull
 TOPIC = "copies"
 """What trouble with a node's own folder is called."""
 
-
 PATIENCE_S = 15.0
 """Peers may give nothing for so long before it is told: one that is gone is known to be by then."""
 
-
 AGAIN_S = 1.0
 """After a peer gave nothing, or the disk took nothing, until it is tried again."""
-
 
 OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
 

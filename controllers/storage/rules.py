@@ -14,8 +14,6 @@ from typing import Literal
 from gcore.config.node import GarbageSection, KeepPolicy
 
 Kind = Literal["run", "cache", "log", "scratch"]
-
-
 DAY_S, GIB = 86400.0, 1 << 30
 
 

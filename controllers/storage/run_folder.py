@@ -43,19 +43,15 @@ from gcore.types import Version
 FOLDER = ".nodes"
 """In the run's folder: one small file for each node that has worked on the job."""
 
-
 PROOF_LOOK_AGAIN_S = 0.5
-
 
 LOOKS = 30
 """Times a node looks for what another wrote, `LOOK_AGAIN_S` apart."""
-
 
 SHARE_IT = (
     "Mount one folder at this path on every node, and name it in storage.root, or in run_root of the daemons; or, if they are to "
     "share none, set storage.copies: 2"
 )
-
 
 Pause = Callable[[float], Awaitable[None]]
 
@@ -185,24 +181,16 @@ class StorageProof:
 STAGED_LOOK_AGAIN_S = 0.2
 """While weights are missed, until the folder is looked at again."""
 
-
 ANSWER_S = 10.0
 """So long may a look take before it is told."""
 
-
 TOPIC = "storage"
-
 
 NOTHING_STAGED = frozenset({FIRST})
 """What engines can have before a rank has staged anything: the model they start with."""
 
-
 HOW = "see whether its disk or mount is well on this node"
-
-
 Tell = Callable[[str, str], None]
-
-
 Look = Callable[[Path], frozenset[Version]]
 
 

@@ -43,11 +43,9 @@ from placement.moves import move_in_words
 MOST_MOVES = 8
 """Moves that one write of their record may tell of."""
 
-
 MOST_CHECKPOINTS = 8
 """Checkpoints that one write of their record tells of each, the newest; those before them are summed up. Usually a write registers one;
 whoever lists the records later finds all of them in the last."""
-
 
 Derived = tuple[str, str, dict[str, Any]]
 """An event's kind, its message and its data."""
@@ -231,11 +229,9 @@ def _evaluation(evaluation: Evaluation) -> Derived:
 PER_REVISION = 16
 """Room for the events of one revision: their numbers lie between its own and the next one's (`_in_their_room`)."""
 
-
 MOST_EVENTS = 10_000
 """Events that a controller remembers of a job: the newest. A long job has one for every step, with all its numbers, and whoever
 asks for what is older finds it in the run's folder."""
-
 
 SUMMED_UP = frozenset({"checkpoint", "placement"})
 """Kinds of events that come from a record with a list of what happened."""

@@ -32,10 +32,7 @@ from gcore.system.clock import Clock
 # there is room for, and come late. Whoever notes something sees to it that it does so once. What follows is decided elsewhere.
 
 log = logging.getLogger(__name__)
-
-
 RETRY_S = 1.0
-
 
 MOST_WAITING = 64
 """Sentences that the store has not taken yet: the newest."""
@@ -167,7 +164,6 @@ async def report_waits(job: ReportedJob, metrics: Metrics, clock: Clock) -> Asyn
 
 MOST_FAULTS = 16
 """Of one job, by one controller: a plug-in whose every error is another one must not fill the store."""
-
 
 MOST_OF_JOB = 64
 """Of one job, by all controllers that it ever had; each may write one more."""

@@ -51,14 +51,10 @@ from gcore.types import Group, Token, Version
 # is tried again for ever and told once; it never ends a run.
 
 log = logging.getLogger(__name__)
-
-
 RETRY_S = 2.0
-
 
 GAP_PATIENCE = 15
 """Tries before entries that are found nowhere are passed over."""
-
 
 END_PATIENCE_S = 10.0
 """For the last lines of a job that has ended."""
@@ -158,7 +154,6 @@ def _source(mirror: JobMirror) -> MetricsSource | None:
 
 MOST_WAITING = 4
 """Steps whose samples wait to be written; when the disk is slower than the steps, the oldest are left out."""
-
 
 GroupLookup = Callable[[str], Group | None]
 """Finds a finished group that this controller has by its digest."""
@@ -264,7 +259,6 @@ class SampleWriter:
 
 COPY_TURN_S = 0.5
 """How long the next in turn waits for the one before to leave the copy of the records."""
-
 
 STOP_S = 10.0
 """For tracker processes to end, once they were let go of."""

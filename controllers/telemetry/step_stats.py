@@ -28,7 +28,6 @@ from gcore.types import Group
 PER_SOURCE = ("reward", "response_length", "truncated", "groups", "filtered", "failed")
 """Mean reward, mean length in tokens, share of responses that were cut off; prompts that were trained, filtered, failed."""
 
-
 MOSTLY = 0.5
 """Above this share of cut-off responses in a step a person is warned."""
 
@@ -95,7 +94,6 @@ def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
 # that part. A part that a sample does not have (nothing was taken off for its length, say) counts as 0 there.
 
 PREFIX = "reward_part/"
-
 
 MOST, LONGEST = 6, 32
 """Parts that a group carries, in the order in which its samples name them, and characters of a name: they go through the store."""

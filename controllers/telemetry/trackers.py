@@ -32,22 +32,14 @@ from gcore.system.clock import Clock
 WarnPeople = Callable[[str, str], Awaitable[None]]
 """Tells people: what has trouble, and a sentence."""
 
-
 log = logging.getLogger(__name__)
-
-
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 120.0
-
-
 LOG = "output.log"
-
 
 LET_GO_S = 5.0
 """For a process to end by itself once it was let go of."""
 
-
 LOOK_S = 1.0
-
 
 MOST_OUTPUT, KEPT_OUTPUT = 16 << 20, 1 << 20
 """Bytes of what a tracker's package printed: when there are more, so many stay, the last."""

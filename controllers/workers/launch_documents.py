@@ -27,12 +27,8 @@ ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
     "sglang": (sys.executable, "-P", "-m", "gcore.rollout.sglang"),
 }
 
-
 RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
-
-
 EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
-
 
 START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}
 """From an engine's start to its serving. SGLang loads big models, and captures its graphs."""

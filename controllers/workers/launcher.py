@@ -44,10 +44,8 @@ from gcore.worker.records import LaunchSpec, WorkerRecord
 
 log = logging.getLogger(__name__)
 
-
 DELEGATED = "daemon"
 """What the group of its own that systemd has the daemon in is called."""
-
 
 PREFIX = "job-"
 
@@ -114,10 +112,8 @@ class JobGroups:
 MAX_LAUNCHES = 5
 """Starts of one engine or rank in a row that did not last; then the job has no hope on this node."""
 
-
 LASTING_S = 60.0
 """An engine that serves for so long counts as started well."""
-
 
 LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \S+ ")
 """What stands before each sentence in a log: when, how bad, whose."""

@@ -44,14 +44,11 @@ from gcore.types import Group, Token, Version
 PART_BYTES = 16 << 20
 """A feed is cut into parts of about so many bytes."""
 
-
 LEAST_S = 30.0
 """For the smallest part: so long may a rank be busy with something else."""
 
-
 SLOWEST_BYTES_S = 1 << 20
 """A line that brings less a second is none."""
-
 
 GroupShare = tuple[Group, frozenset[int]]
 """A group, and the indexes of those of its samples that are meant."""
@@ -122,21 +119,15 @@ def merge_samples(
 
 
 log = logging.getLogger(__name__)
-
-
 CALL_TIMEOUT_S = 30.0
-
 
 REST_TIMEOUT_S = 600.0
 """A rank answers when its memory is put aside, or back: on the host many gigabytes go through a disk. Asking again does no harm."""
 
-
 CANNOT_REST = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
 """There is no room for what it holds; or it is of a version that keeps its memory always."""
 
-
 RECONNECT_S = 0.3
-
 
 SAVED_KNOWN = 16
 """Newest checkpoints that are remembered as saved; they are registered one by one, as they come."""

@@ -24,7 +24,6 @@ from gcore.errors import UsageError, did_you_mean
 
 GIB = 1 << 30
 
-
 NODE_GIB = 2.0
 """Of a node's host memory, what its controller, a store and the system take."""
 
@@ -51,10 +50,7 @@ class Accelerator:
 
 
 GPU_LAUNCH_S = 2e-5
-
-
 CPU_LAUNCH_S = 8e-4
-
 
 DEVICES: Mapping[str, Accelerator] = {
     "a10": Accelerator(22.5, 125.0, 600.0, 32.0, GPU_LAUNCH_S, "NVIDIA A10 data sheet"),
@@ -71,18 +67,10 @@ DEVICES: Mapping[str, Accelerator] = {
 }
 """By the names that a cluster file may say."""
 
-
 MOST_SLOTS = 100_000
-
-
 Gib = Annotated[float, Field(gt=0, le=1e6)]
-
-
 Tflops = Annotated[float, Field(gt=0, le=1e6)]
-
-
 GbPerS = Annotated[float, Field(gt=0, le=1e6)]
-
 
 _WORDS = {
     "tuple_type": "it should be a list",

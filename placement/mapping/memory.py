@@ -25,30 +25,23 @@ from placement.slots import Split, SplitBounds, count_noun, feasible
 BUCKET = 500_000_000
 """Numbers that DeepSpeed sends at once, at most."""
 
-
 GATHERED = 1_000_000_000
 """Parameters that stage 3 keeps gathered at once, at most (DeepSpeed's `stage3_max_live_parameters`)."""
-
 
 MASTER, MOMENTS = 4, 8
 """Bytes a parameter of the optimizer's own weights, and of Adam's two moments."""
 
-
 PIECE = 1 << 22
 """Logits of which log-probabilities are made together, in float32."""
-
 
 IDLE_TOKENS = 8192
 """Prompt tokens that the torch engine reads at once, at most."""
 
-
 SGLANG_CPU_TOKENS = 65536
 """Cells of SGLang's cache on a CPU, for which none were said, at least."""
 
-
 COLUMNS = 64
 """Columns of the torch engine's table beyond twice the longest row."""
-
 
 SLACK = 32
 """Of them, those that it has at least beyond the longest."""
@@ -216,14 +209,11 @@ def rows_in_cache(served: EngineWorkload, cells: int, rows: int) -> int:
 PROCESS_GIB = 0.8
 """Of a process on a GPU: its context, its libraries' workspaces."""
 
-
 HOST_PROCESS_GIB = 0.45
 """Of a process that holds torch, in host memory."""
 
-
 RESERVE = 0.05
 """Of a GPU's memory, for what allocators lose between pieces."""
-
 
 HOST_RESERVE = 0.1
 """Of host memory that is a slot's: so much may an estimate be below what is taken (docs/first-placement.md)."""

@@ -40,26 +40,20 @@ from placement.slots import NodeSlots, Split, SplitBounds
 DECODING_SHARE = 0.6
 """Of a memory's bandwidth that decoding reaches."""
 
-
 READING_SHARE = 0.5
 """Of a device's operations that reading prompts reaches."""
-
 
 TRAINING_SHARE = 0.4
 """Of a device's operations that forward and backward reach."""
 
-
 SENDING_SHARE = 0.7
 """Of a link's bandwidth that collectives reach."""
-
 
 SEND_S = 1e-5
 """Of one collective, whatever its size."""
 
-
 SWITCH_GB_S = 16.0
 """Host memory to device and back, when models sleep and wake, for each slot."""
-
 
 UPDATE_BYTES = 28
 """Read and written for each parameter that an optimizer updates: master, two moments and gradient."""
@@ -382,9 +376,7 @@ CALLED: Mapping[str, str] = {
 }
 """By what the driver calls an accelerator, its name in `placement.mapping.cluster`."""
 
-
 CORE = "cpu-core"
-
 
 NO_FIGURES: dict[str, Any] = {"tflops": 1.0, "bandwidth_gb_s": 1.0, "link_gb_s": 1.0}
 """In the place of what is not known: times that follow from it are not looked at."""

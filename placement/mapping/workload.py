@@ -27,14 +27,11 @@ from placement.slots import Split, SplitBounds, count_noun, feasible
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
-
 QWEN3_HEAD_DIM = 128
 """Of a qwen3 whose configuration names none."""
 
-
 MOST = 1 << 24
 """No size in a configuration is larger; a product of a few stays a number that can be printed."""
-
 
 READ = (
     "model_type",
@@ -51,7 +48,6 @@ READ = (
     "mlp_bias",
 )
 """What of a configuration `read_shape` looks at."""
-
 
 LONGEST_WORD = 64
 """Characters of a value that is kept; a longer one is wrong, and is told so by its beginning."""
@@ -191,10 +187,8 @@ class _Reading:
 SGLANG_SHARE = 0.5
 """Of a GPU's memory that SGLang takes at its start, weights and cache together, unless `engine_args` say otherwise."""
 
-
 LONGEST_GUESSED = 512
 """Tokens of a prompt where the spec bounds them by nothing smaller."""
-
 
 CHARACTERS_OF_A_TOKEN = 4
 """Of what a judge's template says in words of its own."""
@@ -418,7 +412,6 @@ def _training(spec: JobSpec, shapes: JobShapes, lengths: MeanLengths, longest: i
 
 FEW = 64
 """So many slots and fewer are shared out in every way; more of them in about `GRID` sizes of each pool."""
-
 
 GRID = 24
 

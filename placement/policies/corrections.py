@@ -35,7 +35,6 @@ from placement.slots import Mode, Split, SplitBounds
 LEARNED = 3
 """First steps of the other mode from which it is learned."""
 
-
 LEAST = 1.25
 """Times longer, or shorter, below which nothing is taken out: engines differ, and so do steps."""
 
@@ -130,40 +129,29 @@ def list_choices(bounds: SplitBounds) -> SplitChoices:
 DRAWN = 20.0
 """Steps of its own that count as much as what is known of a split's mode."""
 
-
 RIGHT = 4.0
 """Steps of a mode that count as much as that forecasts of it are right: few, or what is wrong with all of them were held against the
 splits that were tried alone, and each that was not would look better."""
 
-
 FADE = 0.9
 """Weight of what was seen of a step beside that of one step later."""
-
 
 UNTRIED = 0.05
 """What forecasts are taken to be wrong by before any step was compared with its own."""
 
-
 PLAIN = 2.5
 """A split is plainly worse when it is off by so many standard deviations of the others of its mode more than they are."""
 
-
 LEAST_SPREAD = 0.1
-
 
 OWN, OTHERS = 5, 16
 """Newest steps of a split and of the others that are compared, at most."""
 
-
 FEWEST_OWN, FEWEST_OTHERS = 2, 3
-
-
 REMEMBERED = 64
-
 
 UNTRIED_SLOTS = 0
 """Of each pool of a split that no step can have been made on."""
-
 
 Shape = tuple[str, int, int]
 

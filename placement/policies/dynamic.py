@@ -53,10 +53,8 @@ def dynamic(start: PolicyStart) -> Policy:
 MARGIN = 1.2
 """A change must save so many times what it costs."""
 
-
 SURE = 1.3
 """Standard errors of what a change saves that are taken away from it."""
-
 
 FEWEST = 2
 """Batches from which on it is known how much a saving differs."""
@@ -139,28 +137,20 @@ def _seconds(value: float) -> str:
 LEAST_AHEAD, MOST_AHEAD = 12, 100
 """Steps over which a change must pay, at least and at most."""
 
-
 DWELL = 3
 """Steps that a split is kept before it is left again."""
-
 
 BAND = 0.2
 """Share of the error of forecasts by which a change must be better in each step."""
 
-
 LEAST_BAND = 0.003
-
-
 REMEMBERED = 64
-
 
 WINDOW = 8
 """Newest steps that batches are taken from."""
 
-
 TREND = 32
 """Newest steps that the trend of lengths is fitted to."""
-
 
 TREND_AHEAD = 8
 """Steps ahead for which lengths are forecast, at most."""

@@ -81,7 +81,6 @@ def _judged(scenario: Scenario, draw: np.random.Generator, count: int, step: int
 LOADS = (1.0, 3.0, 9.0)
 """Of engines whose law is known: a line goes through what they take."""
 
-
 NOBODYS = MeasuredStep(0, Split("coexisting", 1, 1, 1), (), (), 0.0, None, None, None, (), {})
 
 
@@ -132,7 +131,6 @@ def _exact(engine: ScenarioEngine, pool: str) -> tuple[EngineSpeed, ...]:
 
 EVERY_S = 1.0
 """Between two looks at whether to lend."""
-
 
 NO_MOVES = np.zeros(0, np.int64)
 
@@ -368,11 +366,7 @@ class SimulatedJob:
 
 
 NONE = LendingSetup(0.0, UNKNOWN)
-
-
 NO_TOKENS: NDArray[np.float64] = np.zeros(0)
-
-
 NOTHING = SimulatedBatch(0.0, np.zeros((2, 1)))
 
 

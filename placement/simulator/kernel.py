@@ -25,11 +25,7 @@ from placement.laws import Floats
 from placement.lending import doubling_requests, mean_tokens_left, remaining_s, replicas_to_lend, spare_replicas
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
-
-
 COMPILES = find_spec("numba") is not None
 
 
@@ -54,27 +50,15 @@ def compile_inline(function: Callable[P, R]) -> Callable[P, R]:
 
 
 Ints = NDArray[np.int64]
-
-
 ROLLOUT, REWARD, SWITCHING = 0, 1, 2
-
-
 MADE, SEEN, NEXT, READY = 0, 1, 2, 3
-
-
 POOL, RUNNING, FIRST, TARGET = 0, 1, 2, 3
-
-
 NEVER, BY_RULE, BY_SCHEDULE = 0, 1, 2
-
 
 ALONE_S, SATURATING, TOKENS, RESIDUAL = 0, 1, 2, 3
 """What the rule is told of a pool, in the words of `placement.lending.left_s`; nothing is known where `ALONE_S` is 0."""
 
-
 _lent, _left_s, _spared = compile_lazily(replicas_to_lend), compile_lazily(remaining_s), compile_lazily(spare_replicas)
-
-
 _doubling, _of_each = compile_lazily(doubling_requests), compile_lazily(mean_tokens_left)
 
 

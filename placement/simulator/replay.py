@@ -45,21 +45,16 @@ from placement.slots import SINGLE, ReplicaSizes, Split
 LEAST_STEPS = 4
 """Fewer say too little."""
 
-
 SKIPPED = 2
 """First steps that are not taken: engines and ranks start in them."""
 
-
 NEEDED = {"seconds", "tokens", "response_length"}
-
 
 MOST_NUMBER = 1e9
 """Of tokens, responses or seconds, in a step."""
 
-
 MOST_FILTERED = 0.99
 """Of a step's responses, that are taken to have been made for nothing."""
-
 
 SPREAD = 0.8
 """Of lengths beside their mean, where no sample was kept."""

@@ -271,14 +271,11 @@ def _least(engine: ScenarioEngine) -> float:
 COSTS = (0.0, 0.5, 5.0, 20.0, 60.0)
 """Seconds that engines which move take; a train world of another size takes twice that."""
 
-
 PRIOR = SwitchCosts(10.0, 20.0)
 """What changes are taken to cost before one was seen: pessimistic for most engines."""
 
-
 GUESSED = 0.3
 """Relative error of each estimate that the first placement stands on."""
-
 
 LENDS = frozenset({"dynamic"})
 

@@ -14,37 +14,21 @@ from gcore.errors import SpecError, did_you_mean
 from placement.slots import SplitBounds
 
 MOST_SLOTS = 4096
-
-
 MOST_STEPS = 100_000
-
 
 MOST_RESPONSES = 1_000_000
 """To a step's prompts, with those that are filtered out. More take a machine's memory."""
 
-
 MOST_SCENARIO_BYTES = 1 << 20
-
-
 Proportion = Annotated[float, Field(ge=0, lt=1)]
-
-
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
-
 
 Longer = Annotated[float, Field(gt=0, le=1e6)]
 """Seconds that are some, and how many times as much something is."""
 
-
 Spread = Annotated[float, Field(ge=0, le=10)]
-
-
 Tokens = Annotated[float, Field(gt=0, le=1e7)]
-
-
 StepNumber = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-
-
 Slots = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
 
 
