@@ -21,17 +21,12 @@ from controllers.rules.actions import (
     Action,
     ActionResult,
     Apply,
-    Archive,
     Assign,
     BeginEpoch,
-    BringStart,
     Commit,
-    Discard,
     Feed,
-    FetchCheckpoint,
-    FetchWeights,
+    FolderAction,
     ForgetEvaluations,
-    Gather,
     GiveBack,
     GiveUp,
     Join,
@@ -50,7 +45,6 @@ from controllers.rules.actions import (
     RestoreRank,
     Retain,
     Rollback,
-    SayFolder,
     SetPhase,
     Sleep,
     StartJob,
@@ -106,7 +100,7 @@ async def apply_action(action: Action, view: JobView, hands: Effects) -> ActionR
             return await tidying.sweep_keys(action, view, hands)
         case ForgetEvaluations():
             return await tidying.forget_evaluations(action, view, hands)
-        case SayFolder() | FetchWeights() | FetchCheckpoint() | BringStart() | Gather() | Archive() | Discard():
+        case FolderAction():
             if hands.replicator is None:
                 return ActionResult(TxnOutcome.STALE, f"{type(action).__name__}: nodes share a folder")
             return await hands.replicator.carry_out(action, view)

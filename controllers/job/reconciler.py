@@ -18,31 +18,7 @@ from controllers.inference.judge_engines import JudgePools
 from controllers.inference.pool import EnginePool
 from controllers.job.effects import Effects
 from controllers.job.executor import apply_action
-from controllers.rules.actions import (
-    Accumulate,
-    ActionResult,
-    Apply,
-    Archive,
-    BringStart,
-    Discard,
-    Feed,
-    FetchCheckpoint,
-    FetchWeights,
-    ForgetEvaluations,
-    Gather,
-    Intent,
-    Prune,
-    Publish,
-    ReleaseRank,
-    RestoreRank,
-    Retain,
-    Rollback,
-    SayFolder,
-    Sleep,
-    Sweep,
-    TakeStock,
-    Wake,
-)
+from controllers.rules.actions import ActionResult, Intent
 from controllers.rules.decide import decide
 from controllers.rules.memory import owned_engines, sleeping_engines
 from controllers.rules.step import waits_for_others
@@ -62,16 +38,6 @@ from gcore.system.process import send_signal
 from gcore.train.rank.feed import WorldName
 
 log = logging.getLogger(__name__)
-
-MOVES_MUCH = (
-    *(Feed, Apply, Accumulate, Prune, Sweep, ForgetEvaluations, Publish, Retain, Rollback, TakeStock),
-    *(SayFolder, FetchWeights, FetchCheckpoint, BringStart, Gather, Archive, Discard, Sleep, Wake),
-    *(ReleaseRank, RestoreRank),
-)
-"""What reads or writes many bytes."""
-
-SEEN_AT_ONCE = (Publish, Sleep, Wake)
-"""What writes nothing to the store, and shows in the view as soon as it is done: there is nothing to hear of."""
 
 STOP_S = 2.0
 
@@ -142,7 +108,7 @@ class ActionsInFlight:
 
     async def carry_out(self, intent: Intent, view: JobView) -> None:
         """Do it, or begin to."""
-        if isinstance(intent.action, MOVES_MUCH):
+        if intent.action.runs_in_background:
             task = asyncio.create_task(self._in_background(intent, view), name=intent.condition)
             task.add_done_callback(self._background_done)
             self._background[intent.condition] = task
@@ -158,13 +124,13 @@ class ActionsInFlight:
         except GcoreError as error:
             await self._job.fail(str(error))
             return
-        self._metrics.count_transaction(type(intent.action).__name__.lower(), done.outcome.value)
+        self._metrics.count_transaction(intent.action.kind, done.outcome.value)
         if done.outcome is TxnOutcome.WON:
             count_checkpoints(self._metrics, intent.action, view)
             count_moves(self._metrics, intent.action)
         level = logging.INFO if done.outcome is TxnOutcome.WON else logging.DEBUG
         log.log(level, "%s: %s", done.sentence, done.outcome, extra={"job": self._job.uid})
-        if done.outcome is TxnOutcome.WON and isinstance(intent.action, SEEN_AT_ONCE):
+        if done.outcome is TxnOutcome.WON and intent.action.seen_at_once:
             self._job.look_anew()
             return
         # Until what was written is heard, the view is older than the deed; deciding on it again would only lose.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from controllers.rules.view import SavedCheckpoint
 from gcore.ledger.records.chain import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
@@ -25,36 +26,69 @@ class ActionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StartJob:
+class Action:
+    """One transaction or one call. `runs_in_background`: it reads or writes many bytes. `seen_at_once`: it writes nothing to the store and
+    shows in the view as soon as it is done, so there is nothing to hear of."""
+
+    runs_in_background: ClassVar[bool] = False
+    seen_at_once: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        """As metrics call it."""
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundAction(Action):
+    """Reads or writes many bytes."""
+
+    runs_in_background: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAction(BackgroundAction):
+    """One call to an engine."""
+
+    seen_at_once: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class FolderAction(BackgroundAction):
+    """Concerns this node's own folder of a run, where nodes share none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob(Action):
     """Write the base entry and the first plan."""
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Action):
     """Register this incarnation as a member of the job."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Action):
     """Say in this incarnation's membership that it is about to end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(Action):
     """Write a new assignment."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
-class PutOffer:
+class PutOffer(Action):
     """Publish what this peer holds."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
-class MakeSeal:
+class MakeSeal(Action):
     """Close the batch of `step`, or seal one more part of it."""
 
     step: int
@@ -64,14 +98,14 @@ class MakeSeal:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Account(Action):
     """Write outcomes down without a step."""
 
     outcomes: tuple[EndedRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reseal:
+class Reseal(Action):
     """Give a sealed batch up, or the part of it that is not READY."""
 
     step: int
@@ -79,7 +113,7 @@ class Reseal:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(BackgroundAction):
     """Push this peer's groups of the seal to one rank."""
 
     rank: int
@@ -87,14 +121,14 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Action):
     """Say that every rank holds its share of what is sealed."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(BackgroundAction):
     """Tell one rank to train on the READY seal."""
 
     rank: int
@@ -102,7 +136,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulate:
+class Accumulate(BackgroundAction):
     """Tell one rank to add the READY parts of the next step to its gradients."""
 
     rank: int
@@ -110,7 +144,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseRank:
+class ReleaseRank(BackgroundAction):
     """Have a rank give its memory back until its next step; `step` is the last that it has done."""
 
     rank: int
@@ -118,35 +152,35 @@ class ReleaseRank:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreRank:
+class RestoreRank(BackgroundAction):
     """Have a rank take its memory again."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Action):
     """Move head to `step`."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class Register(Action):
     """Name a whole checkpoint."""
 
     checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Retain:
+class Retain(BackgroundAction):
     """Keep these checkpoints, forget the others, then delete their files."""
 
     kept: tuple[Checkpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(Action):
     """Tell people what went wrong beside the run, under one topic the newest only."""
 
     topic: str
@@ -154,28 +188,28 @@ class Warn:
 
 
 @dataclass(frozen=True, slots=True)
-class Prune:
+class Prune(BackgroundAction):
     """Move these log entries from the store to the run's folder."""
 
     seqs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(BackgroundAction):
     """Take away what belongs to past worlds and cut-off weights: in the store, then checkpoints in the run's folder."""
 
     swept: SweptKeys
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetEvaluations:
+class ForgetEvaluations(BackgroundAction):
     """Move these versions' evaluations from the store to the run's folder."""
 
     versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BeginEpoch:
+class BeginEpoch(Action):
     """Fix the statistics of a data epoch, and forget the records of these that nothing asks for any more."""
 
     record: EpochRecord
@@ -183,7 +217,7 @@ class BeginEpoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback:
+class Rollback(BackgroundAction):
     """Start a new world: from copies of head's state if they are at hand, else from the newest whole checkpoint on its chain.
 
     `between_steps`: only from head's own state, since the world that is there is well. `slots_as_seen`: only if the open steps
@@ -199,19 +233,19 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStock:
+class TakeStock(BackgroundAction):
     """Write down which copies of train states lie in this node's memory, now that head's entry is `seq`."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True)
-class SayFolder:
+class SayFolder(FolderAction):
     """Write down which checkpoints lie in this node's own folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class FetchWeights:
+class FetchWeights(FolderAction):
     """Bring staged weights to this node, from `source` if it gives them."""
 
     version: Version
@@ -219,14 +253,14 @@ class FetchWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchCheckpoint:
+class FetchCheckpoint(FolderAction):
     """Bring a copy of a checkpoint to this node."""
 
     checkpoint: SavedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
-class BringStart:
+class BringStart(FolderAction):
     """See that the checkpoint which `world` starts from lies whole on this node: every byte, and fetched anew if need be."""
 
     checkpoint: SavedCheckpoint
@@ -234,14 +268,14 @@ class BringStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(FolderAction):
     """Bring the receipts of all ranks up to `token` to this node."""
 
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(FolderAction):
     """Write these log entries and evaluations down in this node's own folder."""
 
     seqs: tuple[int, ...] = ()
@@ -249,28 +283,28 @@ class Archive:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(FolderAction):
     """Delete this node's own copies of checkpoints."""
 
     versions: tuple[Version, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Replan:
+class Replan(Action):
     """Change which slots run engines."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
+class GiveBack(Action):
     """Say of slots that the job uses them no more."""
 
     slots: frozenset[SlotKey]
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(EngineAction):
     """Bring one engine to the committed weights."""
 
     instance: str
@@ -278,26 +312,26 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class Lead(Action):
     """Plan the job's placement from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Action):
     """Change the plan as a policy decided, or write down which train world it wants, or what it would do."""
 
     proposal: MoveProposal
 
 
 @dataclass(frozen=True, slots=True)
-class TellMoves:
+class TellMoves(Action):
     """Write down what came of moves, if the record is still the one that this was made from."""
 
     account: MoveReport
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(EngineAction):
     """Have an engine's memory back. `judge`: whose it is; empty: the policy's."""
 
     instance: str
@@ -305,7 +339,7 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class Wake(EngineAction):
     """Give an engine its memory again."""
 
     instance: str
@@ -313,7 +347,7 @@ class Wake:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(Action):
     """Cancel what is in flight here for `ref`. `stale`: it was issued in vain, and counts."""
 
     ref: PromptRef
@@ -322,57 +356,12 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class SetPhase:
+class SetPhase(Action):
     """End the job. `at_head`: only if head and the open steps are still what the decision followed from."""
 
     phase: JobPhase
     reason: str
     at_head: bool = False
-
-
-Action = (
-    StartJob
-    | Join
-    | Leave
-    | Assign
-    | PutOffer
-    | MakeSeal
-    | Account
-    | Reseal
-    | Feed
-    | Ready
-    | Apply
-    | Accumulate
-    | ReleaseRank
-    | RestoreRank
-    | Commit
-    | Register
-    | Retain
-    | Prune
-    | Sweep
-    | ForgetEvaluations
-    | BeginEpoch
-    | Rollback
-    | TakeStock
-    | SayFolder
-    | FetchWeights
-    | FetchCheckpoint
-    | BringStart
-    | Gather
-    | Archive
-    | Discard
-    | Replan
-    | GiveBack
-    | Publish
-    | Lead
-    | Place
-    | TellMoves
-    | Sleep
-    | Wake
-    | GiveUp
-    | SetPhase
-    | Warn
-)
 
 
 @dataclass(frozen=True, slots=True)

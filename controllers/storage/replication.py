@@ -21,6 +21,7 @@ from controllers.rules.actions import (
     Discard,
     FetchCheckpoint,
     FetchWeights,
+    FolderAction,
     Gather,
     SayFolder,
 )
@@ -57,8 +58,6 @@ PATIENCE_S = 15.0
 
 AGAIN_S = 1.0
 """After a peer gave nothing, or the disk took nothing, until it is tried again."""
-
-OwnAction = SayFolder | FetchWeights | FetchCheckpoint | BringStart | Gather | Archive | Discard
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Replicator:
         self._run_dir = run_dir
         self._tell = tell
 
-    async def carry_out(self, action: OwnAction, view: JobView) -> ActionResult:
+    async def carry_out(self, action: FolderAction, view: JobView) -> ActionResult:
         """Do it; what a disk does not take is told, and what peers do not give after a while. Neither ever ends the job."""
         name = type(action).__name__
         patience = PATIENCE_S
@@ -190,7 +189,7 @@ class Replicator:
         why = fetched.why or "no other node that is there has it"
         return CheckpointFetch(f"{here}; {why}" if lies else why, is_final)
 
-    async def _do(self, action: OwnAction, view: JobView) -> ActionResult:
+    async def _do(self, action: FolderAction, view: JobView) -> ActionResult:
         match action:
             case SayFolder():
                 return await self._report_own_folder(view)
@@ -206,6 +205,8 @@ class Replicator:
                 return await self._write_archive(action, view)
             case Discard():
                 return await self._delete_own_copies(action, view)
+            case _:
+                raise TypeError(f"{action} is nothing that concerns a folder")
 
     async def _report_own_folder(self, view: JobView, **said: object) -> ActionResult:
         """Look what lies here and say so, with `said` as new fields."""
