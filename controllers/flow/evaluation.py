@@ -20,15 +20,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from controllers.changes import ChangeSignal
 from controllers.flow.episodes import EpisodeRequest, EpisodeRunner, EvalAnswer
 from controllers.flow.job_data import JobData, SourcePipeline, eval_seed
-from controllers.flow.step import ViewSource
 from controllers.inference.pool import EnginePool
 from controllers.rules.step import evaluation_order, members_with_engines, parts_to_take
-from controllers.rules.view import TURN_SECONDS
+from controllers.rules.view import TURN_SECONDS, JobView
 from gcore.config.data import EvalSampling
 from gcore.data.stream import EvalPromptSource
 from gcore.errors import EngineError, EngineUnreachable
@@ -128,18 +126,6 @@ EVAL_BATCH = 64
 """Evaluation responses in one request."""
 
 
-class EvaluationStore(Protocol):
-    """Where parts and evaluations are written down."""
-
-    async def add_part(self, part: EvalPart) -> bool:
-        """Whether the part stands now, this one or another's; False if that is not known."""
-        ...
-
-    async def conclude(self, evaluation: Evaluation) -> None:
-        """Returns when it was tried; the view tells what stands."""
-        ...
-
-
 @dataclass
 class _Round:
     """One peer's work on one version."""
@@ -172,10 +158,10 @@ class Evaluator:
     def __init__(
         self,
         material: JobData,
-        look: ViewSource,
+        look: Callable[[], JobView],
         changes: ChangeSignal,
         engines: EnginePool,
-        book: EvaluationStore,
+        book: LedgerEvaluations,
         clock: Clock,
         conversing: EpisodeRunner | None = None,
     ) -> None:
@@ -362,11 +348,11 @@ class Evaluator:
 
 
 # -------------------- eval_book
-# Parts and evaluations, written to the store: guarded transactions, made once. What stands, the mirror tells.
+# Guarded transactions, made once. What stands, the mirror tells.
 
 
 class LedgerEvaluations:
-    """Implements `controllers.flow.evaluation.EvaluationStore`."""
+    """Writes parts and evaluations down."""
 
     def __init__(self, ledger: TransactionExecutor, mirror: Callable[[], JobMirror]) -> None:
         self._ledger = ledger

@@ -16,12 +16,13 @@ from typing import Any
 
 from controllers.changes import ChangeSignal, rest_s
 from controllers.flow.episodes import EpisodeRequest, EpisodeRunner
-from controllers.flow.evaluation import EvaluationStore, Evaluator
+from controllers.flow.evaluation import Evaluator, LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.flow.job_data import CurriculumOrders, JobData, sample_seed
-from controllers.flow.step import Collectives, JobStep, ViewSource
+from controllers.flow.step import Collectives, JobStep, StepContext
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import LengthExpectation, VersionFollower
+from controllers.rules.view import JobView
 from controllers.telemetry.notices import PluginErrorLog
 from controllers.telemetry.step_stats import StepTimer
 from gcore.data.dataset import DataChanged
@@ -132,12 +133,12 @@ class LengthEstimates:
 
 
 def sort_longest_first(due: Sequence[PromptRef], turns: Mapping[PromptRef, DuePrompt]) -> list[PromptRef]:
-    """What has been due for longer first, of that the longest; among equals as they come. Pure."""
+    """What has been due for longer first, of that the longest; among equals as they come."""
     return sorted(due, key=lambda ref: (turns[ref].since, -turns[ref].tokens))
 
 
 # -------------------- demonstrating
-# The answer that a prompt's entry holds, as if the model had given it: what supervised training is fed. Pure.
+# The answer that a prompt's entry holds, as if the model had given it: what supervised training is fed.
 #
 # The answer is the field that the reward of the prompt's source names. Text is taken as it is, anything else as JSON writes it;
 # the tokenizer's end of sequence comes after it. It is never cut: half an answer is another answer.
@@ -171,11 +172,11 @@ class JobPeer:
     def __init__(
         self,
         material: JobData,
-        look: ViewSource,
+        look: Callable[[], JobView],
         changes: ChangeSignal,
         engines: EnginePool,
         holdings: GroupBuffer,
-        evaluations: EvaluationStore,
+        evaluations: LedgerEvaluations,
         clock: Clock,
         stopwatch: StepTimer,
         orders: CurriculumOrders,
@@ -199,7 +200,7 @@ class JobPeer:
         self._filtered: set[PromptRef] = set()
         """Prompts whose group has passed the filters, and is not held yet."""
         self.collectives = collectives
-        self.faults = faults
+        self.context = StepContext(look, changes, holdings, clock, material, collectives, faults, self.check_filtered)
         self._early: set[asyncio.Task[None]] = set()
         """Responses that are judged before their groups are finished."""
         rollout = material.spec.rollout
@@ -222,7 +223,7 @@ class JobPeer:
             if self.look().is_over or mirror.has_ended:
                 await self.holdings.in_flight.give_up_all()
                 return
-            yield JobStep(self, head.version)
+            yield JobStep(self.context, head.version)
 
     async def close(self) -> None:
         """Nothing is in flight any more when this returns."""

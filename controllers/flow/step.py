@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from controllers.changes import ChangeSignal
 from controllers.flow.group_buffer import GroupBuffer
@@ -57,19 +57,11 @@ TURN_S = 0.5
 """How long the next in turn waits for the one before to fix an answer."""
 
 
-class MirrorSource(Protocol):
-    """Where the job's records come from."""
-
-    def __call__(self) -> JobMirror:
-        """As last heard."""
-        ...
-
-
 class Collectives:
     """One peer's, of one job, for one incarnation."""
 
     def __init__(
-        self, store: Store, mirror: MirrorSource, me: str, lease: int, changes: ChangeSignal, clock: Clock
+        self, store: Store, mirror: Callable[[], JobMirror], me: str, lease: int, changes: ChangeSignal, clock: Clock
     ) -> None:
         self._store = store
         self._mirror = mirror
@@ -175,61 +167,25 @@ def find_answer(agreed: Agreed) -> tuple[Version, str]:
 log = logging.getLogger(__name__)
 
 
-class ViewSource(Protocol):
-    """Where the present view of the job comes from."""
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step works on: the peer's own."""
 
-    def __call__(self) -> JobView:
-        """The view now."""
-        ...
-
-
-class StepPeer(Protocol):
-    """What a step needs of its peer."""
-
-    @property
-    def look(self) -> ViewSource:
-        """The present view."""
-        ...
-
-    @property
-    def changes(self) -> ChangeSignal:
-        """Wakes whoever looks."""
-        ...
-
-    @property
-    def holdings(self) -> GroupBuffer:
-        """What the peer holds."""
-        ...
-
-    @property
-    def clock(self) -> Clock:
-        """Time."""
-        ...
-
-    @property
-    def material(self) -> JobData:
-        """What the job is made of."""
-        ...
-
-    @property
-    def collectives(self) -> Collectives:
-        """What peers tell each other."""
-        ...
-
-    @property
-    def faults(self) -> PluginErrorLog:
-        """Where it is told what plug-ins raise, and why prompts fail."""
-        ...
-
-    def check_filtered(self, group: Group) -> None:
-        """Raises SpecError for a group that the spec's filters have not seen."""
-        ...
+    look: Callable[[], JobView]
+    changes: ChangeSignal
+    holdings: GroupBuffer
+    clock: Clock
+    material: JobData
+    collectives: Collectives
+    faults: PluginErrorLog
+    check_filtered: Callable[[Group], None]
+    """Raises SpecError for a group that the spec's filters have not seen."""
 
 
 class JobStep:
     """Implements `gcore.flows.Step`: the step after `version`, in its lineage."""
 
-    def __init__(self, peer: StepPeer, version: Version) -> None:
+    def __init__(self, peer: StepContext, version: Version) -> None:
         self._peer = peer
         self.version = version
         self._handed_out: Prompt | None = None
@@ -370,7 +326,7 @@ class JobStep:
 class JobBatch:
     """Implements `gcore.flows.Batch`: productions under way, one task each."""
 
-    def __init__(self, peer: StepPeer, step: JobStep) -> None:
+    def __init__(self, peer: StepContext, step: JobStep) -> None:
         self._peer = peer
         self._step = step
         self._tasks: set[asyncio.Task[None]] = set()

@@ -251,7 +251,7 @@ async def test_a_group_of_which_nothing_is_left_for_the_loss_is_filtered(tmp_pat
 
 async def test_prompts_that_are_filtered_or_cannot_be_shown_end_without_being_issued(tmp_path: Path) -> None:
     job = Alone(tmp_path)
-    step = JobStep(job.peer, HEAD)
+    step = JobStep(job.peer.context, HEAD)
     issued: list[Prompt] = []
     async for prompt in job.peer.prompts(step):
         issued.append(prompt)
@@ -271,7 +271,7 @@ async def test_a_prompt_whose_groups_were_too_old_too_often_fails_instead_of_bei
     job.holdings.went_stale |= {late, again}
     job.holdings.reissues |= {late: 4, again: 3}  # three may be in vain
     issued: list[PromptRef] = []
-    async for prompt in job.peer.prompts(JobStep(job.peer, HEAD)):
+    async for prompt in job.peer.prompts(JobStep(job.peer.context, HEAD)):
         issued.append(prompt.ref)
         if len(issued) == 5:
             break
@@ -286,8 +286,8 @@ async def produced(
     job: Alone, prompt: Prompt, work: Coroutine[Any, Any, Group | Outcome] | None = None
 ) -> asyncio.Task[None]:
     """The production of one prompt, begun."""
-    step = JobStep(job.peer, HEAD)
-    batch = JobBatch(job.peer, step)
+    step = JobStep(job.peer.context, HEAD)
+    batch = JobBatch(job.peer.context, step)
     step.hand_out(prompt)
     batch.start(work or job.group(prompt))
     (task,) = batch._tasks
@@ -441,8 +441,8 @@ async def test_a_group_that_a_flow_scored_itself_with_what_is_no_number_fails_it
         assert isinstance(group, Group)
         return replace(group, samples=(replace(group.samples[0], reward=reward), *group.samples[1:]))
 
-    step = JobStep(job.peer, HEAD)
-    batch = JobBatch(job.peer, step)
+    step = JobStep(job.peer.context, HEAD)
+    batch = JobBatch(job.peer.context, step)
     step.hand_out(prompt)
     batch.start(own_score())
     await job.clock.advance(0)
