@@ -1,4 +1,4 @@
-"""How the slots of a cluster are shared out between the jobs that want them. Pure: what there is and who claims it in, who has what out.
+"""How the slots of a cluster are shared out between the jobs that want them: what there is and who claims it in, who has what out.
 
 In this order, as numbered in the code:
 

@@ -63,7 +63,7 @@ FINISH_S = 1.0
 
 
 class AccountCollector:
-    """One per job and controller. Mutable; one event loop."""
+    """Reads this node's engines of one job, and writes each step's account."""
 
     def __init__(
         self,

@@ -288,7 +288,7 @@ class _Engine:
 
 
 class StepAccountBuilder:
-    """Not safe for threads; one event loop."""
+    """From readings of engines and reports of ranks to the closed account of each step."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class Addresses:
 
 
 # -------------------- job_gauges
-# Which jobs there are and how many slots each has, as metrics tell it. Pure.
+# Which jobs there are and how many slots each has, as metrics tell it.
 
 
 def job_counts(

@@ -215,7 +215,7 @@ def new_episode_runner(
 
 
 class AgentEpisodes(EpisodeRunner):
-    """Of one job, on one controller."""
+    """Responses that foreign agent programs make."""
 
     def __init__(self, spec: JobSpec, engines: EnginePool, stage: AgentEndpoint, clock: Clock, told: Told) -> None:
         assert spec.agent is not None

@@ -45,7 +45,7 @@ class InFlightPrompt:
 
 
 class InFlightPrompts:
-    """Flights by prompt. Mutable; one event loop."""
+    """Flights by prompt."""
 
     def __init__(self) -> None:
         self._flights: dict[PromptRef, InFlightPrompt] = {}
@@ -129,7 +129,7 @@ def clip_reason(text: str) -> str:
 
 
 class GroupBuffer:
-    """Mutable; one event loop."""
+    """What this peer holds: finished groups, outcomes, and the prompts in flight."""
 
     def __init__(self) -> None:
         self._groups: dict[PromptRef, Group] = {}

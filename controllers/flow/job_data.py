@@ -202,7 +202,7 @@ class _Arranged:
 
 
 class CurriculumOrders:
-    """Mutable; one event loop. `notify` wakes who waits for an order."""
+    """The orders of shards that curricula make. `notify` wakes who waits for an order."""
 
     def __init__(self, spec: JobSpec, stream: PromptStream, notify: Callable[[], None]) -> None:
         self._spec = spec

@@ -85,7 +85,7 @@ class _Source:
 
 
 class LengthEstimates:
-    """Mutable; one event loop. `entry` says which prompt a ref stands for."""
+    """Expected lengths of responses. `entry` says which prompt a ref stands for."""
 
     def __init__(self, entry: Callable[[PromptRef], PromptEntry]) -> None:
         self._entry = entry

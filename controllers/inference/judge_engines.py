@@ -176,7 +176,7 @@ WOKEN_S = 0.25
 
 
 class JudgePools:
-    """Of one job, on one controller. Mutable; one event loop."""
+    """One pool of engines for each judge that the job serves."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ READABLE = "Let its template ask for what its verdict.parser reads, or change th
 
 
 class JudgeMetricsObserver:
-    """Of one job, on one controller. Implements `gcore.reward.judges.types.JudgeObserver`, and `Told` of its `gate`."""
+    """Implements `gcore.reward.judges.types.JudgeObserver`, and `Told` of its `gate`."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
         """`tell`: notes an event, by topic."""
@@ -145,7 +145,7 @@ LAST_WRITE_S = 5.0
 
 
 class JudgeBudget:
-    """Of one job, on one controller. Implements `gcore.reward.judges.rate_limit.Budget`. Mutable; one event loop."""
+    """Implements `gcore.reward.judges.rate_limit.Budget`."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ LOOK_S = 1.0
 
 
 class ExternalJudges:
-    """Of one job, on one controller."""
+    """The external judges of a job: their clients, what they cost, and whether their budget is spent."""
 
     def __init__(
         self,

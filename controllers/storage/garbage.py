@@ -340,7 +340,7 @@ class DiskUsage:
 
 
 def measure_disk_usage(taken: int, quota_gib: float, run_dir: Path) -> DiskUsage:
-    """How a run stands whose folder takes `taken` bytes. Pure."""
+    """How a run stands whose folder takes `taken` bytes."""
     share = taken / (quota_gib * BYTES_PER_GIB)
     what = f"the run's folder {run_dir} takes {taken / BYTES_PER_GIB:.2f} of the {quota_gib:g} GiB that a job may take (limits.disk_gib)"
     if share > 1:
@@ -355,7 +355,7 @@ def measure_disk_usage(taken: int, quota_gib: float, run_dir: Path) -> DiskUsage
 
 
 class DiskQuota:
-    """Of one job, on one node. `members`: how many nodes measure; `show`: told how it stands, whenever that is another level;
+    """Measures a run's folder. `members`: how many nodes measure; `show`: told how it stands, whenever that is another level;
     `pause`: has the job stand still at its next commit."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What of what lies on a node is not needed any more, by the policy of its configuration (`gcore.config.node`). Pure.
+"""What of what lies on a node is not needed any more, by the policy of its configuration (`gcore.config.node`).
 
 What a job that has not ended uses stays, whatever the policy says, and so does what nobody knows: a folder whose job is not in
 this store is somebody's. Reads and deletes nothing (`controllers.storage.garbage`).

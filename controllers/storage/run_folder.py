@@ -176,7 +176,7 @@ class StorageProof:
 # a thread that nobody waits for: neither the lease's renewal, nor the threads that others share, nor the daemon's end. One
 # look is under way at a time; one that takes too long is told, and so is an error. Both are over when the folder answers.
 #
-# Decides nothing; what is known stays what was seen last.
+# What is known stays what was seen last.
 
 STAGED_LOOK_AGAIN_S = 0.2
 """While weights are missed, until the folder is looked at again."""
@@ -200,7 +200,7 @@ def staged_versions(run_dir: Path) -> frozenset[Version]:
 
 
 class StagedWeightsMonitor:
-    """Of one job, on one node. `wanted`: head's version; `tell`: of a trouble by topic, an empty sentence when it is over;
+    """Looks which weights are staged. `wanted`: head's version; `tell`: of a trouble by topic, an empty sentence when it is over;
     `found`: called when other versions are there."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Every controller derives the same events with the same sequence numbers (from the store's revisions), so that a follower
 can go on with any of them after the last number it saw, and nothing comes twice or is lost, as long as it is not `MOST_EVENTS`
-behind. Pure.
+behind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gcore.store.types import WatchBatch, WatchEvent
 from placement.moves import move_in_words
 
 # -------------------- derived_events
-# What happened to a job, in the words and numbers of its events, from one change of one of its records. Pure.
+# What happened to a job, in the words and numbers of its events, from one change of one of its records.
 #
 # Which number an event has, and whether it is told at all, is for `controllers.telemetry.events`.
 

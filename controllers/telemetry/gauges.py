@@ -115,7 +115,7 @@ def _show_sources(metrics: Metrics, job: str, mirror: JobMirror, entry: LogEntry
 
 # -------------------- placement_gauges
 # What a job's placement is, shown as metrics: the split, the newest move of each kind with what was expected of it and what came of
-# it, and what the newest decision expects of a step. Pure but for the gauges; counts nothing.
+# it, and what the newest decision expects of a step. Counts nothing.
 
 
 def show_placement(metrics: Metrics, before: JobMirror, after: JobMirror) -> None:
@@ -170,7 +170,7 @@ ASK_EVERY_S = 15.0
 
 
 class JobStoreSize:
-    """The keys and bytes of one job. Mutable; as much memory as the job has keys, which are bounded."""
+    """The keys and bytes of one job. As much memory as the job has keys, which are bounded."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}

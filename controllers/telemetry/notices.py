@@ -2,7 +2,7 @@
 
 Looked at by whoever drives the job, and before there is anything to drive, while the node prepares, by itself; what is waited
 for is worked out once a second, for it is told to people, and a driver looks at its job many times in one.
-Decides nothing: which waits there are is `controllers.rules.waits`'s to say, which are told `controllers.rules.waits`'s.
+Which waits there are, and which are told, is decided in `controllers.rules.waits`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_WAITING = 64
 
 
 class WarningLog:
-    """Of one job, on one controller."""
+    """Writes what is noted to the store, once each."""
 
     def __init__(self, store: Store, keys: JobKeys, node: str, clock: Clock) -> None:
         self._store = store
@@ -100,7 +100,7 @@ class ReportedJob(Protocol):
 
 
 class WaitReporter:
-    """Of one job, on one controller."""
+    """Notes since when the job waits for what, and tells waits that last."""
 
     def __init__(self, job: ReportedJob, metrics: Metrics, clock: Clock) -> None:
         self._job = job
@@ -170,7 +170,7 @@ MOST_OF_JOB = 64
 
 
 class PluginErrorLog:
-    """Of one job, on one controller."""
+    """Writes each error of a plug-in to the store once for the job."""
 
     def __init__(self, store: Store, keys: JobKeys, node: str) -> None:
         self._store = store

@@ -367,7 +367,7 @@ def _tell_defect(task: asyncio.Task[None]) -> None:
 
 
 class JobTelemetry:
-    """Mutable; one event loop."""
+    """Hears every change of the job's records, and tells it on."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from gcore.ledger.statistics import add_outcomes
 from gcore.types import Group
 
 # -------------------- by_source
-# A step's numbers, source by source. For people: log entry, metrics, events, views. Pure.
+# A step's numbers, source by source. For people: log entry, metrics, events, views.
 #
 # A key is a name of `PER_SOURCE` and the source's, as in "reward/sums". A job with one source has none of them: they would
 # say again what the step's own numbers say.
@@ -88,7 +88,7 @@ def truncated_sources(stats: Mapping[str, float], only: str) -> list[str]:
 
 
 # -------------------- reward_parts
-# What rewards are made of, part by part, as a step's numbers. For people; nothing is decided by it. Pure.
+# What rewards are made of, part by part, as a step's numbers. For people; nothing is decided by it.
 #
 # A group carries the means of its samples' parts; a step's number is the mean over the groups of the sources whose rewards have
 # that part. A part that a sample does not have (nothing was taken off for its length, say) counts as 0 there.
@@ -128,7 +128,7 @@ def parts_by_name(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 # -------------------- before_filter
-# What a step took and what was filtered on the way, in numbers. For people: log entry, metrics, events, views. Pure.
+# What a step took and what was filtered on the way, in numbers. For people: log entry, metrics, events, views.
 #
 # prompts_used         prompts that ended in the step or, since the step before, without one
 # filter_rate          share of them that were filtered

@@ -99,7 +99,7 @@ def curves_stamp(run_dir: Path) -> object:
 
 
 def build_curves(lines: Iterable[Line], *, partial: bool = False) -> Curves:
-    """The curves of a run's lines. Pure."""
+    """The curves of a run's lines."""
     steps: dict[int, dict[str, float]] = {}
     evals: dict[int, float] = {}
     for line in lines:

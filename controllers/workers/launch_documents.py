@@ -1,4 +1,4 @@
-"""The launch documents of this node's workers: what each child runs, and what it is told. Pure.
+"""The launch documents of this node's workers: what each child runs, and what it is told.
 
 The torch engine and SGLang's worker are told the same things in the same words, as far as both have them; which of the
 two it is, only `rollout.engine` says. Starts nothing (`controllers.workers.launcher`).

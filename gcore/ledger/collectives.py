@@ -1,4 +1,4 @@
-"""What peers tell each other in a step: small values under a name, and the one answer that all of them read. Pure.
+"""What peers tell each other in a step: small values under a name, and the one answer that all of them read.
 
 Each peer has one record, `part/{incarnation}`, under its lease: at which step its flow is, and what it has given there. When
 every member has given something under a name, or is past the step and never will, one of those who wait fixes the answer,

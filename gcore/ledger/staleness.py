@@ -10,7 +10,7 @@ before it is too old. So generation goes on while the trainer works. And a
 seal waits for what would be too old after it; of what must be trained within j more steps, j quotas can wait, the rest
 is taken now. The wait is bounded by whoever holds the prompt (`controllers.rules.step.give_up_stale_prompts`).
 
-Pure. Staleness 0 is `gcore.ledger.selection`'s; who works on which shard, and time, are known to neither.
+Staleness 0 is `gcore.ledger.selection`'s; who works on which shard, and time, are known to neither.
 """
 
 from __future__ import annotations
