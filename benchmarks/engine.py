@@ -3,7 +3,7 @@
 Each case is run in pairs, engine and `generate` in turn, who begins changing from pair to pair; the ratio of a pair is
 the seconds of `generate` over those of the engine. `generate` gets the requests in batches of `SLOTS`, in order of
 arrival, prompts padded on the left, and has to wait for the longest of each batch; the engine gets them all at once and
-has as many rows. Both sample at temperature 1 from the whole vocabulary; only the engine also returns log-probabilities,
+has as many rows. A second ratio leaves out what other processes took of the cores (`own_ratio`). Both sample at temperature 1 from the whole vocabulary; only the engine also returns log-probabilities,
 and these are compared with a full forward pass in the same run.
 """
 
@@ -13,19 +13,20 @@ import argparse
 import math
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Benchmark, Result, spread
+from benchmarks.harness import Benchmark, Result, Stopwatch, slowed, spread
 
 SLOTS = 64
 SMALL_VOCABULARY = 49
 LARGE_VOCABULARY = 151_936
 """As the Qwen 2 and 3 families have it."""
+WARM_TOKENS = 4
+"""Of each request of `generate` before it is measured."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Case:
     prompts: tuple[int, ...]
     limits: tuple[int, ...]
     goal: float | None
+
+    def first(self, count: int) -> Case:
+        """The first requests of it."""
+        return replace(self, prompts=self.prompts[:count], limits=self.limits[:count])
 
 
 def cases() -> list[Case]:
@@ -127,6 +132,10 @@ class Pair:
         self.parameters = sum(p.numel() for p in self.plain.parameters())
         self._number = 0
 
+    def slow_down(self) -> None:
+        """Have the engine take twice as long."""
+        self.core.cycle = slowed(self.core.cycle)  # type: ignore[method-assign]
+
     def engine(self, prompts: list[list[int]], limits: tuple[int, ...]) -> list[Any]:
         """All requests; deliveries in their order."""
         from gcore.engines.request import GenerationRequest, RequestSampling
@@ -181,16 +190,16 @@ def compare(case: Case, pair: Pair, pairs: int) -> Result:
     prompts = [generator.integers(3, case.vocabulary, length).tolist() for length in case.prompts]
     deliveries = pair.engine(prompts, case.limits)
     error = pair.error(prompts, deliveries)
-    pair.generate(prompts[:SLOTS], case.limits[:SLOTS])
-    engine: list[float] = []
-    plain: list[float] = []
+    pair.generate(prompts[:SLOTS], (WARM_TOKENS,) * SLOTS)
+    spent: dict[str, list[dict[str, float]]] = {"engine": [], "generate": []}
     for number in range(pairs):
-        sides = [(engine, pair.engine), (plain, pair.generate)]
-        for seconds, run in sides if number % 2 == 0 else reversed(sides):
-            began = perf_counter()
-            run(prompts, case.limits)
-            seconds.append(round(perf_counter() - began, 4))
-    ratios = [b / a for a, b in zip(engine, plain, strict=True)]
+        sides = ("engine", "generate") if number % 2 == 0 else ("generate", "engine")
+        for side in sides:
+            watch = Stopwatch()
+            getattr(pair, side)(prompts, case.limits)
+            spent[side].append(watch.spent())
+    engine, plain = ([round(one["seconds"], 4) for one in spent[side]] for side in ("engine", "generate"))
+    own = [b["own_seconds"] / a["own_seconds"] for a, b in zip(spent["engine"], spent["generate"], strict=True)]
     tokens = sum(case.limits)
     return {
         "case": case.name,
@@ -198,7 +207,8 @@ def compare(case: Case, pair: Pair, pairs: int) -> Result:
         "parameters": pair.parameters,
         "requests": len(prompts),
         "new_tokens": tokens,
-        "ratio": spread(ratios),
+        "ratio": spread([b / a for a, b in zip(engine, plain, strict=True)]),
+        "own_ratio": spread(own),
         "goal_ratio": case.goal,
         "engine_tokens_per_second": spread([tokens / s for s in engine], 0),
         "generate_tokens_per_second": spread([tokens / s for s in plain], 0),
@@ -218,11 +228,13 @@ def measure(arguments: argparse.Namespace, taken: Result) -> Result:
     results: list[Result] = []
     models: dict[int, Pair] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases():
+        for case in (one.first(arguments.requests) for one in cases()):
             if arguments.case and case.name not in arguments.case:
                 continue
             if case.vocabulary not in models:
                 models[case.vocabulary] = Pair(make_model(Path(folder) / str(case.vocabulary), case.vocabulary))
+                if arguments.slowed:
+                    models[case.vocabulary].slow_down()
             results.append(compare(case, models[case.vocabulary], arguments.pairs))
             print(f"{case.name}: ratio {results[-1]['ratio']}", flush=True)
     return taken | {
@@ -236,9 +248,13 @@ def measure(arguments: argparse.Namespace, taken: Result) -> Result:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Threads and cases."""
+    """Threads, cases, and for the check of bounds their size."""
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", action="append", help="only this one (may be given several times)")
+    parser.add_argument("--requests", type=int, default=10**6, help="at most so many of each case")
+    parser.add_argument(
+        "--slowed", action="store_true", help="the engine takes twice as long, to see that its bounds notice"
+    )
 
 
 BENCHMARKS = (Benchmark("engine", "engine", measure, ("torch", "transformers"), 7, options),)

@@ -12,29 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import PREPARED, ROOT, Benchmark, Result, finished_run, spread, write_spec
+from benchmarks.harness import PREPARED, ROOT, Benchmark, Result, cpu_environment, finished_run, spread, write_spec
 
 EXAMPLE = PREPARED / "arithmetic"
 CONTEXT = 1024
 WARM_UP = 3
 PHASES = ("publish_s", "collect_s", "exchange_s", "train_s")
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Of either side: the same threads and wait policy."""
-    return os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
 
 
 def widened_model(folder: Path) -> Path:
@@ -66,7 +55,7 @@ def gcore_steps(model: Path, folder: Path, tokens: int, steps: int) -> list[dict
         },
         "checkpoint": {"every": steps},
     }
-    run = finished_run(write_spec(folder / "spec.yaml", spec), controllers=1, environment=environment(1))
+    run = finished_run(write_spec(folder / "spec.yaml", spec), controllers=1, environment=cpu_environment())
     return [one for one in run.stats[WARM_UP:] if "seconds" in one]
 
 
@@ -78,7 +67,7 @@ def trl_steps(python: Path, model: Path, folder: Path, tokens: int, steps: int, 
     launcher = [str(python)]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run([*launcher, *script], env=environment(2 // processes), capture_output=True, text=True)
+    done = subprocess.run([*launcher, *script], env=cpu_environment(2 // processes), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"TRL failed:\n{done.stdout}\n{done.stderr}")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]

@@ -6,6 +6,7 @@ A benchmark is a `Benchmark`: a function that measures and returns the result, w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -20,8 +21,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic, time
-from typing import Any
+from time import monotonic, perf_counter, process_time, time
+from typing import Any, ParamSpec, TypeVar
 
 from controllers.planning import history as moves_file
 from gcore.ledger.records import slot_accounting as books_file
@@ -39,6 +40,8 @@ LOG_TAIL = 6000
 Result = dict[str, Any]
 """The contents of a result file."""
 Line = dict[str, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,52 @@ def _version(name: str) -> str:
         return "absent"
 
 
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._waited = perf_counter(), process_time(), _waiting_times()
+
+    def spent(self) -> dict[str, float]:
+        """`seconds` on the clock; `own_seconds`: without those in which a thread was ready and other processes had the cores; `cpu_seconds`.
+
+        What other processes do lengthens the first and not the second, and a sleep is in both.
+        """
+        seconds = perf_counter() - self._began
+        waited = max(now - self._waited.get(thread, 0.0) for thread, now in _waiting_times().items())
+        return {
+            "seconds": seconds,
+            "own_seconds": seconds - waited,
+            "cpu_seconds": process_time() - self._busy,
+        }
+
+
+def _waiting_times() -> dict[str, float]:
+    """Seconds that each thread of this process has been ready without a core, by its id."""
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
+def slowed(run: Callable[P, R]) -> Callable[P, R]:
+    """A function that takes twice as long: it computes for as long again. With it a measurement shows that its bound notices."""
+
+    def twice(*words: P.args, **named: P.kwargs) -> R:
+        began = process_time()
+        found = run(*words, **named)
+        until = 2 * process_time() - began
+        while process_time() < until:
+            pass
+        return found
+
+    return twice
+
+
 # Processes ------------------------------------------------------------------------------------------------------------
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -181,7 +230,7 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 def cpu_environment(threads: int = 1) -> dict[str, str]:
-    """This process's environment for a process that computes: so many threads that wait passively, no GPU, no progress bars."""
+    """This process's environment for a process that computes: so many threads that wait passively, no GPU, no progress bars, no downloads."""
     return os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -189,6 +238,7 @@ def cpu_environment(threads: int = 1) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
 

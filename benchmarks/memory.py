@@ -5,15 +5,20 @@ world over gloo that trains one step, at ZeRO stages 1 to 3, by one rank or two.
 kernel saw, less what the same process takes with next to no model. Estimated is what `placement.mapping.memory` says of the same,
 from the configuration alone. No time is measured.
 
-The processes are forks of `memory_host`. This module does not import torch.
+The processes are forks of a host (`python -m benchmarks.memory`); only they import torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +26,8 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.harness import MB, Benchmark, Child, Result, spread
+from benchmarks.harness import MB, Benchmark, Child, Result, send_parent, spread
+from benchmarks.trainer import GROUP, PROMPT, Batch, rank_spec, ready_step
 from gcore.config import parse_spec
 from gcore.testing.models import save_tokenizer
 from placement.mapping.memory import engine_memory, rank_needs
@@ -89,7 +95,7 @@ class Case:
         return self.what, self.size, self.train.get("zero_stage", 1)
 
     def told(self, models: Path, run: Path) -> dict[str, Any]:
-        """As `memory_host` reads it."""
+        """As the host reads it."""
         launch = {"batch_slots": self.samples, "cache_tokens": 1 << 20}
         more = {"model": str(models / self.model), "run": str(run), "requests": self.samples, "launch": launch}
         return asdict(self) | more
@@ -226,7 +232,7 @@ def measured(cases: Sequence[Case]) -> list[tuple[Case, list[dict[str, int]]]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_models(folder, sorted({case.model for case in cases}))
-        host, found = Child("memory_host"), []
+        host, found = Child("memory"), []
         try:
             assert host.answer()["ready"]
             for number, case in enumerate(cases):
@@ -263,4 +269,175 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", default=list(SIZES), help="models, by name")
 
 
+# The host -------------------------------------------------------------------------------------------------------------
+
+Told = dict[str, Any]
+"""A case as a line to the host, and what it answers of a process."""
+
+
+def figure(name: str, pid: int | str = "self") -> int:
+    """`VmRSS` (now) or `VmHWM` (at most) of a process, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"the kernel does not say {name}")
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """Begin to count anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def batch_of(samples: int, response: int, vocabulary: int) -> Batch:
+    """Samples of one length, behind prompts of `PROMPT` tokens."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, vocabulary, (samples // GROUP, PROMPT)).repeat(GROUP, axis=0).astype(np.int32)
+    responses = [rng.integers(0, vocabulary, response).astype(np.int32) for _ in range(samples)]
+    logprobs = [np.full(response, -np.log(vocabulary), np.float32) for _ in range(samples)]
+    return Batch(prompts, responses, logprobs, rng.integers(0, 2, samples).astype(np.float32))
+
+
+def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
+    """A rank: loads, and trains a step. `meet` gives rank 0's address to the others."""
+    from gcore.system.clock import SystemClock
+    from gcore.testing.models import rank_launch
+    from gcore.train.backends.distributed import Collective, Rendezvous, find_store, open_store
+    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
+    from gcore.train.models import load_models
+    from gcore.train.step import StepTrainer
+
+    size = told["size"]
+    meeting = Rendezvous(rank, size, "127.0.0.1")
+    if rank == 0:
+        opened = open_store(meeting)
+        meet(opened.address)
+        store = opened.store
+    else:
+        store = find_store(meet(None), meeting)
+    world = Collective.join(meeting, store)
+    spec = rank_spec(told["model"], told["samples"], told["response"], told["train"])
+    launch = rank_launch(spec, Path(told["run"]), rank=rank, world_size=size)
+    forget_peak()
+    models = load_models(launch, world.device, world.max, lambda: None)
+    found = {"loading": figure("VmHWM"), "loaded": figure("VmRSS")}
+    trainer = StepTrainer(
+        launch, world, models, CheckpointWriter(launch, models.policy, models.critic), SystemClock(), UpdateCounts(0, 0)
+    )
+    vocabulary = json.loads((Path(told["model"]) / "config.json").read_text())["vocab_size"]
+    batch = batch_of(told["samples"], told["response"], vocabulary)
+    forget_peak()
+    trainer.run(ready_step(batch, step=1, rank=rank, size=size, weight=24_576), lambda _: None)
+    return found | {"working": figure("VmHWM")}
+
+
+def world(told: Told) -> list[Told]:
+    """All ranks, each a fork."""
+    addresses = os.pipe()
+    answers = []
+    for rank in range(told["size"]):
+
+        def meet(address: str | None) -> str:
+            if address is None:
+                return os.read(addresses[0], 100).decode().partition("\n")[0]
+            os.write(addresses[1], f"{address}\n".encode() * (told["size"] - 1))
+            return address
+
+        answers.append(forked(lambda rank=rank, meet=meet: train(told, rank, meet)))  # type: ignore[misc]
+    found = [answer() for answer in answers]
+    for end in addresses:
+        os.close(end)
+    return found
+
+
+def forked(run: Callable[[], Told]) -> Callable[[], Told]:
+    """Start it in a fork; what gives its answer."""
+    out, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(theirs, json.dumps(run()).encode())
+        except BaseException:  # noqa: BLE001  (a fork must not go on as its parent)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(theirs)
+
+    def answer() -> Told:
+        with os.fdopen(out) as file:
+            text = file.read()
+        os.waitpid(pid, 0)
+        if not text:
+            raise SystemExit("a process ended; its error stands above")
+        found: Told = json.loads(text)
+        return found
+
+    return answer
+
+
+def engine(told: Told) -> list[Told]:
+    """An engine that serves, and answers one batch of requests."""
+    from gcore.engines.launch import EngineLaunch
+    from gcore.engines.torch.main import serve_engine
+
+    out, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(theirs, 1)
+        try:
+            forget_peak()
+            serve_engine(EngineLaunch(model=told["model"], device="cpu", **told["launch"]), None)
+        except BaseException:  # noqa: BLE001  (a fork must not go on as its parent)
+            traceback.print_exc()
+        os._exit(1)
+    os.close(theirs)
+    try:
+        with os.fdopen(out) as file:
+            address = file.readline().removeprefix("serving on ").strip()
+            if not address:
+                raise SystemExit("the engine ended; its error stands above")
+            found = {"loading": figure("VmHWM", pid), "loaded": figure("VmRSS", pid)}
+            forget_peak(pid)
+            ask(address, told)
+            found["working"] = figure("VmHWM", pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [found]
+
+
+def ask(address: str, told: Mapping[str, Any]) -> None:
+    """So many prompts at once, each answered to the last token."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 200, (told["requests"], told["prompt"])).tolist()
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"max_new_tokens": told["response"], "ignore_eos": True},
+        "return_logprob": True,
+    }
+    request = urllib.request.Request(
+        f"http://{address}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=3600) as answer:
+        if len(json.loads(answer.read())) != told["requests"]:
+            raise SystemExit("the engine left requests unanswered")
+
+
+def host_main() -> None:
+    """What it is told, until its input ends. What the forks use is imported before: see above."""
+    import torch
+
+    import gcore.engines.torch.main
+    import gcore.train.models
+    import gcore.train.step  # noqa: F401
+
+    torch.set_num_threads(1)
+    send_parent(ready=True, imported=figure("VmRSS"))
+    for line in sys.stdin:
+        told = json.loads(line)
+        send_parent(found=world(told) if told["what"] == "rank" else engine(told))
+
+
 BENCHMARKS = (Benchmark("memory", "memory", measure, ("torch", "transformers", "deepspeed"), options=options),)
+
+if __name__ == "__main__":
+    host_main()

@@ -31,7 +31,6 @@ MODULES = {
     "trainer": "trainer",
     "grpo": "grpo_step",
     "checkpoints": "checkpoints",
-    "copies": "checkpoints",
     "memory": "memory",
     "rewards": "rewards",
     "startup": "startup",
@@ -39,14 +38,14 @@ MODULES = {
     "control-plane": "control_plane",
     "submit": "control_plane",
     "issue": "rollout",
-    "tails": "rollout",
+    "tails": "tails",
     "async": "rollout",
     "stream": "rollout",
-    "placement": "placement.simulator",
-    "placement-within": "placement.simulator",
-    "placement-decisions": "placement.decisions",
-    "placement-live": "placement.live",
-    "placement-pairs": "placement.live",
+    "placement": "placement_simulation",
+    "placement-within": "placement_simulation",
+    "placement-decisions": "placement_simulation",
+    "placement-live": "placement_live",
+    "placement-pairs": "placement_live",
     "sim": "protocol",
     "mutations": "protocol",
 }
@@ -136,7 +135,7 @@ def write_report(arguments: argparse.Namespace) -> None:
         return
     report.write()
     if arguments.plots:
-        from benchmarks.pictures import plot_placement
+        from benchmarks.placement_simulation import plot_placement
 
         plot_placement(read_result("placement"))
 
@@ -146,7 +145,7 @@ def write_report(arguments: argparse.Namespace) -> None:
 COMPARISONS = ROOT / ".cache" / "benchmarks"
 LEFT_OUT = ("load_before", "load_after", "law", "pairs")
 """Parts of a result that say nothing of either side."""
-COUNTS = {"startup": "--runs", "demo": "--runs", "judge": "--runs", "copies": "--starts"} | dict.fromkeys(
+COUNTS = {"startup": "--runs", "demo": "--runs", "judge": "--runs"} | dict.fromkeys(
     ("grpo", "checkpoints", "rewards", "placement-live"), "--rounds"
 )
 """What the option `--pairs` was called in commits whose benchmarks were single programs, where it was another word."""

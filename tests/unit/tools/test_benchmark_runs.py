@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,24 @@ def test_which_side_goes_first_changes_from_pair_to_pair_and_pairs_name_them_in_
     assert [list(pair) for pair in pairs] == [["whole", "streamed"]] * 3
     assert [(pair["whole"]["number"], pair["streamed"]["number"]) for pair in pairs] == [(1, 2), (4, 3), (5, 6)]
     assert "pair 3/3: 1.500 times as fast" in capsys.readouterr().out
+
+
+def test_a_stopwatch_counts_a_sleep_as_own_seconds_and_not_as_processor_time() -> None:
+    watch = harness.Stopwatch()
+    time.sleep(0.2)
+    spent = watch.spent()
+    assert spent["seconds"] >= 0.2
+    assert 0.15 <= spent["own_seconds"] <= spent["seconds"]
+    assert spent["cpu_seconds"] < 0.15
+
+
+def test_a_slowed_function_computes_for_as_long_again() -> None:
+    def work(rounds: int) -> int:
+        return sum(range(rounds))
+
+    began = time.process_time()
+    assert work(2_000_000) == (found := 1_999_999_000_000)
+    plain = time.process_time() - began
+    began = time.process_time()
+    assert harness.slowed(work)(2_000_000) == found
+    assert time.process_time() - began > 1.4 * plain

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.harness import read_result
-from benchmarks.pictures import FLOWS_PICTURE, flows_picture
+from benchmarks.report import FLOWS_PICTURE, flows_picture
 
 PAGE = report.DOCS / "flows.md"
 

@@ -9,7 +9,7 @@ from gcore.ledger.selection import StreamRules
 def test_the_table_is_that_of_the_committed_result() -> None:
     written = (report.DOCS / "dynamic-sampling.md").read_text()
     assert report.renewed("dynamic-sampling.md", written) == written, "run `make bench-page`"
-    assert report.issue_ahead(read_result("issue_ahead")) in written
+    assert report.issue_table(read_result("issue_ahead")) in written
 
 
 def test_the_simulation_is_the_same_everywhere() -> None:

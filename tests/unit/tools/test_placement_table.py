@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.placement import simulator
+from benchmarks import placement_simulation as simulator
 
 LOADED = """
 import sys

@@ -1,20 +1,32 @@
-"""A cluster in made-up time whose engines take as long as emulated devices do: production's controllers, and lengths with a tail.
+"""What shorter tails gain (`tails`): over-provision, the longest first, and weights by expected tokens.
 
-The simulation of `tests/support/simulated_cluster.py` without faults: daemons, drivers, peers, routing, offers, seals and commits are
-production's, messages take 20 ms. What is put in place of its ends: engines are `gcore.engines.emulated.device`s, with rows, a queue,
+Production's controllers over emulated engines, in simulated time. Response lengths are the field's: half below 440 tokens, one in a hundred
+above 2,400, up to 15 times the median. A pair is the same seed without and with a setting: the same prompts, in each data epoch again, the
+same lengths, engines and messages; so the ratio of a pair is the setting's, and the machine's load has no part in it. The
+first data epoch is not counted: of a prompt that never came nothing can be known. Whether a group is better split over engines is
+measured beside it, each response going to the engine with the fewest outstanding tokens. gcore does not do that (docs/adr/0032). And how
+well lengths are expected: the mean absolute error of `gcore.rollout.length_prediction` beside that of the source's mean, on draws of the
+same law, from so many finished siblings.
+
+The cluster is the simulation of `tests/support/simulated_cluster.py` without faults: daemons, drivers, peers, routing, offers, seals and
+commits are production's, messages take 20 ms. Its ends are replaced: engines are `gcore.engines.emulated.device`s, with rows, a queue,
 prefill and decode by the law; ranks take the law's time; prompts are few, so that each comes again in every data epoch, and a
-response's length depends on its prompt and its seed alone. So two runs that differ in a setting have the same responses, and
-the machine's load changes nothing.
+response's length depends on its prompt and its seed alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
+import json
+import logging
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +39,8 @@ from simulated_network import Weather
 from simulated_story import Story
 from simulated_workers import Engine, Rank
 
+from benchmarks.harness import Benchmark, Result, spread
+from controllers.inference.requests import Requests
 from gcore.config import JobSpec, NodeConfig, parse_spec
 from gcore.data.order import entry_index, shard_lengths
 from gcore.engines.emulated.device import EmulatedDevice
@@ -34,6 +48,7 @@ from gcore.engines.emulated.law import ReplicaTiming, TimingModel, named_generat
 from gcore.engines.emulated.responses import EmulatedResponse
 from gcore.engines.request import Finish, GenerationRequest, RequestOutput, RequestSampling
 from gcore.rollout.client import ProgressCallback, SamplingParams
+from gcore.rollout.length_prediction import SiblingLengths, SourceLengths, expected_length
 from gcore.train.rank.feed import StepInput
 from gcore.types import FinishReason, Group, Outcome, Prompt, PromptRef, Sample, Version, VersionSpan
 
@@ -87,7 +102,7 @@ class TailStory(Story):
 
 
 @dataclass
-class Run:
+class TailRun:
     """What a run came to."""
 
     commits: list[float] = field(default_factory=list)
@@ -247,9 +262,9 @@ def _sample(delivery: RequestOutput) -> Sample:
     return Sample(delivery.tokens, delivery.logprobs, "", reason, spans)
 
 
-def play(story: TailStory) -> Run:
+def play(story: TailStory) -> TailRun:
     """The run, to its end. Raises SystemExit if anything was wrong."""
-    run = Run()
+    run = TailRun()
 
     def timed_flow(land: Any) -> Any:
         async def flow(peer: Any) -> None:
@@ -304,3 +319,145 @@ def story_of(seed: int, **settings: Any) -> TailStory:
     """A story in fair weather."""
     fair: dict[str, Any] = {"nodes": 2, "faults_s": 0.0, "weather": Weather(), "hasty": 0.0, "filter_rate": 0.0}
     return TailStory(**({"seed": seed, "prompts": 128, "steps": 24} | fair | settings))
+
+
+# What is compared -----------------------------------------------------------------------------------------------------
+
+TAIL_WARM, TAIL_STEPS, PROMPTS = 4, 12, 64
+"""A data epoch is as long as the steps that are not counted."""
+FEW_ROWS, MANY_ROWS = 8, 64
+"""Of each engine: four responses for each row, and a row for each response."""
+LIKENESS = (0.15, 0.4, 0.7, 0.93)
+"""The field's correlations within a prompt."""
+ORDER, BALANCE = {"order": "longest_first"}, {"balance": "tokens"}
+
+
+@dataclass(frozen=True)
+class TailCase:
+    """What is compared with what."""
+
+    mechanism: str
+    regime: str
+    off: dict[str, Any]
+    on: dict[str, Any]
+    story: dict[str, Any] = field(default_factory=dict)
+    split: bool = False
+    """Whether, with it, each response goes to an engine of its own choice."""
+
+
+def tail_cases() -> list[TailCase]:
+    """All of them."""
+    found = []
+    for staleness, over, filtered in ((1, 1.5, 0.0), (1, 2.0, 0.0), (2, 3.0, 0.0), (1, 2.0, 0.5)):
+        regime = f"staleness {staleness}, {filtered:.0%} filtered: {over:g} times beside 1"
+        off, on = ({"staleness": staleness, "over_provision": times} for times in (1.0, over))
+        found.append(TailCase("over_provision", regime, off, on, {"rows": MANY_ROWS, "filter_rate": filtered}))
+    for rows, likeness in ((FEW_ROWS, 0.4), (FEW_ROWS, 0.93), (MANY_ROWS, 0.4)):
+        regime = f"{'4 responses a row' if rows == FEW_ROWS else 'a row for each'}, likeness {likeness:g}"
+        story = {"rows": rows, "likeness": likeness}
+        found.append(TailCase("order: longest_first", regime, {}, ORDER, story))
+        found.append(TailCase("balance: tokens", regime, {}, BALANCE, story))
+        found.append(TailCase("both", regime, {}, ORDER | BALANCE, story))
+        found.append(TailCase("groups split over engines", regime, {}, {}, story, split=True))
+    return found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run. `settings`: of its story and of the section `rollout`, as JSON: what is the same is played once."""
+
+    seed: int
+    settings: str
+    split: bool
+
+
+def wanted(case: TailCase, seed: int, *, on: bool) -> Wanted:
+    """One side of a pair."""
+    rollout = case.on if on else case.off
+    return Wanted(seed, json.dumps(case.story | {"rollout": rollout}, sort_keys=True), on and case.split)
+
+
+def step_seconds(run: Wanted) -> float:
+    """Made-up seconds of a counted step, in the mean."""
+    logging.disable(logging.CRITICAL)
+
+    settings = {"engines": 2, "groups": 16, "prompts": PROMPTS, "steps": TAIL_STEPS} | json.loads(run.settings)
+    whole = Requests.generate
+
+    async def each(self: Requests, version: Any, prompts: Any, params: Any, seeds: Any, rid: str, *more: Any) -> Any:
+        asked = [
+            whole(self, version, [prompt], params, (one,), f"{rid}/{place}", *more)
+            for place, (prompt, one) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        return tuple(sample for made in await asyncio.gather(*asked) for sample in made)
+
+    with mock.patch.object(Requests, "generate", each if run.split else whole):
+        commits = play(story_of(run.seed, **settings)).commits
+    return (commits[-1] - commits[TAIL_WARM - 1]) / (len(commits) - TAIL_WARM)
+
+
+def tail_rows(pairs: int, processes: int) -> list[dict[str, Any]]:
+    """Every case."""
+    rows, seeds = [], range(1, pairs + 1)
+    with ProcessPoolExecutor(processes) as pool:
+        sides = {wanted(case, seed, on=on): None for case in tail_cases() for seed in seeds for on in (False, True)}
+        begun = {run: pool.submit(step_seconds, run) for run in sides}
+        for case in tail_cases():
+            off, on = ([begun[wanted(case, seed, on=on)].result() for seed in seeds] for on in (False, True))
+            row = {
+                "mechanism": case.mechanism,
+                "regime": case.regime,
+                "off_s": spread(off, 1),
+                "on_s": spread(on, 1),
+                "ratio": spread([after / before for before, after in zip(off, on, strict=True)], 3),
+            }
+            print(f"{case.mechanism}, {case.regime}: {row['ratio']}", flush=True)
+            rows.append(row)
+    return rows
+
+
+def expectations(draws: int = 3000) -> list[dict[str, Any]]:
+    """How far expectations are off beside the source's mean, by likeness and the number of finished siblings."""
+    chance, rows = random.Random(1), []
+
+    def group(likeness: float, count: int) -> list[int]:
+        common = chance.gauss(0.0, 1.0)
+        own = [math.sqrt(likeness) * common + math.sqrt(1.0 - likeness) * chance.gauss(0.0, 1.0) for _ in range(count)]
+        return [min(max(round(440 * math.exp(0.73 * deviation)), 1), 6600) for deviation in own]
+
+    for likeness in LIKENESS:
+        for siblings in (1, 4, 7):
+            missed, by_mean = [], []
+            for _ in range(5):
+                recent = [group(likeness, 8) for _ in range(64)]
+                source = SourceLengths.of(recent)
+                mean = statistics.fmean(length for one in recent for length in one)
+                for _ in range(draws // 5):
+                    *others, own = group(likeness, siblings + 1)
+                    missed.append(abs(own - expected_length(source, SiblingLengths.of(source, others), 0, 6600)))
+                    by_mean.append(abs(own - mean))
+            ratio = statistics.fmean(missed) / statistics.fmean(by_mean)
+            rows.append({"likeness": likeness, "siblings": siblings, "error_beside_the_mean": round(ratio, 3)})
+    return rows
+
+
+def measure_tails(arguments: argparse.Namespace, taken: Result) -> Result:
+    """Every case, and the expectations."""
+    sizes = {
+        "pairs": arguments.pairs,
+        "controllers": 2,
+        "engines": 4,
+        "groups": 16,
+        "samples": 8,
+        "steps_counted": TAIL_STEPS - TAIL_WARM,
+    }
+    result = taken | {"what": "production's controllers, emulated engines, made-up time"} | sizes
+    return result | {"cases": tail_rows(arguments.pairs, arguments.processes), "expectations": expectations()}
+
+
+def tail_options(parser: argparse.ArgumentParser) -> None:
+    """Processes."""
+    parser.add_argument("--processes", type=int, default=1, help="runs at once; they do not change the figures")
+
+
+BENCHMARKS = (Benchmark("tails", "tails", measure_tails, pairs=5, options=tail_options),)
