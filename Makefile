@@ -34,10 +34,10 @@ TOOLS := $(BIN)/python tests/support/system_tools.py
 SUBJECTS = $(sort $(foreach file,$(wildcard $(addsuffix /test_*.py,tests/unit/* tests/unit/*/* tests/contract/*)),$(word 3,$(subst /, ,$(file)))))
 NOT_ELSEWHERE := not gpu and not sglang and not trackers and not deploy and not chaos and not large
 
-.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu sim sim-long mutations lint proto clean bench-check bench-page simulate-setup trl-setup
+.PHONY: chaos compiled tools test-deploy test-upgrade test-large help setup sglang-setup demo demo-kill demo-sglang prepare prepare-judge test test-sglang test-trackers test-gpu fuzz sim sim-long mutations lint proto clean bench-check bench-page simulate-setup trl-setup
 
 help: ## What there is to make
-	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("%", "SUBJECT", $$1); printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z%-]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {sub("test-%", "test-SUBJECT", $$1); sub("%", "NAME", $$1); printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Virtual environment with pinned packages, and an etcd
 
@@ -116,11 +116,11 @@ export GCORE_UPGRADE_FROM ?= f9caf92ba3fc4257187b32bdf1e9030f2ed5bb51
 test-upgrade: setup ## A running job under daemons of a commit before (GCORE_UPGRADE_FROM), replaced one by one; an older backup of the store
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "chaos" tests/integration/cluster/test_upgrade.py tests/integration/store/test_store_restored.py $(PYTEST_ARGS)
 
-# make bench-NAME for every NAME of `python -m benchmarks run --help`; not phony, as make looks for no pattern rule for those.
+# NAME: `python -m benchmarks run --help` lists them. Not phony, as make looks for no pattern rule for those.
 bench-%: setup ## One benchmark, its result and its table: bench-engine, bench-trainer, ...; BENCH_ARGS="--pairs 3 --compare COMMIT"
 	@$(TEST_ENV) $(BIN)/python -m benchmarks run $* $(BENCH_ARGS)
 
-# What some of them need besides.
+# What some of them need as well.
 bench-demo bench-async bench-idle bench-startup bench-flows bench-control-plane bench-grpo: prepare
 bench-judge bench-placement-pairs: prepare prepare-judge
 bench-placement: simulate-setup

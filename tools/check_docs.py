@@ -273,13 +273,21 @@ def index_is_complete(root: Path) -> Iterator[Problem]:
 
 
 def map_is_complete(root: Path) -> Iterator[Problem]:
-    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = "docs/architecture.md"
+    lines = dict(re.findall(r"^\| `([\w/]+)` \| (.*) \|$", (root / page).read_text(encoding="utf-8"), re.MULTILINE))
     for tree in MAPPED:
         for init in sorted((root / tree).rglob("__init__.py")):
-            package = relative(init.parent, root)
-            alias = init.read_text(encoding="utf-8").startswith(ALIAS)
-            if not alias and f"`{package}`" not in page:
-                yield Problem("docs/architecture.md", 1, f"the map does not name {package}: say what it is for")
+            package, text = relative(init.parent, root), init.read_text(encoding="utf-8")
+            if text.startswith(ALIAS):
+                continue
+            said = " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
+            line = lines.pop(package, None)
+            if line is None:
+                yield Problem(page, 1, f"the map does not name {package}: say what it is for")
+            elif said and line != said:
+                yield Problem(page, 1, f"the map says of {package} {line!r}, its __init__.py {said!r}: say the same")
+    for package in lines:
+        yield Problem(page, 1, f"the map names {package}, and there is no such package: take its line out")
 
 
 def drawings_are_current(root: Path) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Inference engines as this controller uses them: which there are, who answers a request, and what happens when one fails.
+"""Inference engines as this controller uses them: pool, routing, requests, retries, judges.
 
 Read `pool` first, then `requests`. `rules` and `continuation` are pure. Engine servers are in `gcore.engines`; judges are engines with other
 weights (`judge_engines`, `judges`).

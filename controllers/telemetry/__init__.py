@@ -1,4 +1,4 @@
-"""What people and programs learn of a running job: events, metrics, samples, warnings, experiment trackers.
+"""Events, metrics, samples, warnings and experiment trackers of a running job.
 
 Read `run_recorder` first. `events` and `step_stats` are pure. No decision depends on telemetry.
 """

@@ -1,4 +1,4 @@
-"""The client of the job API: any controller answers for the whole cluster.
+"""The client of the job API. It calls whichever controller answers.
 
 `Client` and `AsyncClient` (of `gcore`) are for people, in a script or a notebook; `JobsClient` has the API's own messages, and is what they and
 the command line use. The names are imported when they are first used: gRPC takes a while, and most commands need none.

@@ -1,4 +1,4 @@
-"""The job spec: what a user writes, validated and frozen; and what daemons and local clusters are told.
+"""The job spec, validated and frozen; the configuration of daemons and of local clusters.
 
 The names below are imported when they are first used: building the spec's model takes a tenth of a second, and most
 commands need only the small document of the local cluster.

@@ -1,4 +1,4 @@
-"""Flows: the RL program that every controller runs on its shards, written as if there were one controller.
+"""Flows: the RL program that every controller runs on its shards.
 
 What a flow or filter plug-in needs is exported here.
 """

@@ -1,4 +1,4 @@
-"""The step protocol's records and rules: what is offered, sealed, trained and committed, and the audit that proves it.
+"""The step protocol: selection of groups, transactions, statistics, and the audit.
 
 Read `records.chain` first, then `selection` (what is due, what a seal takes) and `transactions` (every guarded transaction). All of it is pure
 but `archive`, the executor in `transactions`, and the files in `records.slot_accounting`.

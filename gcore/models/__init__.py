@@ -1,4 +1,4 @@
-"""Models on disk: hubs, checks without torch, checkpoints and weights in a run's folder, weights over a process group.
+"""Models on disk: hubs, checks without torch, checkpoints, staged weights, broadcasts to engines.
 
 Read `layout` first. Only `broadcast` imports torch.
 """

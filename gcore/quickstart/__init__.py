@@ -1,4 +1,4 @@
-"""What the examples need before they can run: their data and a model to begin with, or a judge of what a model writes.
+"""Data and small models of the examples: `gcore prepare`, `gcore init`.
 
 `__main__` lists them; read `folder` first. Preparing trains a small model and imports torch inside the function; importing this
 package does not import it.

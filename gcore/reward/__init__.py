@@ -1,4 +1,4 @@
-"""Scoring of responses, by rule or by a model. What a reward plug-in needs is exported here."""
+"""Rewards: rules, processes for reward code, judges; the interface of reward plug-ins."""
 
 from gcore.config.reward import RewardSpec
 from gcore.reward.api import Response, Reward, RewardError, RewardResult, find_reward

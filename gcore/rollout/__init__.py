@@ -1,4 +1,4 @@
-"""Responses: the client of engines, and responses of several turns (`environments`, `agents`).
+"""The client of engines, and multi-turn responses.
 
 Read `client` first. Engine servers are in `gcore.engines`.
 """

@@ -1,4 +1,4 @@
-"""Fakes that are shipped, and tested like the rest: a clock that stands still, a store in memory, a bad network."""
+"""Fakes for tests, also for those of plug-ins: clock, store, flows, judges, network; contract suites."""
 
 from gcore.testing.clock import FakeClock
 from gcore.testing.proxy import Proxy

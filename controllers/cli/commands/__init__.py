@@ -1,1 +1,1 @@
-"""The commands of `gcore`, by subject. Each module holds the functions that typer calls."""
+"""The commands of `gcore`, one module a subject; typer calls their functions."""

@@ -1,1 +1,1 @@
-"""Stored records. Field names never change; a new field says in `came_with` which schema version brought it."""
+"""Stored records. Field names never change; a new field names in `came_with` its schema version."""

@@ -1,4 +1,4 @@
-"""Foreign agent code that speaks the OpenAI API and is trained as it is: each response has an address of its own.
+"""Agent programs that call the OpenAI API and are trained unchanged; each response has its own address.
 
 `session` is one response, `server` the endpoint, `chat_protocol` messages in and out, `worker` the agent's process.
 """

@@ -1,4 +1,4 @@
-"""The process of a train rank: launch document, gRPC service, what it holds and may apply.
+"""The process of a train rank: launch document, gRPC service, state of received samples.
 
 Read `main` first. `feed` is pure.
 """

@@ -1,4 +1,4 @@
-"""Foreign code (rewards, tools, agents) in processes of its own: pools, the line protocol, and confinement.
+"""Foreign code (rewards, tools, agents) in child processes: pools, line protocol, confinement.
 
 Read `process` first, then `pool`. `box` confines a program; `jail` and `probe` run inside and import nothing of gcore.
 """

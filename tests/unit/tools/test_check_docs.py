@@ -70,6 +70,8 @@ def test_each_fault_of_a_page_is_found_with_its_line(tmp_path: Path) -> None:
 FAULTS: list[Fault] = [
     ("docs/index.md", "](data.md)", "](model.md)", "docs/index.md:1: no link leads to data.md"),
     ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),
+    ("docs/architecture.md", "| Workers: an", "| A worker: an", "the map says of gcore/worker 'A worker: an"),
+    ("docs/architecture.md", "| `gcore/store` |", "| `gcore/stores` |", "the map names gcore/stores, and there is no"),
     ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
     ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),

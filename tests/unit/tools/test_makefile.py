@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from benchmarks.run import MODULES
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,5 +72,20 @@ def test_a_target_of_its_own_is_no_subject(checkout: Path, target: str) -> None:
     assert f"tests/unit/{name}" not in pytest_call(checkout, target).split()
 
 
-def test_help_names_the_rule_of_subjects(checkout: Path) -> None:
-    assert "make test-SUBJECT " in make(checkout, "help").stdout
+def test_help_names_the_rules_of_subjects_and_of_benchmarks(checkout: Path) -> None:
+    said = make(checkout, "help").stdout
+    assert "make test-SUBJECT " in said
+    assert "make bench-NAME " in said
+    assert "%" not in said
+
+
+def test_every_target_of_help_is_a_rule(checkout: Path) -> None:
+    rules = set(re.findall(r"^([a-z%-]+):", (checkout / "Makefile").read_text(), re.MULTILINE))
+    targets = [line.split()[1] for line in make(checkout, "help").stdout.splitlines()]
+    assert {target.replace("SUBJECT", "%").replace("NAME", "%") for target in targets} <= rules
+
+
+def test_every_benchmark_that_needs_more_is_one(checkout: Path) -> None:
+    needs = re.findall(r"^(bench-[a-z -]+): ", (checkout / "Makefile").read_text(), re.MULTILINE)
+    named = {name.removeprefix("bench-") for line in needs for name in line.split()}
+    assert named - {"check", "page"} <= set(MODULES)
