@@ -1,8 +1,12 @@
-"""The built-in flows. Each is the whole algorithm as one controller runs it; every controller runs the same."""
+"""The built-in flows: every controller runs the same one, and they differ in their settings and in what a prompt comes to.
+
+`train_prompts` is the loop of all of them; a flow of one's own may write its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from gcore.config.load import flow
@@ -10,14 +14,13 @@ from gcore.flows.api import Peer
 from gcore.types import Group, Outcome, Prompt
 
 
-@flow(train={"advantage": "grpo"})
-async def grpo(peer: Peer) -> None:
-    """GRPO: groups of samples per prompt, scored, and trained against each other's mean (arXiv 2402.03300)."""
+async def train_prompts(peer: Peer, produce: Callable[[Peer, Prompt], Awaitable[Group | Outcome]]) -> None:
+    """Train, step by step, on what `produce` makes of this peer's prompts."""
     async for step in peer.steps():
         await peer.evaluate()  # the weights that this step starts from, when that is due
         async with step.collect() as batch:  # ends when the whole cluster has its quota
             async for prompt in peer.prompts(step):  # only this peer's shards
-                batch.start(score_group(peer, prompt))
+                batch.start(produce(peer, prompt))
         await step.train()  # seal, exchange, train, commit
         await step.publish()
     await peer.evaluate()
@@ -28,6 +31,12 @@ async def score_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
     return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt)))
 
 
+@flow(train={"advantage": "grpo"})
+async def grpo(peer: Peer) -> None:
+    """GRPO: groups of samples per prompt, scored, and trained against each other's mean (arXiv 2402.03300)."""
+    await train_prompts(peer, score_group)
+
+
 @flow(
     flow={"filters": [{"name": "signal"}]},
     train={"advantage": "grpo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean", "kl_coef": 0.0},
@@ -36,22 +45,9 @@ async def dapo(peer: Peer) -> None:
     """DAPO: GRPO without the groups that teach nothing, which are drawn anew until the step is full (arXiv 2503.14476).
 
     The ratio may rise further than it may fall, tokens are weighed alike, and no reference holds the model back: the settings
-    below. The penalty of length wants a length: `rollout.overlong_tokens`.
+    above. The penalty of length wants a length: `rollout.overlong_tokens`.
     """
-    async for step in peer.steps():
-        await peer.evaluate()
-        async with step.collect() as batch:  # ends when the whole cluster has its quota of groups that teach
-            async for prompt in peer.prompts(step):
-                batch.start(sample_group(peer, prompt))
-        await step.train()
-        await step.publish()
-    await peer.evaluate()
-
-
-async def sample_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """One prompt's group; or that it is filtered, because all its rewards are the same."""
-    group = await peer.score(prompt, await peer.rollout(prompt))
-    return await peer.filter(prompt, group)
+    await train_prompts(peer, score_group)
 
 
 @flow(flow={"samples_per_prompt": 1}, train={"advantage": "gae", "loss": "ppo", "mini_batches": 4})
@@ -59,21 +55,10 @@ async def ppo(peer: Peer) -> None:
     """PPO: one response to a prompt, advantages from a critic that learns beside the policy, several clipped updates a step
     (arXiv 1707.06347; arXiv 2203.02155 for language models).
 
-    The critic is the train ranks' (`train.critic`); the flow only brings responses and rewards.
+    The critic is the train ranks' (`train.critic`): they make values, returns and advantages, then train policy and critic,
+    mini-batch by mini-batch. The flow only brings responses and rewards.
     """
-    async for step in peer.steps():
-        await peer.evaluate()
-        async with step.collect() as batch:
-            async for prompt in peer.prompts(step):
-                batch.start(respond(peer, prompt))
-        await step.train()  # values, returns and advantages; then policy and critic, mini-batch by mini-batch
-        await step.publish()
-    await peer.evaluate()
-
-
-async def respond(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """One prompt's responses, with rewards."""
-    return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt)))
+    await train_prompts(peer, score_group)
 
 
 @flow(
@@ -81,14 +66,7 @@ async def respond(peer: Peer, prompt: Prompt) -> Group | Outcome:
 )
 async def remax(peer: Peer) -> None:
     """ReMax: REINFORCE, each sample against what the greedy answer to its prompt earns (arXiv 2310.10505)."""
-    async for step in peer.steps():
-        await peer.evaluate()
-        async with step.collect() as batch:
-            async for prompt in peer.prompts(step):
-                batch.start(score_against_greedy(peer, prompt))
-        await step.train()
-        await step.publish()
-    await peer.evaluate()
+    await train_prompts(peer, score_against_greedy)
 
 
 async def score_against_greedy(peer: Peer, prompt: Prompt) -> Group | Outcome:
@@ -110,19 +88,7 @@ async def rloo(peer: Peer) -> None:
     A response is one action: its log-probability is the sum over its tokens. With `train.kl_coef` the distance from the
     reference is part of the reward.
     """
-    async for step in peer.steps():
-        await peer.evaluate()
-        async with step.collect() as batch:
-            async for prompt in peer.prompts(step):
-                batch.start(score_leave_one_out(peer, prompt))
-        await step.train()
-        await step.publish()
-    await peer.evaluate()
-
-
-async def score_leave_one_out(peer: Peer, prompt: Prompt) -> Group | Outcome:
-    """One prompt's samples, with rewards; the ranks take from each the mean of the others."""
-    return await peer.filter(prompt, await peer.score(prompt, await peer.rollout(prompt)))
+    await train_prompts(peer, score_group)
 
 
 @flow(
@@ -131,31 +97,20 @@ async def score_leave_one_out(peer: Peer, prompt: Prompt) -> Group | Outcome:
 )
 async def reinforce_pp(peer: Peer) -> None:
     """REINFORCE++: one response to a prompt, no critic; token returns that hold the KL to the reference, whitened over the whole
-    step, in PPO's clipped loss (arXiv 2501.03262).
+    step, in PPO's clipped loss (arXiv 2501.03262). The KL goes into the rewards of tokens, these into returns, and those are whitened.
 
     With `train.advantage: reinforce_pp_baseline` and several samples a prompt it is the paper's variant with a group mean.
     """
-    async for step in peer.steps():
-        await peer.evaluate()
-        async with step.collect() as batch:
-            async for prompt in peer.prompts(step):
-                batch.start(respond(peer, prompt))
-        await step.train()  # the KL goes into the rewards of tokens, these into returns, and those are whitened
-        await step.publish()
-    await peer.evaluate()
+    await train_prompts(peer, score_group)
 
 
 @flow(flow={"samples_per_prompt": 1}, train={"loss": "sft"})
 async def sft(peer: Peer) -> None:
-    """SFT: the answers that the data hold are what is trained, token by token; nothing is sampled but for evaluation."""
-    async for step in peer.steps():
-        await peer.evaluate()
-        async with step.collect() as batch:
-            async for prompt in peer.prompts(step):
-                batch.start(demonstrate_group(peer, prompt))
-        await step.train()  # minus the log-probability of the answers, mean over the step's tokens
-        await step.publish()
-    await peer.evaluate()
+    """SFT: the answers that the data hold are what is trained, token by token; nothing is sampled but for evaluation.
+
+    The loss is minus the log-probability of the answers, mean over the step's tokens.
+    """
+    await train_prompts(peer, demonstrate_group)
 
 
 async def demonstrate_group(peer: Peer, prompt: Prompt) -> Group | Outcome:
