@@ -10,17 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-
-class EventMessage(Protocol):
-    """What `gcore.api.v1.jobs_pb2.JobEvent` has."""
-
-    sequence: int
-    time: float
-    kind: str
-    message: str
-    data_json: str
+if TYPE_CHECKING:
+    from gcore.api.v1 import jobs_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +27,7 @@ class JobEvent:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_message(cls, message: EventMessage) -> JobEvent:
+    def from_message(cls, message: jobs_pb2.JobEvent) -> JobEvent:
         """From the job API. Data that is no JSON object is treated as absent."""
         return cls(message.sequence, message.time, message.kind, message.message, _object(message.data_json))
 

@@ -18,11 +18,12 @@ is told the same answer. Asks its engine through its caller.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from gcore.data.renderer import PromptRenderer
 from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError, GcoreError
 from gcore.rollout.agents.api import AgentFault, AgentRequestRefused
@@ -36,37 +37,12 @@ from gcore.rollout.agents.chat_protocol import (
     parse_message,
     parse_request,
 )
-from gcore.rollout.environments.episode import ObservationRenderer, Transcript, decode_suffix
+from gcore.rollout.environments.episode import Transcript, decode_suffix
 from gcore.system.clock import Clock
 from gcore.system.concurrency import wait_within
 from gcore.types import FinishReason, Sample
 
 T = TypeVar("T")
-
-
-class ChatRenderer(ObservationRenderer, Protocol):
-    """What the template makes of messages (`gcore.data.renderer.PromptRenderer`).
-
-    One conversation of an agent with the policy, as one growing sequence of tokens.
-
-    The first question is rendered and tokenized whole. Each later one must hold what was said so far, word for word,
-    and only what is new is tokenized: the whole is rendered with a mark in the place of the last answer, and what the
-    template writes behind the mark stands behind the tokens that were generated. Those stay as the engine gave them.
-    So the policy has always before it exactly what it is trained on. A template that would write an earlier turn
-    otherwise now (one that leaves out the thinking of turns that are past) is not followed: what was said was said.
-    """
-
-    def render(self, value: Sequence[Message], fields: Mapping[str, Any]) -> str:
-        """All of them, with the opening of an answer."""
-        ...
-
-    def continued(self, messages: Sequence[Message], answer: int, fields: Mapping[str, Any], *, ended: bool) -> str:
-        """What stands behind the answer at that place, up to the next."""
-        ...
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a rendered text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +54,16 @@ class DialogueDelta:
 
 
 class Dialogue:
-    """Grows by `answered`; `shown` looks only."""
+    """One conversation of an agent with the policy, as one growing sequence of tokens. Grows by `answered`; `shown` looks only.
 
-    def __init__(self, renderer: ChatRenderer, question: ChatRequest, room: int | None = None) -> None:
+    The first question is rendered and tokenized whole. Each later one must hold what was said so far, word for word,
+    and only what is new is tokenized: the whole is rendered with a mark in the place of the last answer, and what the
+    template writes behind the mark stands behind the tokens that were generated. Those stay as the engine gave them.
+    So the policy has always before it exactly what it is trained on. A template that would write an earlier turn
+    otherwise now (one that leaves out the thinking of turns that are past) is not followed: what was said was said.
+    """
+
+    def __init__(self, renderer: PromptRenderer, question: ChatRequest, room: int | None = None) -> None:
         """Of the first question, for which there is room for so many tokens. Raises Refused if the template or the tokenizer does not
         take it, TextTooLong if it is far too long."""
         self._renderer = renderer
@@ -199,7 +182,7 @@ class AgentSession:
 
     def __init__(
         self,
-        renderer: ChatRenderer,
+        renderer: PromptRenderer,
         say: Say,
         rules: SamplingRules,
         limits: DialogueLimits,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore.data.tokenizer import TextTooLong, check_length, run_by_size
 from gcore.errors import DataError
@@ -21,13 +21,15 @@ from gcore.rollout.environments.api import (
     CheckedEnvironment,
     Done,
     EnvironmentFault,
-    Message,
     Observation,
     Turn,
 )
 from gcore.system.clock import Clock
 from gcore.system.concurrency import Pausable, TaskHung, wait_within
 from gcore.types import FinishReason, Range, Sample, Version, VersionSpan
+
+if TYPE_CHECKING:
+    from gcore.data.renderer import PromptRenderer  # who only shows a response needs no templates
 
 TOLD = ("⟦", "⟧")
 """Around what of a response was observed, where people read it."""
@@ -124,32 +126,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ObservationRenderer(Protocol):
-    """The words of an observation as tokens (`gcore.data.renderer.PromptRenderer`)."""
-
-    @property
-    def chat(self) -> bool:
-        """Whether messages can be shown."""
-        ...
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends an answer."""
-        ...
-
-    def behind(self, messages: Sequence[Message], fields: Mapping[str, Any], *, ended: bool) -> str:
-        """What stands between two answers with `messages` between them."""
-        ...
-
-    def encode_behind(self, before: Sequence[int], text: str) -> tuple[int, ...]:
-        """Token ids of a text behind others."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        ...
-
-
 Say = Callable[[tuple[int, ...], int, int], Awaitable[Sample]]
 """One turn of the model behind the response so far: its tokens, the most that may come, the number of the turn."""
 
@@ -171,7 +147,7 @@ class EpisodeSetting:
 
     prompt_ids: tuple[int, ...]
     fields: Mapping[str, Any]
-    renderer: ObservationRenderer
+    renderer: PromptRenderer
     limits: EpisodeLimits
     clock: Clock
     hold: Pausable | None = None
@@ -255,7 +231,7 @@ def _characters(found: Observation) -> int:
     return len(found.text) + sum(len(str(message)) for message in found.messages)
 
 
-def decode_suffix(ids: Sequence[int], before: Sequence[int], renderer: ObservationRenderer) -> str:
+def decode_suffix(ids: Sequence[int], before: Sequence[int], renderer: PromptRenderer) -> str:
     """What `ids` say behind `before`: some tokenizers leave out a space at the beginning of what they decode."""
     near = tuple(before[-16:])
     begin, both = renderer.decode(near), renderer.decode((*near, *ids))
