@@ -226,14 +226,14 @@ class EmulatedEngine(ServedEngine[Path]):
             "vocab_size": model.words.size,
             "is_generation": True,
         }
-        super().__init__(clock, description)
+        self.device = EmulatedDevice(timing, self._response, rows=rows, version=version)
+        super().__init__(clock, self.device, description)
         self.time_scale = 1.0 / timing.law.speedup
         self.name = name
         self.model = model
         self.timing = timing
         self._speedup = timing.law.speedup
         self._voice = ResponseModel(timing.law, model.words, model.longest, model.verdict)
-        self.device = EmulatedDevice(timing, self._response, rows=rows, version=version)
         self._slot = slot or LiveSlot(clock, timing.law.speedup)
         self._slot.add(self.device, self._deliver, spans)
         self._tickets: dict[int, PendingAnswer] = {}
@@ -311,31 +311,6 @@ class EmulatedEngine(ServedEngine[Path]):
         return True
 
     @property
-    def version(self) -> str:
-        """Name of the served weights."""
-        return self.device.version
-
-    @property
-    def paused(self) -> bool:
-        """Whether it makes no tokens until it is resumed."""
-        return self.device.paused
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Memory that was released."""
-        return self.device.asleep
-
-    @property
-    def running(self) -> int:
-        """Sequences that are decoded."""
-        return self.device.running
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait."""
-        return self.device.waiting
-
-    @property
     def generated_tokens(self) -> int:
         """Tokens made until now."""
         return self.device.tokens(self.now())
@@ -362,7 +337,8 @@ class EmulatedEngine(ServedEngine[Path]):
 
     async def flush(self) -> bool:
         """There is no cache; False while requests would hold one."""
-        return not (self.running or (self.waiting and not self.paused))
+        device = self.device
+        return not (device.running or (device.waiting and not device.paused))
 
     async def release(self, tags: frozenset[str]) -> None:
         """Sleep. Raises EngineError while something runs."""
@@ -395,18 +371,18 @@ class EmulatedEngine(ServedEngine[Path]):
         """Check that there is a model's folder. Raises EngineError."""
         if not (folder / "config.json").is_file():
             raise EngineError(f"{folder} is no model's folder")
-        if "weights" in self.asleep:
+        if "weights" in self.device.asleep:
             raise EngineError("the weights are released", fix="Call /resume_memory_occupation first")
         return folder
 
     async def install_weights(self, staged: Path, version: str | None, *, flush: bool) -> None:
         """Let the time of a weight update pass, then serve."""
         await self.take(self.timing.publish())
-        self._call_weights(version if version is not None else self.version)
+        self._call_weights(version if version is not None else self.device.version)
 
     async def rename(self, version: str, *, abort: bool) -> None:
         """Call the served weights `version`. Raises EngineError for an older one."""
-        check_version(version, self.version)
+        check_version(version, self.device.version)
         if abort:
             self._abort(lambda _: True)
         self._call_weights(version)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from gcore.engines.request import ABORTED, PauseMode, check_version
 from gcore.errors import EngineError
@@ -71,6 +71,35 @@ class UpdateLock:
         self._moved = asyncio.Event()
 
 
+class EngineState(Protocol):
+    """What an engine is at: the torch engine's core, or the emulated engine's device."""
+
+    @property
+    def version(self) -> str:
+        """Name of the served weights."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether it makes no tokens until it is resumed."""
+        ...
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """Memory that was released, of "weights" and "kv_cache"."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Sequences that are worked on."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        ...
+
+
 class ServedEngine(ABC, Generic[W]):
     """An engine behind the routes. `W`: weights that were read and checked, but are not served yet.
 
@@ -84,12 +113,13 @@ class ServedEngine(ABC, Generic[W]):
     time_scale = 1.0
     """Seconds that one second of `time_sums` is."""
 
-    def __init__(self, clock: Clock, description: dict[str, Any]) -> None:
+    def __init__(self, clock: Clock, state: EngineState, description: dict[str, Any]) -> None:
         self.clock = clock
+        self.state = state
         self.model_path = str(description["model_path"])
         self.requests = 0
         self.prompt_tokens = 0
-        self.gate = UpdateLock(lambda: self.paused or bool(self.asleep))
+        self.gate = UpdateLock(lambda: state.paused or bool(state.asleep))
         self.flushing = asyncio.Lock()
         """One request to flush polls the engine at a time."""
         self._description = description
@@ -99,7 +129,12 @@ class ServedEngine(ABC, Generic[W]):
     def describe(self) -> dict[str, Any]:
         """Facts for `/model_info` and `/server_info`."""
         path = self.model_path
-        return {**self._description, "model_path": path, "served_model_name": path, "weight_version": self.version}
+        return {
+            **self._description,
+            "model_path": path,
+            "served_model_name": path,
+            "weight_version": self.state.version,
+        }
 
     def check_names(self, names: set[str]) -> None:
         """Raises EngineError if a request of such a name is under way."""
@@ -110,7 +145,7 @@ class ServedEngine(ABC, Generic[W]):
         """Serve the weights of a folder. Raises EngineError; then nothing has changed."""
         await self.make_way(version, flush=flush, abort=abort)
         async with self.gate.changing():
-            check_version(version, self.version)
+            check_version(version, self.state.version)
             staged = await self.stage_weights(Path(path))
             await self.install_weights(staged, version, flush=flush)
         self.model_path = path
@@ -119,10 +154,11 @@ class ServedEngine(ABC, Generic[W]):
         """Prepare an update before weights are read. Raises EngineError for what will not be possible."""
         if abort:
             await self.abort(lambda _: True, "aborted by a change of weights")
-        check_version(version, self.version)
-        if flush and self.paused and self.running:
+        state = self.state
+        check_version(version, state.version)
+        if flush and state.paused and state.running:
             raise EngineError(
-                f"{self.running} requests stand where they were, and the cache that is to be flushed is theirs",
+                f"{state.running} requests stand where they were, and the cache that is to be flushed is theirs",
                 fix="Pause with mode retract, or send flush_cache: false",
             )
 
@@ -130,31 +166,6 @@ class ServedEngine(ABC, Generic[W]):
     @abstractmethod
     def alive(self) -> bool:
         """Whether it can still answer."""
-
-    @property
-    @abstractmethod
-    def version(self) -> str:
-        """Name of the served weights."""
-
-    @property
-    @abstractmethod
-    def paused(self) -> bool:
-        """Whether it makes no tokens until it is resumed."""
-
-    @property
-    @abstractmethod
-    def asleep(self) -> frozenset[str]:
-        """Memory that was released, of "weights" and "kv_cache"."""
-
-    @property
-    @abstractmethod
-    def running(self) -> int:
-        """Sequences that are worked on."""
-
-    @property
-    @abstractmethod
-    def waiting(self) -> int:
-        """Sequences that wait."""
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gcore.errors import EngineError, GcoreError
+from gcore.system.files import refuse_constant
 
 BAD_REQUEST = 400
 TOO_LARGE = 413
@@ -108,6 +109,11 @@ HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 TYPE_NAMES = frozenset({"str", "int", "bool", "float", "list", "dict"})
 
 
+async def read_fields(request: Request, kind: type[B]) -> B:
+    """The request's JSON body with the fields of `kind`, as `read_body` reads it."""
+    return await read_body(request, lambda value: checked_body(kind, value))
+
+
 async def read_body(request: Request, check: Callable[[Any], T]) -> T:
     """The request's JSON body, as `check` makes it. Raises BodyRefused, BodyTooBig, and what `check` raises."""
     raw = await _bytes(request)
@@ -121,16 +127,12 @@ async def read_body(request: Request, check: Callable[[Any], T]) -> T:
     return await asyncio.to_thread(lambda: check(_parsed(raw)))
 
 
-def lenient_checker(kind: type[B]) -> Callable[[Any], B]:
-    """A check that reads fields leniently and ignores those it does not know, as SGLang does on administrative routes."""
-
-    def check(value: Any) -> B:
-        try:
-            return kind.model_validate(value)
-        except ValidationError as error:
-            raise BodyRefused(validation_sentence(error)) from error
-
-    return check
+def checked_body(kind: type[B], value: Any) -> B:
+    """A body with the fields of `kind`. Raises BodyRefused."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise BodyRefused(validation_sentence(error)) from error
 
 
 def query_seconds(request: Request, name: str) -> float:
@@ -179,16 +181,12 @@ def _too_big() -> BodyTooBig:
 
 def _parsed(raw: bytes) -> Any:
     try:
-        value = json.loads(raw, parse_constant=_no_constant)
+        value = json.loads(raw, parse_constant=refuse_constant)
         if HALVES.search(raw):
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:  # a UnicodeError is a ValueError
         raise BodyRefused(f"the body is not JSON ({error})") from error
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
 
 
 def _place(location: Sequence[str | int]) -> tuple[str, ...]:

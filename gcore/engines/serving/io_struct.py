@@ -279,9 +279,7 @@ def generate_body(value: Any) -> GenerateCall:
         raise EngineError("give exactly one of text and input_ids")
     if given == [] and body.text is None:
         raise EngineError("input_ids cannot be empty")
-    for name in sorted(UNSERVED_FIELDS & (body.model_extra or {}).keys()):
-        if (body.model_extra or {})[name]:
-            raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+    refuse_fields(body, UNSERVED_FIELDS)
     is_batch = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
     prompts: list[Any] = list(given) if is_batch else [given]
     if isinstance(bodies, list) and (len(bodies) != len(prompts) or not is_batch):
@@ -296,10 +294,17 @@ def generate_body(value: Any) -> GenerateCall:
         prompts=tuple(prompts),
         params=tuple(params),
         asked=_asked(body, prompts, is_batch=is_batch, several=several),
-        rids=_rids(body.rid, prompts, is_batch=is_batch, several=several),
+        rids=request_names(body.rid, prompts, "prompts", is_batch=is_batch, is_list=is_batch or several),
         stream=bool(body.stream),
         is_list=is_batch or several,
     )
+
+
+def refuse_fields(body: BaseModel, unserved: frozenset[str]) -> None:
+    """Raises EngineError for a field of SGLang's that the engine does not have, unless it says nothing."""
+    for name, value in sorted((body.model_extra or {}).items()):
+        if value and name in unserved:
+            raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
 
 
 def _fields(value: Any) -> _GenerateFields:
@@ -351,23 +356,23 @@ def _named(body: _GenerateFields, prompts: Sequence[object], *, is_batch: bool, 
     return [tuple(tokens) for tokens in given]
 
 
-def _rids(
-    rid: str | list[str] | None, prompts: Sequence[object], *, is_batch: bool, several: bool
+def request_names(
+    rid: str | list[str] | None, asked: Sequence[object], what: str, *, is_batch: bool, is_list: bool
 ) -> tuple[str, ...] | None:
-    """As SGLang names them: a list as it is, one name numbered through a batch."""
+    """As SGLang names them: a list, where the answer is one, as it is; one name numbered through a batch. `what` is asked."""
     if rid is None:
         return None
     if isinstance(rid, str):
-        return tuple(f"{rid}_{i}" for i in range(len(prompts))) if is_batch else (rid,)
-    if len(rid) != len(prompts) or not (is_batch or several):
-        raise EngineError(f"rid has {len(rid)} entries for {_count(is_batch, prompts)}")
+        return tuple(f"{rid}_{i}" for i in range(len(asked))) if is_batch else (rid,)
+    if len(rid) != len(asked) or not is_list:
+        raise EngineError(f"rid has {len(rid)} entries for {_count(is_batch, asked, what)}")
     if len(set(rid)) < len(rid):
-        raise EngineError("rid names two prompts alike")
+        raise EngineError(f"rid names two {what} alike")
     return tuple(rid)
 
 
-def _count(is_batch: bool, prompts: Sequence[object]) -> str:
-    return f"{len(prompts)} prompts" if is_batch else "a single prompt"
+def _count(is_batch: bool, asked: Sequence[object], what: str = "prompts") -> str:
+    return f"{len(asked)} {what}" if is_batch else f"a single {what.removesuffix('s')}"
 
 
 NUMBERED = re.compile(r"(_[0-9]+){0,2}")

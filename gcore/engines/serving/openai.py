@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gcore.engines.detokenizer import stable_text
-from gcore.engines.serving.http import BodyRefused, validation_sentence
+from gcore.engines.serving.http import checked_body
 from gcore.engines.serving.io_struct import GenerateCall, LogprobRequest, SamplingBody, Texts
 
-B = TypeVar("B", bound=BaseModel)
 NonNegativeCount = Annotated[int, Field(ge=0)]
 SOME = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[int], SOME]
@@ -143,7 +142,7 @@ class ChatBody(_Asking):
 
 def parse_chat(value: Any, render: Render) -> CompletionRequest:
     """Raises BodyRefused, EngineError, and what `render` raises."""
-    body = _checked(ChatBody, value)
+    body = checked_body(ChatBody, value)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = LogprobRequest(output=True, top=body.top_logprobs, text=True) if body.logprobs else LogprobRequest()
     ids = render([message.model_dump() for message in body.messages])
@@ -163,16 +162,9 @@ class CompletionRequest:
 
 def parse_completion(value: Any) -> CompletionRequest:
     """Raises BodyRefused, EngineError."""
-    body = _checked(CompletionBody, value)
+    body = checked_body(CompletionBody, value)
     asked = LogprobRequest() if body.logprobs is None else LogprobRequest(output=True, top=body.logprobs, text=True)
     return _asking(body, body.prompts, body.sampling(body.max_tokens), asked, chat=False)
-
-
-def _checked(kind: type[B], value: Any) -> B:
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise BodyRefused(validation_sentence(error)) from error
 
 
 def _asking(

@@ -27,9 +27,8 @@ from gcore.engines.serving.http import (
     ApiKeyGuard,
     ApiKeys,
     answer_errors,
-    lenient_checker,
     query_seconds,
-    read_body,
+    read_fields,
     route_not_found,
 )
 from gcore.engines.serving.io_struct import (
@@ -105,14 +104,14 @@ def guard_routes(routes: Sequence[Route], keys: ApiKeys) -> ASGIApp:
 
 async def abort(engine: ServedEngine[Any], request: Request) -> Response:
     """End requests now; they answer with the tokens they have."""
-    body = await read_body(request, lenient_checker(AbortBody))
+    body = await read_fields(request, AbortBody)
     await engine.abort((lambda _: True) if body.abort_all else (lambda task: body.names(task.rid)))
     return Response()
 
 
 async def pause(engine: ServedEngine[Any], request: Request) -> Response:
     """Make no more tokens."""
-    body = await read_body(request, lenient_checker(PauseBody))
+    body = await read_fields(request, PauseBody)
     await engine.pause(body.mode)
     engine.gate.recheck()
     return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
@@ -120,14 +119,14 @@ async def pause(engine: ServedEngine[Any], request: Request) -> Response:
 
 async def resume(engine: ServedEngine[Any], request: Request) -> Response:
     """Make tokens again."""
-    await read_body(request, lenient_checker(EmptyBody))
+    await read_fields(request, EmptyBody)
     await engine.resume()
     return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def update_from_disk(engine: ServedEngine[Any], request: Request) -> Response:
     """Serve other weights, from a folder."""
-    body = await read_body(request, lenient_checker(UpdateFromDiskBody))
+    body = await read_fields(request, UpdateFromDiskBody)
     try:
         await engine.update_from_disk(
             body.model_path, body.weight_version, flush=body.flush_cache, abort=body.abort_all_requests
@@ -140,11 +139,11 @@ async def update_from_disk(engine: ServedEngine[Any], request: Request) -> Respo
 
 async def rename_weights(engine: ServedEngine[Any], request: Request) -> Response:
     """Give the served weights another version."""
-    body = await read_body(request, lenient_checker(UpdateVersionBody))
+    body = await read_fields(request, UpdateVersionBody)
     try:
         await engine.rename(body.new_version, abort=body.abort_all_requests)
     except EngineError as error:
-        return JSONResponse({"success": False, "message": str(error), "new_version": engine.version}, 400)
+        return JSONResponse({"success": False, "message": str(error), "new_version": engine.state.version}, 400)
     message = f"Weight version updated to {body.new_version}"
     return JSONResponse({"success": True, "message": message, "new_version": body.new_version})
 
@@ -164,7 +163,7 @@ async def flush(engine: ServedEngine[Any], request: Request) -> Response:
 
 async def release(engine: ServedEngine[Any], request: Request) -> Response:
     """Sleep: release memory, let requests wait."""
-    body = await read_body(request, lenient_checker(MemoryBody))
+    body = await read_fields(request, MemoryBody)
     await engine.release(body.wanted)
     engine.gate.recheck()
     return JSONResponse(None)
@@ -172,7 +171,7 @@ async def release(engine: ServedEngine[Any], request: Request) -> Response:
 
 async def wake(engine: ServedEngine[Any], request: Request) -> Response:
     """Take memory again."""
-    body = await read_body(request, lenient_checker(MemoryBody))
+    body = await read_fields(request, MemoryBody)
     await engine.wake(body.wanted)
     return JSONResponse(None)
 
@@ -195,10 +194,10 @@ async def model_info(engine: ServedEngine[Any], request: Request) -> Response:
 async def server_info(engine: ServedEngine[Any], request: Request) -> Response:
     """The served model, and the state of the queue."""
     state = {
-        "num_running_reqs": engine.running,
-        "num_waiting_reqs": engine.waiting,
-        "paused": engine.paused,
-        "released": sorted(engine.asleep),
+        "num_running_reqs": engine.state.running,
+        "num_waiting_reqs": engine.state.waiting,
+        "paused": engine.state.paused,
+        "released": sorted(engine.state.asleep),
     }
     return JSONResponse({**engine.describe(), "internal_states": [state]})
 
@@ -207,8 +206,8 @@ async def metrics(engine: ServedEngine[Any], request: Request) -> Response:
     """Prometheus text, under SGLang's names; and how the engine's time was spent."""
     sums = engine.time_sums()
     table = (
-        ("num_running_reqs", "gauge", "Sequences that are worked on.", engine.running),
-        ("num_queue_reqs", "gauge", "Sequences that wait.", engine.waiting),
+        ("num_running_reqs", "gauge", "Sequences that are worked on.", engine.state.running),
+        ("num_queue_reqs", "gauge", "Sequences that wait.", engine.state.waiting),
         ("num_requests_total", "counter", "Sequences asked for.", engine.requests),
         ("prompt_tokens_total", "counter", "Prompt tokens of these.", engine.prompt_tokens),
         ("generation_tokens_total", "counter", "Tokens made.", engine.generated_tokens),

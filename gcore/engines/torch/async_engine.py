@@ -215,7 +215,7 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
     def __init__(
         self, core: EngineBase[A, D], text: Detokenizer | None, clock: Clock, description: dict[str, Any]
     ) -> None:
-        super().__init__(clock, description)
+        super().__init__(clock, core, description)
         self.core = core
         self._text = text
         self._arrivals: dict[int, _Arrivals[D]] = {}
@@ -315,31 +315,6 @@ class AsyncEngine(ServedEngine[StagedWeights], Generic[A, D]):
     def alive(self) -> bool:
         """Whether the model's thread runs."""
         return self.runner.alive
-
-    @property
-    def version(self) -> str:
-        """Name of the served weights."""
-        return self.core.version
-
-    @property
-    def paused(self) -> bool:
-        """Whether it makes no tokens until it is resumed."""
-        return self.core.paused
-
-    @property
-    def asleep(self) -> frozenset[str]:
-        """Memory that was released."""
-        return self.core.asleep
-
-    @property
-    def running(self) -> int:
-        """Sequences that are worked on."""
-        return self.core.running
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait."""
-        return self.core.waiting
 
     @property
     def generated_tokens(self) -> int:

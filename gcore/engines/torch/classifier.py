@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -28,8 +28,8 @@ from transformers import AutoModelForSequenceClassification
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch
 from gcore.engines.request import ABORTED, Finish, check_token_ids
-from gcore.engines.serving.http import ApiKeys, BodyRefused, answer_errors, read_body, validation_sentence
-from gcore.engines.serving.io_struct import IdLists, Ids, Texts, json_number
+from gcore.engines.serving.http import ApiKeys, answer_errors, checked_body, read_body
+from gcore.engines.serving.io_struct import IdLists, Ids, Texts, json_number, refuse_fields, request_names
 from gcore.engines.serving.routes import (
     CLIENT_CLOSED_REQUEST,
     bind_engine,
@@ -122,34 +122,17 @@ class ClassifyRequest:
 
 def classify_body(value: Any) -> ClassifyRequest:
     """Check a body of `/classify`: SGLang's fields, as far as a classifier has them. Raises BodyRefused, EngineError."""
-    try:
-        body = _ClassifyFields.model_validate(value)
-    except ValidationError as error:
-        raise BodyRefused(validation_sentence(error)) from error
+    body = checked_body(_ClassifyFields, value)
     if (body.text is None) == (body.input_ids is None):
         raise EngineError("give exactly one of text and input_ids")
-    for name in sorted(UNSERVED_FIELDS & (body.model_extra or {}).keys()):
-        if (body.model_extra or {})[name]:
-            raise EngineError(f"{name} is not served by this engine", fix="Leave it out, or ask an SGLang server")
+    refuse_fields(body, UNSERVED_FIELDS)
     given: Any = body.input_ids if body.text is None else body.text
     if given == [] and body.text is None:
         raise EngineError("input_ids cannot be empty")
     is_list = isinstance(given, list) and (body.text is not None or isinstance(given[0], list))
     questions: list[Any] = list(given) if is_list else [given]
-    return ClassifyRequest(tuple(questions), _rids(body.rid, questions, is_list=is_list), is_list)
-
-
-def _rids(rid: str | list[str] | None, questions: Sequence[object], *, is_list: bool) -> tuple[str, ...] | None:
-    """As SGLang names them: a list as it is, one name numbered through a batch."""
-    if rid is None:
-        return None
-    if isinstance(rid, str):
-        return tuple(f"{rid}_{i}" for i in range(len(questions))) if is_list else (rid,)
-    if len(rid) != len(questions) or not is_list:
-        raise EngineError(f"rid has {len(rid)} entries for {len(questions)} questions")
-    if len(set(rid)) < len(rid):
-        raise EngineError("rid names two questions alike")
-    return tuple(rid)
+    names = request_names(body.rid, questions, "questions", is_batch=is_list, is_list=is_list)
+    return ClassifyRequest(tuple(questions), names, is_list)
 
 
 TRIED = (3, 1, 7, 5)

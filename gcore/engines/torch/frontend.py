@@ -346,7 +346,7 @@ async def generate(desk: RequestHandler, request: Request) -> Response:
 
 async def health_generate(desk: RequestHandler, request: Request) -> Response:
     """Whether tokens come out. An engine that is paused or asleep is not asked for one."""
-    if desk.paused or desk.asleep:
+    if desk.state.paused or desk.state.asleep:
         return await health(desk, request)
     body = generate_body({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
     made = desk.generated_tokens

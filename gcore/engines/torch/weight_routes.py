@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gcore.engines.serving.http import answer_errors, lenient_checker, read_body
+from gcore.engines.serving.http import answer_errors, read_fields
 from gcore.engines.serving.io_struct import (
     BeginBody,
     EmptyBody,
@@ -63,7 +63,7 @@ class WeightRoutes:
 
     async def from_distributed(self, request: Request) -> Response:
         """Receive some or all weights from the trainer of a weight group."""
-        body = await read_body(request, lenient_checker(UpdateDistributedBody))
+        body = await read_fields(request, UpdateDistributedBody)
         engine = self._engine
         try:
             group = self._groups.get(body.group_name)
@@ -86,7 +86,7 @@ class WeightRoutes:
 
     async def init_group(self, request: Request) -> Response:
         """Join a weight group."""
-        body = await read_body(request, lenient_checker(InitGroupBody))
+        body = await read_fields(request, InitGroupBody)
 
         def join() -> WeightGroup:
             return WeightGroup.join(
@@ -110,7 +110,7 @@ class WeightRoutes:
 
     async def destroy_group(self, request: Request) -> Response:
         """Leave a weight group."""
-        body = await read_body(request, lenient_checker(GroupBody))
+        body = await read_fields(request, GroupBody)
         async with self._joining, self._engine.gate.changing():
             group = self._groups.pop(body.group_name, None)
             if group is None:
@@ -120,7 +120,7 @@ class WeightRoutes:
 
     async def begin(self, request: Request) -> Response:
         """Accept broadcasts."""
-        await read_body(request, lenient_checker(BeginBody))
+        await read_fields(request, BeginBody)
         if self._begun:
             return _outcome(False, "A weight update has begun already; call /end_weight_update first.")
         async with self._engine.gate.changing():
@@ -129,7 +129,7 @@ class WeightRoutes:
 
     async def end(self, request: Request) -> Response:
         """Accept no more broadcasts."""
-        await read_body(request, lenient_checker(EmptyBody))
+        await read_fields(request, EmptyBody)
         if not self._begun:
             return _outcome(False, "No weight update has begun; call /begin_weight_update first.")
         async with self._engine.gate.changing():
@@ -138,7 +138,7 @@ class WeightRoutes:
 
     async def by_name(self, request: Request) -> Response:
         """A tensor's first rows, as float32."""
-        body = await read_body(request, lenient_checker(WeightsByNameBody))
+        body = await read_fields(request, WeightsByNameBody)
         model = self._engine.core.model
 
         def look() -> Any:
