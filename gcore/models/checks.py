@@ -15,10 +15,11 @@ import importlib.util
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gcore.errors import DataError
 from gcore.models.hubs import INDEX, WHOLE, ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -29,8 +30,39 @@ _WORKERS_LOAD = ("AutoConfig", "AutoModelForCausalLM")
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The model's `config.json`; empty if there is none that can be read (who loads the model says more)."""
+    return _optional_json(folder / "config.json")
+
+
+def require_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`. Raises DataError if there is none that can be read."""
     try:
-        tree = json.loads((folder / "config.json").read_bytes())
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
+        ) from error
+    return config
+
+
+def end_tokens(folder: Path, config: Mapping[str, Any], token_id: Callable[[str], int | None]) -> tuple[int, ...]:
+    """Every token that config, generation config or tokenizer call the end. `token_id`: of a token by its name."""
+    found: set[int] = set()
+    for settings in (config, _optional_json(folder / "generation_config.json")):
+        value = settings.get("eos_token_id")
+        found.update([value] if isinstance(value, int) else value or ())
+    token = _optional_json(folder / "tokenizer_config.json").get("eos_token")
+    end = token.get("content") if isinstance(token, dict) else token
+    if isinstance(end, str) and (known := token_id(end)) is not None:
+        found.add(known)
+    return tuple(sorted(found))
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none that can be read."""
+    try:
+        tree = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}

@@ -28,6 +28,7 @@ from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.emulated.law import ResponseLengths, TimingModel, named_generator
 from gcore.engines.request import Finish, RequestSampling, prompt_key
 from gcore.errors import DataError, GcoreError
+from gcore.models.checks import end_tokens, require_config
 from gcore.reward.judges.parsers import find_parser
 
 MOST_ORDINARY = 4096
@@ -51,11 +52,11 @@ class Vocabulary:
     @classmethod
     def load(cls, folder: Path, text: Detokenizer | None) -> Vocabulary:
         """Of a model's folder. Raises DataError."""
-        config = _json(folder / "config.json")
+        config = require_config(folder)
         size = config.get("vocab_size")
         if not isinstance(size, int):
             raise DataError("the model's configuration has no vocab_size", where=str(folder / "config.json"))
-        ends = _end_tokens(folder, config, text)
+        ends = end_tokens(folder, config, lambda token: None if text is None else text.token_id(token))
         ordinary: list[int] = []
         for token in range(size):
             if token not in ends and (text is None or text.decode([token], skip_special_tokens=True)):
@@ -179,32 +180,6 @@ def _length(voice: ResponseModel, question: str, head: Sequence[int], step: int)
     own = float(named_generator("own length", seed, question, *head).standard_normal())
     deviation = math.sqrt(lengths.likeness) * common + math.sqrt(1.0 - lengths.likeness) * own
     return max(1, round(lengths.median_at(step) * math.exp(lengths.spread * deviation)))
-
-
-def _end_tokens(folder: Path, config: dict[str, object], text: Detokenizer | None) -> tuple[int, ...]:
-    """Those that the model's configuration names, or its tokenizer's."""
-    generation = folder / "generation_config.json"
-    for named in (_json(generation) if generation.is_file() else {}, config):
-        value = named.get("eos_token_id")
-        found: Sequence[object] = value if isinstance(value, list) else [value]
-        ends = tuple(token for token in found if isinstance(token, int))
-        if ends:
-            return ends
-    settings = folder / "tokenizer_config.json"
-    name = _json(settings).get("eos_token") if settings.is_file() else None
-    name = name.get("content") if isinstance(name, dict) else name
-    token = text.token_id(name) if text is not None and isinstance(name, str) else None
-    return () if token is None else (token,)
-
-
-def _json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"the model's configuration cannot be read ({error})", where=str(path)) from error
-    if not isinstance(value, dict):
-        raise DataError("the model's configuration holds no JSON object", where=str(path))
-    return value
 
 
 BETWEEN = (" ", "\n", "", ". ")

@@ -50,12 +50,11 @@ from gcore.engines.torch.model import (
     device_of,
     explain_memory_error,
     load_module,
-    read_model_config,
 )
 from gcore.engines.torch.scheduler import IDLE_TOKENS
 from gcore.engines.torch.weight_routes import WeightRoutes
 from gcore.errors import DataError, EngineError
-from gcore.models.checks import check_classifier, check_code
+from gcore.models.checks import check_classifier, check_code, require_config
 from gcore.system.clock import Clock
 
 WINDOW = 1024
@@ -199,7 +198,7 @@ def load_classifier(
     trust_remote_code: bool = False,
 ) -> Classifier:
     """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
-    config = read_model_config(folder)
+    config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     check_classifier(config, where=str(folder))
     module = load_module(AutoModelForSequenceClassification, folder, DTYPES[dtype], trust_remote_code=trust_remote_code)

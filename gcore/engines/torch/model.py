@@ -8,7 +8,6 @@ model that loads is decided in `runner_selection`.
 from __future__ import annotations
 
 import inspect
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from gcore.engines.torch.attention import NAME, EngineAttention
 from gcore.engines.torch.fast_path import FastDecodeStep, patch_norms
 from gcore.engines.torch.kv_cache import CacheShape
 from gcore.errors import DataError, EngineError, UsageError
-from gcore.models.checks import check_code
+from gcore.models.checks import check_code, end_tokens, require_config
 from gcore.system.memory import host_memory, is_out_of_memory, release_free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -164,7 +163,7 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> Model:
     """Load from a local folder. Raises DataError in one sentence when it cannot be served."""
-    config = read_model_config(folder)
+    config = require_config(folder)
     check_code(config, trusted=trust_remote_code, where=str(folder))
     module = load_module(
         AutoModelForCausalLM, folder, DTYPES[dtype], trust_remote_code=trust_remote_code, attn_implementation="eager"
@@ -196,23 +195,10 @@ def load_model(
         OutputHead(head, place),
         vocabulary,
         length,
-        _end_tokens(folder, config, text),
+        end_tokens(folder, config, lambda token: None if text is None else text.token_id(token)),
         trusted=trust_remote_code,
         cache_name="cache_params" if "cache_params" in parameters else "past_key_values",
     )
-
-
-def read_model_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json. Raises DataError."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"the model's config.json cannot be read ({error})", where=str(folder), fix="Name the folder of a model"
-        ) from error
-    return config
 
 
 def check_vocabulary(text: Detokenizer | None, vocabulary: int, folder: Path) -> None:
@@ -269,25 +255,6 @@ def unservable_model(folder: Path, why: str) -> DataError:
     return DataError(
         f"the torch engine cannot serve this model: {why}", where=str(folder), fix="Serve it with SGLang instead"
     )
-
-
-def _end_tokens(folder: Path, config: dict[str, Any], text: Detokenizer | None) -> tuple[int, ...]:
-    """Every token that config, generation config or tokenizer call the end."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        try:
-            value = (config if name == "config.json" else json.loads((folder / name).read_text())).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        found.update([value] if isinstance(value, int) else value or ())
-    try:
-        token = json.loads((folder / "tokenizer_config.json").read_text()).get("eos_token")
-    except (OSError, ValueError):
-        token = None
-    end = token.get("content") if isinstance(token, dict) else token
-    if text is not None and isinstance(end, str) and (known := text.token_id(end)) is not None:
-        found.add(known)
-    return tuple(sorted(found))
 
 
 class LoadedModel(Protocol):
