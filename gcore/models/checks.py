@@ -146,11 +146,9 @@ _FIX = "Copy or download it again; it was not written to its end"
 def check_whole(folder: Path) -> None:
     """Raises ModelError if a folder's weights are missing, or one of their files is cut off or no safetensors.
 
-    Whether a model's weights are all there, by names and sizes, without torch and without reading them.
-
     The header of a safetensors file says where its last tensor ends; a file that was not copied to its end is
-    shorter. Told before anything is started: later it would be an error in every engine and every rank. That the
-    numbers are right is not looked at.
+    shorter. Checked before anything is started: later it would be an error in every engine and every rank. Needs no
+    torch and does not read the numbers.
     """
     if (folder / INDEX).is_file():
         files = _files_of_index(folder / INDEX)
@@ -227,12 +225,9 @@ UNTOLD_LABELS = 2
 
 
 def check_classifier(config: Mapping[str, Any], *, where: str) -> None:
-    """`config`: the folder's config.json. Raises ModelError for a model without such a head, or with more than one label.
+    """Raises ModelError unless the model has a sequence-classification head of one label. `config`: the folder's config.json.
 
-    Whether a model's folder holds a classic reward model: a sequence-classification head that says one number.
-    Without torch.
-
-    What its configuration says is believed; whether the head's weights are there is seen by who loads them.
+    The configuration is believed; whether the head's weights are there is seen by who loads them. Needs no torch.
     """
     names = config.get("architectures")
     named = [str(name) for name in names] if isinstance(names, list) else []
@@ -260,10 +255,9 @@ def count_labels(config: Mapping[str, Any]) -> int:
 
 
 def check_critic(path: str, *, trust_remote_code: bool) -> None:
-    """Raises ModelError: no such folder, no model in it, weights that are missing, cut off or a pickle, code that would run.
+    """Whether a critic's model (`train.critic.path`) can be started from, as far as that can be said without torch.
 
-    Whether a critic's model (`train.critic.path`) can be started from, as far as that can be said without torch.
-
+    Raises ModelError: no such folder, no model in it, weights that are missing, cut off or a pickle, code that would run.
     What fits the policy (its longest text, a head of one number) is found by the train ranks, when they load both.
     """
     folder = Path(path)

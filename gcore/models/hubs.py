@@ -32,13 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class ModelError(DataError):
-    """A model cannot be used, or not be had.
-
-    What `model.path` names: a folder, or a model on a hub (`hf://OWNER/NAME[@REVISION]`,
-    `ms://OWNER/NAME[@REVISION]`).
-
-    Pure; asks nobody whether the model exists.
-    """
+    """A model cannot be used, or cannot be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +100,7 @@ NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 class HubUnreachable(ModelError):
-    """The hub did not answer, or not to the end. It may be asked again.
-
-    What a hub of models can be asked, whichever it is, and which of a model's files a job needs.
-
-    A hub keeps what it fetched in its own cache, so that other programs find it there and it is fetched once.
-    Everything here blocks; callers keep it off their event loop.
-    """
+    """The hub did not answer, or not to the end. It may be asked again."""
 
 
 class HubOffline(ModelError):
@@ -161,7 +149,10 @@ class HubListing:
 
 
 class Hub(Protocol):
-    """One hub."""
+    """One hub. It keeps what it fetched in its own cache, so that other programs find it there and it is fetched once.
+
+    Its methods block; callers keep them off their event loop.
+    """
 
     @property
     def title(self) -> str:
@@ -410,10 +401,9 @@ PACKAGE = "modelscope_hub"
 
 
 class ModelScope:
-    """`endpoint` and `cache`: None for what the environment says. Raises ModelError if the client is not installed.
+    """ModelScope, through its own client, an optional extra; it honours MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
 
-    ModelScope, through its own client, an optional extra; it honours MODELSCOPE_CACHE, _ENDPOINT and _API_TOKEN.
-
+    `endpoint` and `cache`: None for what the environment says. Raises ModelError if the client is not installed.
     ModelScope names no commit for a branch. Its listing names one for each file, the last that changed it; the newest
     of them is the commit that the branch stands at, but for a later one that only deletes files.
     """

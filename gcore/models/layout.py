@@ -284,14 +284,7 @@ BYTES: Mapping[Dtype, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Type and shape of a tensor that will be written.
-
-    Writes a safetensors file tensor by tensor, so that a model never has to lie whole in the memory of one process.
-
-    The format: eight bytes with the header's length, a JSON header with type, shape and place of each tensor, then
-    their bytes, little-endian, without gaps. All names and shapes must therefore be known before the first tensor.
-    Reading is left to the safetensors library.
-    """
+    """Type and shape of a tensor that will be written."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -303,10 +296,15 @@ class TensorShape:
 
 
 class TensorsFile:
-    """A safetensors file being written. Use as a context manager; `entry` is there after the last tensor.
+    """A safetensors file being written tensor by tensor, so that a model never has to lie whole in the memory of one process.
 
-    Tensors come in the order of `tensors`; another one, or one of the wrong size, is a ValueError. Without `hashed` no
-    digest is computed, which for a large model takes a while, and there is no `entry`.
+    Use as a context manager; `entry` is there after the last tensor. Tensors come in the order of `tensors`; another one, or
+    one of the wrong size, is a ValueError. Without `hashed` no digest is computed, which for a large model takes a while, and
+    there is no `entry`.
+
+    The format: eight bytes with the header's length, a JSON header with type, shape and place of each tensor, then
+    their bytes, little-endian, without gaps. All names and shapes must therefore be known before the first tensor.
+    Reading is left to the safetensors library.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorShape], *, hashed: bool = True) -> None:

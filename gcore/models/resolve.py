@@ -237,9 +237,7 @@ def _patient(tries: int) -> tenacity.Retrying:
 
 
 def main() -> None:
-    """The process.
-
-    `python -m gcore.models REQUEST`: brings a model to this machine, in a process of its own.
+    """`python -m gcore.models REQUEST`: brings a model to this machine, in a process of its own.
 
     A controller starts it, so that neither a hub's client nor what it does with memory, threads and time is in the
     controller. REQUEST is a JSON object; standard output gets a JSON object a line:

@@ -31,11 +31,7 @@ from gcore.types import FinishReason, Sample, Version, VersionSpan
 
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """How one response is drawn, with its seed.
-
-    The JSON of SGLang's native API, as far as a client writes and reads it: how responses are drawn, and what they
-    are.
-    """
+    """How one response is drawn, with its seed: the JSON of SGLang's native API."""
     body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -504,10 +500,8 @@ def _reason(response: httpx.Response) -> str:
 
 
 class EngineReach(Protocol):
-    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port).
-
-    How an engine is reached that is registered: its address and its name become a client, with TLS and its key where
-    the cluster has them.
+    """Makes a client of the engine that registered as `instance`, and answers at `url` (http://host:port): with TLS and its key
+    where the cluster has them.
     """
 
     def __call__(self, url: str, *, timeout_s: float, instance: str) -> Engine: ...

@@ -21,21 +21,15 @@ PREFIX = "gcore_engine_"
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeSums:
-    """Until `at`, monotonic seconds of the engine's clock, since it began.
+    """How an engine's time was spent until `at`, monotonic seconds of its clock, since it began. The caller says what time it is.
 
     `active_s`: seconds in which there was anything to work on; `running_s`: the same, times the requests that had a row.
-
-    What an engine's time was, as it sums it up itself: no one has to look at the right moment. The caller says what
-    time it is.
 
     An engine is at one thing at a time: it works on what it was given, has nothing to do, is paused (its weights are
     being changed), or sleeps. While it works it is busy by the share of its rows that are wanted, those that run and
     those that wait for one, `min(1, wanted / rows)`, and idle by the rest; so busy, idle, paused and asleep seconds
-    add up to the time that passed. Sums only grow: whoever reads them twice knows all that was between, however much
-    that was.
-
-    Told in the words of Prometheus (`told`), beside the engine's other metrics. Why an engine is idle it does not
-    know.
+    add up to the time that passed. Sums only grow: two readings tell all that was between. They are served as Prometheus
+    text (`prometheus_text`) beside the engine's other metrics. Why an engine is idle it does not know.
     """
 
     at: float

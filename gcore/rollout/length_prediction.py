@@ -161,18 +161,12 @@ def tokens_left(
 
     `siblings`: what was known of the prompt before; `longest`: tokens that a response has at most.
 
-    How many tokens responses that are under way have still to come, from those of the same prompt that are finished
-    and from having outlived them.
-
     Responses to a prompt are begun together, so those that are finished are the short ones: by them alone the others
     would be taken for short too. Each that goes on at n tokens tells that it is longer than n, and both are weighed:
     lengths are log-normal about their prompt's middle, the middles about the source's (a random effect; the source's
     `likeness` is the share that lies between prompts), and where the prompt's own lies is inferred from the finished
     and from the growing ones at once (survival analysis: right-censored lengths). What is to be expected beyond n is
     the mean of what such a length has above it, cut off at `longest`.
-
-    How lengths of a source are known, and what is expected of a prompt that is not begun:
-    `gcore.rollout.length_prediction`.
     """
     if not growing:
         return 0.0

@@ -25,9 +25,7 @@ from gcore.types import Group, Outcome, Prompt, Sample, VersionSpan
 
 
 def align_prompts(prompt_ids: tuple[int, ...], samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[Sample, ...]]:
-    """The prompt's tokens, and the samples behind them. Raises RewardError if there is nothing that all begin with.
-
-    The prompt that the samples of a group have in common, where an agent told the policy what it liked.
+    """The prompt that the samples of a group have in common, and the samples behind it. Raises RewardError if there is none.
 
     A group has one prompt, and each of its samples is what comes behind it. Agents ask in their own words, mostly in
     the same ones; then these are the prompt. Where they differ, what all begin with is, and the rest of each one's
@@ -74,14 +72,12 @@ OVERLONG_PART = "overlong"
 
 
 def length_penalty(length: int, *, longest: int, cache: int, penalty: float) -> float:
-    """What is added to the reward, 0 or less. Lengths in tokens.
-
-    What a response is worth less because it is long: DAPO's soft punishment (arXiv 2503.14476).
+    """What is added to the reward of a long response, 0 or less: DAPO's soft punishment (arXiv 2503.14476). Lengths in tokens.
 
     Within `cache` tokens of the longest length the penalty grows along a line, from nothing to `penalty`. It comes on
-    top of what becomes of a response that was cut off (`gcore.rollout.postprocess`). What counts is what the policy
-    made: the words of a tool or an environment make nothing longer. The same formula over tensors, for whoever trains
-    without the rest of gcore, is `gcore.train.algorithms.advantages.overlong_penalty`.
+    top of what becomes of a response that was cut off. What counts is what the policy made: the words of a tool or an
+    environment make nothing longer. The same formula over tensors, for whoever trains without the rest of gcore, is
+    `gcore.train.algorithms.advantages.overlong_penalty`.
     """
     return min(-(length - (longest - cache)) / cache * penalty, 0.0)
 
@@ -145,14 +141,11 @@ def make_scored_group(
     rollout: RolloutSpec,
     sampling: SourceSampling,
 ) -> Group:
-    """The group. `results`: of the samples, in their order; `sampling`: the source's. Raises RewardError for no float32, and for
-    responses that have no prompt in common.
+    """The scored responses to a prompt as the group that is trained: rewards, what length takes off, what cut-off ones become.
 
-    The scored responses to a prompt as the group that is trained: rewards, what length takes off, what cut-off ones
-    become.
-
-    Pure, and the same for a controller's peer and for the peers in memory of `gcore.testing`. What is not to be
-    scored at all is found before (`gcore.rollout.postprocess.drop_truncated`).
+    `results`: of the samples, in their order; `sampling`: the source's. Raises RewardError for no float32, and for responses
+    that have no prompt in common. Pure, and the same for a controller's peer and for the peers in memory of `gcore.testing`.
+    What is not to be scored at all is found before (`drop_truncated`).
     """
     scored = []
     for sample, result in zip(samples, results, strict=True):

@@ -299,22 +299,19 @@ AnswerScript = Callable[[Asked], str]
 
 
 class FakeCluster:
-    """Peers that share prompts and quotas. `settings`: sections of a spec, as a user writes them.
+    """Peers in memory that share prompts and quotas, for tests of flows: no store, no engine, no train rank; the same rules.
 
-    Peers in memory, for tests of flows: no store, no engine, no train rank; the same interface, and the same rules.
-
-    A `FakeCluster` has prompts, a script that answers them, and some peers; `run` has each of them run the flow, as
-    controllers do. Steps end when the peers together hold the quota; what an engine did not answer is issued again;
-    what cannot be scored has failed; groups are trained in the order of their refs. What was asked and trained stands
-    in the cluster afterwards.
+    `settings`: sections of a spec, as a user writes them. A `FakeCluster` has prompts, a script that answers them, and some
+    peers; `run` has each of them run the flow, as controllers do. Steps end when the peers together hold the quota; what an
+    engine did not answer is issued again; what cannot be scored has failed; groups are trained in the order of their refs.
+    What was asked and trained stands in the cluster afterwards.
 
         cluster = FakeCluster([{"prompt": "1+1=", "answer": "2"}], script=lambda asked: "2" if asked.greedy else "3")
         await cluster.run(my_flow)
         assert cluster.trained[0][0].samples[0].reward == 0.0
 
     A token is a character, and one more ends each response. There is no staleness, no rollback, no death and no limit
-    of prompts here: those are the cluster's, and no flow sees them. Time is not simulated: a script that waits,
-    waits.
+    of prompts here: those are the cluster's, and no flow sees them. Time is not simulated: a script that waits, waits.
     """
 
     def __init__(

@@ -53,11 +53,9 @@ class _Fake:
 
 
 class FakeJudge(_Fake):
-    """`gcore.reward.judges.Ask`: answers `answer(question, seed)`. A token is a word.
+    """`gcore.reward.judges.types.ChatCall`: answers `answer(question, seed)`. A token is a word.
 
-    A judge that answers with a function, and an ear that keeps what it is told: for tests of whatever asks judges.
-
-    It fails and dawdles as it is told to, on the clock that it is given, and remembers what it was asked.
+    It fails and takes its time as it is told to, on the clock that it is given, and remembers what it was asked.
     """
 
     def __init__(
@@ -270,10 +268,7 @@ def _error(message: str) -> bytes:
 
 
 def tokens_of(text: str) -> tuple[int, ...]:
-    """A token for each character; 0 is the end.
-
-    Samples and groups made up from texts and rewards: a token is a character, and one more ends each response.
-    """
+    """A token for each character; 0 is the end."""
     return tuple(ord(character) for character in text) or (1,)
 
 

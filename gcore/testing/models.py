@@ -171,9 +171,9 @@ STOP_S = 20
 
 @contextmanager
 def engine_process(model: Path, **options: object) -> Iterator[str]:
-    """An engine that serves `model`; its base URL. `options` as on its command line (`batch_slots=4`). Its errors show.
+    """A torch engine that serves `model`, as a process of its own; its base URL. For tests and benchmarks. Its errors show.
 
-    A torch engine as a process of its own, for tests and benchmarks: started by hand, stopped by its id.
+    `options` as on its command line (`batch_slots=4`).
     """
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     process = subprocess.Popen(
@@ -206,14 +206,11 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class SglangProcess:
-    """A server for `model` on a free loopback port, healthy when the constructor returns. A context manager.
+    """A real SGLang server for `model` on a free loopback port, healthy when the constructor returns. A context manager.
 
-    `options` are fields of `SglangLaunch`, e.g. `batch_slots=4, cache_tokens=20_000, engine_args=("--x",)`. Raises
-    UsageError where no environment with SGLang is found, EngineError if the server does not come up.
-
-    A real SGLang server as a process of its own, for tests and benchmarks: found, started, waited for, stopped.
-
-    Started with the same words that a job's worker uses (`gcore.engines.sglang.command`), on the CPU.
+    `options` are fields of `SglangLaunch`, e.g. `batch_slots=4, cache_tokens=20_000, engine_args=("--x",)`. Started by the
+    command that a job's worker uses (`gcore.engines.sglang.command`), on the CPU. Raises UsageError where no environment with
+    SGLang is found, EngineError if the server does not come up.
     """
 
     def __init__(self, model: Path, **options: Any) -> None:
@@ -280,12 +277,9 @@ def rank_launch(
     world_size: int = 1,
     start: Mapping[str, Any] | None = None,
 ) -> RankLaunch:
-    """Rank `rank` of a world of `world_size`. `spec`: a job spec as a tree; `start`: the step it begins behind, 0 if None.
+    """How rank `rank` of a world of `world_size` is started where no cluster starts it, for tests and benchmarks.
 
-    How a train rank is told to start where no cluster starts it: for tests and benchmarks that run ranks by
-    themselves.
-
-    Says nothing of the spec, which is the caller's, and starts nothing.
+    `spec`: a job spec as a tree; `start`: the step it begins behind, 0 if None. Starts nothing.
     """
     return RankLaunch.model_validate(
         {

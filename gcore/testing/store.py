@@ -313,20 +313,14 @@ class PerfectNetwork:
 
 
 class MemoryStore:
-    """`gcore.store.types.Store` over a `MemoryCluster`.
+    """`gcore.store.types.Store` over a `MemoryCluster`: one client's connection to a server in memory that behaves as etcd does.
 
-    `network` decides what happens to calls, and may be replaced at any time. While `away` is true, or the cluster is stopped,
-    every call ends in StoreUnavailable after `timeout_s` on the cluster's clock, and watches wait. While `deaf` is true what is
-    sent arrives and is done, and nothing comes back: calls end like that all the same.
-
-    A store in memory that behaves as etcd does, for tests and for the simulation of the protocol.
-
-    `MemoryCluster` is the server, `MemoryStore` one client's connection to it; a simulation gives each controller its
-    own, so that it can cut one off. Whatever `gcore.store.types.Store` says holds here too: one contract suite runs
-    against both this and a real etcd.
-
-    What happens to a call on its way is decided by a `Network`: it can hold a call up, lose the request, lose the
-    reply, or deliver the request after its caller has given up. A transaction itself is atomic and takes no time.
+    A simulation gives each controller its own, so that it can cut one off. One contract suite runs against both this and a
+    real etcd. `network` decides what happens to a call on its way, and may be replaced at any time: it can hold a call up,
+    lose the request, lose the reply, or deliver the request after its caller has given up. A transaction itself is atomic and
+    takes no time. While `away` is true, or the cluster is stopped, every call ends in StoreUnavailable after `timeout_s` on
+    the cluster's clock, and watches wait. While `deaf` is true what is sent arrives and is done, and nothing comes back:
+    calls end like that all the same.
     """
 
     def __init__(

@@ -39,10 +39,7 @@ from gcore.train.rank.launch import RankLaunch
 
 
 class PolicyModel(DeepSpeedBackend):
-    """A causal language model being trained.
-
-    The policy: the model whose log-probabilities are trained, and whose weights engines serve.
-    """
+    """The policy: a causal language model whose log-probabilities are trained, and whose weights engines serve."""
 
     @classmethod
     def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> PolicyModel:
@@ -56,16 +53,14 @@ class PolicyModel(DeepSpeedBackend):
 
 
 class Reference:
-    """A frozen model. `awake` is a collective under stage 3, as is every use of what it gives.
-
-    The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
+    """The job's model as it was, for the KL to it: in memory only while it is used, and whole only where it fits.
 
     Under ZeRO stages 1 and 2 every rank has all of it: in host memory, and on its GPU during the step's reference
     phase alone (`train.offload_reference`). Under stage 3, where not even the policy fits on one, it is partitioned
     over the ranks like the policy, and gathered layer by layer; offloaded, its part lies in host memory all the time.
-    Where there is no GPU, host memory is where it is used.
+    Where there is no GPU, host memory is where it is used. It is scored without gradients and never changes.
 
-    It is scored without gradients and never changes.
+    `awake` is a collective under stage 3, as is every use of what it gives.
     """
 
     def __init__(self, module: nn.Module, train: TrainSpec, device: torch.device) -> None:
@@ -124,12 +119,10 @@ def choose_feeding(
     *,
     beside: nn.Module | None = None,
 ) -> FeedingChoice:
-    """Try, decide, and leave the module with the attention that goes with it. Raises DataError.
+    """Try at load whether sequences may lie end to end in one row of this model, and leave the module with the attention for it.
 
     `context`: the longest sequence, in tokens, if the job has a limit. `most`: each number's largest over the ranks.
-    `beside`: another model that is fed the same micro-batches; it is decided for both.
-
-    The proof, at load, that sequences may lie end to end in one row of this model.
+    `beside`: another model that is fed the same micro-batches; it is decided for both. Raises DataError.
 
     A few short sequences go through the model each alone, with the attention it came with, and then together in one
     row, in rectangles, with gcore's. Their log-probabilities must be equal. A model whose positions, attention or

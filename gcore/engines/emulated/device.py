@@ -286,16 +286,14 @@ class EmulatedDevice:
 
 
 class EmulatedSlot:
-    """The devices on it, in one time. Whatever is done to one of them is done between `advance` and `share`, at the same moment.
+    """An emulated slot, or several that have engines in common: who is resident there, and what they take from one another.
 
-    Emulated slots that have engines in common, mostly one: who is resident there, and what they take from one
-    another. The caller says what time it is.
+    The caller says what time it is. Whatever is done to a device is done between `advance` and `share`, at the same moment.
 
-    Those that sleep take nothing. Of those that are awake, whoever has sequences to decode shares the slot with the
+    Devices that sleep take nothing. Of those that are awake, each that has sequences to decode shares the slot with the
     others that have: of two that compute at once each goes half as fast, and as soon as one of them has nothing more
-    to do, the other has all of the slot. One that spans several slots goes no faster than on the one of them that
-    most others compute on. What is copied (weights, memory that is given back and taken again) takes its time beside
-    that.
+    to do, the other has all of the slot. A device that spans several slots goes no faster than on the one of them that
+    most others compute on. What is copied (weights, memory that is released and taken again) takes its time beside that.
 
     Train ranks are processes of their own and share nothing here. At staleness 0 they compute only when no engine
     does, by the step's own order; at a staleness above 0 a rank and an engine on one slot are emulated as if each had

@@ -45,9 +45,7 @@ COMMAND = ("sh", "-c", "read never")
 
 
 class PlaceholderProcess:
-    """Of one engine.
-
-    A process for each emulated engine, which does nothing: it stands for the engine where processes are spoken of.
+    """A process beside an emulated engine, which does nothing: it stands for the engine where processes are spoken of.
 
     A worker is ended, or killed, by its process; emulated engines of a node share one. So each has a shell beside it
     that waits for an end that never comes: its pid stands in the engine's registration, and when it ends, by whatever
@@ -72,7 +70,7 @@ class PlaceholderProcess:
 
 
 class PlaceholderProcesses:
-    """Of a process's engines."""
+    """The placeholder processes of a host's engines."""
 
     def __init__(self) -> None:
         self._end, self._held = os.pipe()
@@ -103,15 +101,13 @@ log = logging.getLogger("gcore.emulated")
 
 
 class EngineRegistrations:
-    """Of one process's engines.
+    """The registrations of all engines of a process, under one lease.
 
-    The registrations of all engines of a process, under one lease.
-
-    Each engine has its own record in the store, as a real one has; what is one is the lease, because they live and
-    die together. (A thousand leases, each renewed three times in its life, would take more of one machine than
+    Each engine has its own record in the store, as a real one has; the lease is one, because they live and die
+    together. (A thousand leases, each renewed three times in its life, would take more of one machine than
     everything that is to be looked at here.) Written level by level: whatever the records should say last is written
     until the store has it, each write comparing the keys' revisions, so that a write whose answer never came undoes
-    nothing. That of an engine that has ended alone is taken away. Does not decide what they say.
+    nothing. The record of an engine that has ended alone is deleted. Does not decide what the records say.
     """
 
     def __init__(self, store: Store, clock: Clock, ttl: int) -> None:

@@ -117,14 +117,11 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
 
 
 class LaunchQueue:
-    """Of one job's engines on one node.
+    """The launch documents of a job's emulated engines on one node, and which process takes them.
 
-    Which process has a node's emulated engines of a job, and how it comes by those that are placed later.
-
-    A folder under the home holds the launch documents that nobody has taken yet, and a file that the process locks
-    which takes them. The kernel gives the lock back when that process dies, however it does; what lies in the folder
-    then is the next one's. So a document is taken by one process, and engines that share a slot are in one. Files
-    only; waits for nothing.
+    A folder under the home holds the documents that no process has taken yet, and a file that the process which takes
+    them locks. The kernel releases the lock when that process dies; the documents in the folder are the next one's then.
+    So a document is taken by one process, and engines that share a slot are in one. Files only; waits for nothing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -220,12 +220,9 @@ class ReplicaTiming:
 
 
 def read_timing_model(environment: Mapping[str, str]) -> TimingModel:
-    """Raises UsageError for a file that holds none, and for one whose path depends on where one stands.
+    """The timing model of emulated devices: the file that `GCORE_EMULATED_LAW` names, else the default.
 
-    Reads the law that an emulated device goes by: the file that `GCORE_EMULATED_LAW` names, else the default.
-
-    As a program it says whether a file holds one, for whoever brings a cluster up: what forecasts must not know the
-    law, so it asks.
+    Raises UsageError for a file that holds none, and for a relative path.
     """
     name = environment.get(LAW_FILE)
     if not name:

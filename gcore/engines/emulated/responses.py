@@ -192,15 +192,12 @@ TRIED_BEHIND = 64
 def find_emulated_verdict(
     judge: str, spec: VerdictSpec, words: Vocabulary, text: Detokenizer | None
 ) -> EmulatedVerdict:
-    """The judge's best and worst verdict. Raises DataError if it has none, and for a parser that there is not.
-
-    What an emulated judge says at the end of its answers, so that the job's verdict parser can read it.
+    """The judge's best and worst verdict, as tokens that the job's verdict parser can read.
 
     Found by trying: whatever the section `verdict` names (its words, its bounds, a number or a word in a JSON object,
-    the settings of a parser of somebody's own) is written down in the judge's own tokens behind some that mean
-    nothing, and read by the parser itself. What it takes for the most is the best verdict, what it takes for the
-    least the worst. A judge whose parser can read none of it cannot be emulated, which is said in words; no number is
-    made up for it.
+    the settings of a user's own parser) is written in the judge's tokens behind some that mean nothing, and read by the
+    parser itself. Raises DataError if the parser reads none of it, for a model without a tokenizer, and for a parser that
+    there is not: no number is made up for a judge.
     """
     if text is None:
         raise DataError(f"the model of judge {judge!r} has no tokenizer.json, and what it says is text")

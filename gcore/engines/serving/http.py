@@ -42,9 +42,7 @@ class ParamsRefused(EngineError):
 
 
 def error_response(error: GcoreError) -> Response:
-    """The answer to a request that is refused because of `error`.
-
-    The shapes in which a request is refused: SGLang's, so that a client reads one kind of answer.
+    """The answer to a request that is refused because of `error`, in SGLang's shapes, so that a client reads one kind of answer.
 
     There are three, all of them status 400. The body is not what the route takes at all: an object with `object:
     "error"` and the sentence at the top. A sampling parameter is unknown or of another type: `{"error": sentence}`.
@@ -222,13 +220,11 @@ ADMIN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys that are asked for; None: none is.
+    """The keys of an engine, and which routes they open, as in SGLang. None: no key is asked for.
 
-    Who may call which route, as SGLang decides it.
-
-    Without keys everybody may call everything. `api_key` guards all routes. `admin_api_key` guards those that change
-    the engine or what runs on it; where both are set, those take the admin key only. Health, readiness and metrics
-    are always open, for probes that know no key. A key comes as `Authorization: Bearer KEY`.
+    `api_key` guards all routes. `admin_api_key` guards those that change the engine or what runs on it; where both are
+    set, those take the admin key only. Health, readiness and metrics are always open, for probes that know no key. A key
+    comes as `Authorization: Bearer KEY`.
     """
 
     api_key: str | None = field(default=None, repr=False)

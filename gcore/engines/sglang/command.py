@@ -124,12 +124,11 @@ HOW = "Run 'make sglang-setup' for a CPU environment, or name the Python of one 
 
 
 def find_python(named: Path | str | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
-    """The Python that has SGLang; None where there is none. Raises UsageError if the one that was named has none.
-
-    Which Python has SGLang. Looks at files and environment variables; starts nothing, imports nothing of SGLang's.
+    """The Python that has SGLang; None where there is none. Starts nothing, imports nothing of SGLang's.
 
     In this order: what the caller names; GCORE_SGLANG_PYTHON; `.venv-sglang/bin/python` beside gcore's checkout or in
-    the current folder. A folder may be named instead of a Python: then its bin/python is meant.
+    the current folder. A folder may be named instead of a Python: then its bin/python is meant. Raises UsageError if the
+    one that was named has no SGLang.
     """
     environ = os.environ if environ is None else environ
     told = environ.get(VARIABLE)
@@ -173,14 +172,12 @@ FILE = "gcore-head-bias.safetensors"
 
 
 def prepare_head_bias(launch: SglangLaunch, scratch: Path) -> SglangLaunch:
-    """The launch, of a folder in `scratch` where the model needs one.
-
-    A classifier's folder as SGLang must be shown it, so that it gives the numbers that the model's weights give.
+    """The launch, of a folder in `scratch` where the model needs one so that SGLang gives the numbers that its weights give.
 
     SGLang 0.5.23 builds the heads of Qwen2 and Qwen3 with a bias. transformers has none there, so no weights hold
-    one, and what chance put into it at the start stays: every server would add another number to all its scores. Such
-    a model is shown from a folder of links to its files, with one file more, in which the bias is 0. Needs no torch;
-    leaves the model's own folder as it is.
+    one, and its random initial value stays: every server would add another number to all its scores. Such a model is
+    served from a folder of links to its files, with one file more, in which the bias is 0. Needs no torch; leaves the
+    model's own folder as it is.
     """
     folder = Path(launch.model)
     if launch.task != "classify" or not set(BIASED) & set(read_config(folder).get("architectures") or ()):

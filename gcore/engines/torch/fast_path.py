@@ -210,9 +210,7 @@ Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def patch_norms(module: Any) -> None:
-    """Do all of it to a model that is where it will stay, as the type it will have.
-
-    A loaded model made quicker without a changed bit: what a step over small layers spends beside its arithmetic.
+    """Make a loaded model faster without a changed bit. It must be where it will stay, and of the type that it will have.
 
     - RMS norms are computed in as few steps as they have (five; transformers and torch's own take eight). Only where a trial
       gives the same bits.

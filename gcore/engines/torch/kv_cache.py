@@ -32,13 +32,11 @@ class TableResize:
 
 
 def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
-    """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
+    """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write: bookkeeping of rows and columns.
 
     `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
     what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
     `columns`.
-
-    Where in the cache things stand: pure bookkeeping of rows and columns.
 
     The cache is a table: one row a running sequence, one column a token position. All rows share one write column: a
     decode step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start,
@@ -52,8 +50,6 @@ def plan_resize(*, first: int | None, column: int, longest: int, columns: int, m
 
     When rows leave, those that stay at the bottom of the table move up into the holes, so that the running rows are
     always the first ones.
-
-    Does not know torch, nor what stands in the cells.
     """
     lives = 0 if first is None else column - first
     fits = most is None or columns <= most

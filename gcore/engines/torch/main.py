@@ -86,10 +86,9 @@ SHORTEST = 2
 
 
 def start_engine(launch: EngineLaunch, text: Detokenizer | None) -> EngineCore:
-    """Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here.
+    """From a launch to a core that serves: load the model, select its runner, bound its cache. Opens no port, starts no thread.
 
-    From a launch to a core that serves: load the model, find its lane, bound its cache. Opens no port and starts no
-    thread.
+    Raises UsageError, DataError and EngineError, each in one sentence, for what cannot be served here.
     """
     device = device_of(launch)
     with explain_memory_error("while it loaded the model", TOO_BIG):

@@ -283,7 +283,12 @@ def check_awake(model: LoadedModel) -> None:
 
 
 def stage_weights(model: LoadedModel, folder: Path) -> StagedWeights:
-    """Read a folder's weights. Raises EngineError, and nothing has changed, when they do not fit."""
+    """Read a folder's weights into host memory, in any thread. Raises EngineError, and nothing has changed, when they do not fit.
+
+    Names and shapes must all fit before `apply_weights` writes anything, between decode steps. A folder whose names differ
+    from the module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to
+    convert them.
+    """
     check_awake(model)
     own: dict[str, torch.Tensor] = model.module.state_dict()
     tensors: dict[str, torch.Tensor] = {}
@@ -350,18 +355,10 @@ def apply_weights(model: LoadedModel, staged: StagedWeights) -> None:
 
 
 class WeightOffloader:
-    """Where a model's weights sleep.
+    """Releases the memory of a model's weights, and brings them back bit for bit.
 
-    Other weights for a loaded model, and putting its weights to sleep.
-
-    New weights are first read into host memory (`stage`, in any thread) and compared with what the model has: names
-    and shapes must all fit before anything is written (`install`, between decode steps). A folder whose names differ
-    from the module's own (older checkpoints, fused experts) is read through transformers instead, which knows how to
-    convert them.
-
-    Asleep, weights stand where they cost no memory of the device: those of a GPU in host memory, those of a CPU in a
-    file under the system's temporary folder (`TMPDIR`), whence they come back bit for bit. The file has no name, so
-    none is left behind however the process ends.
+    Weights of a GPU go to host memory, those of a CPU to a file under the system's temporary folder (`TMPDIR`). The file
+    has no name, so none is left behind however the process ends.
     """
 
     def __init__(self, model: LoadedModel) -> None:

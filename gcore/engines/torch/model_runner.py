@@ -81,15 +81,13 @@ class ModelRunner(Protocol):
 
 
 class FastRunner:
-    """`slots`: rows at most; `budget`: cells at most, None for no bound.
+    """All rows in one table, with one write column. `slots`: rows at most; `budget`: cells at most, None for no bound.
 
-    The fast lane: all rows in one table, with one write column.
-
-    Where everything stands `columns` decides; `cache` moves it. Needs a model whose attention can be replaced and
-    whose layers keep keys and values alike, and that takes positions as they are given (`prove` tries it out).
+    `kv_cache` decides where everything stands and moves it. Needs a model whose attention can be replaced and
+    whose layers keep keys and values alike, and that takes positions as they are given (`runner_selection` tries it out).
 
     Memory: the table has `rows x columns` cells and never more than the budget, as long as what runs fits it
-    (`schedule`). Besides, what a pass over prompts makes stands in memory until its rows have joined: at most
+    (`scheduler`). Besides, what a pass over prompts makes stands in memory until its rows have joined: at most
     `IDLE_TOKENS` tokens, or one longer prompt.
     """
 
@@ -388,18 +386,15 @@ class RowGroup:
 
 
 class GenericRunner:
-    """See the module. `whole`: prompts are read in one piece, for models that cannot go on in the middle of one.
+    """Any causal model of transformers, with its own attention and the cache that it wants. Correct, not fast.
 
-    The plain lane: any causal model of transformers, with its own attention and the cache that it wants. Correct, not
-    quick.
+    `whole`: prompts are read in one piece, for models that cannot go on in the middle of one. Rows that joined together
+    with equally long prompts form a group that goes through the model in step: nothing is padded, so the model needs no
+    mask and counts positions itself. A group shrinks as its rows end, and groups are never joined; rows that come one by
+    one are decoded one by one. A model whose cache cannot be taken apart by rows (it has no `reorder_cache`) has every
+    row in a group of its own.
 
-    Rows that joined together with equally long prompts form a group that goes through the model in step: nothing is
-    padded, so the model needs no mask and counts positions itself. A group shrinks as its rows end, and groups are
-    never joined; rows that come one by one are decoded one by one. A model whose cache cannot be taken apart by rows
-    (it has no `reorder_cache`) has every row in a group of its own.
-
-    With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache
-    holds.
+    With `alone` no row shares a pass with another, which makes it deterministic. Knows nothing of what the cache holds.
     """
 
     name: ClassVar[str] = "plain"

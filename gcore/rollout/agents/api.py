@@ -63,11 +63,7 @@ AGENTS = PluginKind("agent", "gcore.agents", "agent.name")
 
 
 def find_agent(name: str) -> Agent:
-    """The agent of that entry-point name. Raises PluginFault, with the nearest name if there is none.
-
-    Agents by name: plug-ins under the entry points `gcore.rollout.agents`, and one call of one, looked at as foreign
-    code is.
-    """
+    """The agent of that name among the entry points `gcore.agents`. Raises PluginFault, with the nearest name if there is none."""
     found: Agent = find_plugin(AGENTS, name)
     return found
 

@@ -23,13 +23,10 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def parse_message(given: Any, number: int) -> Message:
-    """One message in its form. `number`: its place, for what is said of it. Raises Refused.
+    """A message as an agent sent it, in the form in which two are the same if they say the same. Raises AgentRequestRefused.
 
-    Messages, as agents send them and as they are compared, and answers, as agents are sent them.
-
-    A message is brought into one form, in which two are the same if they say the same: content a text, what is null
-    left out, the arguments of a call as the values that they are. Of a message of the assistant its content and its
-    calls count, nothing else.
+    Its content is a text, what is null is left out, and the arguments of a call are the values that they are. Of a message
+    of the assistant its content and its calls count, nothing else. `number`: its index, for error messages.
     """
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise _bad(number, f"is no object with a role of {', '.join(ROLES)}")
@@ -270,10 +267,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch.
-
-    What an agent is sent: chat completions, whole or as a stream of events, and refusals, in OpenAI's forms.
-    """
+    """An answer of the policy. `name`: of the completion; `model`: as it was asked for; `made_at`: seconds since the epoch."""
 
     name: str
     model: str

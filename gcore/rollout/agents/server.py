@@ -233,9 +233,7 @@ NEVER_S = 1e8
 
 
 class AgentPool:
-    """One event loop; close it.
-
-    The processes that agents run in on one controller, and what becomes of an agent that hangs, dies or raises.
+    """The processes that agents run in on one controller. One event loop; close it.
 
     An agent is foreign code that works on what a model wrote, so none of it runs in the controller. A few processes
     (`agent.workers`) run one agent each at a time; who finds none free waits, and its time does not run yet. An agent
@@ -323,12 +321,9 @@ def _unagreed() -> AgentFault:
 
 
 def try_agent(spec: AgentSpec) -> None:
-    """Blocks. Not within an event loop. Raises PluginFault.
+    """Load an agent in a process, as it will be, before there is a job. It is not called: there is no policy to ask yet.
 
-    An agent, tried before there is a job: loaded in a process as it will be. It is not called: there is no policy to
-    ask yet.
-
-    For code that has no event loop.
+    Blocks; not within an event loop. Raises PluginFault.
     """
     asyncio.run(_tried(spec))
 

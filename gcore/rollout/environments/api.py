@@ -149,13 +149,8 @@ Tool = Callable[[str], str]
 
 
 def find_environment(name: str) -> EnvironmentMaker:
-    """The environment of that entry-point name. Raises PluginFault, with the nearest name if there is none.
-
-    Environments and tools by name: plug-ins under the entry points `gcore.rollout.environments` and `gcore.tools`.
-
-    An environment is foreign code, so what it gives is looked at here: an exception, a result of another type or a
-    reward that is no number becomes an `EnvironmentFault`. That it must not take for ever is its caller's business
-    (`gcore.rollout.environments.episode`).
+    """The environment of that name among the entry points `gcore.environments`. Raises PluginFault, with the nearest name if there is
+    none.
     """
     found: EnvironmentMaker = find_plugin(ENVIRONMENTS, name)
     return found
@@ -168,8 +163,9 @@ def find_tool(name: str) -> Tool:
 
 
 class CheckedEnvironment:
-    """One environment whose every word is checked. All methods raise EnvironmentFault and, but for what ends a task and the
-    PluginFault of a tool that cannot be had, nothing else."""
+    """One environment, which is foreign code: an exception, a result of another type or a reward that is no number becomes an
+    EnvironmentFault. But for what ends a task and the PluginFault of a tool that cannot be had, nothing else is raised. That
+    it must not take for ever is its caller's business (`episode`)."""
 
     def __init__(self, name: str, maker: EnvironmentMaker, setting: Setting) -> None:
         self._name = name

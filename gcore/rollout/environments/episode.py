@@ -36,14 +36,7 @@ TOLD = ("⟦", "⟧")
 
 
 def mark_observed(text: str, observed: Iterable[Range]) -> str:
-    """`text` with marks around what a tool or an environment said.
-
-    A response of several turns, token by token: what the model made, and between that what it was shown.
-
-    Nothing is tokenized anew: a turn's tokens stand as the engine gave them, an observation's as the tokenizer made
-    them of its words alone. What was shown has log-probability 0 and is named in `observed`; the version of its
-    tokens is that of the turn before, or of the one that follows where there is none before.
-    """
+    """`text` with marks around what a tool or an environment said."""
     parts, at = [], 0
     for start, end in observed:
         parts += [text[at:start], TOLD[0], text[start:end], TOLD[1]]
@@ -53,7 +46,12 @@ def mark_observed(text: str, observed: Iterable[Range]) -> str:
 
 @dataclass
 class Transcript:
-    """Grows turn by turn."""
+    """A response of several turns, token by token: what the model made, and between that what it was shown. Grows turn by turn.
+
+    Nothing is tokenized anew: a turn's tokens stand as the engine gave them, an observation's as the tokenizer made
+    them of its words alone. What was shown has log-probability 0 and is named in `observed`; the version of its
+    tokens is that of the turn before, or of the one that follows where there is none before.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -136,13 +136,10 @@ def _error(why: str) -> Said:
 
 
 def try_environment(spec: EnvironmentSpec, fields: Mapping[str, Any], *, chat: bool) -> None:
-    """Blocks. Not within an event loop. Raises PluginFault.
+    """Make an environment and its tools for a prompt's entry, and ask what it shows first, before there is a job.
 
-    An environment and its tools, tried out before there is a job: made for a prompt's entry, and asked what it shows
-    first.
-
-    For code that has no event loop. What cannot be loaded, an option that is misspelt, a tool that nobody provides:
-    all of that fails here.
+    What cannot be loaded, an option that is misspelt, a tool that nobody provides: all of that fails here. Blocks; not within
+    an event loop. Raises PluginFault.
     """
     maker = find_environment(spec.name)
     asyncio.run(_tried(spec, maker, fields, chat=chat))

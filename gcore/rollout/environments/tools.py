@@ -170,14 +170,11 @@ def _argument(arguments: Any) -> str:
 
 
 class ToolEnvironment:
-    """Implements `Environment`.
-
-    The environment `tools`: a model that may call tools, turn after turn, until it ends a turn without a call.
+    """The environment `tools`: a model that may call tools, turn after turn, until it ends a turn without a call.
 
         environment: {name: tools, tools: {names: [calculator]}, options: {form: tags, open: "<<", close: ">>"}}
 
-    How calls are written is `gcore.rollout.environments.tools`; how tools are run, `gcore.rollout.environments.pool`.
-    It gives no reward: what an answer is worth the spec's reward says.
+    How tools are run is `gcore.rollout.environments.pool`. It gives no reward: what an answer is worth the spec's reward says.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -209,18 +206,16 @@ _LARGEST = 10**MOST_DIGITS
 
 
 class NoSum(BadArgument):
-    """It is none that can be worked out; the words say why.
-
-    The tool `calculator`: sums with + - * / and parentheses, of whole and decimal numbers. A parser of its own:
-    nothing is evaluated that a model writes.
-
-    Exact: numbers are fractions all the way, and what comes out is written as a decimal number, rounded to twelve
-    places where it has no end. Bounded: so many characters, so many digits, so many parentheses within each other.
-    """
+    """The text is no sum that can be worked out; the words say why."""
 
 
 def calculator(argument: str) -> str:
-    """What the sum comes to. Raises NoSum."""
+    """The tool `calculator`: sums with + - * / and parentheses, of whole and decimal numbers. Raises NoSum.
+
+    It has a parser of its own: nothing is evaluated that a model writes. Exact: numbers are fractions all the way, and what
+    comes out is written as a decimal number, rounded to twelve places where it has no end. Bounded: so many characters, so
+    many digits, so many parentheses within each other.
+    """
     if len(argument) > MOST_CHARACTERS:
         raise NoSum(f"the sum has {len(argument)} characters; at most {MOST_CHARACTERS}")
     parser = _Parser(_tokens(argument))

@@ -135,9 +135,8 @@ EPSILON = 1e-8
 class Moments:
     """Of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64.
 
-    Mean zero and variance one over all trained tokens of a step, however they are spread over ranks and micro-batches.
-
-    Each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes after
+    For mean zero and variance one over all trained tokens of a step, however they are spread over ranks and micro-batches,
+    each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes after
     returns are taken from advantages, never before. The variance is the unbiased one.
     """
 
@@ -184,8 +183,6 @@ def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float
 
     `lengths` [n] in tokens; `longest` and `cache` in tokens: it begins at `longest - cache` and is `-factor` at `longest`.
     Returns [n] float64, to be added to the rewards. Raises ValueError unless 0 < cache <= longest and factor >= 0.
-
-    What is taken off a reward before advantages are made of it: for length, and for leaving the reference.
     """
     if not 0 < cache <= longest:
         raise ValueError(f"a cache of {cache} tokens does not fit into {longest}")

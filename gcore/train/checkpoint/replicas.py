@@ -278,17 +278,15 @@ class CopiesLost(GcoreError):
 
 
 class ReplicaRestore:
-    """A state that is there whole, from one rank. All methods are collectives.
+    """Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
 
-    Brings a state back from copies in the memory of nodes, into a world of any number of ranks and any ZeRO stage.
-
-    Every rank looks into its own node's memory; each shard is read, once, by the first rank that has it there, which
-    proves it against its digest before anybody uses it, and goes from there to all others, parameter by parameter.
-    What the copies are to be of stands in the launch document, which has it from the rollback in the log: whatever
+    All methods are collectives. Every rank looks into its own node's memory; each shard is read, once, by the first rank
+    that has it there, which checks its digest before anybody uses it, and goes from there to all others, parameter by
+    parameter. The launch document, which has it from the rollback in the log, says what the copies are to be of: whatever
     else lies in memory, of another world, another step, or not whole, is passed over. If a shard is missing, or is
     damaged, the world does not start, and a sentence says which; the next one starts from a checkpoint.
 
-    Does not decide that copies are used, and makes none (`gcore.train.checkpoint.replicas`).
+    Does not decide that copies are used, and makes none.
     """
 
     def __init__(self, launch: RankLaunch, of: WorldState, collective: Collective, tell: Callable[[], None]) -> None:

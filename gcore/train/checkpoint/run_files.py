@@ -31,12 +31,10 @@ from gcore.types import Version
 
 
 class RunFolder:
-    """Of one rank. Any thread.
+    """The run's folder as one rank knows it, so that it does not go on in another one at the same path. Any thread.
 
-    The run's folder, known again: so that a rank does not go on in another one that has come to stand at its path.
-
-    Where a mount is gone, or somebody moved the folder away, whoever writes "makes what lacks" and goes on in an
-    empty folder: checkpoints that nobody else sees, receipts that the audit misses. So before each write it is looked
+    Where a mount is gone, or somebody moved the folder away, a writer that creates what is missing goes on in an
+    empty folder: checkpoints that nobody else sees, receipts that the audit misses. So before each write it is checked
     whether the folder is the one that was found first.
     """
 
@@ -76,14 +74,12 @@ class WriteRefused(GcoreError):
 
 
 class RetryingWriter:
-    """Of one rank. `show` hears what is tried again, and nothing when it is over; `limit_s`: so long is waited at most.
-
-    What a step cannot go on without is written again until the run's folder takes it: staged weights, receipts.
+    """Writes what a step cannot go on without (staged weights, receipts) again until the run's folder takes it. Of one rank.
 
     A full disk must not cost a world, whose next one would meet the same disk. All ranks try together, since
-    gathering weights is a collective, and all know why a try failed. It is shown meanwhile, and bounded: a folder
-    that takes nothing for as long as the watchdog gives a rank ends the world, in a sentence that names it. Anything
-    but a failing disk is raised at once.
+    gathering weights is a collective, and all know why a try failed. `show` is told what is tried again, and nothing when it
+    is over. A folder that takes nothing for `limit_s`, as long as the watchdog gives a rank, ends the world in a sentence
+    that names it. Anything but a failing disk is raised at once.
     """
 
     def __init__(self, show: Callable[[str], None], limit_s: float, again_s: float = WRITE_AGAIN_S) -> None:
@@ -137,10 +133,7 @@ def _tried(attempt: Callable[[], None], where: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptWriter:
-    """Where one rank of a world writes.
-
-    What a rank trained on, on paper: one JSON line a token, on the disk before anybody hears that the token is
-    applied.
+    """What a rank trained on: one JSON line a token, on the disk before the rank reports that the token is applied.
 
     The audit compares receipts with the log. A line that has no end was being written when its rank died; nothing was
     reported then. Receipts of a world that was rolled back stay; they name their world.

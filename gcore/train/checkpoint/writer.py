@@ -72,17 +72,7 @@ ALIGNED = 8
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTensor:
-    """A tensor's shape and type in the file, and its bytes.
-
-    A checkpoint's tensors in host memory: a copy that the next steps do not change while it goes to the disk.
-
-    Taken inside the step, tensor by tensor, so that a rank holds one gathered tensor at a time beside it. Only the
-    rank that writes keeps it: 12 bytes a parameter (float32 weight and Adam's two), for the policy and for the critic
-    alike. There is one copy at most; its memory is kept from one checkpoint to the next, which spares the machine
-    finding it again.
-
-    Does not write (`gcore.train.checkpoint.run_files`).
-    """
+    """A tensor's shape and type in the file, and its bytes."""
 
     shape: TensorShape
     data: memoryview
@@ -102,7 +92,13 @@ class SnapshotFile:
 
 
 class HostSnapshot:
-    """One model's."""
+    """One model's tensors in host memory: a copy that the next steps do not change while it goes to the disk.
+
+    Taken inside the step, tensor by tensor, so that a rank holds one gathered tensor at a time beside it. Only the
+    rank that writes keeps it: 12 bytes a parameter (float32 weight and Adam's two), for the policy and for the critic
+    alike. There is one copy at most; its memory is kept from one checkpoint to the next, which spares the machine
+    finding it again.
+    """
 
     def __init__(self, model: TrainBackend) -> None:
         self._model = model

@@ -139,13 +139,10 @@ class PhaseTotals:
 
 
 class PhaseMeter:
-    """One thread tells, any may read: what they share is replaced, never changed.
+    """A rank's time, summed up by phase: every second is of the phase that was told last. The caller says what time it is.
 
-    What a rank's time was, summed up by phase as it passes: every second is of the phase that was told last. Pure;
-    the caller says what time it is.
-
-    Sums only grow, so whoever hears two of its words knows all that was between, also of phases that came and went
-    meanwhile.
+    Sums only grow, so two readings tell all that was between, also of phases that came and went meanwhile. One thread tells,
+    any may read: what they share is replaced, never changed.
     """
 
     def __init__(self, phase: str, now: float) -> None:
@@ -180,13 +177,11 @@ def unknown_parts(what: Collection[str]) -> str:
 
 
 def refuse_release(state: FeedState, step: int) -> RankRefusal | None:
-    """Why nothing may be released now, by a caller who knows `step` as the last that is done.
-
-    When a rank may give its memory back. Pure, and without torch; what that memory is, `gcore.train.offload` knows.
+    """Why a rank may not release its memory now, by a caller who knows `step` as the last that is done; None: it may.
 
     Only between two steps: not from Apply to its end, and not once parts of a streamed step were begun, whose
-    gradients are there already. Who names another step than the last that is done is late, or early, and is refused:
-    a rank must not be put to rest by a word that was meant for the pause before the step that comes.
+    gradients are there already. A caller that names another step than the last that is done is late, or early, and is
+    refused: a rank must not release memory by a request that was meant for the pause before the step that comes.
     """
     if state.applying is not None:
         return RankRefusal(f"token {state.applying} is being applied, which needs all of the rank's memory")

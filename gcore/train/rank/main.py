@@ -52,12 +52,8 @@ if TYPE_CHECKING:
 class RendezvousCalls:
     """How a rank finds the others: `publish` where rank 0's store listens, or `find` it (blocks).
 
-    Brings a rank to life: meets the others, loads the model, the checkpoint or the copies, stages the weights it
-    starts from.
-
     Rank 0 opens its store before the slow imports and the others look for it after them, so that nobody waits for
-    somebody else's import. Runs in the thread that will do all of torch's work: CUDA's current device belongs to a
-    thread.
+    somebody else's import.
     """
 
     publish: Callable[[str], None]
@@ -80,7 +76,11 @@ class LoadedRank:
 def load_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Callable[[str], None], writer: BackgroundWriter
 ) -> LoadedRank:
-    """Everything up to serving; `tell` hears of progress, `writer` writes the checkpoints. Raises GcoreError."""
+    """Everything up to serving: meet the others, load the model, the checkpoint or the copies, stage the first weights.
+
+    `tell` hears of progress, `writer` writes the checkpoints. Runs in the thread that will do all of torch's work: CUDA's
+    current device belongs to a thread. Raises GcoreError.
+    """
     began = clock.monotonic()
     manifest = _manifest(launch)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
