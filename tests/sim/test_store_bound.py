@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from long_job import CONTROLLERS, KEYS, LOST_EVERY, PROMPTS, RANKS, TIDYING, UID, LongJob, spec
+from store_bounds import KEPT_LOG, LAG, MOST_FAULTS, JobScale, KeyBound, key_bounds
 
 from controllers.api.store_reader import StoreReader
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints
@@ -15,7 +16,6 @@ from controllers.telemetry.notices import MOST_OF_JOB
 from gcore.ledger import archive
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.records.chain import LogEntry
-from gcore.ledger.retention import KEPT_LOG, LAG, MOST_FAULTS, JobScale, KeyBound, key_bounds
 from gcore.ledger.transactions import MOST_PRUNED
 from gcore.store.keys import JobKeys
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_job import KEYS, SPEC, RecordedJob, a_job_under_way, hands_of
+from store_bounds import NODE_TOPICS
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import ForgetEvaluations, Intent, Sweep
@@ -25,7 +26,6 @@ from gcore.ledger.records.job import MOST_SAID, EvalPart, Evaluation, NodeRecord
 from gcore.ledger.retention import (
     NEWEST_EVALUATIONS,
     NEWEST_TROUBLES,
-    NODE_TOPICS,
     SweptKeys,
     superfluous_evaluations,
     sweep,
