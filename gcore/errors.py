@@ -29,6 +29,14 @@ class GcoreError(Exception):
         return f"{text}{'' if text.endswith('?') else '.'} {self.fix}" if self.fix else text
 
 
+class TracedError(GcoreError):
+    """An error of foreign code. `trace`: the traceback of that code alone, or empty; for the event, not for the sentence."""
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.trace = trace
+
+
 class JobFailed(GcoreError):
     """The job ended, and not well."""
 
@@ -90,9 +98,6 @@ class EngineGaveUp(EngineError):
 class LeaseLost(GcoreError):
     """The store has ended a lease that was thought to live."""
 
-
-# -------------------- nearest
-# The nearest known name to one that is not known, as the end of a sentence.
 
 MAX_COMPARED = 80
 """Characters of a wrong name that are looked at: the comparison takes their square."""

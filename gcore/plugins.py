@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import TracebackType
 from typing import Any
 
-from gcore.errors import GcoreError, SpecError, did_you_mean
+from gcore.errors import GcoreError, SpecError, TracedError, did_you_mean
 
 MAX_SENTENCE = 500
 """Characters of what an error says that are told: some put a whole page into a line. It goes into records and over pipes."""
@@ -42,12 +42,8 @@ class PluginKind:
     where: str
 
 
-class PluginFault(SpecError):
+class PluginFault(TracedError, SpecError):
     """A plug-in cannot be had, or is not what it should be. `trace`: the traceback of its own code, or empty."""
-
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.trace = trace
 
 
 def find_plugin(kind: PluginKind, name: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from gcore.config.base import shorten_text
 from gcore.config.reward import LARGEST, RewardPart, RewardSpec
-from gcore.errors import GcoreError
+from gcore.errors import TracedError
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 
 REWARDS = PluginKind("reward", "gcore.rewards", "reward.name")
@@ -30,15 +30,11 @@ MOST_PARTS, LONGEST_PART = 64, 64
 """Parts of a result, and characters of a part's name: they are kept for every response."""
 
 
-class RewardError(GcoreError):
+class RewardError(TracedError):
     """A response could not be scored. Its prompt's outcome is failed, with this as the reason.
 
     `trace`: the traceback of the plug-in's own code, or empty. It is for the event, not for the reason.
     """
-
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.trace = trace
 
 
 class Response(str):

@@ -10,18 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gcore.errors import EngineError, EngineLate, GcoreError
+from gcore.errors import EngineError, EngineLate, GcoreError, TracedError
 
 
-class JudgeError(GcoreError):
+class JudgeError(TracedError):
     """A response could not be judged, and asking again will not help.
 
     `trace`: the traceback of a parser of somebody's own, or empty. It is for the event, not for the reason.
     """
-
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.trace = trace
 
 
 class Unjudgeable(JudgeError):

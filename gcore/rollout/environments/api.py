@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gcore.config.reward import LARGEST
-from gcore.errors import GcoreError
+from gcore.errors import TracedError
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.system.concurrency import is_cancelled
 from gcore.types import FinishReason
@@ -31,12 +31,8 @@ ENVIRONMENT = "environment"
 """The part of a response's reward that its environment gave, and the reward that hands it on."""
 
 
-class EnvironmentFault(GcoreError):
+class EnvironmentFault(TracedError):
     """An environment, or what it wants, is not as it should be. `trace`: the traceback of its own code, or empty."""
-
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
-        super().__init__(what, where=where, fix=fix)
-        self.trace = trace
 
 
 class BadArgument(ValueError):
