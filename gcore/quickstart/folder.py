@@ -10,11 +10,8 @@ one, is made again; a folder that gcore did not make is an error. Concurrent pre
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,18 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gcore.errors import DataError
-from gcore.system.files import sync_path
+from gcore.models.layout import FileEntry, file_entry
+from gcore.system.files import replace_folder, sweep_drafts
 
 MANIFEST = "manifest.json"
-
-
-class PreparedFile(BaseModel):
-    """A file as it was made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    size: int
-    sha256: str
 
 
 class PreparedManifest(BaseModel):
@@ -52,7 +41,7 @@ class PreparedManifest(BaseModel):
     seed: int
     threads: int
     torch: str
-    files: dict[str, PreparedFile] = {}
+    files: dict[str, FileEntry] = {}
 
 
 M = TypeVar("M", bound=PreparedManifest)
@@ -108,18 +97,12 @@ def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
 
 
 def _make(to: Path, recipe: Recipe[M]) -> M:
-    for remnant in to.parent.glob(f".{to.name}.making-*"):  # of a preparation that was killed: we hold the lock
-        shutil.rmtree(remnant)
-    draft = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
-    try:
+    sweep_drafts(to.parent, spared=lambda target: target != to.name)  # of one that was killed: we hold the lock
+    with replace_folder(to, owner="making", durable=True) as draft:
         manifest = recipe.fill(draft)
         manifest = manifest.model_copy(update={"files": _entries(draft)})
         (draft / MANIFEST).write_text(_text(manifest), encoding="utf-8")
         _open_to_readers(draft)
-        _sync(draft)
-        _replace(draft, to)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return manifest
 
 
@@ -137,7 +120,7 @@ def _usable(to: Path, recipe: Recipe[M]) -> M | None:
         return None
     for name, entry in manifest.files.items():
         file = to / name
-        if not file.is_file() or file.stat().st_size != entry.size or _sha256(file) != entry.sha256:
+        if not file.is_file() or file.stat().st_size != entry.size or file_entry(file) != entry:
             return None
     return manifest
 
@@ -172,18 +155,6 @@ def _claims_to_be(to: Path, example: str) -> bool:
     return isinstance(found, dict) and found.get("example") == example
 
 
-def _replace(draft: Path, to: Path) -> None:
-    """Put `draft` in the place of `to`. Whoever looks sees the old folder, none, or the whole new one."""
-    if to.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
-        to.rename(old / "old")
-        draft.rename(to)
-        shutil.rmtree(old)
-    else:
-        draft.rename(to)
-    sync_path(to.parent)
-
-
 @contextmanager
 def _one_at_a_time(to: Path) -> Iterator[None]:
     """Hold the lock beside the folder. The system lets go of it when the process ends, however that happens."""
@@ -192,29 +163,15 @@ def _one_at_a_time(to: Path) -> Iterator[None]:
         yield
 
 
-def _entries(folder: Path) -> dict[str, PreparedFile]:
+def _entries(folder: Path) -> dict[str, FileEntry]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): PreparedFile(size=path.stat().st_size, sha256=_sha256(path))
-        for path in files
-    }
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {path.relative_to(folder).as_posix(): file_entry(path) for path in files}
 
 
 def _open_to_readers(folder: Path) -> None:
-    """mkdtemp's folders and safetensors' files are for their owner alone; other users run jobs from here too."""
+    """safetensors' files are for their owner alone; other users run jobs from here too."""
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def _sync(folder: Path) -> None:
-    """Everything in `folder` is on the disk before the rename is."""
-    for path in [folder, *folder.rglob("*")]:
-        sync_path(path)
 
 
 PLAIN_LINES = 8

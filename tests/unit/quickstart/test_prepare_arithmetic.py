@@ -117,8 +117,9 @@ def edit_manifest(folder: Path, **fields: int) -> None:
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
-from gcore.quickstart import arithmetic, folder
-folder._replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+from gcore.quickstart import arithmetic
+from gcore.system import files
+files._take_name = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 arithmetic.prepare_arithmetic(Path(sys.argv[1]), progress=False, warm_updates=1, must_fit=False)
 """
 
@@ -128,7 +129,7 @@ def test_a_killed_preparation_leaves_nothing_that_is_taken_for_done(tmp_path: Pa
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(folder)], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == -signal.SIGKILL
     assert not folder.exists()
-    assert list(tmp_path.glob(".arithmetic.making-*")), "it was killed in the middle"
+    assert list(tmp_path.glob(".arithmetic.making.tmp")), "it was killed in the middle"
     assert not make(folder).cached
     assert sorted(path.name for path in tmp_path.iterdir()) == [".arithmetic.lock", "arithmetic"]
 
