@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 from gcore.config.load import flow
 from gcore.flows.api import Peer
 from gcore.types import Group, Outcome, Prompt
 
 
-async def train_prompts(peer: Peer, produce: Callable[[Peer, Prompt], Awaitable[Group | Outcome]]) -> None:
+async def train_prompts(peer: Peer, produce: Callable[[Peer, Prompt], Coroutine[Any, Any, Group | Outcome]]) -> None:
     """Train, step by step, on what `produce` makes of this peer's prompts."""
     async for step in peer.steps():
         await peer.evaluate()  # the weights that this step starts from, when that is due
