@@ -12,6 +12,7 @@ The processes are those that score, with another program in them (`gcore.worker.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -56,6 +57,7 @@ class ToolPool:
             "gcore.environments", setup, "the tools", "environment.tools", spec.start_timeout_s, group
         )
         self._crew = WorkerPool(program, spec.workers, clock)
+        self._holding: Holding = nullcontext
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,16 +71,18 @@ class ToolPool:
 
     def within(self, holding: Holding) -> Tools:
         """The same tools, for one response, which waits for a process within `holding()`."""
-        return _Within(self, holding)
+        same = copy.copy(self)
+        same._holding = holding
+        return same
 
-    async def call(self, name: str, argument: str, holding: Holding = nullcontext) -> Said:
+    async def call(self, name: str, argument: str) -> Said:
         """What the tool says, or that it said nothing. Raises KeyError for one that the spec does not name, PluginFault if this
         node does not have what the spec names: nothing that a model does is worth anything then."""
         if name not in self._spec.names:
             raise KeyError(name)
         if len(argument) > LONGEST_ARGUMENT:
             return _error(f"an argument of {len(argument)} characters; at most {LONGEST_ARGUMENT}")
-        async with self._crew.lent(holding) as loan:
+        async with self._crew.lent(self._holding) as loan:
             loan.process.ask((name, argument))
             try:
                 told = self._told(await loan.process.told(self._spec.timeout_s))
@@ -113,22 +117,6 @@ class ToolPool:
     def _failed(self, what: str, trace: str = "") -> Said:
         self._on_fault(what, trace)
         return _error(what)
-
-
-class _Within:
-    """Implements `gcore.rollout.environments.api.Tools`."""
-
-    def __init__(self, pool: ToolPool, holding: Holding) -> None:
-        self._pool, self._holding = pool, holding
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """In the order of the spec."""
-        return self._pool.names
-
-    async def call(self, name: str, argument: str) -> Said:
-        """As of the pool."""
-        return await self._pool.call(name, argument, self._holding)
 
 
 def _error(why: str) -> Said:
