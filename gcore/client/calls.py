@@ -218,7 +218,7 @@ class ApiCalls:
         return await self._health(address) is not None
 
     async def _while_there(self, call: ApiCall[T], address: str, timeout_s: float) -> T:
-        """The answer to a call that may take long, as long as the controller answers anything. Raises Silent."""
+        """The answer to a call that may take long, as long as the controller answers anything. Raises ControllerSilent."""
         asked = asyncio.ensure_future(call(self._stub(address), timeout_s))
         try:
             while not (await asyncio.wait({asked}, timeout=self._patience.call_s))[0]:

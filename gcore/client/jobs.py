@@ -102,7 +102,7 @@ class ResumingStreams(ApiCalls):
     ) -> AsyncGenerator[JobEvent, None]:
         """Every event of `job` with a sequence number above `after`, in order, each once, until the job has ended.
 
-        `newest`: of those that are known already only the last so many. Without `follow` only what is known already. Raises Unreachable when no controller answered for `Patience.lost_s`, UsageError when there is no such job.
+        `newest`: of those that are known already only the last so many. Without `follow` only what is known already. Raises Unreachable when no controller answered for `WaitPolicy.lost_s`, UsageError when there is no such job.
         """
         last = after
 
@@ -143,7 +143,7 @@ class ResumingStreams(ApiCalls):
                     yield message
 
     async def stream_logs(self, request: v1_pb.StreamLogsRequest) -> AsyncGenerator[v1_pb.LogLine, None]:
-        """What a job's workers wrote, each line once. Raises Unreachable when no controller answered for `Patience.lost_s`, and if the stream
+        """What a job's workers wrote, each line once. Raises Unreachable when no controller answered for `WaitPolicy.lost_s`, and if the stream
         breaks behind a line of which its controller, of an earlier version, did not say where it ends."""
         told = _Told()
 

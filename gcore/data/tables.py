@@ -131,7 +131,7 @@ def _check_columns(schema: Any, path: Path) -> None:
 
 
 def _plain(kind: Any) -> Any:
-    """The type that a column is read as; its own if it is plain already. Raises Unsuitable."""
+    """The type that a column is read as; its own if it is plain already. Raises UnsuitableColumn."""
     if isinstance(kind, pa.BaseExtensionType):
         return _plain(kind.storage_type)
     if types.is_dictionary(kind):

@@ -4,7 +4,7 @@
 no rollback goes to a branch that was cut off. A chain has one state for each step, whatever lineage it was written in. The newest
 on the chain is always kept, so a new world always has a start.
 
-*Records* that nothing reads any more, beside old log entries (`gcore.ledger.chain.prunable`): worlds other than head's (a rank of
+*Records* that nothing reads any more, beside old log entries (`gcore.ledger.chain.prunable_entries`): worlds other than head's (a rank of
 another one is refused by all); parts of evaluations of other weights than head's; warnings of nodes that are gone, but for the
 newest few; evaluations but the newest few, the first, and the best on head's chain as it is and as it would be after going back
 to each registered checkpoint (the others move to the run's folder first). Every transaction compares head and the checkpoints.

@@ -201,7 +201,7 @@ class MetricsFile:
     def bring(
         self, source: MetricsSource, wall: float, archived: Callable[[], dict[int, LogEntry]], *, whole: bool = True
     ) -> int:
-        """Append what `source` has and the file lacks; how many lines that were. Raises Busy, OSError, ValueError.
+        """Append what `source` has and the file lacks; how many lines that were. Raises FileBusy, OSError, ValueError.
 
         `archived`: entries that left the store; only asked where there is a gap. If it does not fill it, nothing is
         written (ValueError): what is missing may not be seen here yet. Without `whole` it is passed over.
@@ -243,7 +243,7 @@ def read_lines(file: BinaryIO, offset: int) -> Iterator[tuple[Line | None, int]]
 
 @contextlib.contextmanager
 def _alone(lock: threading.Lock) -> Iterator[None]:
-    """Raises Busy."""
+    """Raises FileBusy."""
     if not lock.acquire(blocking=False):
         raise FileBusy
     try:
@@ -254,7 +254,7 @@ def _alone(lock: threading.Lock) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(file: BinaryIO) -> Iterator[None]:
-    """Raises Busy. Where there are no locks, there is none."""
+    """Raises FileBusy. Where there are no locks, there is none."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

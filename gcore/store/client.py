@@ -173,7 +173,7 @@ class _Stream:
 
     @classmethod
     async def open(cls, caller: EtcdCaller, prefix: str, known: int) -> _Stream:
-        """Opened behind `known`. Raises Compacted, StoreUnavailable, _Denied, StreamEnded."""
+        """Opened behind `known`. Raises RevisionCompacted, StoreUnavailable, _Denied, StreamEnded."""
         if await _revision_now(caller, prefix) < known:
             raise RevisionCompacted(f"the store stands before revision {known}, which it had reached")
         connection = await caller.connection(caller.timeout_s)
@@ -201,7 +201,7 @@ class _Stream:
             raise
 
     async def next(self) -> WatchBatch:
-        """The next changes; waits for them. Raises Compacted, _Denied, StreamEnded."""
+        """The next changes; waits for them. Raises RevisionCompacted, _Denied, StreamEnded."""
         events: list[WatchEvent] = []
         while True:
             answer = await self._read()

@@ -354,7 +354,7 @@ class EtcdCaller:
         """When it was last told that the store is full."""
 
     async def call(self, action: Action[T], *, repeatable: bool, within_s: float | None = None) -> T:
-        """Within `within_s` instead of the time that every call has. Raises StoreUnavailable, StoreRefused, LeaseLost, Compacted."""
+        """Within `within_s` instead of the time that every call has. Raises StoreUnavailable, StoreRefused, LeaseLost, RevisionCompacted."""
         deadline = self.clock.monotonic() + (self.timeout_s if within_s is None else within_s)
 
         def over(state: RetryCallState) -> bool:

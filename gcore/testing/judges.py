@@ -73,7 +73,7 @@ class FakeJudge(_Fake):
         self._longest = longest
 
     async def __call__(self, question: str, seeds: Sequence[int]) -> tuple[Answer, ...]:
-        """As `Ask`."""
+        """As `ChatCall`."""
         await self._begun(question, seeds)
         return tuple(self._written(question, self._answer(question, seed)) for seed in seeds)
 
@@ -85,7 +85,7 @@ class FakeJudge(_Fake):
 
 
 class FakeClassifier(_Fake):
-    """`gcore.reward.judges.Value`: gives `value(question)`."""
+    """`gcore.reward.judges.types.ScoreCall`: gives `value(question)`."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class FakeClassifier(_Fake):
         self._value = value
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """As `Value`. Tokens are words."""
+        """As `ScoreCall`. Tokens are words."""
         await self._begun(question, ())
         return ClassifierAnswer(self._value(question), len(question.split()))
 
 
 @dataclass
 class RecordingObserver:
-    """`gcore.reward.judges.Seen`: keeps what it is told, without the judge's name."""
+    """`gcore.reward.judges.types.JudgeObserver`: keeps what it is told, without the judge's name."""
 
     asked_of: list[tuple[float, int, int]] = field(default_factory=list)
     failures: list[Why] = field(default_factory=list)

@@ -122,7 +122,7 @@ class TimingModel(RecordPart):
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """Of responses. See `Law.response_tokens` and what follows it."""
+    """Of responses. See `TimingModel.response_tokens` and what follows it."""
 
     median: float
     spread: float

@@ -1,8 +1,8 @@
-"""The attention function that a model is made to use, for the caches of the lanes.
+"""The attention function that a model is made to use, for the caches of the model runners.
 
-A lane says before each forward pass what kind of pass it is:
+A runner says before each forward pass what kind of pass it is:
 
-- `Reading`: a prompt's tokens, or several prompts padded on the right, behind `past` tokens that stand in the cache. A
+- `PrefillPass`: a prompt's tokens, or several prompts padded on the right, behind `past` tokens that stand in the cache. A
   real token never sees the padding, which stands behind it.
 - `DecodePass`: one query a row over one common stretch of columns, with a bias that silences what is not a row's own. The
   query heads that share a key head are folded into the query length, so that nothing is repeated: two batched matrix

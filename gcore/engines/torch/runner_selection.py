@@ -121,7 +121,7 @@ def _unfit(model: Model) -> str | None:
 
 @torch.inference_mode()
 def _measure(model: Model) -> None:
-    """Run two tokens through it, to see what its layers keep. Raises Unproved where that is not alike in all of them."""
+    """Run two tokens through it, to see what its layers keep. Raises RunnerUnproved where that is not alike in all of them."""
     model.use_own_attention()
     model.attention.kind = PrefillPass()
     prefix, device = PrefillCache(), model.shape.device
@@ -159,7 +159,7 @@ def _work(model: Model, number: int, length: int, *, temperature: float = 0.0) -
 
 
 def _prove(model: Model, lane: ModelRunner) -> None:
-    """Raises Unproved when the lane's log-probabilities are not the model's own."""
+    """Raises RunnerUnproved when the lane's log-probabilities are not the model's own."""
     window = _window(model)
     lengths = list(LENGTHS)
     if window is not None and window <= SHORT_WINDOW and window + 2 * CONTINUED < model.context:
@@ -210,7 +210,7 @@ def _error(model: Model, work: SequenceState) -> float:
 
 
 def _prove_bits(model: Model, lane: ModelRunner) -> None:
-    """Raises Unproved when a sample depends on those beside it."""
+    """Raises RunnerUnproved when a sample depends on those beside it."""
     # One of them passes from a block of the cache into the next.
     lengths = [length for length in (1, 7, BLOCK - 2) if length + CONTINUED <= model.context]
     alone = [_sampled(model, lane, [_work(model, n, length, temperature=1.0)])[0] for n, length in enumerate(lengths)]

@@ -92,7 +92,7 @@ def classify_status(status: int) -> RequestFate:
 
 
 def parse_completion(tree: Any) -> JudgeCompletion:
-    """Raises Garbled."""
+    """Raises InvalidCompletion."""
     try:
         choice = tree["choices"][0]
         content = choice["message"].get("content")

@@ -284,7 +284,7 @@ class Judge:
         seen: JudgeObserver,
         clock: Clock,
     ) -> None:
-        """`ask`: a `Value` if the judge is a classifier, else an `Ask`."""
+        """`ask`: a `ScoreCall` if the judge is a classifier, else a `ChatCall`."""
         self.spec = spec
         self._question = question
         self._ask = ask

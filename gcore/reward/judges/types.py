@@ -79,7 +79,7 @@ class ScoreCall(Protocol):
     """Asks a judge of `kind: classifier`."""
 
     async def __call__(self, question: str) -> ClassifierAnswer:
-        """The number it gives, and for what. Raises JudgeAway or JudgeError, as `Ask` does."""
+        """The number it gives, and for what. Raises JudgeAway or JudgeError, as `ChatCall` does."""
         ...
 
 

@@ -162,7 +162,7 @@ class ChatRequest:
 
 
 def parse_request(raw: bytes, rules: SamplingRules) -> ChatRequest:
-    """What the body asks. Raises Refused."""
+    """What the body asks. Raises AgentRequestRefused."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -64,7 +64,7 @@ class Dialogue:
     """
 
     def __init__(self, renderer: PromptRenderer, question: ChatRequest, room: int | None = None) -> None:
-        """Of the first question, for which there is room for so many tokens. Raises Refused if the template or the tokenizer does not
+        """Of the first question, for which there is room for so many tokens. Raises AgentRequestRefused if the template or the tokenizer does not
         take it, TextTooLong if it is far too long."""
         self._renderer = renderer
         self._tools = question.tools
@@ -112,7 +112,7 @@ class Dialogue:
         return f"it has {len(question.messages)} messages, and {len(self._messages)} were there before"
 
     def shown(self, question: ChatRequest, room: int | None = None) -> DialogueDelta:
-        """What a question that goes on adds, for which there is room for so many tokens. Raises Refused, TextTooLong."""
+        """What a question that goes on adds, for which there is room for so many tokens. Raises AgentRequestRefused, TextTooLong."""
         if not self._messages:
             return DialogueDelta((), "")
         last = len(self._messages) - 1
@@ -208,7 +208,7 @@ class AgentSession:
         """Why it cannot go on, through no fault of the agent's."""
 
     async def complete(self, raw: bytes, *, again: bool = False) -> tuple[ChatRequest, ChatCompletion]:
-        """The answer to a request's body. `again`: the client says that it asks for the second time. Raises Refused."""
+        """The answer to a request's body. `again`: the client says that it asks for the second time. Raises AgentRequestRefused."""
         if self._asking:
             raise self._told(
                 AgentRequestRefused(
@@ -285,7 +285,7 @@ class AgentSession:
         return self._last
 
     def _placed(self, question: ChatRequest) -> tuple[Dialogue, DialogueDelta]:
-        """The conversation that it belongs to, and what it adds. Raises Refused. Changes nothing: it may run in a thread."""
+        """The conversation that it belongs to, and what it adds. Raises AgentRequestRefused. Changes nothing: it may run in a thread."""
         now, room = self._dialogue, self._limits.room
         if now is not None and now.goes_on(question):
             try:
@@ -319,7 +319,7 @@ class AgentSession:
         )
 
     def _left(self, dialogue: Dialogue, shown: DialogueDelta) -> int:
-        """Tokens that the policy may still make. Raises Refused if there are none."""
+        """Tokens that the policy may still make. Raises AgentRequestRefused if there are none."""
         limits = self._limits
         why = ""
         if self._turns >= limits.turns:
