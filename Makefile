@@ -154,7 +154,7 @@ fuzz: setup ## Every request of the job API, and specs, of any shape and as raw 
 test-large: prepare prepare-judge ## What takes long: millions of prompts, wide models, every ZeRO stage, 500 examples of each property
 	@$(TEST_ENV) $(BIN)/python -m pytest -m "large" $(PYTEST_ARGS)
 	@GCORE_ALL_STAGES=1 $(TEST_ENV) $(BIN)/python -m pytest tests/integration/train/test_train_rank_gradients.py tests/integration/train/test_train_critic.py
-	@GCORE_EXAMPLES=500 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
+	@GCORE_EXAMPLES=500 GCORE_SIM_SEEDS=120 GCORE_SIM_CLUSTERS=16 $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim -m "not serial and $(NOT_ELSEWHERE)" $(PYTEST_ARGS)
 
 chaos: prepare prepare-judge ## Whole clusters with things killed, paused, cut off: ONLY=controller,etcd MOMENTS=5 FRESH=1 DIRTY=1
 	@$(TOOLS) install chaos

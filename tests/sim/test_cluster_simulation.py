@@ -17,7 +17,7 @@ from controllers.rules.view import JobView, Memo
 from controllers.rules.waits import current_waits
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "8"))
 """With those of `test_step_protocol`, what fits in a minute; any number with `make sim`."""
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -29,7 +29,7 @@ def test_whatever_happens_to_a_cluster_its_job_ends_with_every_account_right(see
     assert ended.steps > 0
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(1, CLUSTERS // 8)))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 8)))
 def test_whatever_happens_to_nodes_that_share_no_folder_their_job_ends_with_every_account_right(seed: int) -> None:
     """Now and then one of them is lost with its disk, and another comes under its name."""
     ended = tell_story(replace(Story.of(seed), copies=2 + seed % 2))
@@ -113,7 +113,7 @@ def test_what_is_remembered_between_looks_is_what_would_be_worked_out_anew(
     assert looks > 100
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(2, CLUSTERS // 4)))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + max(3, CLUSTERS // 4)))
 def test_whatever_happens_to_slots_that_take_turns_their_job_ends_with_every_account_right(seed: int) -> None:
     """Engines and ranks give each other the memory of a slot, and whoever is to see to it may be stopped, cut off or dead."""
     ended = tell_story(replace(Story.of(seed), staleness=0, part=None, turns=True, copies=(None, None, 2)[seed % 3]))

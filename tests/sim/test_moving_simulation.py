@@ -11,7 +11,7 @@ from simulated_stories import Moving, moving, propose_moves
 from simulated_workers import Engine
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "8"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from simulated_planning import contradiction
 from simulated_stories import Planning, planning
 
 FIRST = int(os.environ.get("GCORE_SIM_FIRST", "0"))
-CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "16"))
+CLUSTERS = int(os.environ.get("GCORE_SIM_CLUSTERS", "8"))
 
 
 @pytest.fixture(autouse=True)
