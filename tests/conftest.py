@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from system_tools import LEFT_OUT, closing_line, missing, record, require_all, tool
-from warm_programs import WarmStarter
 
 from gcore.store.etcd import LocalEtcd
 from gcore.system.clock import SystemClock
@@ -46,22 +45,6 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEtcd]:
             yield local
         finally:
             thread.submit(asyncio.run, local.stop()).result()
-
-
-@pytest.fixture(scope="session")
-def warm_commands() -> Iterator[WarmStarter]:
-    """Starts `controllers.cli.main` from a process that has imported it."""
-    starter = WarmStarter(("controllers.cli.main", "gcore.client", "gcore.config.load", "rich.live", "rich.table"))
-    yield starter
-    starter.close()
-
-
-@pytest.fixture(scope="session")
-def warm_engines() -> Iterator[WarmStarter]:
-    """Starts `gcore.rollout.engine` from a process that has imported torch and transformers."""
-    starter = WarmStarter(("gcore.engines.torch.main",), env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
-    yield starter
-    starter.close()
 
 
 @pytest.hookimpl(tryfirst=True)

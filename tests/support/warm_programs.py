@@ -4,8 +4,7 @@ Importing torch and transformers takes four seconds of the processor, the comman
 hundreds of both. A program gets its own arguments, environment, folder and descriptors, its end is its own, and it is no
 child of the test: what the process that starts it must be is tested elsewhere, with real starts.
 
-    warm = WarmStarter(("controllers.cli.main",))
-    process = warm.popen("controllers.cli.main", "list", stdout=subprocess.PIPE, text=True)
+    process = COMMANDS.popen("controllers.cli.main", "list", stdout=subprocess.PIPE, text=True)
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-STARTED_S = 280.0
-
 
 class WarmProcess(subprocess.Popen[Any]):
     """A program of a WarmStarter; used like any other Popen."""
@@ -39,7 +36,7 @@ class WarmProcess(subprocess.Popen[Any]):
         self._line: socket.socket | None = None
         super().__init__([sys.executable, "-m", module, *arguments], **options)
 
-    def _execute_child(self, args: list[str], *rest: Any) -> None:  # type: ignore[override]
+    def _execute_child(self, args: list[str], *rest: Any) -> None:
         """Ask the warm process for the program, instead of a fork and an exec here. The order of `rest` is CPython's."""
         _, _, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:15]
         ours = self._starter.connect()
@@ -78,7 +75,7 @@ class WarmProcess(subprocess.Popen[Any]):
         self._line.close()
         return self.pid, status
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:  # type: ignore[override]
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         if self.returncode is None:
             with self._waitpid_lock:  # type: ignore[attr-defined]
                 if self.returncode is None:
@@ -89,33 +86,38 @@ class WarmProcess(subprocess.Popen[Any]):
 
 
 class WarmStarter:
-    """A process that has imported `modules`, and forks once a program."""
+    """A process that has imported `modules`, and forks once a program. It is started for the first one."""
 
-    def __init__(self, modules: tuple[str, ...], env: dict[str, str] | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), *modules],
-            env=os.environ | {"PYTHONPATH": paths} | (env or {}),
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self._line = ours
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._modules = modules
+        self._line: socket.socket | None = None
         self._lock = threading.Lock()
-        ours.settimeout(STARTED_S)
+
+    def _started(self) -> socket.socket:
+        """The line to the process, which ends with it."""
+        if self._line is None:
+            self._line, theirs = socket.socketpair()
+            paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+            fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            with theirs:
+                command = [sys.executable, __file__, str(theirs.fileno()), *self._modules]
+                subprocess.Popen(command, env=os.environ | fixed, pass_fds=[theirs.fileno()])
+        return self._line
 
     def connect(self) -> socket.socket:
         """A line to a process that will become the program's parent."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
-            socket.send_fds(self._line, [b"n"], [theirs.fileno()])
+            socket.send_fds(self._started(), [b"n"], [theirs.fileno()])
         return ours
 
     def popen(self, module: str, *arguments: str, **options: Any) -> WarmProcess:
         """Start `python -m module arguments`; the options of subprocess.Popen but for those of the process itself."""
         return WarmProcess(self, module, arguments, options)
 
-    def run(self, module: str, *arguments: str, timeout: float | None = None, **options: Any) -> Any:
+    def run(
+        self, module: str, *arguments: str, timeout: float | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run it to its end, with its output as text."""
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with self.popen(module, *arguments, **(piped | options)) as process:
@@ -126,10 +128,11 @@ class WarmStarter:
                 raise
         return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
-    def close(self) -> None:
-        """End it; programs that run stay."""
-        self._line.close()
-        self._process.wait()
+
+COMMANDS = WarmStarter(("controllers.cli.main", "controllers.cli.view", "gcore.client", "gcore.config", "rich.live"))
+"""For `controllers.cli.main`."""
+ENGINES = WarmStarter(("gcore.engines.torch.main",))
+"""For `gcore.rollout.engine`."""
 
 
 def serve(line: socket.socket, modules: list[str]) -> None:
@@ -188,8 +191,8 @@ def program(request: dict[str, Any], files: list[int]) -> None:
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
-        for place, name in enumerate(("stdin", "stdout", "stderr")):
-            setattr(sys, name, open(place, "r" if place == 0 else "w", buffering=1 if place == 2 else -1))
+        sys.stdin = os.fdopen(0)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
         sys.argv = [request["module"], *request["arguments"]]
         sys.path[:0] = [one for one in request["env"].get("PYTHONPATH", "").split(os.pathsep) if one not in sys.path]
         sys.modules.pop(request["module"], None)

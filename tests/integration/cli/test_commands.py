@@ -9,6 +9,7 @@ import pty
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import termios
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 import yaml
+from warm_programs import COMMANDS, WarmProcess
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.observability.events import JobEvent
@@ -37,17 +39,16 @@ class Done:
     err: str
 
 
-async def start(*words: str, cwd) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "controllers.cli.main", *words, cwd=cwd, env={**os.environ, "COLUMNS": "200"},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+async def start(*words: str, cwd) -> WarmProcess:
+    return await asyncio.to_thread(
+        COMMANDS.popen, "controllers.cli.main", *words, cwd=cwd, env={**os.environ, "COLUMNS": "200"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
 async def gcore(*words: str, cwd) -> Done:
     process = await start(*words, cwd=cwd)
-    out, err = await process.communicate()
-    assert process.returncode is not None
+    out, err = await asyncio.to_thread(process.communicate)
     return Done(process.returncode, out.decode(), err.decode())
 
 
@@ -150,11 +151,11 @@ async def test_run_survives_the_death_of_the_controller_it_talks_to(server, scri
     script.play(finished()[:2])
     process = await start("run", "spec.yaml", "--address", f"{server.address},{other.address}", cwd=folder)
     assert process.stdout is not None
-    while b"step 1/2" not in await process.stdout.readline():
+    while b"step 1/2" not in await asyncio.to_thread(process.stdout.readline):
         pass
     await server.kill()
     script.play(finished()[2:])
-    out, err = await process.communicate()
+    out, err = await asyncio.to_thread(process.communicate)
     await other.kill()
     assert (process.returncode, err) == (0, b"")
     assert out.count(b"step 2/2") == 1
@@ -183,10 +184,10 @@ async def test_an_interrupted_run_on_a_cluster_that_was_up_only_stops_watching(s
     script.play(finished()[:2])
     process = await start("run", "spec.yaml", "--address", server.address, cwd=folder)
     assert process.stdout is not None
-    while b"step 1/2" not in await process.stdout.readline():
+    while b"step 1/2" not in await asyncio.to_thread(process.stdout.readline):
         pass
     process.send_signal(number)
-    _, err = await process.communicate()
+    _, err = await asyncio.to_thread(process.communicate)
     assert process.returncode == 130
     assert err.decode().count("\n") == 1
     assert "No longer watching at step 1 of 2; the job goes on" in err.decode()
@@ -241,10 +242,10 @@ async def test_a_submission_that_is_no_longer_followed_says_that_the_job_goes_on
     script.play(finished()[:1])
     process = await start("submit", "spec.yaml", "--follow", "--address", server.address, cwd=folder)
     assert process.stdout is not None
-    while b"eval" not in await process.stdout.readline():
+    while b"eval" not in await asyncio.to_thread(process.stdout.readline):
         pass
     process.send_signal(signal.SIGINT)
-    _, err = await process.communicate()
+    _, err = await asyncio.to_thread(process.communicate)
     assert (process.returncode, err.count(b"\n")) == (130, 1)
     assert b"job sums goes on" in err
     assert b"cancel u1` ends it" in err
@@ -259,7 +260,7 @@ async def test_an_interrupted_command_ends_with_130_and_no_traceback(folder):
         process = await start("list", "--address", f"127.0.0.1:{silent.getsockname()[1]}", cwd=folder)
         await asyncio.get_running_loop().sock_accept(silent)  # it has asked, and waits for an answer
         process.send_signal(signal.SIGINT)
-        _, err = await process.communicate()
+        _, err = await asyncio.to_thread(process.communicate)
     assert (process.returncode, err) == (130, b"gcore: interrupted\n")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from warm_programs import COMMANDS
 
 from gcore.config import load_spec
 
@@ -65,8 +65,7 @@ def folder(tmp_path: Path) -> Path:
 def plan(
     folder: Path, *more: str, cluster: str = "cluster.yaml", spec: str = "spec.yaml"
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "controllers.cli.main", "plan", spec, "--cluster", cluster, *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return COMMANDS.run("controllers.cli.main", "plan", spec, "--cluster", cluster, *more, cwd=folder)
 
 
 def test_the_best_are_shown_with_their_times_and_why_others_do_not_fit(folder: Path) -> None:

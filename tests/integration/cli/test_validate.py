@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from warm_programs import COMMANDS
 
 from controllers.api.submission.checks import check_submission
 from gcore.config import load_spec
@@ -62,8 +62,7 @@ TREE: dict[str, Any] = {
 
 
 def validate(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "controllers.cli.main", "validate", "spec.yaml", "--home", "home", *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return COMMANDS.run("controllers.cli.main", "validate", "spec.yaml", "--home", "home", *more, cwd=folder)
 
 
 def test_each_source_is_shown_with_its_part_in_an_epoch_its_lengths_filters_and_first_prompt(folder: Path) -> None:

@@ -18,14 +18,13 @@ import issued
 import pytest
 import transformers
 from engine_core import LLAMA_LIKE, save
-from warm_programs import WarmStarter
+from warm_programs import ENGINES
 
 from gcore.api.authority import renew_certificate
 from gcore.testing.models import make_tiny_model
 from gcore.worker.control import CONTROL_FD, ORPHANED_EXIT
 
 TIMEOUT_S = 120
-RunEngine = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +39,9 @@ def environment(**more: str) -> dict[str, str]:
 class Supervisor:
     """The other end of the control line."""
 
-    def __init__(self, warm: WarmStarter, launch: dict[str, Any]) -> None:
+    def __init__(self, launch: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
-        self.process = warm.popen(
+        self.process = ENGINES.popen(
             "gcore.rollout.engine",
             env=environment(**{CONTROL_FD: str(theirs.fileno())}),
             pass_fds=[theirs.fileno()],
@@ -74,13 +73,13 @@ class Supervisor:
 
 
 @pytest.fixture
-def supervise(warm_engines: WarmStarter) -> Iterator[Callable[..., Supervisor]]:
+def supervise() -> Iterator[Callable[..., Supervisor]]:
     started: list[Supervisor] = []
 
     def start(model: Path, **more: Any) -> Supervisor:
         document = {"kind": "engine", "model": str(model), "host": "127.0.0.1", "port": 0, "batch_slots": 4}
         document |= {"threads": 1, "dtype": "float32", "weight_version": "2.5"}
-        started.append(Supervisor(warm_engines, document | more))
+        started.append(Supervisor(document | more))
         return started[-1]
 
     yield start
@@ -169,7 +168,7 @@ def test_a_launch_document_with_an_unknown_key_is_refused(folder: Path, supervis
     "prepare", ["nothing there", "an empty folder", "a broken config", "no weights", "broken weights"]
 )
 def test_a_folder_that_is_no_model_is_one_sentence_and_exit_code_two(
-    tmp_path: Path, folder: Path, prepare: str, run_engine: RunEngine
+    tmp_path: Path, folder: Path, prepare: str
 ) -> None:
     model = tmp_path / "model"
     if prepare != "nothing there":
@@ -183,7 +182,7 @@ def test_a_folder_that_is_no_model_is_one_sentence_and_exit_code_two(
     one_sentence(run_engine("--model", str(model)), str(model))
 
 
-def test_a_port_in_use_is_one_sentence_and_exit_code_two(folder: Path, run_engine: RunEngine) -> None:
+def test_a_port_in_use_is_one_sentence_and_exit_code_two(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         one_sentence(run_engine("--model", str(folder), "--port", str(port)), f"127.0.0.1:{port}")
@@ -192,22 +191,13 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_two(folder: Path, run_engin
 @pytest.mark.parametrize(
     ("option", "value"), [("--batch-slots", "0"), ("--dtype", "int3"), ("--port", "x"), ("--device", "cuda")]
 )
-def test_an_option_that_does_not_fit_is_one_sentence_and_exit_code_two(
-    folder: Path, option: str, value: str, run_engine: RunEngine
-) -> None:
+def test_an_option_that_does_not_fit_is_one_sentence_and_exit_code_two(folder: Path, option: str, value: str) -> None:
     one_sentence(run_engine("--model", str(folder), option, value), value)
 
 
-@pytest.fixture
-def run_engine(warm_engines: WarmStarter) -> RunEngine:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        env = environment(CUDA_VISIBLE_DEVICES="")
-        ended: subprocess.CompletedProcess[str] = warm_engines.run(
-            "gcore.rollout.engine", *arguments, env=env, timeout=TIMEOUT_S
-        )
-        return ended
-
-    return run
+def run_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = environment(CUDA_VISIBLE_DEVICES="")
+    return ENGINES.run("gcore.rollout.engine", *arguments, env=env, timeout=TIMEOUT_S)
 
 
 def one_sentence(ended: subprocess.CompletedProcess[str], names: str) -> None:
@@ -233,7 +223,7 @@ def test_an_interrupted_engine_ends_without_a_traceback(folder: Path) -> None:
     assert process.returncode == 130
 
 
-def test_a_model_that_no_lane_can_serve_is_refused_in_one_sentence(tmp_path: Path, run_engine: RunEngine) -> None:
+def test_a_model_that_no_lane_can_serve_is_refused_in_one_sentence(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     folder = save(transformers.LlamaConfig(**LLAMA_LIKE, rope_parameters=rope), tmp_path)
     ended = run_engine("--model", str(folder))
