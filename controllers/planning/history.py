@@ -31,7 +31,7 @@ from gcore.ledger.records.job import NEWEST_MOVES, HoldPeriod, Move, MoveKind, M
 from gcore.ledger.records.slot_accounting import EngineSums, StepAccount, group_by_version, sum_engines
 from gcore.ledger.transactions import Versioned
 from gcore.schema import RecordPart
-from gcore.system.files import parse_object
+from gcore.system.files import append_lines, last_lines, parse_object
 from gcore.types import Version
 from placement.lending import EngineRows
 from placement.measurements import MeasuredStep, measure_step, trained_lengths
@@ -234,7 +234,7 @@ class MovesFile:
         """Write down what is new in `moves`; `to_the_end`: the stretch without moves that goes on, too. Never raises."""
         try:
             if self._known is None:
-                lines = _last_lines(self._file)
+                lines = [line.decode(errors="replace") for line in last_lines(self._file, TAIL)]
                 self._known, self._stays = _by_number(lines), _by_beginning(lines)
             known = self._known
             first = moves.total - len(moves.moves)
@@ -249,10 +249,7 @@ class MovesFile:
             more = [{"stay": tree} for began, tree in stays.items() if self._stays.get(began) != tree]
             if news or more:
                 told = [*({"number": n, "move": tree} for n, tree in news.items()), *more]
-                with self._file.open("a", encoding="utf-8") as file:
-                    if _is_torn(self._file):
-                        file.write("\n")  # or the first line would be lost with the one that was cut off
-                    file.writelines(json.dumps(tree) + "\n" for tree in told)
+                append_lines(self._file, "".join(json.dumps(tree) + "\n" for tree in told).encode())
             # The store has no others any more.
             self._known = dict(sorted((known | trees).items())[-NEWEST_MOVES:])
             self._stays = stays
@@ -282,25 +279,6 @@ def _lines(file: Path) -> list[str]:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
-
-
-def _last_lines(file: Path) -> list[str]:
-    """Those at the end of a file. Raises OSError, but for a file that is not there."""
-    try:
-        with file.open("rb") as whole:
-            size = whole.seek(0, 2)
-            whole.seek(max(size - TAIL, 0))
-            return whole.read().decode(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def _is_torn(file: Path) -> bool:
-    """Whether its last line was cut off, as where who wrote it was killed or the disk was full. Raises OSError."""
-    with file.open("rb") as whole:
-        size = whole.seek(0, 2)
-        whole.seek(max(size - 1, 0))
-        return whole.read(1) not in (b"", b"\n")
 
 
 def _by_number(lines: Iterable[str]) -> dict[int, dict[str, Any]]:

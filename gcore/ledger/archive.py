@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +34,7 @@ from gcore.ledger.records.job import Evaluation, JobRecord
 from gcore.schema import Record, UnreadableRecord
 from gcore.store.keys import JobKeys
 from gcore.store.types import KeyListing, KeyValue, WatchBatch, WatchEvent
-from gcore.system.files import last_lines, read_whole_lines, replace_file
+from gcore.system.files import append_lines, last_lines, read_whole_lines, replace_file
 
 COPY_FOLDER = "ended"
 
@@ -176,13 +175,7 @@ def append_evaluations(run_dir: Path, writer: str, evaluations: Iterable[Evaluat
 
 def _append(file: Path, records: Iterable[Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = b"".join(record.encode() + b"\n" for record in records)
-    with file.open("ab") as out:
-        if out.tell() and not _ends_with_a_line(file):
-            out.write(b"\n")  # an earlier write was cut off, on a full disk for example
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    append_lines(file, b"".join(record.encode() + b"\n" for record in records), durable=True)
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
@@ -294,12 +287,6 @@ def _entry_number(line: bytes, place: LinePosition) -> int | None:
         log.warning("%s cannot be read", place)
         return None
     return entry.seq
-
-
-def _ends_with_a_line(file: Path) -> bool:
-    with file.open("rb") as there:
-        there.seek(-1, os.SEEK_END)
-        return there.read(1) == b"\n"
 
 
 TAIL_BYTES = 4 << 20

@@ -101,6 +101,19 @@ def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
         yield from (rest if start else [first, *rest])[:-1]
 
 
+def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
+    """Append whole lines to a file, on a line of their own if the last one was cut off, as where its writer was killed or the disk was
+    full. Raises OSError, also where the folder is not there."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            lines = lines if file.read() == b"\n" else b"\n" + lines
+        file.write(lines)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
 def sync_path(path: Path) -> None:
     """Block until a file or folder is on the disk."""
     fd = os.open(path, os.O_RDONLY)

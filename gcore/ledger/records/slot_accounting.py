@@ -11,7 +11,6 @@ lineage. Lines that cannot be read are skipped: the last line of a run that was 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from gcore.schema import Record, RecordPart
-from gcore.system.files import parse_number, parse_object
+from gcore.system.files import append_lines, last_lines, parse_number, parse_object
 from gcore.types import Version
 
 NEWEST_STEPS = 4
@@ -203,10 +202,10 @@ def _tree(one: Span) -> list[Any]:
     return [round(one.begin, 4), round(one.end, 4), told]
 
 
-def parse_line(line: str) -> AccountLine | None:
+def parse_line(line: str | bytes) -> AccountLine | None:
     """Inverse of `encode_line`; None for what cannot be read, or has more slots than a node can have."""
     try:
-        tree = parse_object(line) or {}
+        tree = parse_object(line if isinstance(line, str) else line.decode(errors="replace")) or {}
         book = StepAccount.model_validate_json(json.dumps(tree["book"]))
         if book.slots > MOST_SLOTS:
             return None
@@ -237,18 +236,12 @@ def append_line(run_dir: Path, line: AccountLine) -> None:
     """Append a step to the node's file. Raises OSError. Blocks."""
     path = run_dir / FOLDER / f"{line.node}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(encode_line(line))
+    append_lines(path, encode_line(line).encode())
 
 
 def newest_line(run_dir: Path, node: str) -> AccountLine | None:
     """The last step in a node's file; None: there is none. Raises OSError. Blocks."""
-    try:
-        with (run_dir / FOLDER / f"{node}.jsonl").open("rb") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - MOST_LINE_BYTES, 0))
-            texts = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return None
+    texts = [*last_lines(run_dir / FOLDER / f"{node}.jsonl", MOST_LINE_BYTES)]
     return next((line for text in reversed(texts) if (line := parse_line(text)) is not None), None)
 
 
@@ -268,7 +261,7 @@ def read_step_lines(run_dir: Path, step: int) -> Iterator[AccountLine]:
     for path, offset in sorted(places.items()):
         with path.open("rb") as file:
             file.seek(offset)
-            again = parse_line(file.readline().decode(errors="replace"))
+            again = parse_line(file.readline())
         if again is not None:
             yield again
 
@@ -282,6 +275,6 @@ def _lines(run_dir: Path, step: int | None) -> Iterator[tuple[Path, int, Account
             for text in file:
                 begin, offset = offset, offset + len(text)
                 if mark is None or mark in text[: len(path.stem.encode()) + 64]:
-                    line = parse_line(text.decode(errors="replace"))
+                    line = parse_line(text)
                     if line is not None and step in (None, line.book.version.step):
                         yield path, begin, line
