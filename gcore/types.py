@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 _set = object.__setattr__  # of frozen classes that make their fields themselves
 _NO_FIELDS = (None,) * 6
 
-Pool = Literal["rollout", "reward", "train"]
+ServingPool = Literal["rollout", "reward"]
+Pool = Literal[ServingPool, "train"]
 """What slots do, and the role of a worker on them."""
 
 

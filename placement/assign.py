@@ -17,13 +17,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
-from gcore.types import Pool
+from gcore.types import Pool, ServingPool
 from placement.slots import (
     SINGLE,
     NodeSlots,
     ReplicaSizes,
-    Slot,
     Snapshot,
     Split,
     SplitBounds,
@@ -130,18 +130,13 @@ def _least_breaking(
 
 def plan_roles(plan: Plan) -> Dealt:
     """Which slots a plan gives to which pool: where engines are awake, and where ranks are."""
-    ranks = [Slot(place.node, place.slot) for place in sorted(plan.ranks, key=lambda place: place.rank)]
+    ranks = [place.on for place in sorted(plan.ranks, key=lambda place: place.rank)]
     awake = [place for place in plan.engines if not place.asleep]
     return {
         "train": tuple((slot,) for slot in ranks),
-        "reward": tuple(dict.fromkeys(engine_slots(place) for place in awake if place.judge)),
-        "rollout": tuple(dict.fromkeys(engine_slots(place) for place in awake if not place.judge)),
+        "reward": tuple(dict.fromkeys(place.on for place in awake if place.judge)),
+        "rollout": tuple(dict.fromkeys(place.on for place in awake if not place.judge)),
     }
-
-
-def engine_slots(place: EnginePlace) -> tuple[Slot, ...]:
-    """All that an engine spans."""
-    return tuple(Slot(place.node, slot) for slot in place.slots)
 
 
 def split_of(plan: Plan, snapshot: Snapshot | None = None) -> Split:
@@ -193,7 +188,7 @@ def assign_split(
         engines = _together(snapshot, judges, current, sizes)
     else:
         if same_world and current is not None:
-            now = {**now, "train": tuple((Slot(p.node, p.slot),) for p in current.ranks)}
+            now = {**now, "train": tuple((p.on,) for p in current.ranks)}
         # Ranks on nodes that are away keep their slots there: no other slot is kept free for them.
         here = frozenset(_slots(snapshot))
         ranks_here = sum(slot in here for (slot,) in now["train"]) if same_world else split.train
@@ -201,7 +196,7 @@ def assign_split(
         if pools is None:
             return None
         ranks = current.ranks if same_world and current is not None else _ranks([slot for (slot,) in pools["train"]])
-        engines = _apart(pools, {Slot(p.node, p.slot) for p in ranks}, snapshot, judges, current, sizes)
+        engines = _apart(pools, {p.on for p in ranks}, snapshot, judges, current, sizes)
     if same_world and current is not None:
         nodes = {one.node for one in snapshot.nodes}
         engines += tuple(place for place in current.engines if place.node not in nodes)
@@ -244,7 +239,7 @@ def _apart(
 ) -> tuple[EnginePlace, ...]:
     awake = {pool: set(pools[pool]) for pool in POOLS}
     # On slots that no pool needs now engines stay, asleep.
-    known = {slot for place in current.engines for slot in engine_slots(place)} if current is not None else set()
+    known = {slot for place in current.engines for slot in place.on} if current is not None else set()
     known |= {slot for pool in ("rollout", "reward") for replica in awake[pool] for slot in replica}
     placing = _Placing(current)
     places = [
@@ -256,7 +251,7 @@ def _apart(
     return _in_order(places, current)
 
 
-def _pool(judge: str) -> Literal["rollout", "reward"]:
+def _pool(judge: str) -> ServingPool:
     return "reward" if judge else "rollout"
 
 

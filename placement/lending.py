@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 from statistics import fmean
 
+from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import EnginePlace, Move, MoveKind, Plan
 from placement.assign import POOLS, plan_roles, split_of
 from placement.measurements import MeasuredStep
 from placement.moves import DecisionContext, MoveProposal, base_split, changed_slots, split_part
-from placement.slots import Slot, Split, count_noun
+from placement.slots import Split, count_noun
 
 LEAST_GAIN = 0.06
 """Share of the time left that must be gained besides the cost: less is within what such estimates are wrong by."""
@@ -359,9 +360,7 @@ def make_lending_move(
     if not slots:
         return None
     engines = tuple(
-        place.model_copy(update={"asleep": to_judges != bool(place.judge)})
-        if Slot(place.node, place.slot) in slots
-        else place
+        place.model_copy(update={"asleep": to_judges != bool(place.judge)}) if place.on[0] in slots else place
         for place in plan.engines
     )
     base, base_there = base_split(plan), _base_there(plan, there)
@@ -445,7 +444,7 @@ def _firsts(plan: Plan, loads: JobLoads, rows: int, *, to_judges: bool, needed: 
     told = loads.by_key()
     on: dict[Slot, list[EnginePlace]] = {}
     for place in plan.engines:
-        on.setdefault(Slot(place.node, place.slot), []).append(place)
+        on.setdefault(place.on[0], []).append(place)
     awake = Counter(place.node for place in plan.engines if not place.judge and not place.asleep)
     judges = Counter(place.judge for place in plan.engines if place.judge and not place.asleep)
     owed: Counter[str] = Counter()

@@ -19,13 +19,12 @@ from gcore.config.spec import JobSpec
 from gcore.errors import SpecError
 from gcore.ledger.records.cluster import ModelConfigs
 from gcore.ledger.records.job import EnginePlace, Pin, Plan, RankPlace
-from placement.assign import assign_split, engine_slots, sort_by_unlikeness, split_of, unlikeness
+from placement.assign import assign_split, sort_by_unlikeness, split_of, unlikeness
 from placement.policies.base import Decision
 from placement.request import PlacementRequest, count_lacking_slots, count_ranks
 from placement.slots import (
     NodeSlots,
     ReplicaSizes,
-    Slot,
     Snapshot,
     Split,
     SplitBounds,
@@ -105,8 +104,8 @@ def _round_robin(nodes: Sequence[NodeSlots], size: int = 1) -> list[EnginePlace]
 
 def _free(places: Sequence[EnginePlace], taken: Iterable[EnginePlace]) -> list[EnginePlace]:
     """Those that have no slot in common with the others."""
-    slots = {(place.node, slot) for place in taken for slot in place.slots}
-    return [place for place in places if slots.isdisjoint((place.node, slot) for slot in place.slots)]
+    slots = {slot for place in taken for slot in place.on}
+    return [place for place in places if slots.isdisjoint(place.on)]
 
 
 MARGIN = 2.0
@@ -126,8 +125,8 @@ def fill_plan(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Plan 
     plan gave them.
     """
     ranks = [EnginePlace(node=place.node, slot=place.slot) for place in plan.ranks]
-    on = {(place.node, slot) for place in plan.engines for slot in place.slots}
-    together = any((rank.node, rank.slot) in on for rank in ranks)
+    on = {slot for place in plan.engines for slot in place.on}
+    together = any(rank.on in on for rank in plan.ranks)
     taken = [*plan.engines, *(ranks if wanted.has_own_slots or wanted.moves else ())]
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     fresh = _free(_round_robin(nodes, wanted.sizes.rollout), taken)
@@ -155,8 +154,7 @@ def move_judges(plan: Plan, snapshot: Snapshot, wanted: PlacementRequest) -> Pla
     Where pools have slots of their own, a judge with no engine left shares the slots of others, or else gets one of rollout's, which
     keeps one.
     """
-    here = {(node.node, slot) for node in snapshot.nodes for slot in node.slots}
-    there = [place for place in plan.engines if here.issuperset((place.node, slot) for slot in place.slots)]
+    there = [place for place in plan.engines if snapshot.places.issuperset(place.on)]
     rollout = [place for place in there if not place.judge]
     nodes = sorted(snapshot.nodes, key=lambda n: n.node)
     taken: list[EnginePlace] = []
@@ -355,11 +353,11 @@ def _spread(split: Split, snapshot: Snapshot) -> Split:
 
 def mend_plan(plan: Plan, snapshot: Snapshot, job: PlacementRequest) -> Plan | None:
     """The plan with an engine for each pool whose engines are all on nodes that are away; the world as it is. None: none lacks any."""
-    here = {Slot(node.node, slot) for node in snapshot.nodes for slot in node.slots}
-    awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(engine_slots(place))}
+    here = snapshot.places
+    awake = {place.judge for place in plan.engines if not place.asleep and here.issuperset(place.on)}
     if not here or not {"", *job.judges} - awake:
         return None  # of nodes that have too few slots for an engine nothing can be made
-    away = sum(Slot(place.node, place.slot) not in here for place in plan.ranks)
+    away = sum(place.on not in here for place in plan.ranks)
     whole = slot_bounds(snapshot, job)
     # Ranks that are away have their slots still: the world is as it is.
     limits = replace(whole, slots=whole.slots + away, train_sizes=(len(plan.ranks),))

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gcore.config.spec import JobSpec
-from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, SlotKey, group_by_node, slots_of_share
+from gcore.ledger.records.cluster import Claim, QueuePosition, Share, Shares, Slot, group_by_node, slots_of_share
 from placement.request import PlacementRequest, count_lacking_slots
 from placement.slots import Snapshot, count_noun, replica_groups
 
-Unit = tuple[SlotKey, ...]
+Unit = tuple[Slot, ...]
 """Slots of one node that follow one another, and go together."""
 
 
@@ -54,7 +54,7 @@ class ClusterSlots:
     """What there is. `nodes`: the slots of each node that is there, in their order; `out`: those of them that nobody is to use."""
 
     nodes: Mapping[str, tuple[str, ...]]
-    out: frozenset[SlotKey] = frozenset()
+    out: frozenset[Slot] = frozenset()
     quotas: Mapping[str, int] = field(default_factory=dict)
     """The most slots that all jobs of a namespace may have together; no entry: as many as there are."""
 
@@ -67,13 +67,13 @@ class ClusterSlots:
         quotas: Mapping[str, int],
     ) -> ClusterSlots:
         """Without the slots of nodes that are being left, and those that are sick (by node)."""
-        out = {(node, slot) for node in drained for slot in nodes.get(node, ())}
+        out = {Slot(node, slot) for node in drained for slot in nodes.get(node, ())}
         return cls(nodes, frozenset(out | slots_of_share(sick)), quotas)
 
     def units(self, size: int) -> list[Unit]:
         """All that can be used, as replicas of so many slots."""
         found = [
-            tuple((node, slot) for slot in group)
+            tuple(Slot(node, slot) for slot in group)
             for node, slots in sorted(self.nodes.items())
             for group in replica_groups(slots, size)
         ]
@@ -108,7 +108,7 @@ def queue_jobs(cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Share
 
 def _counted(
     cluster: ClusterSlots, claims: Mapping[str, Claim], shares: Shares
-) -> tuple[dict[str, Claim], dict[str, frozenset[SlotKey]], list[str], _Counting]:
+) -> tuple[dict[str, Claim], dict[str, frozenset[Slot]], list[str], _Counting]:
     # 1. Who wants slots, what they have, and the order of their turns.
     wanting = {uid: claim for uid, claim in claims.items() if claim.wants}
     has = {uid: slots_of_share(shares.jobs[uid].granted) if uid in shares.jobs else frozenset() for uid in claims}
@@ -215,12 +215,12 @@ def _chosen(
     claims: Mapping[str, Claim],
     turns: Sequence[str],
     counts: Mapping[str, int],
-    holders: Mapping[SlotKey, str],
-    has: Mapping[str, frozenset[SlotKey]],
+    holders: Mapping[Slot, str],
+    has: Mapping[str, frozenset[Slot]],
 ) -> dict[str, list[Unit]]:
     """What each job is to have: so many slots, or as many as can be found in whole units."""
     found: dict[str, list[Unit]] = {uid: [] for uid in turns}
-    taken: set[SlotKey] = set()
+    taken: set[Slot] = set()
     for size in sorted({claims[uid].unit for uid in turns}, reverse=True):
         of_size = [uid for uid in turns if claims[uid].unit == size and counts[uid]]
         units = cluster.units(size)
@@ -240,8 +240,8 @@ def _added(
     lacking: int,
     own: Sequence[Unit],
     units: Sequence[Unit],
-    holders: Mapping[SlotKey, str],
-    taken: set[SlotKey],
+    holders: Mapping[Slot, str],
+    taken: set[Slot],
 ) -> list[Unit]:
     """So many units more, as far as there are any; `taken` has them then.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from gcore.config.spec import JobSpec
-from gcore.ledger.records.cluster import NodeFacts
+from gcore.ledger.records.cluster import NodeFacts, Slot
 from gcore.types import Pool
 
 if TYPE_CHECKING:
@@ -181,6 +181,11 @@ class Snapshot:
         """Number of slots."""
         return sum(len(node.slots) for node in self.nodes)
 
+    @property
+    def places(self) -> frozenset[Slot]:
+        """One by one."""
+        return frozenset(Slot(node.node, slot) for node in self.nodes for slot in node.slots)
+
 
 def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
     """Without those slots of a node that are left over when it is divided into replicas: a node that comes later may have more or fewer than the others."""
@@ -196,14 +201,3 @@ def trim_to_replicas(snapshot: Snapshot, sizes: ReplicaSizes) -> Snapshot:
 def count_noun(count: int, what: str) -> str:
     """`1 slot`, `2 slots`."""
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Slot:
-    """One accelerator."""
-
-    node: str
-    slot: str
-
-    def __str__(self) -> str:
-        return f"{self.node}/{self.slot}"

@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import median
 
 from controllers.changes import ChangeSignal
-from controllers.inference.requests import EngineConnection, Pool, Requests
+from controllers.inference.requests import EngineConnection, Requests
 from controllers.inference.rules import EngineHealth, HealthLimits, HealthState
 from controllers.rules.view import EngineView
 from gcore.errors import EngineError, EngineUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.rollout.client import EngineReach, plain_reach
 from gcore.system.clock import Clock, SystemClock
-from gcore.types import Version
+from gcore.types import ServingPool, Version
 from gcore.worker.records import WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class EnginePool:
         patience: HealthLimits | None = None,
         metrics: Metrics | None = None,
         told_every: int | None = None,
-        pool: Pool = "rollout",
+        pool: ServingPool = "rollout",
         rows: int | None = None,
     ) -> None:
         """`rows`: responses that one runs at once; None: nobody knows, and nothing that waits at one goes to another."""

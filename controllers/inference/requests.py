@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from controllers.changes import ChangeSignal
 from controllers.inference.continuation import FEWEST, Decode, PartialResponses, progress_interval
@@ -33,14 +33,17 @@ from gcore.errors import EngineError, EngineGaveUp, EngineUnreachable
 from gcore.observability.metrics import Metrics
 from gcore.rollout.api import Engine, ProgressCallback, SamplingParams
 from gcore.system.clock import Clock, retry_delay
-from gcore.types import Sample, Version
+from gcore.types import Sample, ServingPool, Version
 
 T = TypeVar("T")
-Pool = Literal["rollout", "reward"]
 
 
 async def count_request(
-    request: Awaitable[T], metrics: Metrics, clock: Clock, pool: Pool, samples_of: Callable[[T], Sequence[Sample]]
+    request: Awaitable[T],
+    metrics: Metrics,
+    clock: Clock,
+    pool: ServingPool,
+    samples_of: Callable[[T], Sequence[Sample]],
 ) -> T:
     """What `request` brings. Raises what it raises. `samples_of`: the responses in it; a classifier's scores are none.
 
@@ -162,7 +165,7 @@ class Requests:
         patience: HealthLimits,
         metrics: Metrics,
         told_every: int | None,
-        pool: Pool = "rollout",
+        pool: ServingPool = "rollout",
     ) -> None:
         self._lines = lines
         self._changes = changes

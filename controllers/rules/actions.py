@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from controllers.rules.view import SavedCheckpoint
 from gcore.ledger.records.chain import Assignment, Checkpoint, EndedRef, EpochRecord, Offer
-from gcore.ledger.records.cluster import SlotKey
+from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import JobPhase, Plan, SplitPart
 from gcore.ledger.retention import SweptKeys
 from gcore.ledger.selection import SealPart, SealStep
@@ -300,7 +300,7 @@ class Replan(Action):
 class GiveBack(Action):
     """Say of slots that the job uses them no more."""
 
-    slots: frozenset[SlotKey]
+    slots: frozenset[Slot]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ otherwise the first to join a large job would briefly have all of them. Two cont
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Literal
 
 from controllers.rules.actions import Intent, ReleaseRank, RestoreRank, Sleep, Wake
 from controllers.rules.view import EngineView, JobView, RankView, turn_of
@@ -27,6 +26,7 @@ from gcore.ledger.records.chain import Member, SealState
 from gcore.ledger.records.job import EnginePlace, Plan, RankPlace
 from gcore.system.slots import is_cuda
 from gcore.train.rank.launch import PARTS
+from gcore.types import ServingPool
 from gcore.worker.records import WorkerRecord
 
 PATIENCE_S = 60.0
@@ -174,7 +174,7 @@ def owned_engines(
     members: Mapping[str, Member],
     me: str,
     joining: Collection[str] = (),
-    role: Literal["rollout", "reward"] = "rollout",
+    role: ServingPool = "rollout",
 ) -> dict[str, WorkerRecord]:
     """The serving engines of the job that are mine: those of my node, and those of nodes without a member by hash.
 

@@ -30,7 +30,7 @@ from controllers.rules.world import (
     world_loss,
 )
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.cluster import SlotKey
+from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import JobPhase, Move, MoveKind, Pin, Plan
 from gcore.ledger.selection import resumable_checkpoints
 from placement.moves import MoveProposal, MoveReport
@@ -46,13 +46,12 @@ def is_suspended(view: JobView) -> bool:
     return plan is not None and plan.record.stands_still
 
 
-def plan_slots(plan: Plan) -> frozenset[SlotKey]:
+def plan_slots(plan: Plan) -> frozenset[Slot]:
     """All that it uses."""
-    engines = {(place.node, slot) for place in plan.engines for slot in place.slots}
-    return frozenset(engines | {(rank.node, rank.slot) for rank in plan.ranks})
+    return frozenset((*(slot for place in plan.engines for slot in place.on), *(rank.on for rank in plan.ranks)))
 
 
-def surplus_slots(view: JobView) -> frozenset[SlotKey]:
+def surplus_slots(view: JobView) -> frozenset[Slot]:
     """What the plan uses and the job is not granted. Of a job whose last step is trained nothing, while its world lives: it ends
     sooner than it would leave."""
     if view.share is None or view.mirror.plan is None or (view.is_over and world_loss(view) is None):
@@ -60,7 +59,7 @@ def surplus_slots(view: JobView) -> frozenset[SlotKey]:
     return view.remembered.get("surplus", (view.mirror.plan, view.share), lambda: _surplus(view))
 
 
-def _surplus(view: JobView) -> frozenset[SlotKey]:
+def _surplus(view: JobView) -> frozenset[Slot]:
     assert view.share is not None
     return plan_slots(view.plan) - view.share.granted
 
@@ -76,11 +75,11 @@ def _fits(view: JobView) -> bool:
     return new_placer(view.spec).fits(placement_snapshot(view))
 
 
-def remove_slots(plan: Plan, slots: frozenset[SlotKey]) -> Plan | None:
+def remove_slots(plan: Plan, slots: frozenset[Slot]) -> Plan | None:
     """The plan without the engines on these slots; None if a rank is on one, or a pool would have no engine left."""
-    if any((rank.node, rank.slot) in slots for rank in plan.ranks):
+    if any(rank.on in slots for rank in plan.ranks):
         return None
-    engines = tuple(one for one in plan.engines if slots.isdisjoint((one.node, slot) for slot in one.slots))
+    engines = tuple(one for one in plan.engines if slots.isdisjoint(one.on))
     served = {one.judge for one in engines if not one.asleep or one.judge}
     if served != {one.judge for one in plan.engines if not one.asleep or one.judge}:
         return None
@@ -181,7 +180,7 @@ def release_slots(view: JobView) -> Iterator[Intent]:
         )
 
 
-def _free(view: JobView) -> frozenset[SlotKey]:
+def _free(view: JobView) -> frozenset[Slot]:
     assert view.share is not None
     left = view.share.share.surplus
     if not left:
@@ -190,7 +189,7 @@ def _free(view: JobView) -> frozenset[SlotKey]:
         left -= plan_slots(view.mirror.plan.record)
     uid = view.mirror.keys.uid
     return left - {
-        (worker.node, slot) for worker in view.workers.values() if worker.job_uid == uid for slot in worker.slots
+        Slot(worker.node, slot) for worker in view.workers.values() if worker.job_uid == uid for slot in worker.slots
     }
 
 

@@ -33,7 +33,7 @@ from gcore.ledger.records.chain import (
     Seal,
     SealState,
 )
-from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, Claim, KnownShare, Quotas, Shares, SlotKey
+from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, Claim, KnownShare, Quotas, Shares, Slot
 from gcore.ledger.records.job import JobPhase, JobRecord, JobStatus, Leader, Moves, Pin, Plan, Trouble
 from gcore.ledger.selection import SealPart, SealStep
 from gcore.schema import Record
@@ -576,7 +576,7 @@ def keeping_to(share: KnownShare | None, txn: Transaction) -> Transaction:
     return replace(txn, compares=(*txn.compares, Compare(store_keys.SHARES, share.revision)))
 
 
-def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, slots: frozenset[SlotKey]) -> Transaction:
+def give_back(keys: JobKeys, plan: Versioned[Plan] | None, share: KnownShare, slots: frozenset[Slot]) -> Transaction:
     """The job uses these no more. Compares its plan, absent too."""
     return Transaction(
         TxnKind.GIVE_BACK,

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from controllers.accounting.states import add_times
 from controllers.cli.output import format_seconds, printable_text, rows_table
 from gcore.config.placement import FIXED_POLICIES
+from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
 from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, Span, StepAccount, sum_engines
-from placement.assign import engine_slots, split_of
+from placement.assign import split_of
 from placement.moves import (
     foretold_in_words,
     move_in_words,
@@ -35,7 +36,7 @@ from placement.moves import (
     split_from,
     stay_in_words,
 )
-from placement.slots import Slot, count_noun
+from placement.slots import count_noun
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -127,12 +128,12 @@ def slot_roles(plan: Plan) -> dict[Slot, list[str]]:
     """What is on each slot, in words: who is awake first; of an engine that spans several, which they are."""
     found: dict[Slot, list[str]] = {}
     for rank in sorted(plan.ranks, key=lambda one: one.rank):
-        found.setdefault(Slot(rank.node, rank.slot), []).append(f"train rank {rank.rank}")
+        found.setdefault(rank.on, []).append(f"train rank {rank.rank}")
     for place in sorted(plan.engines, key=lambda one: (one.asleep, one.judge)):
         what = f"judge {place.judge}" if place.judge else "rollout"
         if place.further:
             what += f" on {'+'.join(slot.rpartition(':')[2] for slot in place.slots)}"
-        for slot in engine_slots(place):
+        for slot in place.on:
             found.setdefault(slot, []).append(what + " (asleep)" * place.asleep)
     return dict(sorted(found.items()))
 

@@ -19,15 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field
 
 from gcore.schema import Record, RecordPart
 from gcore.store.keys import DEFAULT_NAMESPACE
 
-SlotKey = tuple[str, str]
-"""A node's name, and a slot of it."""
+
+class Slot(NamedTuple):
+    """One accelerator: a node's name, and a slot of it."""
+
+    node: str
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.slot}"
 
 
 class Claim(Record):
@@ -63,7 +70,7 @@ class Share(RecordPart):
     held: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
     @property
-    def surplus(self) -> frozenset[SlotKey]:
+    def surplus(self) -> frozenset[Slot]:
         """What it has to give back."""
         return slots_of_share(self.held) - slots_of_share(self.granted)
 
@@ -75,11 +82,11 @@ class Shares(Record):
     """By uid."""
 
     @property
-    def held(self) -> frozenset[SlotKey]:
+    def held(self) -> frozenset[Slot]:
         """The slots that some job has."""
         return frozenset(slot for share in self.jobs.values() for slot in slots_of_share(share.held))
 
-    def released(self, uid: str, slots: frozenset[SlotKey]) -> Shares:
+    def released(self, uid: str, slots: frozenset[Slot]) -> Shares:
         """After a job has given these back. Raises ValueError if it may still use one."""
         share = self.jobs[uid]
         if not slots <= share.surplus:
@@ -116,7 +123,7 @@ class KnownShare:
         return self.shares.jobs.get(self.uid, NOTHING)
 
     @property
-    def granted(self) -> frozenset[SlotKey]:
+    def granted(self) -> frozenset[Slot]:
         """What may be planned with."""
         return slots_of_share(self.share.granted)
 
@@ -141,12 +148,12 @@ class Drained(Record):
     """Seconds since the epoch."""
 
 
-def slots_of_share(share: Mapping[str, Iterable[str]]) -> frozenset[SlotKey]:
+def slots_of_share(share: Mapping[str, Iterable[str]]) -> frozenset[Slot]:
     """One by one."""
-    return frozenset((node, slot) for node, slots in share.items() for slot in slots)
+    return frozenset(Slot(node, slot) for node, slots in share.items() for slot in slots)
 
 
-def group_by_node(slots: Iterable[SlotKey]) -> dict[str, tuple[str, ...]]:
+def group_by_node(slots: Iterable[Slot]) -> dict[str, tuple[str, ...]]:
     """Sorted, so that the same slots are the same record."""
     found: dict[str, list[str]] = {}
     for node, slot in sorted(slots):

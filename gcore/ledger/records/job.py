@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, ModelConfigs, NodeFacts
+from gcore.ledger.records.cluster import ATTENTION_EQUALS_AT, ModelConfigs, NodeFacts, Slot
 from gcore.schema import Record, RecordPart, cut_text
 from gcore.store.keys import DEFAULT_NAMESPACE, full_name
-from gcore.types import Version
+from gcore.types import ServingPool, Version
 
 NEWEST_MOVES = 64
 """Moves that the store keeps; all of them stand in the run's folder."""
@@ -298,7 +298,12 @@ class EnginePlace(RecordPart):
         return (self.slot, *self.further)
 
     @property
-    def pool(self) -> Literal["rollout", "reward"]:
+    def on(self) -> tuple[Slot, ...]:
+        """The same with the node."""
+        return tuple(Slot(self.node, slot) for slot in self.slots)
+
+    @property
+    def pool(self) -> ServingPool:
         """Whose it is."""
         return "reward" if self.judge else "rollout"
 
@@ -309,6 +314,11 @@ class RankPlace(RecordPart):
     rank: int
     node: str
     slot: str
+
+    @property
+    def on(self) -> Slot:
+        """Its slot."""
+        return Slot(self.node, self.slot)
 
 
 class Plan(Record):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import Plan
 from placement.assign import (
     POOLS,
@@ -17,7 +18,7 @@ from placement.assign import (
     sort_by_unlikeness,
     split_of,
 )
-from placement.slots import NodeSlots, ReplicaSizes, Slot, Snapshot, Split, SplitBounds, feasible
+from placement.slots import NodeSlots, ReplicaSizes, Snapshot, Split, SplitBounds, feasible
 
 JUDGES = ("j", "k")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gcore.errors import SpecError
 from gcore.ledger.records.job import EnginePlace, Plan
-from placement.assign import assign_split, engine_slots, plan_roles, role_changes, split_of
+from placement.assign import assign_split, plan_roles, role_changes, split_of
 from placement.placer import fill_plan, first_plan, mend_plan, move_judges, place_split
 from placement.request import PlacementRequest
 from placement.slots import (
@@ -60,14 +60,14 @@ def check(plan: Plan, snapshot: Snapshot, sizes: ReplicaSizes) -> None:
     assert all((place.node, place.slots) in whole for place in plan.engines), "on one node, side by side"
     assert all(len(place.slots) == sizes.of(place.pool) for place in plan.engines)
     for judge in ("", *JUDGES):
-        on = [slot for place in plan.engines if place.judge == judge for slot in engine_slots(place)]
+        on = [slot for place in plan.engines if place.judge == judge for slot in place.on]
         assert len(set(on)) == len(on), "a slot has one engine of a model"
         assert any(place.judge == judge and not place.asleep for place in plan.engines)
     if split_of(plan).mode == "coexisting":
         awake = [slot for replicas in plan_roles(plan).values() for replica in replicas for slot in replica]
         assert len(set(awake)) == len(awake), "a slot serves one pool"
         training = {(rank.node, rank.slot) for rank in plan.ranks}
-        assert all((one.node, one.slot) not in training for place in plan.engines for one in engine_slots(place))
+        assert all((one.node, one.slot) not in training for place in plan.engines for one in place.on)
 
 
 def planned(
@@ -214,7 +214,7 @@ def test_a_node_that_came_back_with_fewer_slots_has_no_two_engines_on_any_of_the
     after = assign_split(Split("coexisting", 2, 2, 2), before, left, ("j",), world="w", generation=2, sizes=sizes)
     assert after is not None
     for judge in ("", "j"):
-        on = [slot for place in after.engines if place.judge == judge for slot in engine_slots(place)]
+        on = [slot for place in after.engines if place.judge == judge for slot in place.on]
         assert len(set(on)) == len(on)
     assert split_of(after, left) == split_of(after) == Split("coexisting", 2, 2, 2)
 

@@ -26,7 +26,7 @@ from gcore.engines.launch import parse_sglang_launch
 from gcore.engines.sglang.command import server_command
 from gcore.errors import SpecError
 from gcore.ledger.records.chain import Member
-from gcore.ledger.records.cluster import ModelConfigs
+from gcore.ledger.records.cluster import ModelConfigs, Slot
 from gcore.ledger.records.job import EnginePlace, NodeRecord, Plan
 from gcore.rollout.engine_time import EngineReading, EngineTimeSums
 from gcore.store.reference import StoreRef
@@ -36,7 +36,7 @@ from placement.initial import make_initial_plan
 from placement.lending import EngineLoad, EngineRows, JobLoads, decide_lending, make_lending_move, pool_speeds
 from placement.measurements import EngineSpeed, MeasuredStep
 from placement.moves import DecisionContext
-from placement.slots import NodeSlots, ReplicaSizes, Slot, Snapshot, Split
+from placement.slots import NodeSlots, ReplicaSizes, Snapshot, Split
 
 WIDE = {"engine": "sglang", "slots_per_engine": 2}
 NODE = NodeConfig(
