@@ -41,7 +41,6 @@ from gcore.ledger.selection import (
     CachedOrder,
     Choice,
     OffersView,
-    OfferView,
     SealPart,
     StreamRules,
     choose_seal,
@@ -276,10 +275,10 @@ class JobView:
         offers = [stored.record for stored in self.mirror.offers.values()]
         return OffersView.collect(self.rules, self.head, offers, self._part)
 
-    def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OfferView:
+    def _part(self, rules: StreamRules, head: Head, offer: Offer) -> OffersView:
         # When one peer writes its offer, those of all others are what they were.
         sources = (offer, rules, head)
-        return self.remembered.get(("offer", offer.incarnation), sources, lambda: OfferView.of(rules, head, offer))
+        return self.remembered.get(("offer", offer.incarnation), sources, lambda: OffersView.of(rules, head, offer))
 
     @cached_property
     def due(self) -> tuple[PromptRef, ...]:

@@ -235,16 +235,17 @@ class CachedOrder(Iterable[PromptRef]):
 
 
 @dataclass(frozen=True, slots=True)
-class OfferView:
-    """One live offer, seen ref by ref; what is not acceptable for the step is left out."""
+class OffersView:
+    """Live offers, seen ref by ref."""
 
     groups: Mapping[PromptRef, SealedGroup]
     outcomes: Mapping[PromptRef, EndedRef]
-    in_flight: Mapping[PromptRef, Version]
+    in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
+    """What goes on from step to step and was not offered yet, with the oldest weights it was begun with."""
 
     @classmethod
-    def of(cls, rules: StreamRules, head: Head, offer: Offer) -> OfferView:
-        """Of two groups of one ref the first counts."""
+    def of(cls, rules: StreamRules, head: Head, offer: Offer) -> OffersView:
+        """One live offer; what is not acceptable for the step is left out. Of two groups of one ref the first counts."""
         step = head.step + 1
         fits: dict[tuple[Version, ...], bool] = {}
         """By versions, of which many groups have few."""
@@ -267,30 +268,20 @@ class OfferView:
         }
         return cls(groups, outcomes, in_flight)
 
-
-@dataclass(frozen=True, slots=True)
-class OffersView:
-    """All live offers, seen ref by ref."""
-
-    groups: Mapping[PromptRef, SealedGroup]
-    outcomes: Mapping[PromptRef, EndedRef]
-    in_flight: Mapping[PromptRef, Version] = field(default_factory=dict)
-    """What goes on from step to step and was not offered yet, with the oldest weights it was begun with."""
-
     @classmethod
     def collect(
         cls,
         rules: StreamRules,
         head: Head,
         offers: Iterable[Offer],
-        part: Callable[[StreamRules, Head, Offer], OfferView] | None = None,
+        part: Callable[[StreamRules, Head, Offer], OffersView] | None = None,
     ) -> OffersView:
         """Join the offers. Of two holders of one ref the smaller incarnation counts; a group beats an outcome.
 
-        `part`: `OfferView.of`, or what remembers its results.
+        `part`: `OffersView.of`, or what remembers its results.
         """
         ordered = sorted(offers, key=lambda offer: offer.incarnation)
-        parts = [(part or OfferView.of)(rules, head, offer) for offer in ordered]
+        parts = [(part or OffersView.of)(rules, head, offer) for offer in ordered]
         groups: dict[PromptRef, SealedGroup] = {}
         outcomes: dict[PromptRef, EndedRef] = {}
         in_flight: dict[PromptRef, Version] = {}
