@@ -315,8 +315,7 @@ def add_news(message: pb.Job, mirror: JobMirror) -> pb.Job:
 
 def _planned_steps(mirror: JobMirror) -> int:
     """How many steps the job will have had; an estimate where it goes by epochs. 0: nothing is known yet."""
-    assert mirror.job is not None
-    rules = rules_of(mirror.job.record)
+    rules = rules_of(mirror.job_record)
     if mirror.head is None:
         return rules.steps or 0
     return planned_steps(rules, mirror.head.record) or 0

@@ -68,8 +68,7 @@ POOLS: tuple[Pool, ...] = ("rollout", "reward", "train")
 
 def describe_placement(mirror: JobMirror, nodes: frozenset[str]) -> jobs_pb2.PlacementReply:
     """How a job's slots are shared out. `nodes`: those that are there."""
-    assert mirror.job is not None
-    record, plan = mirror.job.record, mirror.plan
+    record, plan = mirror.job_record, mirror.plan
     placement = stored_spec(record.spec).placement
     leader = mirror.leader
     return jobs_pb2.PlacementReply(
@@ -141,10 +140,9 @@ async def write_pin(
     """Fix it. `look`: reads the job's records anew. Raises GcoreError."""
     for _ in range(PIN_TRIES):
         mirror = await look()
-        assert mirror.job is not None
-        if mirror.status is not None and mirror.status.record.phase.ended:
-            raise Conflict(f"job {mirror.job.record.name!r} has ended", fix="There is nothing left to place")
-        new = parse_pin(request, mirror.pin, mirror.job.record, slots, node, time)
+        if mirror.has_ended:
+            raise Conflict(f"job {mirror.job_record.name!r} has ended", fix="There is nothing left to place")
+        new = parse_pin(request, mirror.pin, mirror.job_record, slots, node, time)
         known = mirror.written(mirror.keys.pin, mirror.pins.get(""))
         report = await ledger.run(transactions.pin(mirror.keys, known, new))
         if report.outcome is TxnOutcome.WON:
@@ -160,9 +158,8 @@ GOING = ".going"
 
 def check_job_ended(mirror: JobMirror, workers: int) -> None:
     """Raises Conflict for a job of which anything is still at work."""
-    assert mirror.job is not None
-    name = mirror.job.record.name
-    if mirror.status is None or not mirror.status.record.phase.ended:
+    name = mirror.job_record.name
+    if not mirror.has_ended:
         raise JobNotEnded(f"job {name!r} has not ended", fix="`gcore cancel` ends it")
     if workers:
         raise Conflict(f"{workers} workers of job {name!r} are still ending", fix="Ask again in a moment")
@@ -189,8 +186,7 @@ def remove_folder(run_dir: Path, uid: str) -> None:
 
 async def delete_job(jobs: StoreReader, mirror: JobMirror, *, files: bool) -> None:
     """Forget it. Raises GcoreError; StoreUnavailable if it is not known whether its records are gone."""
-    assert mirror.job is not None
-    job, ledger = mirror.job.record, jobs.ledger(mirror.keys.uid)
+    job, ledger = mirror.job_record, jobs.ledger(mirror.keys.uid)
     if files:
         await asyncio.to_thread(remove_folder, Path(job.run_dir), job.uid)
     while mirror.job is not None:
@@ -243,10 +239,9 @@ async def request_evaluation(
 
 def _known(mirror: JobMirror) -> Version | None:
     """The version that is evaluated without being asked for, or was asked for already. Raises Conflict."""
-    assert mirror.job is not None
-    job = mirror.job.record
+    job = mirror.job_record
     spec = stored_spec(job.spec)
-    if mirror.status is not None and mirror.status.record.phase.ended:
+    if mirror.has_ended:
         raise JobEnded(f"job {job.name!r} has ended", fix="`gcore describe` tells its last evaluation")
     if not spec.eval.wanted:
         raise Conflict(f"job {job.name!r} has no held-out prompts", fix="Submit it with eval.path")
@@ -369,8 +364,7 @@ class LifecycleMethods(JobsServiceBase):
 
 def list_shards(mirror: JobMirror) -> jobs_pb2.ListShardsReply:
     """Every shard, in order. Of a job that has not begun each is at its first prompt, and nobody's."""
-    assert mirror.job is not None
-    shape = rules_of(mirror.job.record).shape
+    shape = rules_of(mirror.job_record).shape
     assigned = mirror.assign.record if mirror.assign is not None else None
     cursors = mirror.head.record.cursors.shards if mirror.head is not None else ()
     reply = jobs_pb2.ListShardsReply()

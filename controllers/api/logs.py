@@ -274,7 +274,7 @@ def select_logs(
     living = {name for name, worker in workers.items() if worker.job_uid == uid}
     ranks = {stored.record.instance: int(key.rpartition("/")[2]) for key, stored in mirror.claims.items()}
     ranks |= {name: worker.rank for name, worker in workers.items() if worker.rank is not None}
-    ended = mirror.status is not None and mirror.status.record.phase.ended
+    ended = mirror.has_ended
     begun = {one.instance for one in ask.after}  # what those wrote who have gone since is told to its end
     found = []
     for name in sorted(names):

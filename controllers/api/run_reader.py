@@ -71,11 +71,10 @@ _STANDINGS = {
 async def find_samples(mirror: JobMirror, request: pb.GetSamplesRequest) -> Iterator[pb.SampleGroup]:
     """The groups that fit the request, each read when it is asked for, which blocks. Raises BadFields, NoSamples, and GcoreError if the
     folder cannot be read, now or then."""
-    assert mirror.job is not None
-    job = mirror.job.record
+    job = mirror.job_record
     run_dir, head = Path(job.run_dir), mirror.head.record if mirror.head else None
     spec = SamplesSpec.model_validate(job.spec.get("samples", {}))
-    ended = mirror.status is not None and mirror.status.record.phase.ended
+    ended = mirror.has_ended
 
     def find(kept: Sequence[Version], step: int | None) -> Version:
         return find_version(kept, head, spec, step, ended=ended)
@@ -194,7 +193,7 @@ def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -
         if mirror.status is None or mirror.status.record.phase is JobPhase.RUNNING:
             return Audit((Finding("record", f"head is missing ({mirror.keys.head})"),))
         return Audit()  # it ended, or waits, without having begun
-    folder = run_dir if run_dir is not None else Path(mirror.job.record.run_dir)
+    folder = run_dir if run_dir is not None else mirror.run_dir
     try:
         return _audit(mirror, folder)
     except OSError as error:
@@ -202,7 +201,6 @@ def audit_of_records(uid: str, batch: WatchBatch, run_dir: Path | None = None) -
 
 
 def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
-    assert mirror.job is not None
     assert mirror.head is not None
     log = ArchivedLog(run_dir, {seq: stored.record for seq, stored in mirror.log.items()})
     receipts = ReceiptFolder(run_dir)
@@ -212,7 +210,7 @@ def _audit(mirror: JobMirror, run_dir: Path) -> Audit:
         checkpoints=mirror.checkpoints.record.entries if mirror.checkpoints is not None else (),
         phase=mirror.status.record.phase if mirror.status is not None else None,
     )
-    found = audit_records(rules_of(mirror.job.record), mirror.head.record, log, receipts, standing)
+    found = audit_records(rules_of(mirror.job_record), mirror.head.record, log, receipts, standing)
     return found.with_problems((*(one.why for one in mirror.unreadable.values()), *log.problems, *receipts.problems))
 
 
@@ -282,8 +280,7 @@ async def list_checkpoints(
     mirror: JobMirror, holders: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> pb.ListCheckpointsReply:
     """Those that are registered, the newest first. `holders`: the nodes that have each, where nodes share no folder."""
-    assert mirror.job is not None
-    job = mirror.job.record
+    job = mirror.job_record
     reply = pb.ListCheckpointsReply(uid=job.uid, name=job.name)
     for one, kept in _newest_first(_registered(mirror)):
         folder = Path(job.run_dir) / one.file
@@ -373,10 +370,9 @@ class NoAccounts(NotFound):
 async def find_accounts(mirror: JobMirror, step: int | None) -> Iterator[pb.BookOfNode]:
     """Node by node, each read when it is asked for, which blocks. Raises NoAccounts, and GcoreError if the folder cannot be read, now or
     then."""
-    assert mirror.job is not None
     if step is None:
         return iter(list(_newest(mirror)))
-    return await asyncio.to_thread(folder_accounts, Path(mirror.job.record.run_dir), step)
+    return await asyncio.to_thread(folder_accounts, mirror.run_dir, step)
 
 
 def folder_accounts(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:

@@ -170,7 +170,7 @@ class StoreReader:
     def _own_of(self, mirror: JobMirror) -> LocalRunFolder | None:
         if mirror.job is None or self._own is None or not has_own_folder(mirror.job.record):
             return None
-        return self._own.folders.of(mirror.job.record.uid, Path(mirror.job.record.run_dir))
+        return self._own.folders.of(mirror.keys.uid, mirror.run_dir)
 
     async def peers(self) -> Mapping[str, str]:
         """Where the daemons of other nodes answer."""
@@ -254,7 +254,7 @@ class StoreReader:
         run_dir: Path | None = None
         with contextlib.suppress(UnreadableRecord):  # the audit says what is wrong
             mirror = self._here(mirror_of(uid, batch))
-            run_dir = None if mirror.job is None else Path(mirror.job.record.run_dir)
+            run_dir = None if mirror.job is None else mirror.run_dir
             await self.collect(mirror, collect_records)
         found = await asyncio.to_thread(audit_of_records, uid, batch, run_dir)
         if run_dir is not None:
@@ -290,7 +290,7 @@ def _leave_copy(uid: str, listing: KeyListing, run_dir: Path) -> None:
     """An audit is an answer, whether or not the folder takes the copy."""
     with contextlib.suppress(OSError, UnreadableRecord):
         mirror = mirror_of(uid, _as_heard(listing))
-        if mirror.job is None or mirror.status is None or not mirror.status.record.phase.ended:
+        if mirror.job is None or not mirror.has_ended:
             return
         if not archive.has_copy(run_dir, mirror.head.record if mirror.head else None):
             archive.write_copy(run_dir, "audit", uid, listing)

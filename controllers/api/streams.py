@@ -209,8 +209,7 @@ class StreamMethods(JobsServiceBase):
         if not request.node and not request.instance:
             return
         listing, apart = await self._jobs.cluster(), self._jobs.is_apart(mirror)
-        assert mirror.job is not None
-        names = await asyncio.to_thread(log_names, Path(mirror.job.record.run_dir))
+        names = await asyncio.to_thread(log_names, mirror.run_dir)
         workers = [worker.instance for worker in listing.workers if worker.job_uid == uid]
         nodes = [node.name for node in listing.nodes]
         # Where nodes share no folder, what the others have of workers that are gone is not seen from here.
@@ -224,11 +223,10 @@ class StreamMethods(JobsServiceBase):
             known = runner is not None and runner.mirror.job is not None and runner.mirror.status is not None
             mirror = runner.mirror if request.follow and runner is not None and known else await self._jobs.mirror(uid)
             listing = await self._jobs.cluster()
-            assert mirror.job is not None
-            run_dir = Path(mirror.job.record.run_dir)
+            run_dir = mirror.run_dir
             names = await asyncio.to_thread(log_names, run_dir)
             workers = {worker.instance: worker for worker in listing.workers}
-            return select_logs(names, run_dir, mirror, workers, request), _has_ended(mirror)
+            return select_logs(names, run_dir, mirror, workers, request), mirror.has_ended
 
         return look
 
@@ -236,10 +234,9 @@ class StreamMethods(JobsServiceBase):
         self, uid: str, place: StreamPosition, names: Collection[str], *, follow: bool
     ) -> AsyncGenerator[LogEntry, None]:
         mirror = await self._jobs.mirror(uid)
-        assert mirror.job is not None
         await self._jobs.collect(mirror, collect_records)
         log = {seq: one.record for seq, one in mirror.log.items()}
-        run_dir = Path(mirror.job.record.run_dir)
+        run_dir = mirror.run_dir
         in_doubt = await asyncio.to_thread(has_no_values, names, all_steps(run_dir, log, StreamPosition(0)))
         before = all_steps(run_dir, log, place)
         while some := await asyncio.to_thread(_some, before):
@@ -248,7 +245,7 @@ class StreamMethods(JobsServiceBase):
                 yield entry
         runner = await self._settled(uid) if follow else None
         while runner is not None:
-            seen, over = runner.changes.count, runner.closed or _has_ended(runner.mirror)
+            seen, over = runner.changes.count, runner.closed or runner.mirror.has_ended
             for entry in islice(stored_steps(runner.mirror, place), AT_ONCE):
                 place = StreamPosition(entry.step, entry.lineage)
                 in_doubt = in_doubt and has_no_values(names, [entry])
@@ -276,7 +273,7 @@ class StreamMethods(JobsServiceBase):
                     return
                 continue
             # Looked at before the events: what comes while they are sent on is seen in the next round.
-            seen, over, ended = runner.changes.count, runner.closed, _has_ended(runner.mirror)
+            seen, over, ended = runner.changes.count, runner.closed, runner.mirror.has_ended
             some = log.after(after, goes_on=goes_on)[:AT_ONCE]
             for event in some:
                 after, goes_on = event.sequence, True
@@ -294,7 +291,7 @@ class StreamMethods(JobsServiceBase):
             if self._runner(uid) is not None:
                 return True
             await self._clock.sleep(LOOK_S)
-        return not _has_ended(await self._jobs.mirror(uid))
+        return not (await self._jobs.mirror(uid)).has_ended
 
     async def _settled(self, uid: str) -> JobSession | None:
         """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
@@ -304,7 +301,7 @@ class StreamMethods(JobsServiceBase):
             if runner is not None:
                 return runner
             mirror = await self._jobs.mirror(uid)
-            if mirror.status is None or _has_ended(mirror):
+            if mirror.status is None or mirror.has_ended:
                 return None
             claim = await self._jobs.claim(uid)
             if claim is not None and not claim.record.wants:
@@ -325,7 +322,3 @@ class StreamMethods(JobsServiceBase):
 
 def _some(entries: Iterator[LogEntry]) -> list[LogEntry]:
     return list(islice(entries, AT_ONCE))
-
-
-def _has_ended(mirror: JobMirror) -> bool:
-    return mirror.status is not None and mirror.status.record.phase.ended

@@ -119,9 +119,7 @@ FORGET_TOPIC = "checkpoints"
 async def retain_checkpoints(action: Retain, view: JobView, hands: Effects) -> ActionResult:
     """Out of the record first, then their files."""
     mirror = view.mirror
-    assert mirror.head is not None
-    assert mirror.checkpoints is not None
-    txn = transactions.retain(mirror.keys, mirror.head, mirror.checkpoints, action.kept)
+    txn = transactions.retain(mirror.keys, *mirror.started, action.kept)
     return await _left(txn, action.kept, f"retain {len(action.kept)} checkpoints", view, hands)
 
 
@@ -129,10 +127,8 @@ async def prune_log(action: Prune, view: JobView, hands: Effects) -> ActionResul
     """First to the run's folder, then out of the store; an entry that stands in both is the same entry. Where nodes share no
     folder, enough of them have written it down by now (`controllers.rules.replication`)."""
     mirror = view.mirror
-    assert mirror.head is not None
-    assert mirror.checkpoints is not None
     entries = [mirror.log[seq].record for seq in action.seqs]
-    txn = transactions.prune(mirror.keys, mirror.head, mirror.checkpoints, action.seqs)
+    txn = transactions.prune(mirror.keys, *mirror.started, action.seqs)
     keep = functools.partial(archive.append_entries, hands.run_dir, view.me, entries)
     return await _moved(keep, txn, f"prune {len(entries)} log entries", hands)
 
@@ -140,9 +136,7 @@ async def prune_log(action: Prune, view: JobView, hands: Effects) -> ActionResul
 async def sweep_keys(action: Sweep, view: JobView, hands: Effects) -> ActionResult:
     """Out of the store, then the checkpoints that a change of the world has cut off."""
     mirror = view.mirror
-    assert mirror.head is not None
-    assert mirror.checkpoints is not None
-    txn = sweeping.sweep(mirror.keys, mirror.head, mirror.checkpoints, action.swept)
+    txn = sweeping.sweep(mirror.keys, *mirror.started, action.swept)
     sentence = f"sweep {len(action.swept.worlds)} worlds, {len(action.swept.parts)} parts of evaluations"
     return await _left(txn, view.checkpoints, sentence, view, hands)
 
@@ -150,10 +144,8 @@ async def sweep_keys(action: Sweep, view: JobView, hands: Effects) -> ActionResu
 async def forget_evaluations(action: ForgetEvaluations, view: JobView, hands: Effects) -> ActionResult:
     """First to the run's folder, then out of the store."""
     mirror = view.mirror
-    assert mirror.head is not None
-    assert mirror.checkpoints is not None
     old = [mirror.evaluations[version].record for version in action.versions]
-    txn = sweeping.forget_evaluations(mirror.keys, mirror.head, mirror.checkpoints, action.versions)
+    txn = sweeping.forget_evaluations(mirror.keys, *mirror.started, action.versions)
     keep = functools.partial(archive.append_evaluations, hands.run_dir, view.me, old)
     return await _moved(keep, txn, f"forget {len(old)} evaluations", hands)
 

@@ -139,10 +139,8 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
                 checkpoint=action.checkpoint,
             )
         case BeginEpoch():
-            assert mirror.head is not None
-            assert mirror.checkpoints is not None
             old = mirror.epochs.get(action.record.epoch)
-            return transactions.begin_epoch(keys, mirror.head, mirror.checkpoints, old, action.record, action.forgotten)
+            return transactions.begin_epoch(keys, *mirror.started, old, action.record, action.forgotten)
         case Replan():
             assert mirror.plan is not None
             return keeping_to(view.share, transactions.replan(keys, mirror.plan, action.plan))
@@ -165,10 +163,8 @@ def _transaction(action: Action, view: JobView, hands: Effects) -> Transaction:
                 keys, open_slots(view), view.rules.shape, new_writer(view), keep_cursors=keep, stats=hands.stats(view)
             )
         case Register():
-            assert mirror.head is not None
-            assert mirror.checkpoints is not None
             entry = mirror.log[action.checkpoint.seq]
-            return transactions.register(keys, mirror.head, mirror.checkpoints, entry, action.checkpoint)
+            return transactions.register(keys, *mirror.started, entry, action.checkpoint)
         case Warn():
             return warning_transaction(view, action.topic, action.sentence, hands.clock.wall())
         case SetPhase():

@@ -383,8 +383,7 @@ class JobView:
     @property
     def job(self) -> JobRecord:
         """The record of the job; there must be one."""
-        assert self.mirror.job is not None
-        return self.mirror.job.record
+        return self.mirror.job_record
 
     def has_lost(self, node: str, slots: Collection[str]) -> bool:
         """Whether a node that is there has not all of these slots: it came back with fewer than it was planned with."""

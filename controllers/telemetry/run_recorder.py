@@ -330,8 +330,7 @@ class RunRecorder:
     async def _leave_copy(self) -> None:
         """With the job's records in its folder the run can be audited when its cluster is gone; one copy is enough."""
         mirror = self._look()
-        assert mirror.job is not None
-        run_dir, me = Path(mirror.job.record.run_dir), self._identity.incarnation
+        run_dir, me = mirror.run_dir, self._identity.incarnation
         await self._clock.sleep(COPY_TURN_S * turn_of(mirror.members, me, "copy"))
         try:
             if await asyncio.to_thread(archive.has_copy, run_dir, mirror.head.record if mirror.head else None):

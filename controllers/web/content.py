@@ -292,9 +292,8 @@ class PageContent:
     async def job(self, uid: str, after: int) -> Tree:
         """One job, with the newest of its events after a number."""
         mirror = await self._mirror(uid)
-        assert mirror.job is not None
         message = await self._standing(add_news(describe_job(mirror), mirror))
-        folder = Path(mirror.job.record.run_dir)
+        folder = mirror.run_dir
         drawn: Mapping[str, Any] = {}
         with contextlib.suppress(OSError):
             drawn = asdict(await asyncio.to_thread(self._curves.of, folder))
@@ -318,9 +317,8 @@ class PageContent:
     async def slots(self, uid: str) -> Tree:
         """What the slots of a job did in the newest steps."""
         mirror = await self._mirror(uid)
-        assert mirror.job is not None
         try:
-            found = await asyncio.to_thread(self._timelines.of, Path(mirror.job.record.run_dir))
+            found = await asyncio.to_thread(self._timelines.of, mirror.run_dir)
         except OSError:
             found = SlotTimelines()
         return found.tree()
@@ -359,8 +357,7 @@ def reachable_address(listens: str, address: str) -> str:
 
 
 def _namespace(mirror: JobMirror) -> str:
-    assert mirror.job is not None
-    return mirror.job.record.namespace
+    return mirror.job_record.namespace
 
 
 def _told(message: pb.Job) -> Tree:

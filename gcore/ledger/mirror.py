@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore.ledger.collectives import Agreed, Part
@@ -126,6 +127,24 @@ class JobMirror:
     def open_slots(self) -> OpenSlots | None:
         """Head with the open slots; None before the job has started."""
         return OpenSlots(self.head, self.seals) if self.head else None
+
+    @property
+    def job_record(self) -> JobRecord:
+        """The job's record, once there is one."""
+        assert self.job is not None
+        return self.job.record
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, once there is a job."""
+        return Path(self.job_record.run_dir)
+
+    @property
+    def started(self) -> tuple[Versioned[Head], Versioned[Checkpoints]]:
+        """Head and the registered checkpoints, once the job has started."""
+        assert self.head is not None
+        assert self.checkpoints is not None
+        return self.head, self.checkpoints
 
     @property
     def has_ended(self) -> bool:

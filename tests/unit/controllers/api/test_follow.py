@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,12 @@ from controllers.api.jobs import JobsService
 from controllers.api.store_reader import StoreReader
 from controllers.changes import ChangeSignal
 from controllers.telemetry.events import Event
+from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Shares
+from gcore.ledger.records.job import JobPhase, JobStatus
+from gcore.ledger.transactions import Versioned
 from gcore.store import keys
+from gcore.store.keys import JobKeys
 from gcore.store.types import Put
 from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
@@ -28,14 +33,14 @@ class Runner:
     def __init__(self) -> None:
         self.changes = ChangeSignal()
         self.closed = False
-        self.mirror = SimpleNamespace(status=None)
+        self.mirror = JobMirror(JobKeys("u"))
         log = SimpleNamespace(after=lambda after, **_: [e for e in self.known if e.sequence > after])
         self.chronicle = SimpleNamespace(events=log)
         self.known = [event(1)]
 
     def end(self) -> None:
         self.known.append(event(2))
-        self.mirror.status = SimpleNamespace(record=SimpleNamespace(phase=SimpleNamespace(ended=True)))
+        self.mirror = replace(self.mirror, status=Versioned(JobStatus(phase=JobPhase.SUCCEEDED), 1))
         self.closed = True
         self.changes.notify()
 
@@ -75,7 +80,6 @@ async def test_a_job_that_waits_for_slots_is_followed_until_somebody_works_on_it
     assert got == ["state"]
     later = Runner()
     later.known = [event(10**9)]
-    later.mirror = SimpleNamespace(status=None)
     runners["u"] = later
     for _ in range(10):
         await clock.advance(1.0)
