@@ -93,6 +93,10 @@ class ControlLine:
         except OSError:
             self._on_broken()
 
+    def report_progress(self, phase: str, progress: int) -> None:
+        """Tell the supervisor how far a phase has come."""
+        self.send("progress", phase=phase, progress=progress)
+
     def wait_for(self, command: str) -> dict[str, Any]:
         """Block until `command` comes; others that come before it are dropped."""
         while True:

@@ -188,9 +188,9 @@ class SglangAdapter:
         """Wait for the server, register it, and tell how it is. Ends only with an error."""
         client, watcher = (self._connect(limit) for limit in (HEALTH_PATIENCE_S, LOOK_PATIENCE_S))
         try:
-            self._control.send("progress", phase="loading", progress=0)
+            self._control.report_progress("loading", 0)
             while not await client.health():
-                self._control.send("progress", phase="loading", progress=self._server.line_count)
+                self._control.report_progress("loading", self._server.line_count)
                 await self._clock.sleep(HEALTH_S)
             await self._check_version(client)
             self._control.send("serving", address=self._address)
@@ -226,7 +226,7 @@ class SglangAdapter:
             except EngineUnreachable:
                 # Whether it is only busy, or hangs, time will tell: this phase may not last.
                 phase = "answering"
-            self._control.send("progress", phase=phase, progress=answers)
+            self._control.report_progress(phase, answers)
             await self._clock.sleep(LOOK_S)
 
 

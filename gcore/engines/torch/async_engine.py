@@ -78,7 +78,7 @@ class ModelThread(Generic[D]):
         *,
         clock: Clock,
         deliver: Callable[[Sequence[D]], None],
-        report: ProgressReport,
+        report: ProgressReport | None,
         on_death: Callable[[Exception], None],
     ) -> None:
         self.core = core
@@ -186,7 +186,8 @@ class ModelThread(Generic[D]):
         begins = phase == "generate" and self._phase != "generate"
         if begins or now - self._reported >= REPORT_S:
             self._phase, self._reported = phase, now
-            self._report(phase, self._cycles)
+            if self._report is not None:
+                self._report(phase, self._cycles)
 
 
 class _Arrivals(Generic[D]):

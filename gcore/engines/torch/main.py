@@ -26,7 +26,7 @@ from gcore.api.tls import ReloadingFiles, serving_context
 from gcore.engines.detokenizer import Detokenizer
 from gcore.engines.launch import EngineLaunch, check_folder, parse_engine_arguments, parse_engine_launch
 from gcore.engines.serving.http import ApiKeys
-from gcore.engines.torch.async_engine import ModelThread, ProgressReport
+from gcore.engines.torch.async_engine import ModelThread
 from gcore.engines.torch.classifier import ClassifierCore, ClassifierRequestHandler, classifier_app, start_classifier
 from gcore.engines.torch.engine import EngineCore, EngineLimits
 from gcore.engines.torch.frontend import RequestHandler, generator_app
@@ -182,8 +182,9 @@ async def _run(
     clock: Clock,
 ) -> None:
     desk, app = _facade(core, text, launch, clock)
+    report = None if control is None else control.report_progress
     runner: ModelThread[Any] = ModelThread(
-        core, clock=clock, deliver=desk.deliver, report=_reporter(control), on_death=_death(control)
+        core, clock=clock, deliver=desk.deliver, report=report, on_death=_death(control)
     )
     desk.open(runner)
     config = uvicorn.Config(
@@ -207,7 +208,7 @@ async def _run(
         print(f"serving on {address}", flush=True)  # noqa: T201
     else:
         control.send("serving", address=address)
-        control.send("progress", phase="waiting", progress=0)
+        control.report_progress("waiting", 0)
         threading.Thread(target=_obey, args=(control, server), name="stop", daemon=True).start()
     await serving
 
@@ -237,14 +238,6 @@ def _listen(host: str, port: int) -> socket.socket:
 def _obey(control: ControlLine, server: uvicorn.Server) -> None:
     control.wait_for("stop")
     server.should_exit = True
-
-
-def _reporter(control: ControlLine | None) -> ProgressReport:
-    def report(phase: str, progress: int) -> None:
-        if control is not None:
-            control.send("progress", phase=phase, progress=progress)
-
-    return report
 
 
 def _death(control: ControlLine | None) -> Callable[[Exception], None]:

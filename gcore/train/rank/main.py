@@ -241,7 +241,7 @@ class ProgressReporter:
         if phase == self._phase and now - self._shown < SHOW_S:
             return
         self._phase, self._shown = phase, now
-        self._control.send("progress", phase=phase, progress=self._progress)
+        self._control.report_progress(phase, self._progress)
         self._show(phase, self._progress)
 
     def told(self) -> PhaseTotals:
