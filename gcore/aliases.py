@@ -58,7 +58,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "gcore.train.algorithms.corrections": ("gcore.train.algorithms.losses",),
     "gcore.train.algorithms.kl": ("gcore.train.algorithms.losses",),
     "gcore.train.algorithms.returns": ("gcore.train.algorithms.advantages",),
-    "gcore.train.algorithms.schedule": ("gcore.train.algorithms.schedules",),
+    "gcore.train.algorithms.schedule": ("gcore.config.train",),
     "gcore.train.algorithms.shaping": ("gcore.train.algorithms.advantages",),
     "gcore.train.algorithms.whitening": ("gcore.train.algorithms.advantages",),
     "placement.live": (

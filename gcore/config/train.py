@@ -7,6 +7,7 @@ the train ranks load and try the functions (`gcore.train.loss`). A stored spec w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, get_args
@@ -16,6 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from gcore.config.base import HUB_SCHEMES, MOST_SLOTS, FilePath, Option, Section
 from gcore.plugins import PluginKind
+
+Schedule = Literal["constant", "linear", "cosine"]
+"""Of the learning rate after its warm-up: as it is, or to zero at the last update along a line or half a cosine."""
 
 
 class CriticSpec(Section):
@@ -168,7 +172,7 @@ class TrainSpec(Section):
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of forward and backward")
     learning_rate: Annotated[float, Field(ge=0)] = Field(1e-6, description="Peak learning rate")
     warmup_updates: Annotated[int, Field(ge=0)] = Field(0, description="Updates over which the rate rises linearly")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="The rate after warm-up")
+    schedule: Schedule = Field("constant", description="The rate after warm-up")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Adam's")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight decay of the optimizer")
     max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this global norm")
@@ -377,3 +381,27 @@ class FlowSpec(Section):
         if self.epochs is None or self.steps is not None:
             return self.steps
         return self.epochs * -(-prompts // self.groups_per_step) if self.count == "steps" else None
+
+
+def learning_rate(
+    update: int,
+    *,
+    peak: float,
+    warmup_updates: int,
+    schedule: Schedule,
+    total_updates: int,
+) -> float:
+    """The rate of optimizer update number `update` (from 0) of `total_updates`; 0 beyond them unless constant.
+
+    A function of the update's number alone, so that a resumed run continues where it was. The first update already has a
+    rate above zero, and the last too: no update is made for nothing. In the warm-up peak·(update + 1)/warmup_updates; the first update after it has `peak`. Raises ValueError for a
+    negative number.
+    """
+    if update < 0:
+        raise ValueError(f"update {update}; updates are counted from 0")
+    if update < warmup_updates:
+        return peak * (update + 1) / warmup_updates
+    if schedule == "constant":
+        return peak
+    left = max(0.0, (total_updates - update) / max(1, total_updates - warmup_updates))
+    return peak * (left if schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)

@@ -28,12 +28,11 @@ from torch.nn import functional
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import logging as transformers_logging
 
-from gcore.config.train import TrainSpec
+from gcore.config.train import TrainSpec, learning_rate
 from gcore.errors import DataError
 from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankSum, ValueTargets, moments, value_targets
 from gcore.train.algorithms.losses import loss_sum, value_clip_tokens, value_loss
-from gcore.train.algorithms.schedules import learning_rate
 from gcore.train.backends.base import UpdateResult
 from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
 from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors

@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from gcore.config.spec import SamplesSpec
+from gcore.config.train import learning_rate
 from gcore.ledger.records.chain import Seal
 from gcore.observability.samples import KeptAdvantage, advantages_name, choose_groups, write_samples
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
 from gcore.train.advantages import advantages
 from gcore.train.algorithms.losses import kl_estimate
-from gcore.train.algorithms.schedules import learning_rate
 from gcore.train.backends.distributed import Collective
 from gcore.train.batching import (
     BatchIndex,

@@ -25,6 +25,6 @@ def test_all_modules_are_imported_in_a_fresh_interpreter_without_anything_else()
 
 
 def test_the_learning_rate_needs_no_torch() -> None:
-    program = "import sys\nimport gcore.train.algorithms.schedules; print('torch' in sys.modules)"
+    program = "import sys\nimport gcore.config.train; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
