@@ -192,15 +192,25 @@ T = TypeVar("T")
 INTERRUPTED = 130
 
 
+def examples(*commands: str) -> str:
+    """The epilog of a command's help: a line for each of `commands`."""
+    return "\n\n".join(("\n[bold]Examples[/bold]", *commands)) + "\n"
+
+
 def verb_examples(verb: str) -> str:
     """The epilog of a verb that takes a job."""
-    return f"""
-[bold]Examples[/bold]
+    return examples(f"gcore {verb} arithmetic", f"gcore {verb} arithmetic --address 10.0.0.7:7700 -o json")
 
-gcore {verb} arithmetic
 
-gcore {verb} arithmetic --address 10.0.0.7:7700 -o json
-"""
+def command_group(purpose: str, epilog: str) -> typer.Typer:
+    """An application whose commands are called behind its name."""
+    return typer.Typer(
+        help=purpose,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        epilog=epilog,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
 
 def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:

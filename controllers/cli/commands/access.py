@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, find_cluster
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, command_group, examples, find_cluster
 from controllers.cli.output import Output
 from gcore.errors import UsageError
 
@@ -24,36 +24,22 @@ if TYPE_CHECKING:
     from gcore.client.jobs import AccessClient
 
 
-CERTS_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs init --authority certs
-
-gcore certs issue node-1 --host node-1.cluster,10.0.0.1 --authority certs
-
-gcore certs issue ada --for user --role admin --authority certs
-
-gcore certs show certs/node-1
-"""
-
-certs_app = typer.Typer(
-    help="A private authority, and the certificates of nodes, users and etcd.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    epilog=CERTS_EXAMPLES,
-    context_settings={"help_option_names": ["-h", "--help"]},
+CERTS_EXAMPLES = examples(
+    "gcore certs init --authority certs",
+    "gcore certs issue node-1 --host node-1.cluster,10.0.0.1 --authority certs",
+    "gcore certs issue ada --for user --role admin --authority certs",
+    "gcore certs show certs/node-1",
 )
+
+certs_app = command_group("A private authority, and the certificates of nodes, users and etcd.", CERTS_EXAMPLES)
 
 Authority = Annotated[Path, typer.Option(help="Folder of the authority. Whoever reads its ca-key.pem is everybody.")]
 DEFAULT_AUTHORITY = Path("certs")
 
-INIT_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs init
-
-gcore certs init --authority /secure/gcore-ca --name "gcore research" --days 3650
-"""
+INIT_EXAMPLES = examples(
+    "gcore certs init",
+    'gcore certs init --authority /secure/gcore-ca --name "gcore research" --days 3650',
+)
 
 
 @certs_app.command("init", epilog=INIT_EXAMPLES)
@@ -71,17 +57,12 @@ def create_authority(
     typer.echo(f"{authority / ENGINES}  the engines' keys follow from it; nodes get it with their certificates")
 
 
-ISSUE_EXAMPLES = """
-[bold]Examples[/bold]
-
-[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1
-
-[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin
-
-[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision
-
-[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster
-"""
+ISSUE_EXAMPLES = examples(
+    "[dim]A daemon:[/dim]  gcore certs issue node-1 --host node-1.cluster,10.0.0.1",
+    "[dim]An admin:[/dim]  gcore certs issue ada --for user --role admin",
+    "[dim]A researcher:[/dim]  gcore certs issue bob --for user --role submitter --namespace vision",
+    "[dim]A member of etcd:[/dim]  gcore certs issue etcd-1 --for etcd --host etcd-1.cluster",
+)
 
 
 @certs_app.command("issue", epilog=ISSUE_EXAMPLES)
@@ -112,13 +93,10 @@ def issue_node_certificate(
     typer.echo(f"{folder}  until {made.ends:%Y-%m-%d}")
 
 
-SHOW_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs show certs/node-1
-
-gcore certs show certs/ca.pem -o json
-"""
+SHOW_EXAMPLES = examples(
+    "gcore certs show certs/node-1",
+    "gcore certs show certs/ca.pem -o json",
+)
 
 
 @certs_app.command("show", epilog=SHOW_EXAMPLES)
@@ -138,13 +116,10 @@ def show_certificate(
         typer.echo(f"{key:<12}{' '.join(value) if isinstance(value, list) else value}")
 
 
-RENEW_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs renew certs/node-1
-
-[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30
-"""
+RENEW_EXAMPLES = examples(
+    "gcore certs renew certs/node-1",
+    "[dim]From a timer, only what ends soon:[/dim]  gcore certs renew certs/node-1 certs/node-2 --within-days 30",
+)
 
 
 @certs_app.command("renew", epilog=RENEW_EXAMPLES)
@@ -173,13 +148,10 @@ def renew_certificates(
         raise problems[0]
 
 
-TRUST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore certs trust certs/node-1 certs/node-2 --authority new-certs
-
-[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only
-"""
+TRUST_EXAMPLES = examples(
+    "gcore certs trust certs/node-1 certs/node-2 --authority new-certs",
+    "[dim]Once everything is renewed by it:[/dim]  gcore certs trust certs/node-1 certs/node-2 --authority new-certs --only",
+)
 
 
 @certs_app.command("trust", epilog=TRUST_EXAMPLES)
@@ -226,35 +198,22 @@ def _certificate_tree(found: CertificateInfo, now: datetime) -> dict[str, str | 
 T = TypeVar("T")
 DAY_S = 86400.0
 
-TOKEN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token create bob --role submitter --namespace vision --days 30 --to bob.token
-
-gcore token list
-
-gcore token revoke k3j9x2m4q8w1
-"""
-
-token_app = typer.Typer(
-    help="Tokens of users: with what they may do, where, and until when.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    epilog=TOKEN_EXAMPLES,
-    context_settings={"help_option_names": ["-h", "--help"]},
+TOKEN_EXAMPLES = examples(
+    "gcore token create bob --role submitter --namespace vision --days 30 --to bob.token",
+    "gcore token list",
+    "gcore token revoke k3j9x2m4q8w1",
 )
+
+token_app = command_group("Tokens of users: with what they may do, where, and until when.", TOKEN_EXAMPLES)
 
 To = Annotated[
     Path | None, typer.Option(help="File to write the token to, for its owner alone; default: it is printed.")
 ]
 
-CREATE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token create bob --role submitter --namespace vision --to bob.token
-
-[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token
-"""
+CREATE_EXAMPLES = examples(
+    "gcore token create bob --role submitter --namespace vision --to bob.token",
+    "[dim]For Prometheus, which reads the metrics of all:[/dim]  gcore token create prometheus --role viewer --namespace '*' --days 365 --to prometheus.token",
+)
 
 
 @token_app.command("create", epilog=CREATE_EXAMPLES)
@@ -282,11 +241,7 @@ def create_token(
     typer.echo(made.secret if to is None else str(to))
 
 
-TOKEN_LIST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token list -o json
-"""
+TOKEN_LIST_EXAMPLES = examples("gcore token list -o json")
 
 
 @token_app.command("list", epilog=TOKEN_LIST_EXAMPLES)
@@ -306,11 +261,7 @@ def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Form
         )
 
 
-REVOKE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore token revoke k3j9x2m4q8w1
-"""
+REVOKE_EXAMPLES = examples("gcore token revoke k3j9x2m4q8w1")
 
 
 @token_app.command("revoke", epilog=REVOKE_EXAMPLES)
@@ -324,11 +275,9 @@ def revoke_token(
     typer.echo(f"{gone.id}  {gone.name}  revoked")
 
 
-FIRST_EXAMPLES = """
-[bold]Examples[/bold]
-
-[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token
-"""
+FIRST_EXAMPLES = examples(
+    "[dim]For auth.admin_token_file of every daemon:[/dim]  gcore token first-admin --to admin.token"
+)
 
 
 @token_app.command("first-admin", epilog=FIRST_EXAMPLES)
@@ -342,13 +291,10 @@ def create_first_admin(to: Annotated[Path, typer.Option(help="File to write, for
     typer.echo(f"{to}  name it in auth.admin_token_file of every daemon")
 
 
-WHOAMI_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore whoami
-
-gcore whoami -o json
-"""
+WHOAMI_EXAMPLES = examples(
+    "gcore whoami",
+    "gcore whoami -o json",
+)
 
 
 def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
@@ -407,33 +353,23 @@ def _token_tree(one: pb.TokenInfo) -> dict[str, object]:
     }
 
 
-CONTEXT_EXAMPLES = """
-[bold]Examples[/bold]
+CONTEXT_EXAMPLES = examples(
+    "gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token",
+    "gcore context use lab",
+    "gcore context list",
+)
 
-gcore context set lab --address gpu-1.lab:7500,gpu-2.lab:7500 --ca lab-ca.pem --token-file lab.token
-
-gcore context use lab
-
-gcore context list
-"""
-
-context_app = typer.Typer(
-    help="The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    epilog=CONTEXT_EXAMPLES,
-    context_settings={"help_option_names": ["-h", "--help"]},
+context_app = command_group(
+    "The clusters that you talk to: where they answer, their authority, and what you show of yourself.",
+    CONTEXT_EXAMPLES,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the context.")]
 
-SET_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token
-
-[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem
-"""
+SET_EXAMPLES = examples(
+    "gcore context set lab --address gpu-1.lab:7500 --ca lab-ca.pem --token-file lab.token",
+    "[dim]With a certificate, at the port for these:[/dim]  gcore context set lab --address gpu-1.lab:7501 --ca ada/ca.pem --cert ada/cert.pem --key ada/key.pem",
+)
 
 
 @context_app.command("set", epilog=SET_EXAMPLES)
@@ -467,11 +403,7 @@ def set_context(
     typer.echo(f"{name}  {' '.join(made.addresses)}{'  current' if changed.current == name else ''}")
 
 
-USE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context use lab
-"""
+USE_EXAMPLES = examples("gcore context use lab")
 
 
 @context_app.command("use", epilog=USE_EXAMPLES)
@@ -486,11 +418,7 @@ def use_context(name: Name) -> None:
     typer.echo(f"{name}  current")
 
 
-CONTEXT_LIST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context list
-"""
+CONTEXT_LIST_EXAMPLES = examples("gcore context list")
 
 
 @context_app.command("list", epilog=CONTEXT_LIST_EXAMPLES)
@@ -513,11 +441,7 @@ def list_contexts(output: Format = Output.TABLE) -> None:
         typer.echo(f"{'*' if name == known.current else ' '} {name}  {' '.join(one.addresses)}")
 
 
-REMOVE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore context remove lab
-"""
+REMOVE_EXAMPLES = examples("gcore context remove lab")
 
 
 @context_app.command("remove", epilog=REMOVE_EXAMPLES)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster
+from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster, examples
 from controllers.cli.output import Output, format_seconds, printable_text, rows_table, stdout_console
 from gcore.errors import Unreachable, UsageError
 
@@ -26,17 +26,12 @@ if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
 
 
-EXPORT_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore export arithmetic --to ./trained
-
-[dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained
-
-[dim]The one of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200
-
-[dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained
-"""
+EXPORT_EXAMPLES = examples(
+    "gcore export arithmetic --to ./trained",
+    "[dim]The one that its evaluations found best:[/dim]  gcore export arithmetic --best --to ./trained",
+    "[dim]The one of a step:[/dim]  gcore export arithmetic --step 200 --to ./at-200",
+    "[dim]One of several jobs of that name:[/dim]  gcore export 08d8f27366e5 --to ./trained",
+)
 
 
 def export(
@@ -140,13 +135,10 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
 WIDEST = 400
 """Characters of a folder or a reason that are shown; JSON has all."""
 
-CHECKPOINTS_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore checkpoints arithmetic
-
-gcore checkpoints arithmetic -o json
-"""
+CHECKPOINTS_EXAMPLES = examples(
+    "gcore checkpoints arithmetic",
+    "gcore checkpoints arithmetic -o json",
+)
 
 
 def checkpoints(

@@ -25,6 +25,7 @@ from controllers.cli.options import (
     SglangPython,
     Slots,
     call_cluster,
+    examples,
     verb_examples,
 )
 from controllers.cli.output import Output, printable_text, rows_table, stdout_console
@@ -40,13 +41,10 @@ if TYPE_CHECKING:
 
 HOUR_S = 3600.0
 
-NODES_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore nodes
-
-[dim]With the workers on them:[/dim]  gcore nodes --workers
-"""
+NODES_EXAMPLES = examples(
+    "gcore nodes",
+    "[dim]With the workers on them:[/dim]  gcore nodes --workers",
+)
 
 
 def nodes(
@@ -90,13 +88,10 @@ def nodes(
         print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
-DRAIN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore drain gpu-07
-
-[dim]Use it again:[/dim]  gcore drain gpu-07 --undo
-"""
+DRAIN_EXAMPLES = examples(
+    "gcore drain gpu-07",
+    "[dim]Use it again:[/dim]  gcore drain gpu-07 --undo",
+)
 
 
 def drain(
@@ -140,15 +135,11 @@ def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
     print_table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
 
 
-USAGE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore usage
-
-gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30
-
-[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json
-"""
+USAGE_EXAMPLES = examples(
+    "gcore usage",
+    "gcore usage --by namespace --by job --since 2026-11-01 --until 2026-11-30",
+    "[dim]Hours of slots by pool, for a script:[/dim]  gcore usage --by pool -o json",
+)
 
 
 def usage(
@@ -244,13 +235,10 @@ def print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, n
     stdout_console().print(rows_table(headings, rows, right=headings[len(headings) - numbers :], fold=headings))
 
 
-GC_EXAMPLES = """
-[bold]Examples[/bold]
-
-[dim]What would go, and what stays for which reason:[/dim]  gcore gc --dry-run
-
-[dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml
-"""
+GC_EXAMPLES = examples(
+    "[dim]What would go, and what stays for which reason:[/dim]  gcore gc --dry-run",
+    "[dim]On a node of a cluster:[/dim]  gcore gc --config /etc/gcore/node.yaml",
+)
 
 GIB = 1 << 30
 
@@ -340,15 +328,11 @@ def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
     typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
 
-UP_EXAMPLES = """
-[bold]Examples[/bold]
-
-[dim]Two daemons with a CPU core each:[/dim]  gcore up
-
-[dim]Four on one machine with eight GPUs:[/dim]  gcore up --controllers 4 --slots cuda:8
-
-[dim]A second cluster beside the first:[/dim]  gcore up --home /tmp/other
-"""
+UP_EXAMPLES = examples(
+    "[dim]Two daemons with a CPU core each:[/dim]  gcore up",
+    "[dim]Four on one machine with eight GPUs:[/dim]  gcore up --controllers 4 --slots cuda:8",
+    "[dim]A second cluster beside the first:[/dim]  gcore up --home /tmp/other",
+)
 
 
 def up(
@@ -412,13 +396,10 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
-DOWN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore down
-
-gcore down --home /tmp/other
-"""
+DOWN_EXAMPLES = examples(
+    "gcore down",
+    "gcore down --home /tmp/other",
+)
 
 
 def down(home: Home = DEFAULT_HOME) -> None:
@@ -433,15 +414,11 @@ def down(home: Home = DEFAULT_HOME) -> None:
     )
 
 
-QUOTA_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore quota
-
-[dim]At most 8 slots for all jobs of a namespace:[/dim]  gcore quota research 8
-
-[dim]As many as there are:[/dim]  gcore quota research none
-"""
+QUOTA_EXAMPLES = examples(
+    "gcore quota",
+    "[dim]At most 8 slots for all jobs of a namespace:[/dim]  gcore quota research 8",
+    "[dim]As many as there are:[/dim]  gcore quota research none",
+)
 
 NO_LIMIT = "none"
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots
+from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots, examples
 from controllers.cli.output import Output, rows_table, stdout_console
 from gcore.errors import GcoreError
 from gcore.system.clock import Clock
@@ -252,15 +252,11 @@ def _text(value: object) -> str | None:
     return str(value) if value else None
 
 
-DOCTOR_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore doctor
-
-[dim]Before a job on four GPUs with a model from a hub:[/dim]  gcore doctor --slots cuda:4 --online
-
-[dim]For a script; ends with 1 if anything fails:[/dim]  gcore doctor -o json
-"""
+DOCTOR_EXAMPLES = examples(
+    "gcore doctor",
+    "[dim]Before a job on four GPUs with a model from a hub:[/dim]  gcore doctor --slots cuda:4 --online",
+    "[dim]For a script; ends with 1 if anything fails:[/dim]  gcore doctor -o json",
+)
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

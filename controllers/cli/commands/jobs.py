@@ -20,6 +20,7 @@ from controllers.cli.options import (
     Namespace,
     call_cluster,
     check_utf8,
+    examples,
     verb_examples,
 )
 from controllers.cli.output import (
@@ -42,15 +43,11 @@ if TYPE_CHECKING:
     from gcore.client.jobs import JobsClient
     from gcore.observability.events import JobEvent
 
-LIST_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore list
-
-gcore list --state running --state queued --namespace research
-
-gcore list --address 10.0.0.7:7700 -o json
-"""
+LIST_EXAMPLES = examples(
+    "gcore list",
+    "gcore list --state running --state queued --namespace research",
+    "gcore list --address 10.0.0.7:7700 -o json",
+)
 
 
 def list_jobs(
@@ -155,13 +152,10 @@ PAUSE_EXAMPLES, RESUME_EXAMPLES = verb_examples("pause"), verb_examples("resume"
 RETRY_EXAMPLES, EVAL_EXAMPLES = verb_examples("retry"), verb_examples("eval")
 MOST_SLOTS = 1_000_000
 
-CANCEL_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore cancel arithmetic
-
-[dim]With a checkpoint, at its next commit:[/dim]  gcore cancel arithmetic --drain
-"""
+CANCEL_EXAMPLES = examples(
+    "gcore cancel arithmetic",
+    "[dim]With a checkpoint, at its next commit:[/dim]  gcore cancel arithmetic --drain",
+)
 
 
 def cancel(
@@ -208,15 +202,11 @@ def retry(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
     _tell(call_cluster(again, address, home), output)
 
 
-UPDATE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore update arithmetic --priority 10
-
-gcore update arithmetic --slots-min 2 --slots-max 8
-
-[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0
-"""
+UPDATE_EXAMPLES = examples(
+    "gcore update arithmetic --priority 10",
+    "gcore update arithmetic --slots-min 2 --slots-max 8",
+    "[dim]As many as there are:[/dim]  gcore update arithmetic --slots-max 0",
+)
 
 
 def update(
@@ -242,13 +232,10 @@ def update(
     _tell(call_cluster(lambda client: client.update_job(job, changes), address, home), output)
 
 
-DELETE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore delete arithmetic
-
-[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes
-"""
+DELETE_EXAMPLES = examples(
+    "gcore delete arithmetic",
+    "[dim]With its checkpoints and everything else in its folder:[/dim]  gcore delete 08d8f27366e5 --files --yes",
+)
 
 
 def delete(

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster, check_utf8
+from controllers.cli.options import (
+    DEFAULT_HOME,
+    Address,
+    Format,
+    Home,
+    JobName,
+    call_cluster,
+    check_utf8,
+    command_group,
+    examples,
+)
 from controllers.cli.output import Output, job_snapshot, pairs_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 
@@ -28,34 +38,21 @@ if TYPE_CHECKING:
 
 Told = TypeVar("Told")
 
-EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement show arithmetic
-
-gcore placement explain arithmetic --last 3
-
-gcore placement pin arithmetic --freeze
-"""
-
-app = typer.Typer(
-    help="Which slot serves which pool, why, and what came of each move; fix something of it.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    epilog=EXAMPLES,
-    context_settings={"help_option_names": ["-h", "--help"]},
+EXAMPLES = examples(
+    "gcore placement show arithmetic",
+    "gcore placement explain arithmetic --last 3",
+    "gcore placement pin arithmetic --freeze",
 )
+
+app = command_group("Which slot serves which pool, why, and what came of each move; fix something of it.", EXAMPLES)
 
 MOST_SLOTS = 1_000_000
 Last = Annotated[int | None, typer.Option("--last", min=1, help="Only so many moves, the newest.")]
 
-SHOW_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement show arithmetic
-
-gcore placement show arithmetic -o json
-"""
+SHOW_EXAMPLES = examples(
+    "gcore placement show arithmetic",
+    "gcore placement show arithmetic -o json",
+)
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)
@@ -77,13 +74,10 @@ def show_placement(
         stdout_console().print(slots_table(reply))
 
 
-EXPLAIN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement explain arithmetic
-
-gcore placement explain arithmetic --last 3
-"""
+EXPLAIN_EXAMPLES = examples(
+    "gcore placement explain arithmetic",
+    "gcore placement explain arithmetic --last 3",
+)
 
 
 @app.command("explain", epilog=EXPLAIN_EXAMPLES)
@@ -107,13 +101,10 @@ def explain_placement(
         typer.echo(line)
 
 
-HISTORY_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement history arithmetic
-
-gcore placement history arithmetic -o json
-"""
+HISTORY_EXAMPLES = examples(
+    "gcore placement history arithmetic",
+    "gcore placement history arithmetic -o json",
+)
 
 
 @app.command("history", epilog=HISTORY_EXAMPLES)
@@ -132,15 +123,11 @@ def show_history(
         stdout_console().print(history_table(known.moves))
 
 
-PIN_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore placement pin arithmetic --freeze
-
-gcore placement pin arithmetic --reward 4
-
-gcore placement pin arithmetic --release
-"""
+PIN_EXAMPLES = examples(
+    "gcore placement pin arithmetic --freeze",
+    "gcore placement pin arithmetic --reward 4",
+    "gcore placement pin arithmetic --release",
+)
 
 
 @app.command("pin", epilog=PIN_EXAMPLES)
@@ -243,15 +230,11 @@ def _read_folder(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
         raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error
 
 
-TOP_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore top
-
-gcore top arithmetic --address 10.0.0.7:7700
-
-gcore top arithmetic --once -o json
-"""
+TOP_EXAMPLES = examples(
+    "gcore top",
+    "gcore top arithmetic --address 10.0.0.7:7700",
+    "gcore top arithmetic --once -o json",
+)
 
 LOOK_S = 1.0
 
@@ -362,15 +345,11 @@ def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:
     return {line.node: line.book for line in lines if line.book.version == last}
 
 
-TRACE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore trace arithmetic --step 12
-
-gcore trace arithmetic --step 12 --to step.json
-
-[dim]Open the file in https://ui.perfetto.dev or chrome://tracing.[/dim]
-"""
+TRACE_EXAMPLES = examples(
+    "gcore trace arithmetic --step 12",
+    "gcore trace arithmetic --step 12 --to step.json",
+    "[dim]Open the file in https://ui.perfetto.dev or chrome://tracing.[/dim]",
+)
 
 MOST = 2**31 - 1
 

@@ -29,6 +29,7 @@ from controllers.cli.options import (
     Set,
     Slots,
     SpecFile,
+    examples,
 )
 from controllers.cli.output import Output, as_json, rows_table, stdout_console
 from gcore.errors import UsageError
@@ -46,15 +47,11 @@ if TYPE_CHECKING:
 
 SEED = 0
 
-INIT_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore init sorting
-
-gcore init backwards --task reverse
-
-[dim]With a model of your own:[/dim]  gcore init mine --model hf://Qwen/Qwen2.5-0.5B-Instruct
-"""
+INIT_EXAMPLES = examples(
+    "gcore init sorting",
+    "gcore init backwards --task reverse",
+    "[dim]With a model of your own:[/dim]  gcore init mine --model hf://Qwen/Qwen2.5-0.5B-Instruct",
+)
 
 
 def init(
@@ -272,13 +269,10 @@ def run_length(flow: FlowSpec, prompts: int) -> str:
 
 PREPARED_UNDER = Path(PREPARED)
 
-VALIDATE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore validate examples/arithmetic/grpo.yaml
-
-gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json
-"""
+VALIDATE_EXAMPLES = examples(
+    "gcore validate examples/arithmetic/grpo.yaml",
+    "gcore validate grpo.yaml --set train.ranks=4 --controllers 4 --slots cuda:8 -o json",
+)
 
 
 def validate(
@@ -356,15 +350,11 @@ def schema() -> None:
     typer.echo(as_json(JobSpec.model_json_schema()))
 
 
-PREPARE_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore prepare arithmetic --to .cache/examples/arithmetic
-
-[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge
-
-[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator
-"""
+PREPARE_EXAMPLES = examples(
+    "gcore prepare arithmetic --to .cache/examples/arithmetic",
+    "[dim]A judge of its answers:[/dim]  gcore prepare arithmetic-judge",
+    "[dim]A model that can ask a calculator:[/dim]  gcore prepare calculator",
+)
 
 
 def prepare(

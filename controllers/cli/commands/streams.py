@@ -24,6 +24,7 @@ from controllers.cli.options import (
     JobName,
     call_cluster,
     check_utf8,
+    examples,
     with_program_name,
 )
 from controllers.cli.output import Output, format_time, printable_text, stdout_console
@@ -40,15 +41,11 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST = 16 * 1024
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the job has ended.")]
 
-LOGS_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore logs arithmetic
-
-gcore logs arithmetic --role train --rank 0 --tail 20 --follow
-
-[dim]Of workers that are gone:[/dim]  gcore logs arithmetic --previous --since 10m
-"""
+LOGS_EXAMPLES = examples(
+    "gcore logs arithmetic",
+    "gcore logs arithmetic --role train --rank 0 --tail 20 --follow",
+    "[dim]Of workers that are gone:[/dim]  gcore logs arithmetic --previous --since 10m",
+)
 
 
 def logs(
@@ -95,15 +92,11 @@ def logs(
     _until_interrupted(read, f"`gcore logs {job} --follow --tail 10` goes on", address, home)
 
 
-EVENTS_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore events arithmetic --tail 20
-
-gcore events arithmetic --follow
-
-[dim]For a program, going on where it was:[/dim]  gcore events arithmetic --after 83120 --follow -o json
-"""
+EVENTS_EXAMPLES = examples(
+    "gcore events arithmetic --tail 20",
+    "gcore events arithmetic --follow",
+    "[dim]For a program, going on where it was:[/dim]  gcore events arithmetic --after 83120 --follow -o json",
+)
 
 
 def events(
@@ -190,15 +183,11 @@ def _until_interrupted(read: Any, hint: str, address: str | None, home: Any) -> 
         raise typer.Exit(INTERRUPTED) from None
 
 
-SAMPLES_EXAMPLES = """
-[bold]Examples[/bold]
-
-gcore samples arithmetic
-
-gcore samples arithmetic --step 12 --best --limit 2
-
-gcore samples arithmetic --source sums --worst -o json
-"""
+SAMPLES_EXAMPLES = examples(
+    "gcore samples arithmetic",
+    "gcore samples arithmetic --step 12 --best --limit 2",
+    "gcore samples arithmetic --source sums --worst -o json",
+)
 
 DEFAULT_LIMIT, MOST = 3, 2**31 - 1
 
