@@ -229,6 +229,18 @@ def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None
     return asyncio.run(talk())
 
 
+def run_of_home(job: str, address: str | None, home: Path, error: Unreachable) -> dict[str, str]:
+    """The run of that job that ended in `home`, as `describe_finished_run` finds it: it is read where no cluster is up.
+
+    Raises GcoreError; `error`, which is why no cluster answered, if one was named by its address.
+    """
+    from controllers.cli.view.summary import describe_finished_run
+
+    if address is not None:
+        raise error
+    return describe_finished_run(home, job, error)
+
+
 _HINT = "`gcore "
 
 PREPARED = ".cache/examples"

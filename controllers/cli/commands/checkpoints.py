@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, JobName, call_cluster, examples
+from controllers.cli.options import (
+    DEFAULT_HOME,
+    Address,
+    Format,
+    Home,
+    JobName,
+    call_cluster,
+    examples,
+    find_cluster,
+    run_of_home,
+)
 from controllers.cli.output import Output, format_seconds, printable_text, rows_table, stdout_console
 from gcore.errors import Unreachable, UsageError
 
@@ -89,43 +99,35 @@ class _Exportable:
 
 
 def _exportable(job: str, home: Path, address: str | None, *, best: bool) -> _Exportable:
-    from controllers.cli.options import call_cluster
-    from controllers.cli.output import best_line, job_snapshot
-    from controllers.cli.view.summary import describe_finished_run
+    """The newest of a job, or its best. Raises GcoreError."""
+    from controllers.cli.view.summary import describe_job
 
+    by = ""
     try:
-        found = job_snapshot(call_cluster(lambda client: client.get_job(job), address, home))
-        name, uid, checkpoint, by = found.name, found.uid, found.checkpoint, ""
-        best_words = best_line(found.best) if found.best is not None else ""
-        best_checkpoint = found.best.checkpoint if found.best is not None else ""
+        found = describe_job(call_cluster(lambda client: client.get_job(job), address, home))
     except Unreachable as error:
-        if address is not None:
-            raise
-        summary = describe_finished_run(home, job, error)
-        name, uid, checkpoint = summary["job"], summary["uid"], summary["checkpoint"]
-        best_words, best_checkpoint = summary.get("best", ""), summary.get("best_checkpoint", "")
-        by = f", found in {home / 'runs'} because no cluster is up,"
-    if best:
-        if not best_words:
-            raise UsageError(
-                f"job {job!r} ({uid}) has no best checkpoint: nothing on its chain was evaluated, or checkpoint.best is none",
-                fix="Export the newest one, without --best",
-            )
-        if not best_checkpoint:
-            raise UsageError(
-                f"the best of job {job!r} ({uid}) is no checkpoint ({best_words})",
-                fix="Export the newest one, without --best",
-            )
-        return _Exportable(
-            name, uid, Path(best_checkpoint), by, f"its best checkpoint ({best_words.partition(': ')[0]})"
-        )
-    if not checkpoint:
-        raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix="Wait for one, or lower checkpoint.every")
-    return _Exportable(name, uid, Path(checkpoint), by)
+        found, by = run_of_home(job, address, home, error), _found_in(home)
+    name, uid, words = found["job"], found["uid"], found.get("best", "")
+    if not best:
+        if not found["checkpoint"]:
+            fix = "Wait for one, or lower checkpoint.every"
+            raise UsageError(f"job {job!r} ({uid}) has no checkpoint yet", fix=fix)
+        return _Exportable(name, uid, Path(found["checkpoint"]), by)
+    fix = "Export the newest one, without --best"
+    if not words:
+        why = "nothing on its chain was evaluated, or checkpoint.best is none"
+        raise UsageError(f"job {job!r} ({uid}) has no best checkpoint: {why}", fix=fix)
+    if not found["best_checkpoint"]:
+        raise UsageError(f"the best of job {job!r} ({uid}) is no checkpoint ({words})", fix=fix)
+    what = f"its best checkpoint ({words.partition(': ')[0]})"
+    return _Exportable(name, uid, Path(found["best_checkpoint"]), by, what)
+
+
+def _found_in(home: Path) -> str:
+    return f", found in {home / 'runs'} because no cluster is up,"
 
 
 def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportable:
-
     found = find_checkpoints(job, home, address)
     checkpoint = select_checkpoint(found, step)
     reply, what = found.reply, f"its checkpoint of step {step}"
@@ -172,14 +174,11 @@ def find_checkpoints(job: str, home: Path, address: str | None) -> CheckpointLis
     try:
         return CheckpointListing(call_cluster(lambda client: client.list_checkpoints(job), address, home))
     except Unreachable as error:
-        if address is not None:
-            raise
         from controllers.api.run_reader import checkpoints_of_folder
-        from controllers.cli.view.summary import describe_finished_run
 
-        run = describe_finished_run(home, job, error)
+        run = run_of_home(job, address, home, error)
         reply = checkpoints_of_folder(Path(run["folder"]), run["job"], run["uid"])
-        return CheckpointListing(reply, f", found in {home / 'runs'} because no cluster is up,")
+        return CheckpointListing(reply, _found_in(home))
 
 
 def select_checkpoint(found: CheckpointListing, step: int) -> pb.CheckpointInfo:
@@ -255,7 +254,6 @@ def local_checkpoint(folder: Path, job: str, home: Path, address: str | None, ne
 
 def _fetcher(folder: Path, job: str, home: Path, address: str | None) -> Callable[[Path], Path]:
     """What brings the checkpoint into a folder, once it is known who has it."""
-    from controllers.cli.options import call_cluster, find_cluster
     from controllers.storage.peer_files import PeerFiles, fetch_from_first
     from gcore.models.layout import verify_checkpoint
 

@@ -21,6 +21,7 @@ from controllers.cli.options import (
     call_cluster,
     check_utf8,
     examples,
+    run_of_home,
     verb_examples,
 )
 from controllers.cli.output import (
@@ -136,9 +137,8 @@ def audit(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, outp
         if address is not None:
             raise
         from controllers.api.run_reader import audit_of_folder, audit_report, find_run
-        from controllers.cli.view.summary import describe_finished_run
 
-        run_dir = find_run(home / "runs", job) or Path(describe_finished_run(home, job, error)["folder"])
+        run_dir = find_run(home / "runs", job) or Path(run_of_home(job, address, home, error)["folder"])
         report = audit_report(audit_of_folder(run_dir))
     if output.is_for_programs:
         typer.echo(output.text(audit_tree(report)))

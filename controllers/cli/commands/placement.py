@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -25,6 +25,7 @@ from controllers.cli.options import (
     check_utf8,
     command_group,
     examples,
+    run_of_home,
 )
 from controllers.cli.output import Output, job_snapshot, pairs_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
@@ -65,7 +66,12 @@ def show_placement(
     try:
         reply = call_cluster(lambda client: client.get_placement(job), address, home)
     except Unreachable as error:
-        raise _over(error, home, job) if address is None else error from error
+        run = run_of_home(job, address, home, error)
+        raise Unreachable(
+            f"{error.what}, and job {run['job']!r} has ended: nothing is placed any more",
+            where=error.where,
+            fix="`gcore placement explain` and `history` and `gcore trace` read its folder",
+        ) from error
     if output.is_for_programs:
         typer.echo(output.text(placement_tree(reply)))
         return
@@ -168,18 +174,6 @@ class PlacementHistory:
     reply: pb.PlacementReply | None
 
 
-def _over(error: Unreachable, home: Path, job: str) -> Unreachable:
-    """Where the job has ended and left its folder: what can be read from that. Raises GcoreError, as `describe_finished_run` does."""
-    from controllers.cli.view.summary import describe_finished_run
-
-    run = describe_finished_run(home, job, error)
-    return Unreachable(
-        f"{error.what}, and job {run['job']!r} has ended: nothing is placed any more",
-        where=error.where,
-        fix="`gcore placement explain` and `history` and `gcore trace` read its folder",
-    )
-
-
 def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
     """All moves of a job: the run's folder has those that the store keeps no more. Raises GcoreError."""
     from controllers.planning.history import NAME, read_moves, read_stays
@@ -187,11 +181,7 @@ def _known(job: str, home: Path, address: str | None) -> PlacementHistory:
     try:
         reply = call_cluster(lambda client: client.get_placement(job), address, home)
     except Unreachable as error:
-        if address is not None:
-            raise
-        from controllers.cli.view.summary import describe_finished_run
-
-        run = describe_finished_run(home, job, error)
+        run = run_of_home(job, address, home, error)
         file = Path(run["folder"]) / NAME
         return PlacementHistory(
             run["job"], tuple(_read_folder(read_moves, file)), tuple(_read_folder(read_stays, file)), None
@@ -284,9 +274,7 @@ def top(
             return
         found = call_cluster(lambda client: fetch_top(client, job), address, home)
     except Unreachable as error:
-        if address is not None:
-            raise
-        found = top_of_run(home, job, error)
+        found = top_of_run(job, address, home, error)
     if output.is_for_programs:
         typer.echo(output.text(top_tree(found)))
     else:
@@ -314,11 +302,10 @@ async def fetch_top(client: JobsClient, job: str | None) -> JobTop:
     return JobTop(found.name, found.uid, found.state, found.step, found.of_steps, read)
 
 
-def top_of_run(home: Path, job: str | None, error: Unreachable) -> JobTop:
+def top_of_run(job: str | None, address: str | None, home: Path, error: Unreachable) -> JobTop:
     """The last step of a run that ended, as its folder has it. `job` None: the run that booked last. Raises GcoreError."""
     from controllers.api.job_messages import describe_run
     from controllers.cli.view.placement import JobTop
-    from controllers.cli.view.summary import describe_finished_run
     from gcore.ledger.records.slot_accounting import FOLDER, newest_line
 
     if job is None:
@@ -326,18 +313,24 @@ def top_of_run(home: Path, job: str | None, error: Unreachable) -> JobTop:
         if last is None:
             raise error
         job = last.parent.name.rpartition("-")[2]
-    run = describe_finished_run(home, job, error)
+    run = run_of_home(job, address, home, error)
     folder = Path(run["folder"])
-    try:
+    with _reading(folder):
         told = describe_run(folder)
         lines = [newest_line(folder, file.stem) for file in sorted((folder / FOLDER).glob("*.jsonl"))]
-    except OSError as wrong:
-        raise GcoreError(f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)) from wrong
     books = _of_the_last_step([line for line in lines if line is not None])
     found = None if told is None else job_snapshot(told)
     step = max((book.version.step for book in books.values()), default=0)
     state, step, steps = ("ENDED", step, str(step)) if found is None else (found.state, found.step, found.of_steps)
     return JobTop(run["job"], run["uid"], state, step, steps, books, str(folder))
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(folder)) from error
 
 
 def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:
@@ -402,23 +395,13 @@ def _read_step(
         reply, lines = call_cluster(ask, address, home)
         return reply.name, lines, list(collect_moves(reply))
     except Unreachable as error:
-        if address is not None:
-            raise
-        from controllers.cli.view.summary import describe_finished_run
-
-        run = describe_finished_run(home, job, error)
-        folder = Path(run["folder"])
-        try:
+        folder = Path(run_of_home(job, address, home, error)["folder"])
+        with _reading(folder):
             lines = {line.node: line for line in read_step_lines(folder, step)}
             moves = read_moves(folder / NAME)
-        except OSError as wrong:
-            raise GcoreError(
-                f"the run's folder cannot be read ({wrong.strerror or wrong})", where=str(folder)
-            ) from wrong
         if not lines:
-            raise UsageError(
-                f"no node has booked step {step} of the run in {folder}", fix=_account_lines(folder)
-            ) from None
+            what = f"no node has booked step {step} of the run in {folder}"
+            raise UsageError(what, fix=_account_lines(folder)) from None
         return job, lines, moves
 
 

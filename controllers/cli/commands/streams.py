@@ -25,6 +25,7 @@ from controllers.cli.options import (
     call_cluster,
     check_utf8,
     examples,
+    run_of_home,
     with_program_name,
 )
 from controllers.cli.output import Output, format_time, printable_text, stdout_console
@@ -222,12 +223,9 @@ def samples(
             lambda client: client.get_samples(job, step=step, source=source, order=order, limit=limit), address, home
         )
     except Unreachable as error:
-        if address is not None:
-            raise
         from controllers.api.run_reader import samples_of_folder
-        from controllers.cli.view.summary import describe_finished_run
 
-        run_dir = Path(describe_finished_run(home, job, error)["folder"])
+        run_dir = Path(run_of_home(job, address, home, error)["folder"])
         request = pb.GetSamplesRequest(job=job, step=step, source=source, order=order, limit=limit)
         found = list(samples_of_folder(run_dir, request))
     if output.is_for_programs:

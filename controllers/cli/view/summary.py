@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controllers.cli.options import program_name
 from controllers.cli.output import (
@@ -39,6 +40,9 @@ from gcore.ledger import archive
 from gcore.models.layout import CHECKPOINTS
 from gcore.schema import UnreadableRecord
 from gcore.system.files import replace_file
+
+if TYPE_CHECKING:
+    from gcore.api.v1 import jobs_pb2 as pb
 
 FILE_NAME = "summary.json"
 
@@ -287,10 +291,13 @@ def _without_summary(runs: Path, job: str) -> dict[str, str] | None:
         told = describe_run(run_dir) if run_dir is not None else None
     except (OSError, UnreadableRecord):
         return None
-    if told is None:
-        return None
-    found = {"job": told.name, "uid": told.uid, "checkpoint": told.checkpoint, "folder": told.run_dir}
-    best = job_snapshot(told).best
+    return None if told is None else describe_job(told)
+
+
+def describe_job(message: pb.Job) -> dict[str, str]:
+    """What `find_summary` says, of a job as the API answers it."""
+    found = {"job": message.name, "uid": message.uid, "checkpoint": message.checkpoint, "folder": message.run_dir}
+    best = job_snapshot(message).best
     return found if best is None else found | {"best": best_line(best), "best_checkpoint": best.checkpoint}
 
 
