@@ -28,6 +28,7 @@ from controllers.cli.view.state import (
 from gcore.config.data import OF_PART
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -270,56 +271,20 @@ def job_snapshot(job: pb.Job) -> JobSnapshot:
         spec = json.loads(job.spec_json) if job.spec_json else {}
     except ValueError:
         spec = {}
+    tree = message_tree(job, *(field.name for field in job.DESCRIPTOR.fields if field.name != "spec_json"))
     return JobSnapshot(
-        name=job.name,
-        uid=job.uid,
-        state=job_state_name(job.state),
-        reason=job.reason,
-        step=job.step,
-        steps=job.steps,
-        lineage=job.lineage,
-        run_dir=job.run_dir,
-        checkpoint=job.checkpoint,
-        created=job.created,
-        ended=job.ended,
-        spec=spec if isinstance(spec, dict) else {},
-        shares=tuple(NodeView(s.node, True, tuple(s.shards)) for s in job.shares),
-        waiting=tuple(WaitPoint(w.who, w.what, w.since) for w in job.waiting),
-        sources=tuple(_source(report) for report in job.sources),
-        best=_best(job.best) if job.HasField("best") else None,
-        warnings=tuple(WarningPoint(w.topic, w.node, w.sentence, w.time) for w in job.warnings),
-        rollback=_rollback(job.rollback) if job.HasField("rollback") else None,
-        namespace=job.namespace or "default",
-        owner=job.owner,
-        priority=job.priority,
-        slots=job.slots,
-        slots_min=job.slots_min,
-        slots_max=job.slots_max,
-        queue_position=job.queue_position,
-    )
-
-
-def _best(best: pb.BestCheckpoint) -> BestPoint:
-    return BestPoint(best.step, best.metric, best.value, best.checkpoint, best.lineage)
-
-
-def _rollback(rollback: pb.LastRollback) -> RollbackPoint:
-    return RollbackPoint(rollback.step, rollback.lineage, rollback.reason)
-
-
-def _source(report: pb.SourceReport) -> SourceFigures:
-    return SourceFigures(
-        name=report.name,
-        trained=report.trained,
-        filtered=report.filtered,
-        failed=report.failed,
-        mean_reward=report.mean_reward if report.HasField("mean_reward") else None,
-        mean_length=report.mean_length if report.HasField("mean_length") else None,
-        truncated=report.truncated if report.HasField("truncated") else None,
-        accuracy=report.accuracy if report.HasField("accuracy") else None,
-        metrics=dict(sorted(report.metrics.items())),
-        eval_samples=report.eval_samples,
-        eval_unscored=report.eval_unscored,
+        **tree
+        | {
+            "state": job_state_name(job.state),
+            "spec": spec if isinstance(spec, dict) else {},
+            "namespace": job.namespace or "default",
+            "shares": tuple(NodeView(share.node, shards=tuple(share.shards)) for share in job.shares),
+            "waiting": tuple(WaitPoint(**wait) for wait in tree["waiting"]),
+            "sources": tuple(SourceFigures(**source) for source in tree["sources"]),
+            "warnings": tuple(WarningPoint(**warning) for warning in tree["warnings"]),
+            "best": BestPoint(**tree["best"]) if tree["best"] is not None else None,
+            "rollback": RollbackPoint(**tree["rollback"]) if tree["rollback"] is not None else None,
+        }
     )
 
 
@@ -330,22 +295,30 @@ def job_tree(job: JobSnapshot) -> dict[str, Any]:
     return tree
 
 
+def message_tree(message: Message, *names: str) -> dict[str, Any]:
+    """For JSON: the fields `names` of a message of the API, or all that it has. Maps are sorted; null stands for what is absent."""
+    fields = message.DESCRIPTOR.fields_by_name
+    return {name: _field_tree(message, fields[name]) for name in names or fields}
+
+
+def _field_tree(message: Message, field: Any) -> Any:
+    value, inner = getattr(message, field.name), field.message_type
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    if inner is not None and inner.GetOptions().map_entry:
+        return dict(sorted(value.items()))
+    if field.is_repeated:
+        return [one if inner is None else message_tree(one) for one in value]
+    return value if inner is None else message_tree(value)
+
+
 def audit_tree(report: pb.AuditReport) -> dict[str, Any]:
     """For JSON."""
-    return {
-        "clean": report.clean,
-        "violations": list(report.violations),
-        "findings": [{"kind": one.kind, "sentence": one.sentence, "refs": list(one.refs)} for one in report.findings],
-        "steps": report.steps,
-        "epochs": report.epochs,
-        "issued": report.issued,
-        "trained": report.trained,
-        "filtered": report.filtered,
-        "failed": report.failed,
-        "in_flight": report.in_flight,
-        "groups_by_node": dict(sorted(report.groups_by_node.items())),
-        "lineages": report.lineages,
-    }
+    return message_tree(
+        report,
+        *("clean", "violations", "findings", "steps", "epochs", "issued", "trained", "filtered", "failed", "in_flight"),
+        *("groups_by_node", "lineages"),
+    )
 
 
 def jobs_table(jobs: Sequence[JobSnapshot]) -> Table:

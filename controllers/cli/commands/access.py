@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, command_group, examples, find_cluster
-from controllers.cli.output import Output
+from controllers.cli.output import Output, message_tree
 from gcore.errors import UsageError
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from gcore.api.authority import CertificateInfo
-    from gcore.api.v1 import access_pb2 as pb
     from gcore.client.jobs import AccessClient
 
 
@@ -197,6 +196,7 @@ def _certificate_tree(found: CertificateInfo, now: datetime) -> dict[str, str | 
 
 T = TypeVar("T")
 DAY_S = 86400.0
+TOKEN = ("id", "name", "role", "namespaces", "created", "expires", "created_by")
 
 TOKEN_EXAMPLES = examples(
     "gcore token create bob --role submitter --namespace vision --days 30 --to bob.token",
@@ -235,7 +235,11 @@ def create_token(
     if to is not None:
         write_secret(to, made.secret)
     if output.is_for_programs:
-        typer.echo(output.text(_token_tree(made.token) | ({"token": made.secret} if to is None else {"file": str(to)})))
+        typer.echo(
+            output.text(
+                message_tree(made.token, *TOKEN) | ({"token": made.secret} if to is None else {"file": str(to)})
+            )
+        )
         return
     typer.echo(f"{made.token.id}  {name}  {role}  {' '.join(made.token.namespaces)}  until {_day(made.token.expires)}")
     typer.echo(made.secret if to is None else str(to))
@@ -251,7 +255,7 @@ def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Form
 
     found = _call(lambda client: client.list_tokens(), address, home).tokens
     if output.is_for_programs:
-        typer.echo(output.text([_token_tree(one) for one in found]))
+        typer.echo(output.text([message_tree(one, *TOKEN) for one in found]))
         return
     now = SystemClock().wall()
     for one in found:
@@ -300,9 +304,8 @@ WHOAMI_EXAMPLES = examples(
 def whoami(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
     """Say whom the cluster takes you for."""
     me = _call(lambda client: client.who_am_i(), address, home)
-    tree = {"name": me.name, "role": me.role, "namespaces": list(me.namespaces), "namespace": me.namespace}
     if output.is_for_programs:
-        typer.echo(output.text(tree))
+        typer.echo(output.text(message_tree(me, "name", "role", "namespaces", "namespace")))
         return
     typer.echo(f"{me.name or 'nobody is told apart here'}  {me.role}  {' '.join(me.namespaces)}")
 
@@ -339,18 +342,6 @@ def _day(seconds: float) -> str:
     from datetime import UTC, datetime
 
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
-
-
-def _token_tree(one: pb.TokenInfo) -> dict[str, object]:
-    return {
-        "id": one.id,
-        "name": one.name,
-        "role": one.role,
-        "namespaces": list(one.namespaces),
-        "created": one.created,
-        "expires": one.expires,
-        "created_by": one.created_by,
-    }
 
 
 CONTEXT_EXAMPLES = examples(

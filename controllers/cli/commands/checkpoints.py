@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ from controllers.cli.options import (
     find_cluster,
     run_of_home,
 )
-from controllers.cli.output import Output, format_seconds, printable_text, rows_table, stdout_console
+from controllers.cli.output import Output, format_seconds, message_tree, printable_text, rows_table, stdout_console
 from gcore.errors import Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def _of_step(job: str, home: Path, address: str | None, step: int) -> _Exportabl
     return _Exportable(reply.name, reply.uid, Path(checkpoint.folder), found.by, what, checkpoint.digest)
 
 
+FIELDS = ("step", "lineage", "folder", "bytes", "written", "kept", "problem", "nodes")
 WIDEST = 400
 """Characters of a folder or a reason that are shown; JSON has all."""
 
@@ -154,7 +155,7 @@ def checkpoints(
 
     found = find_checkpoints(job, home, address).reply
     if output.is_for_programs:
-        typer.echo(output.text([_tree(one) for one in found.checkpoints]))
+        typer.echo(output.text([message_tree(one, *FIELDS) for one in found.checkpoints]))
     elif not found.checkpoints:
         typer.echo(f"Job {found.name} ({found.uid}) has no checkpoint yet.")
     else:
@@ -199,19 +200,6 @@ def checkpoint_digest(folder: Path, uid: str, home: Path, address: str | None) -
     """Of the manifest of the job's checkpoint `folder`, as it was registered; empty if the records do not say. Raises GcoreError."""
     listed = find_checkpoints(uid, home, address).reply.checkpoints
     return next((one.digest for one in listed if Path(one.folder).name == folder.name), "")
-
-
-def _tree(one: pb.CheckpointInfo) -> dict[str, Any]:
-    return {
-        "step": one.step,
-        "lineage": one.lineage,
-        "folder": one.folder,
-        "bytes": one.bytes,
-        "written": one.written,
-        "kept": list(one.kept),
-        "problem": one.problem,
-        "nodes": list(one.nodes),
-    }
 
 
 def _table(found: pb.ListCheckpointsReply, now: float) -> Table:

@@ -28,7 +28,7 @@ from controllers.cli.options import (
     examples,
     verb_examples,
 )
-from controllers.cli.output import Output, printable_text, rows_table, stdout_console
+from controllers.cli.output import Output, message_tree, printable_text, rows_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 HOUR_S = 3600.0
+WORKER = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
+SHARD = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
 
 NODES_EXAMPLES = examples(
     "gcore nodes",
@@ -58,7 +60,7 @@ def nodes(
     if output.is_for_programs:
         tree: dict[str, Any] = {"nodes": [node_tree(node) for node in reply.nodes]}
         if workers:
-            tree["workers"] = [worker_tree(one) for one in reply.workers]
+            tree["workers"] = [message_tree(one, *WORKER) for one in reply.workers]
         typer.echo(output.text(tree))
         return
     rows = [
@@ -120,7 +122,7 @@ def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
     """Who has which shards of a job's prompt stream, and the first prompt of each without an outcome."""
     found = call_cluster(lambda client: client.list_shards(job), address, home)
     if output.is_for_programs:
-        typer.echo(output.text([shard_tree(one) for one in found]))
+        typer.echo(output.text([message_tree(one, *SHARD) for one in found]))
         return
     rows = [
         (
@@ -202,27 +204,8 @@ def slot_usage(node: pb.Node) -> str:
 
 def node_tree(node: pb.Node) -> dict[str, Any]:
     """For JSON."""
-    return {
-        "name": node.name,
-        "incarnation": node.incarnation,
-        "address": node.address,
-        "slots": list(node.slots),
-        "draining": node.draining,
-        "sick": list(node.sick),
-        "uses": {use.slot: use.job_uid for use in node.uses},
-    }
-
-
-def worker_tree(one: pb.WorkerInfo) -> dict[str, Any]:
-    """For JSON."""
-    fields = ("instance", "node", "role", "job_uid", "state", "address", "pid", "slot")
-    return {name: getattr(one, name) for name in fields}
-
-
-def shard_tree(one: pb.Shard) -> dict[str, Any]:
-    """For JSON."""
-    fields = ("shard", "node", "incarnation", "data_epoch", "seq", "length", "ahead")
-    return {name: getattr(one, name) for name in fields}
+    tree = message_tree(node, "name", "incarnation", "address", "slots", "draining", "sick")
+    return {**tree, "uses": {use.slot: use.job_uid for use in node.uses}}
 
 
 def usage_tree(one: pb.Usage) -> dict[str, Any]:
@@ -437,7 +420,7 @@ def quota(
         most = parse_slots(namespace, slots)
         found = call_cluster(lambda client: client.set_quota(namespace, most), address, home)
     if output.is_for_programs:
-        typer.echo(output.text([quota_tree(one) for one in found]))
+        typer.echo(output.text([message_tree(one, "namespace", "slots", "used", "jobs") for one in found]))
         return
     rows = [
         (printable_text(one.namespace), str(one.slots) if one.HasField("slots") else "-", str(one.used), str(one.jobs))
@@ -459,13 +442,3 @@ def parse_slots(namespace: str, text: str) -> int | None:
             fix=f"Say a number, or {NO_LIMIT}: gcore quota {namespace} 8",
         )
     return int(text)
-
-
-def quota_tree(one: pb.Quota) -> dict[str, Any]:
-    """For JSON."""
-    return {
-        "namespace": one.namespace,
-        "slots": one.slots if one.HasField("slots") else None,
-        "used": one.used,
-        "jobs": one.jobs,
-    }

@@ -33,6 +33,7 @@ from controllers.cli.output import (
     job_snapshot,
     job_tree,
     jobs_table,
+    message_tree,
     pairs_table,
     printable_text,
     stdout_console,
@@ -265,7 +266,7 @@ def evaluate(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, o
     """Have the newest weights of a running job evaluated, out of turn. The result is an event, and stands in its metrics."""
     reply = call_cluster(lambda client: client.run_eval(job), address, home)
     if output.is_for_programs:
-        typer.echo(output.text({"step": reply.step, "lineage": reply.lineage}))
+        typer.echo(output.text(message_tree(reply, "step", "lineage")))
     else:
         typer.echo(
             f"The weights of step {reply.step} (lineage {reply.lineage}) are evaluated as soon as they are there."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.cli.output import printable_text, rows_table
+from controllers.cli.output import message_tree, printable_text, rows_table
 from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
@@ -155,37 +155,25 @@ def _standing(group: pb.SampleGroup) -> str:
 
 
 def _group_tree(group: pb.SampleGroup) -> dict[str, Any]:
+    prompt = {"prompt": group.prompt.text, "prompt_more": group.prompt.more}
     return {
-        "ref": group.ref,
-        "source": group.source,
-        "holder": group.holder,
-        "digest": group.digest,
-        "prompt": group.prompt.text,
-        "prompt_more": group.prompt.more,
-        "prompt_tokens": group.prompt_tokens,
-        "answer": group.answer,
-        "temperature": group.temperature,
+        **message_tree(group, "ref", "source", "holder", "digest"),
+        **prompt,
+        **message_tree(group, "prompt_tokens", "answer", "temperature"),
         "responses": [_response_tree(response) for response in group.responses],
     }
 
 
 def _response_tree(response: pb.SampleResponse) -> dict[str, Any]:
-    has = response.HasField
     return {
         "index": response.index,
         "text": response.text.text,
         "more": response.text.more,
-        "tokens": response.tokens,
-        "reward": response.reward,
+        **message_tree(response, "tokens", "reward"),
         "parts": {part.name: part.value for part in response.parts},
-        "advantage": response.advantage if has("advantage") else None,
-        "advantage_least": response.advantage_least if has("advantage_least") else None,
-        "advantage_most": response.advantage_most if has("advantage_most") else None,
-        "finish_reason": response.finish_reason,
-        "masked": response.masked,
+        **message_tree(response, "advantage", "advantage_least", "advantage_most", "finish_reason", "masked"),
         "observed": [[told.start, told.end] for told in response.observed],
-        "observed_tokens": response.observed_tokens,
-        "versions": list(response.versions),
+        **message_tree(response, "observed_tokens", "versions"),
     }
 
 
