@@ -6,6 +6,7 @@ current context. Completion asks a controller for at most a second, completes no
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import typer
 from controllers.cli.output import Output
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.quickstart import NAMES
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from gcore.client.contexts import ClusterAddress
@@ -55,11 +57,8 @@ def complete_node(context: typer.Context, incomplete: str) -> list[tuple[str, st
 def _ask(
     context: typer.Context, what: Callable[[JobsClient], Awaitable[list[tuple[str, str]]]]
 ) -> list[tuple[str, str]]:
-    import asyncio
-
     from gcore.client.calls import WaitPolicy
     from gcore.client.jobs import JobsClient
-    from gcore.system.clock import SystemClock
 
     address = context.params.get("address") or os.environ.get("GCORE_ADDRESS")
     home = Path(context.params.get("home") or os.environ.get("GCORE_HOME") or ".gcore")
@@ -215,10 +214,8 @@ def command_group(purpose: str, epilog: str) -> typer.Typer:
 
 def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
     """Run one conversation with the cluster."""
-    import asyncio
 
     from gcore.client.jobs import JobsClient
-    from gcore.system.clock import SystemClock
 
     cluster = find_cluster(address, home)
 

@@ -5,16 +5,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from controllers.cli.options import DEFAULT_HOME, Address, Format, Home, command_group, examples, find_cluster
+from controllers.cli.options import (
+    DEFAULT_HOME,
+    Address,
+    Format,
+    Home,
+    command_group,
+    examples,
+    find_cluster,
+    parse_addresses,
+)
 from controllers.cli.output import Output, message_tree
 from gcore.errors import UsageError
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -81,7 +93,6 @@ def issue_node_certificate(
 ) -> None:
     """Issue a certificate, into a folder of its own with its key and the authority's certificate."""
     from gcore.api.authority import CertificateRequest, issue_certificate_into, parse_hosts
-    from gcore.errors import UsageError
 
     if purpose not in ("node", "user", "etcd"):
         raise UsageError(f"there is nothing called {purpose!r}", where="--for", fix="Use node, user or etcd")
@@ -131,7 +142,6 @@ def renew_certificates(
     """Renew certificates, with new keys, for the names they have. Daemons read them by themselves. One that cannot be renewed keeps
     none of the others from it."""
     from gcore.api.authority import renew_certificate
-    from gcore.errors import UsageError
 
     problems = []
     for folder in folders:
@@ -168,10 +178,6 @@ def trust_authority(
 
 
 def _now() -> datetime:
-    from datetime import UTC, datetime
-
-    from gcore.system.clock import SystemClock
-
     return datetime.fromtimestamp(SystemClock().wall(), UTC)
 
 
@@ -251,8 +257,6 @@ TOKEN_LIST_EXAMPLES = examples("gcore token list -o json")
 @token_app.command("list", epilog=TOKEN_LIST_EXAMPLES)
 def list_tokens(address: Address = None, home: Home = DEFAULT_HOME, output: Format = Output.TABLE) -> None:
     """The tokens there are, without their secrets."""
-    from gcore.system.clock import SystemClock
-
     found = _call(lambda client: client.list_tokens(), address, home).tokens
     if output.is_for_programs:
         typer.echo(output.text([message_tree(one, *TOKEN) for one in found]))
@@ -324,10 +328,7 @@ def write_secret(file: Path, secret: str) -> None:
 
 
 def _call(what: Callable[[AccessClient], Awaitable[T]], address: str | None, home: Path) -> T:
-    import asyncio
-
     from gcore.client.jobs import AccessClient
-    from gcore.system.clock import SystemClock
 
     cluster = find_cluster(address, home)
 
@@ -339,8 +340,6 @@ def _call(what: Callable[[AccessClient], Awaitable[T]], address: str | None, hom
 
 
 def _day(seconds: float) -> str:
-    from datetime import UTC, datetime
-
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
 
 
@@ -373,7 +372,6 @@ def set_context(
     key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
 ) -> None:
     """Name a cluster, or say anew where it is. The first one is the current one."""
-    from controllers.cli.options import parse_addresses
     from gcore.client import contexts
 
     if not contexts.NAME.fullmatch(name):

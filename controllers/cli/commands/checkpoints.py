@@ -29,6 +29,7 @@ from controllers.cli.options import (
 )
 from controllers.cli.output import Output, format_seconds, message_tree, printable_text, rows_table, stdout_console
 from gcore.errors import Unreachable, UsageError
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,8 +152,6 @@ def checkpoints(
 
     Where no cluster is up, those of a run that ended in this home are read from its folder.
     """
-    from gcore.system.clock import SystemClock
-
     found = find_checkpoints(job, home, address).reply
     if output.is_for_programs:
         typer.echo(output.text([message_tree(one, *FIELDS) for one in found.checkpoints]))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ from controllers.cli.options import (
 )
 from controllers.cli.output import Output, message_tree, printable_text, rows_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from controllers.storage.garbage import DeletionReport
@@ -157,7 +159,6 @@ def usage(
 ) -> None:
     """Hours of slots (accelerators) that jobs had, and of these, hours at work; from the books, also of jobs that were deleted."""
     from controllers.cli.commands.streams import parse_time
-    from gcore.system.clock import SystemClock
 
     now = SystemClock().wall()
     begin = parse_time(since, now) if since else 0.0
@@ -239,8 +240,6 @@ def gc(
 
     Nothing that an unfinished job uses is ever deleted.
     """
-    import asyncio
-
     cleared = asyncio.run(_cleared(_configuration(config, home), dry_run=dry_run))
     if output.is_for_programs:
         typer.echo(output.text([_tree(one) for one in cleared.verdicts]))
@@ -270,7 +269,6 @@ async def _cleared(config: NodeConfig, *, dry_run: bool) -> DeletionReport:
     from controllers.storage.garbage import DeletionReport, delete_garbage, find_garbage
     from controllers.storage.rules import decide_garbage
     from gcore.store.reference import connect_store
-    from gcore.system.clock import SystemClock
 
     clock = SystemClock()
     store = await connect_store(config.etcd, clock)
@@ -332,11 +330,9 @@ def up(
 
     One that is up already stays as it is; if it is not as the options say, this ends with 2.
     """
-    import asyncio
 
     from controllers.cli import local
     from gcore.engines.sglang.command import find_python
-    from gcore.system.clock import SystemClock
 
     request = local.UpRequest(home, controllers, slots, port, etcd_port, find_python(sglang_python))
     result = asyncio.run(
@@ -388,7 +384,6 @@ DOWN_EXAMPLES = examples(
 def down(home: Home = DEFAULT_HOME) -> None:
     """End the cluster of this machine: daemons, workers and etcd. Data, logs and runs stay; unfinished jobs can go on."""
     from controllers.cli import local
-    from gcore.system.clock import SystemClock
 
     ended = local.stop_cluster(home, clock=SystemClock())
     killed = f", {ended.killed} of them killed" if ended.killed else ""

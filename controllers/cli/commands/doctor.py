@@ -25,8 +25,9 @@ import typer
 
 from controllers.cli.options import DEFAULT_HOME, DEFAULT_SLOTS, Format, Home, SglangPython, Slots, examples
 from controllers.cli.output import Output, rows_table, stdout_console
+from controllers.cli.view import doctor_checks
 from gcore.errors import GcoreError
-from gcore.system.clock import Clock
+from gcore.system.clock import Clock, SystemClock
 from gcore.system.process import thread_environment
 
 if TYPE_CHECKING:
@@ -272,7 +273,6 @@ def doctor(
 
     Ends with 1 if anything fails.
     """
-    import asyncio
 
     from rich.text import Text
 
@@ -299,12 +299,6 @@ def doctor(
 
 async def _look(home: Path, wanted: RequestedSlots, *, online: bool, sglang_python: Path | None) -> list[Check]:
     """Everything at once, for most of it is waiting; in the order in which a person wants to read it."""
-    import asyncio
-    import os
-
-    from controllers.cli.view import doctor_checks
-    from gcore.system.clock import SystemClock
-
     clock = SystemClock()
     probe, etcd, place, sglang, hubs, cluster = await asyncio.gather(
         run_probe(devices=wanted.kind == "cuda"),

@@ -39,6 +39,7 @@ from controllers.cli.output import (
     stdout_console,
 )
 from gcore.errors import GcoreError, Unreachable, UsageError, did_you_mean
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
@@ -98,7 +99,6 @@ def describe(
     output: Format = Output.TABLE,
 ) -> None:
     """How a job stands: state and slots, what it waits for since when, shards, placement, last events and rollback, newest warnings."""
-    from gcore.system.clock import SystemClock
 
     async def look(client: JobsClient) -> tuple[pb.Job, pb.PlacementReply | None, list[JobEvent]]:
         found = await client.get_job(job)

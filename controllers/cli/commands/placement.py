@@ -28,7 +28,9 @@ from controllers.cli.options import (
     run_of_home,
 )
 from controllers.cli.output import Output, job_snapshot, pairs_table, stdout_console
+from controllers.cli.view.state import ENDED_STATES
 from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from controllers.cli.view.placement import JobTop
@@ -249,8 +251,6 @@ def top(
     from rich.text import Text
 
     from controllers.cli.view.placement import render_top, top_tree
-    from controllers.cli.view.state import ENDED_STATES
-    from gcore.system.clock import SystemClock
 
     if output.is_for_programs and not once:
         raise UsageError("-o json and yaml are for a single look", fix="Give --once too")

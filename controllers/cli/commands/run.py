@@ -54,12 +54,12 @@ from controllers.cli.options import (
     program_name,
     with_program_name,
 )
-from controllers.cli.output import Output, job_snapshot, job_tree, stdout_console
-from controllers.cli.view.screens import Screen
+from controllers.cli.output import Output, job_snapshot, job_tree, pairs_table, stdout_console
+from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
 from controllers.cli.view.state import JobSnapshot
 from gcore.errors import GcoreError, JobFailed, UsageError
 from gcore.observability.events import JobEvent
-from gcore.system.clock import Clock
+from gcore.system.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
     from controllers.cli.view.summary import AuditVerdict, Summary
@@ -97,7 +97,6 @@ def submit(
 
     With -o json the answer is the job, or with --follow its events, one a line.
     """
-    import uuid
 
     from controllers.cli.commands.specs import trust_warning
     from gcore.config.load import load_spec
@@ -161,9 +160,6 @@ class _Submission:
             self._tell(job)
 
     async def _watch(self, client: JobsClient, job: pb.Job) -> None:
-        from controllers.cli.view.screens import JsonScreen, choose_screen
-        from gcore.system.clock import SystemClock
-
         clock = SystemClock()
         screen: Screen = choose_screen(stdout_console(), clock, plain=self._plain)
         if self._output.is_for_programs:
@@ -488,16 +484,12 @@ def run(
 
     An interrupted job goes on; a finished one is run anew. Ctrl-C stops in good order, a second one at once.
     """
-    import asyncio
 
     from controllers.cli import local
     from controllers.cli.commands.specs import trust_warning
-    from controllers.cli.output import stdout_console
-    from controllers.cli.view.screens import choose_screen
     from controllers.cli.view.summary import summary_rows
     from gcore.config.load import load_spec
     from gcore.engines.sglang.command import find_python
-    from gcore.system.clock import SystemClock
 
     clock = SystemClock()
     begun = clock.monotonic()
@@ -532,7 +524,6 @@ def run(
         if started and (further is not None or not _is_shared(share, home, screen, runner)):
             _down(home, further)
         stack.close()
-    from controllers.cli.output import pairs_table
 
     console.print()
     console.print(pairs_table(summary_rows(summary, again=_again())))
@@ -541,11 +532,9 @@ def run(
 
 
 async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
-    from controllers.cli.output import job_snapshot
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.client.jobs import JobsClient
     from gcore.config.load import dump_explicit
-    from gcore.system.clock import SystemClock
 
     clock = SystemClock()
     mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
@@ -559,7 +548,6 @@ def _clear_half_started(home: Path) -> None:
     """`up` cleans up behind itself; this is for a second key press that interrupted that too."""
     from controllers.cli import local
     from gcore.config.local_cluster import LocalCluster
-    from gcore.system.clock import SystemClock
 
     with contextlib.suppress(GcoreError):
         if LocalCluster.load(home) is None:
@@ -595,7 +583,6 @@ def _say_interrupted(screen: Screen, *, started: bool) -> None:
 def _down(home: Path, further: RepeatedSignals | None) -> None:
     """End the cluster; a further key press, also one since the first, kills it."""
     from controllers.cli import local
-    from gcore.system.clock import SystemClock
 
     try:
         if further is not None:

@@ -31,6 +31,7 @@ from controllers.cli.options import (
 from controllers.cli.output import Output, format_time, printable_text, stdout_console
 from controllers.cli.view.screens import event_text
 from gcore.errors import Unreachable, UsageError
+from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
     from gcore.api.v1 import jobs_pb2 as pb
@@ -67,7 +68,6 @@ def logs(
 ) -> None:
     """What a job's workers wrote to their logs, worker by worker; each line begins with the worker's name."""
     from gcore.api.v1 import jobs_pb2 as pb
-    from gcore.system.clock import SystemClock
 
     request = pb.StreamLogsRequest(
         job=job,

@@ -12,14 +12,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 from controllers.cli.output import message_tree, printable_text, rows_table
 from gcore.rollout.environments.episode import mark_observed
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-
     from controllers.api.submission.checks import CheckedSource, CheckProgress
     from gcore.api.v1 import jobs_pb2 as pb
     from gcore.data.stream import LengthReport
@@ -84,12 +87,6 @@ def mark_observed_text(response: pb.SampleResponse) -> str:
 
 
 def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
-    from rich import box
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
     side_by_side = max(1, min(len(group.responses), (width - 4) // COLUMN_WIDTH))
     table = Table(box=box.SIMPLE_HEAD, show_header=False, expand=True, show_lines=True, pad_edge=False)
     for _ in range(side_by_side):
@@ -104,8 +101,6 @@ def _panel(group: pb.SampleGroup, width: int) -> RenderableType:
 
 
 def _cell(response: pb.SampleResponse) -> RenderableType:
-    from rich.text import Text
-
     colour = "green" if response.reward > 0 else "red" if response.reward < 0 else "yellow"
     return Text.assemble(
         (f"{reward_text(response)}\n", f"bold {colour}"),
@@ -274,9 +269,6 @@ def source_title(checked: CheckedSource) -> str:
 @contextmanager
 def progress_bar() -> Iterator[CheckProgress]:
     """A bar on standard error for what takes long; nothing where that is no terminal, and nothing that stays."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     with Progress(console=(console := Console(stderr=True)), transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
 from controllers.cli.output import (
     bin_points,
@@ -25,12 +31,6 @@ from controllers.cli.output import (
     shard_strip,
 )
 from controllers.cli.view.state import PHASES, RECENT_STEPS, AnswerPoint, NodeView, SetPoint, StepPoint, ViewState
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
 
 SHOWN = 6
 """Sources in the live view; the others are counted."""
@@ -49,9 +49,6 @@ def list_sources(state: ViewState) -> tuple[str, ...]:
 
 def sources_table(state: ViewState) -> Table | None:
     """The table; None for a job with one source."""
-    from rich.table import Table
-    from rich.text import Text
-
     names = list_sources(state)
     if not names:
         return None
@@ -84,8 +81,6 @@ def _measured(accuracy: float | None, of_set: SetPoint | None) -> str:
 
 
 def _number(value: float | None, form: str) -> Text:
-    from rich.text import Text
-
     return Text("-" if value is None else form.format(value))
 
 
@@ -138,11 +133,6 @@ ROWS_WITH_ANSWERS = 35
 def render_view(state: ViewState, now: float, width: int = 100, height: int | None = None) -> RenderableType:
     """The view at `now` (seconds since the epoch) for a terminal of `width` columns and `height` rows (None: as many as
     it takes). On a low one the answers are left out, so that what happens is seen."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.rule import Rule
-    from rich.text import Text
-
     inner = max(40, min(width, 140)) - 4
     rows: list[RenderableType] = [
         _progress(state, now, inner),
@@ -161,8 +151,6 @@ def render_view(state: ViewState, now: float, width: int = 100, height: int | No
 
 
 def _title(state: ViewState) -> Text:
-    from rich.text import Text
-
     title = Text(" gcore  ", style="bold")
     title.append(printable_text(state.job) or "a job", style="bold")
     title.append("  ")
@@ -173,10 +161,6 @@ def _title(state: ViewState) -> Text:
 
 
 def _progress(state: ViewState, now: float, width: int) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
     line = Table.grid(expand=False, padding=(0, 2, 0, 0))
     share = state.step / state.steps if state.steps else 0.0
     words = [Text(f"step {state.step}/{state.of_steps}", style="bold"), Text(f"{share:.0%}")]
@@ -197,8 +181,6 @@ def _progress(state: ViewState, now: float, width: int) -> RenderableType:
 
 
 def _charts(state: ViewState, width: int) -> RenderableType:
-    from rich.table import Table
-
     cells = max(10, (width - 14) // 2)
     steps = max(1, state.steps, state.step)
     rewards = [((p.step - 1) / steps, p.stats["reward"]) for p in state.points if "reward" in p.stats]
@@ -241,10 +223,6 @@ def _accuracy(state: ViewState) -> str:
 def _chart(
     name: str, values: tuple[float | None, ...], last: str, low: float, high: float, colour: str
 ) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     head = Text.assemble((name, "bold"), "  ", (last, f"bold {colour}"))
     body = Table.grid()
     drawn = draw_chart(values, height=CHART_HEIGHT, low=low, high=high)
@@ -256,9 +234,6 @@ def _chart(
 
 def _numbers(state: ViewState, width: int) -> RenderableType:
     """What the newest step measured; on a narrow terminal in two lines, and no number is torn from its name."""
-    from rich.console import Group
-    from rich.text import Text
-
     stats = state.points[-1].stats if state.points else {}
     rate = state.points[-1].tokens_per_second if state.points else None
     shown = [
@@ -285,8 +260,6 @@ def _numbers(state: ViewState, width: int) -> RenderableType:
 
 def _time_bar(state: ViewState, width: int) -> RenderableType:
     # The median, and not of the first step: it has the start of engines and ranks in it.
-    from rich.text import Text
-
     recent = state.points[max(1, len(state.points) - RECENT_STEPS) :] or state.points
     usual = {phase: median(p.phases.get(phase, 0.0) for p in recent) if recent else 0.0 for phase in PHASES}
     head, legend = Text("a step ", style="dim", no_wrap=True), Text()
@@ -305,9 +278,6 @@ def _time_bar(state: ViewState, width: int) -> RenderableType:
 
 
 def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table.grid(padding=(0, 2, 0, 0))
     map_width = max(16, min(64, width - 42))
     headings = ("controller", f"shards (of {state.shard_count or '?'})", "", "groups", "now")
@@ -330,8 +300,6 @@ def _controllers(state: ViewState, now: float, width: int) -> RenderableType:
 
 
 def _shard_map(node: NodeView, fresh: frozenset[int], count: int, width: int, colour: str) -> Text:
-    from rich.text import Text
-
     marked = moved_cells(fresh & frozenset(node.shards), count, width)
     line = Text(no_wrap=True)
     for cell, character in enumerate(shard_strip(node.shards, count, width)):
@@ -350,8 +318,6 @@ def _doing(state: ViewState, node: NodeView) -> str:
 
 def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]:
     """What is waited for, longest first: nothing waits in silence."""
-    from rich.text import Text
-
     waits = () if state.ended else sorted(state.waiting, key=lambda wait: wait.since)
     for wait in waits[:WAITS_SHOWN]:
         text = Text(f"waits  {format_seconds(max(0.0, now - wait.since)):>6}  ", style="dim", no_wrap=True)
@@ -359,9 +325,6 @@ def _waits(state: ViewState, now: float, width: int) -> Iterator[RenderableType]
 
 
 def _answers(state: ViewState) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
     first, last = state.evals[0], state.evals[-1]
     now_by_prompt = {a.prompt: a for a in last.samples}
     table = Table.grid(padding=(0, 3, 0, 0))
@@ -379,8 +342,6 @@ def _answers(state: ViewState) -> RenderableType:
 
 
 def _marked(answer: AnswerPoint | None) -> Text:
-    from rich.text import Text
-
     if answer is None:
         return Text("-", style="dim")
     right = answer.right
@@ -389,8 +350,6 @@ def _marked(answer: AnswerPoint | None) -> Text:
 
 
 def _log(state: ViewState, width: int) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     colours = {"rollback": "yellow", "member": "bold", "shards": "cyan", "state": "bold"}
     for line in state.log[-LOG_SHOWN:]:
         since = line.time - (state.started if state.started is not None else line.time)

@@ -20,8 +20,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from controllers.accounting.states import add_times
-from controllers.cli.output import format_seconds, printable_text, rows_table
+from controllers.cli.output import format_seconds, pairs_table, printable_text, rows_table
 from gcore.config.placement import FIXED_POLICIES
 from gcore.ledger.records.cluster import Slot
 from gcore.ledger.records.job import HoldPeriod, Move, MoveKind, Moves, Pin, Plan
@@ -39,9 +43,6 @@ from placement.moves import (
 from placement.slots import count_noun
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
     from gcore.api.v1 import jobs_pb2 as pb
 
 MOST_SHOWN = 16_384
@@ -395,9 +396,6 @@ def top_rows(top: JobTop) -> Iterable[tuple[str, str]]:
 
 def states_table(top: JobTop) -> Table:
     """Slots by state, the most first."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_row(*(Text(word, style="dim") for word in ("state", "slots", "")))
     for state, slots in sorted(top.by_state.items(), key=lambda item: (-item[1], item[0])):
@@ -410,11 +408,6 @@ def states_table(top: JobTop) -> Table:
 
 def render_top(top: JobTop) -> Group:
     """All of it."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from controllers.cli.output import pairs_table
-
     parts: list[Any] = [pairs_table(dict(top_rows(top)))]
     if top.books:
         parts += [Text(""), states_table(top)]

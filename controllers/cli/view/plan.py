@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from controllers.cli.output import printable_text, rows_table
 from gcore.config.spec import JobSpec
 from placement.mapping.cluster import GIB, ClusterSpec
@@ -28,9 +31,6 @@ from placement.mapping.workload import EngineWorkload, PoolLayout, Workload
 from placement.slots import count_noun, sizes_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from placement.mapping.search import LayoutSearchResult
     from placement.mapping.workload import JobShapes, MeanLengths
 
@@ -101,7 +101,6 @@ LONG = 500
 
 def plan_tree(planned: PlanReport, show: int) -> dict[str, Any]:
     """For JSON; memory in GiB, times in seconds. `show`: placements in it."""
-
     found, cluster, device = planned.found, planned.cluster, planned.cluster.device
     first = planned.first
     return {
