@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from controllers.cli.commands import doctor as reach
-from controllers.cli.view import doctor_checks as judge
+from controllers.cli.commands.doctor import inspect_cluster
+from controllers.cli.view.doctor_checks import CheckState
 from gcore.config.local_cluster import ControllerProcess, EtcdProcess, LocalCluster
 from gcore.system.clock import SystemClock
 
@@ -97,6 +97,6 @@ def test_a_cluster_whose_processes_are_gone_is_told_part_by_part(tmp_path: Path)
 
 async def test_a_cluster_s_document_that_is_damaged_is_a_failed_check(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("{")
-    checks = list(judge.check_cluster(await reach.find_running_cluster(tmp_path, SystemClock())))
-    assert (checks[0].name, checks[0].state) == ("cluster", judge.CheckState.FAIL)
+    checks = await inspect_cluster(tmp_path, SystemClock())
+    assert (checks[0].name, checks[0].state) == ("cluster", CheckState.FAIL)
     assert "gcore down" in checks[0].fix
