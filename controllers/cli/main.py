@@ -26,7 +26,7 @@ from controllers.cli.commands import (
     specs,
     streams,
 )
-from controllers.cli.options import prepare_hint, verb_examples, with_program_name
+from controllers.cli.options import INTERRUPTED, prepare_hint, verb_examples, with_program_name
 from gcore import __version__
 from gcore.errors import GcoreError
 
@@ -75,7 +75,7 @@ def _add_command(name: str, call: Callable[..., None], examples: str, panel: str
             call(*args, **options)
         except KeyboardInterrupt:
             typer.echo("gcore: interrupted", err=True)
-            raise typer.Exit(run.EXIT_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
 
     app.command(name, epilog=examples, rich_help_panel=panel)(interruptible)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -301,14 +300,6 @@ MOST_CLUSTER_BYTES = 1 << 16
 MOST_TOKENS = 1 << 24
 
 
-class PlanOutput(StrEnum):
-    """How the answer is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
-
-
 def plan(
     spec: SpecFile,
     cluster: Annotated[Path, typer.Option("--cluster", help="The nodes, a YAML file; see deploy/local/clusters.")],
@@ -323,8 +314,8 @@ def plan(
     ] = None,
     show: Annotated[int, typer.Option(min=1, max=1000, help="Placements that are shown.")] = 5,
     output: Annotated[
-        PlanOutput, typer.Option("--output", "-o", help="How the answer is printed; yaml: what to write into the spec.")
-    ] = PlanOutput.TABLE,
+        Output, typer.Option("--output", "-o", help="How the answer is printed; yaml: what to write into the spec.")
+    ] = Output.TABLE,
 ) -> None:
     """Where a job's pools should lie: what each model takes, the ways that fit, the best first, and why others do not fit.
 
@@ -341,13 +332,13 @@ def plan(
 
     planned = make_plan(spec, cluster, set_, prompt_tokens, response_tokens)
     first = planned.first
-    if output is PlanOutput.JSON:
+    if output is Output.JSON:
         typer.echo(as_json(plan_tree(planned, show)))
-    elif output is PlanOutput.TABLE:
+    elif output is Output.TABLE:
         print_tables(planned, show, stdout_console())
     if first is None:
         raise _nothing_fits(planned, cluster)
-    if output is PlanOutput.YAML:
+    if output is Output.YAML:
         import yaml
 
         section = placement_section(planned.spec, first)

@@ -25,7 +25,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +55,7 @@ from controllers.cli.options import (
 )
 from controllers.cli.output import Output, job_snapshot, job_tree, pairs_table, stdout_console
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
-from controllers.cli.view.state import JobSnapshot
+from controllers.cli.view.state import ENDED_STATES, JobSnapshot
 from gcore.errors import GcoreError, JobFailed, UsageError
 from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
@@ -98,14 +97,13 @@ def submit(
     With -o json the answer is the job, or with --follow its events, one a line.
     """
 
-    from controllers.cli.commands.specs import trust_warning
+    from controllers.cli.commands.specs import warn_of_trust
     from gcore.config.load import load_spec
 
     if follow and wait:
         raise UsageError("--follow and --wait both wait for the job's end", fix="Give one of them")
     loaded = load_spec(spec, set_ or ())
-    if (warning := trust_warning(loaded.model)) is not None:
-        typer.echo(warning, err=True)
+    warn_of_trust(loaded.model)
     if dry_run:
         _check(loaded, home, output)
         return
@@ -141,11 +139,9 @@ class _Submission:
 
     async def run(self, client: JobsClient) -> None:
         """Raises JobFailed if the job was waited for, and failed or was cancelled."""
-        from gcore.api.v1 import jobs_pb2 as pb
         from gcore.config.load import dump_explicit
 
-        mode = pb.START_MODE_NEW if self._new else pb.START_MODE_RESUME
-        job = await create_job(client, dump_explicit(self._spec), request_id=self._request, mode=mode)
+        job = await create_job(client, dump_explicit(self._spec), request_id=self._request, new=self._new)
         self.uid = job.uid
         if self._output is Output.TABLE:
             found = job_snapshot(job)
@@ -347,8 +343,6 @@ LOCK = "followers.lock"
 ANSWER_TIMEOUT_S = 1.5
 """For an answer: somebody has pressed a key and waits."""
 
-ENDED = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
-
 
 class HomeUser:
     """A command that is at work in a home, since `began` (seconds since the epoch)."""
@@ -384,7 +378,7 @@ class HomeUser:
         patience = WaitPolicy(call_s=ANSWER_TIMEOUT_S)
         async with JobsClient(find_addresses(None, home), clock=self._clock, patience=patience) as client:
             jobs = [job_snapshot(job) for job in await client.list_jobs()]
-        return tuple(j.name for j in jobs if j.created > self._began and j.uid != own and j.state not in ENDED)
+        return tuple(j.name for j in jobs if j.created > self._began and j.uid != own and j.state not in ENDED_STATES)
 
 
 @contextlib.contextmanager
@@ -412,8 +406,11 @@ QUIET_S = 3.0
 NOTICE = "The controller reads and checks the data before it creates the job; the first time, large data take minutes."
 
 
-async def create_job(client: JobsClient, spec_json: str, *, request_id: str, mode: pb.StartMode) -> pb.Job:
+async def create_job(client: JobsClient, spec_json: str, *, request_id: str, new: bool) -> pb.Job:
     """`JobsClient.create_job`, with a sentence on standard error when it takes long. Raises GcoreError."""
+    from gcore.api.v1 import jobs_pb2 as pb
+
+    mode = pb.START_MODE_NEW if new else pb.START_MODE_RESUME
     creating = asyncio.ensure_future(client.create_job(spec_json, request_id=request_id, mode=mode))
     try:
         done, _ = await asyncio.wait({creating}, timeout=QUIET_S)
@@ -450,17 +447,6 @@ class RepeatedSignals:
             raise KeyboardInterrupt
 
 
-EXIT_INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    spec: JobSpec
-    new: bool
-    cluster: ClusterAddress
-    begun: float
-
-
 RUN_EXAMPLES = examples(
     "gcore run examples/arithmetic/grpo.yaml",
     "[dim]Afresh, and with another learning rate:[/dim]  gcore run grpo.yaml --new --set train.learning_rate=1e-4",
@@ -486,7 +472,7 @@ def run(
     """
 
     from controllers.cli import local
-    from controllers.cli.commands.specs import trust_warning
+    from controllers.cli.commands.specs import warn_of_trust
     from controllers.cli.view.summary import summary_rows
     from gcore.config.load import load_spec
     from gcore.engines.sglang.command import find_python
@@ -494,8 +480,7 @@ def run(
     clock = SystemClock()
     begun = clock.monotonic()
     loaded = load_spec(spec, set_ or ())
-    if (warning := trust_warning(loaded.model)) is not None:
-        typer.echo(warning, err=True)
+    warn_of_trust(loaded.model)
     signal.signal(signal.SIGTERM, raise_interrupt)
     console = stdout_console()
     screen = choose_screen(console, clock, plain=plain)
@@ -510,15 +495,15 @@ def run(
                 share = stack.enter_context(register_command(home, clock, say=typer.echo))
                 result = runner.run(local.start_cluster(request, clock=clock, say=typer.echo))
                 started = result.started
-            asked = _Run(loaded, new, find_cluster(address, home), begun)
-            summary = runner.run(_submit_and_follow(asked, screen))
+            cluster = find_cluster(address, home)
+            summary = runner.run(_submit_and_follow(loaded, screen, cluster, new=new, begun=begun))
         except KeyboardInterrupt:
             further = RepeatedSignals()
             if address is None and not started:
                 _clear_half_started(home)
             started = started and not _is_shared(share, home, screen, runner)
             _say_interrupted(screen, started=started)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
     finally:
         # After a key press that was asked already.
         if started and (further is not None or not _is_shared(share, home, screen, runner)):
@@ -531,17 +516,16 @@ def run(
         raise typer.Exit(1)
 
 
-async def _submit_and_follow(run: _Run, screen: Screen) -> Summary:
-    from gcore.api.v1 import jobs_pb2 as pb
+async def _submit_and_follow(
+    spec: JobSpec, screen: Screen, cluster: ClusterAddress, *, new: bool, begun: float
+) -> Summary:
     from gcore.client.jobs import JobsClient
     from gcore.config.load import dump_explicit
 
     clock = SystemClock()
-    mode = pb.START_MODE_NEW if run.new else pb.START_MODE_RESUME
-    async with JobsClient(run.cluster.addresses, clock=clock, connector=run.cluster.connector) as client:
-        created = await create_job(client, dump_explicit(run.spec), request_id=uuid.uuid4().hex, mode=mode)
-        job = job_snapshot(created)
-        return await record_job(client, job, screen, clock, begun=run.begun)
+    async with JobsClient(cluster.addresses, clock=clock, connector=cluster.connector) as client:
+        job = await create_job(client, dump_explicit(spec), request_id=uuid.uuid4().hex, new=new)
+        return await record_job(client, job_snapshot(job), screen, clock, begun=begun)
 
 
 def _clear_half_started(home: Path) -> None:
@@ -590,7 +574,7 @@ def _down(home: Path, further: RepeatedSignals | None) -> None:
         local.stop_cluster(home, clock=SystemClock())
     except KeyboardInterrupt:
         local.stop_cluster(home, clock=SystemClock(), grace_s=0)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     except GcoreError as error:
         # What the run itself has to say matters more; but this must not go unsaid.
         typer.echo(f"gcore: {error}", err=True)

@@ -198,14 +198,14 @@ def download_tree(answer: HubAnswer) -> dict[str, Any]:
     }
 
 
-def trust_warning(model: ModelSpec) -> str | None:
-    """Said whenever a spec trusts code that comes with a model; None for one that does not."""
-    if not model.trust_remote_code:
-        return None
-    return (
-        f"warning: model.trust_remote_code is set: Python code that comes with {model.path} may run in every engine "
-        "and rank, with all that your account may do."
-    )
+def warn_of_trust(model: ModelSpec) -> None:
+    """Said on standard error whenever a spec trusts code that comes with a model."""
+    if model.trust_remote_code:
+        warning = (
+            f"warning: model.trust_remote_code is set: Python code that comes with {model.path} may run in every engine "
+            "and rank, with all that your account may do."
+        )
+        typer.echo(warning, err=True)
 
 
 def format_bytes(size: int) -> str:
@@ -307,8 +307,7 @@ def validate(
     processes = planned_processes(loaded, controllers, slots, checked.models)
     prompts = checked.prompts.prompts
     answer = ask_hub(loaded.model.path, trust_remote_code=loaded.model.trust_remote_code)
-    if (warning := trust_warning(loaded.model)) is not None:
-        typer.echo(warning, err=True)
+    warn_of_trust(loaded.model)
     if (missing := local_warning(loaded)) is not None:
         typer.echo(missing, err=True)
     tree = loaded.model_dump(mode="json")

@@ -73,13 +73,13 @@ async def test_who_waits_long_for_a_creation_is_told_what_for(script, monkeypatc
     slow = await SlowJobs(script).start()
     async with JobsClient([slow.address], clock=SystemClock()) as jobs:
         slow.let.set()
-        job = await creating.create_job(jobs, "{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED)
+        job = await creating.create_job(jobs, "{}", request_id="r", new=False)
         assert (job.uid, capsys.readouterr().err) == ("u1", "")
         slow.let.clear()
         monkeypatch.setattr(creating, "QUIET_S", 0.01)
         told = asyncio.Event()
         monkeypatch.setattr(creating.typer, "echo", lambda text, err: (told.set(), print(text, err)))
-        waiting = asyncio.create_task(creating.create_job(jobs, "{}", request_id="r", mode=pb.START_MODE_UNSPECIFIED))
+        waiting = asyncio.create_task(creating.create_job(jobs, "{}", request_id="r", new=False))
         await told.wait()
         slow.let.set()
         assert (await waiting).uid == "u1"
