@@ -6,8 +6,9 @@ a traceback; a `GcoreError` never does.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 
@@ -35,6 +36,18 @@ class TracedError(GcoreError):
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None, trace: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
         self.trace = trace
+
+
+@contextlib.contextmanager
+def explain_os_errors(
+    what: str, kind: type[GcoreError] = GcoreError, *, where: object = None, fix: str | None = None
+) -> Iterator[None]:
+    """Raise an OSError of the block as `kind`, with what the system said behind `what`."""
+    try:
+        yield
+    except OSError as error:
+        at = None if where is None else str(where)
+        raise kind(f"{what} ({error.strerror or error})", where=at, fix=fix) from error
 
 
 class JobFailed(GcoreError):

@@ -31,7 +31,7 @@ from gcore.api.rpc import VersionedStub, Violation
 from gcore.api.tls import Connector
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.api.v1 import jobs_pb2_grpc
-from gcore.errors import GcoreError, did_you_mean
+from gcore.errors import did_you_mean, explain_os_errors
 from gcore.ledger.mirror import JobMirror
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all, gather_or_cancel
@@ -356,7 +356,7 @@ class LogStream:
             for one in self._reads.values():
                 more = True
                 while more:
-                    with _reading(one.log):
+                    with explain_os_errors("a log cannot be read", where=one.log.path):
                         lines, more = await asyncio.to_thread(one.reader.read, last=last)
                     for line in lines:
                         if (told := self._line(one, line)) is not None:
@@ -377,7 +377,7 @@ class LogStream:
         self._reads[log.instance] = _Read(log, reader, 0.0)
         if not (self.ask.places and first):
             return None
-        with _reading(log):
+        with explain_os_errors("a log cannot be read", where=log.path):
             begin = await asyncio.to_thread(reader.start)
         return None if begin is None else pb.LogLine(mark=pb.LOG_MARK_BEGIN, place=_placed(log, begin, 0.0))
 
@@ -402,22 +402,13 @@ def _placed(log: WorkerLog, place: LogPosition, time: float) -> pb.LogPlace:
     )
 
 
-@contextlib.contextmanager
-def _reading(log: WorkerLog) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise GcoreError(f"a log cannot be read ({error.strerror or error})", where=str(log.path)) from error
-
-
 def log_names(run_dir: Path) -> list[str]:
     """The files of the folder of logs; none where there is no such folder. Raises GcoreError. Blocks."""
-    try:
-        return [entry.name for entry in (run_dir / "logs").iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
+    with explain_os_errors("the run's folder cannot be read", where=run_dir):
+        try:
+            return [entry.name for entry in (run_dir / "logs").iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
 
 Source = Callable[[], AsyncGenerator[pb.LogLine, None]]

@@ -20,7 +20,7 @@ from controllers.identity import node_of
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.config.load import stored_spec
 from gcore.config.spec import SamplesSpec
-from gcore.errors import GcoreError, Unreachable
+from gcore.errors import GcoreError, Unreachable, explain_os_errors
 from gcore.ledger import archive
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.audit.audit import AuditInputs, audit_records
@@ -130,12 +130,11 @@ def _messages(picked: _Picked, stands: pb.StepStanding | None) -> Iterator[pb.Sa
 
 @contextlib.contextmanager
 def _reading(where: Path) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, UnreadableRecord) as error:
-        raise GcoreError("the samples of this step were removed while they were read", where=str(where)) from error
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(where)) from error
+    with explain_os_errors("the run's folder cannot be read", where=where):
+        try:
+            yield
+        except (FileNotFoundError, UnreadableRecord) as error:
+            raise GcoreError("the samples of this step were removed while they were read", where=str(where)) from error
 
 
 def _group(group: KeptGroup, responses: tuple[KeptResponse, ...]) -> pb.SampleGroup:
@@ -388,12 +387,10 @@ def folder_accounts(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
 
 
 def _of_folder(run_dir: Path, step: int) -> Iterator[pb.BookOfNode]:
-    try:
+    with explain_os_errors("the run's folder cannot be read", where=run_dir):
         for line in read_step_lines(run_dir, step):
             lineage = line.book.version.lineage
             yield pb.BookOfNode(node=line.node, lineage=lineage, step=step, book_json=encode_line(line))
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
 
 
 def _newest(mirror: JobMirror) -> Iterator[pb.BookOfNode]:

@@ -35,7 +35,7 @@ from controllers.storage.run_folder import collect_records
 from controllers.telemetry.events import Event, EventLog
 from gcore.api.rpc import Violation
 from gcore.api.v1 import jobs_pb2 as pb
-from gcore.errors import GcoreError, StoreUnavailable, did_you_mean
+from gcore.errors import StoreUnavailable, did_you_mean, explain_os_errors
 from gcore.ledger.archive import ArchivedLog
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import LogEntry
@@ -91,14 +91,12 @@ def stored_steps(mirror: JobMirror, behind: StreamPosition) -> Iterator[LogEntry
 
 def all_steps(run_dir: Path, log: Mapping[int, LogEntry], behind: StreamPosition) -> Iterator[LogEntry]:
     """The same with those that left the store. Reads them one by one. Raises GcoreError. Blocks on the disk."""
-    try:
+    with explain_os_errors("the run's folder cannot be read", where=run_dir):
         archived = ArchivedLog(run_dir, log)
         for seq in sorted(archived):
             entry = archived.get(seq)
             if entry is not None and entry.kind == "train" and behind.is_before(entry):
                 yield entry
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
 
 
 def has_no_values(names: Collection[str], entries: Iterable[LogEntry]) -> bool:

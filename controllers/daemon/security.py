@@ -18,7 +18,7 @@ from controllers.api.edge.errors import Unauthenticated
 from controllers.api.edge.gate import CallEntry, CallJournal
 from gcore.api.tls import PLAIN, Connector, ReloadingFiles, TlsMaterial, server_credentials, serving_context
 from gcore.config.node import NodeConfig, join_host_port
-from gcore.errors import StoreUnavailable, UsageError
+from gcore.errors import StoreUnavailable, UsageError, explain_os_errors
 from gcore.observability.http import NAMES, MetricsServer, serve_metrics
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
@@ -170,12 +170,10 @@ def tls_material(config: NodeConfig) -> TlsMaterial:
 def read_engines_key(file: Path) -> bytes:
     """The cluster's key of engines. Raises UsageError."""
     fix = "Name the engines.key that `gcore certs issue` put beside the node's certificate"
-    try:
+    with explain_os_errors("cannot be read", UsageError, where=file, fix=fix):
         if file.stat().st_mode & 0o077:
             raise UsageError("others may read the key", where=str(file), fix=f"chmod 600 {file}")
         key = file.read_bytes().strip()
-    except OSError as error:
-        raise UsageError(f"cannot be read ({error.strerror or error})", where=str(file), fix=fix) from error
     if len(key) < LEAST_ENGINES_KEY:
         raise UsageError(f"a key of engines has at least {LEAST_ENGINES_KEY} bytes", where=str(file), fix=fix)
     return key

@@ -26,7 +26,7 @@ from controllers.changes import ChangeSignal
 from controllers.identity import Identity
 from controllers.storage.peer_files import PeerFiles
 from gcore.api.tls import PLAIN, Connector
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, explain_os_errors
 from gcore.ledger import archive
 from gcore.ledger.audit import receipts
 from gcore.ledger.mirror import JobMirror
@@ -144,15 +144,11 @@ class StorageProof:
 
     def _write(self, nonce: str) -> None:
         path = self._file_of(self.identity.node)
-        try:
+        with explain_os_errors(
+            f"{self.identity.node} cannot write in the job's folder", StorageNotShared, where=self.run_dir, fix=SHARE_IT
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, nonce.encode())
-        except OSError as error:
-            raise StorageNotShared(
-                f"{self.identity.node} cannot write in the job's folder ({error.strerror or error})",
-                where=str(self.run_dir),
-                fix=SHARE_IT,
-            ) from error
 
     def _sees(self, mark: StorageMark) -> bool:
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gcore.api.tls import NAME, CertName, check_user, parse_cert_name
-from gcore.errors import UsageError
+from gcore.errors import UsageError, explain_os_errors
 from gcore.system.files import replace_file
 
 SKEW = timedelta(minutes=5)
@@ -361,25 +361,20 @@ def _authority(folder: Path) -> CertificatePair:
 
 
 def _bytes(file: Path) -> bytes:
-    try:
+    with explain_os_errors(
+        "cannot be read",
+        UsageError,
+        where=file,
+        fix="Name a folder that `gcore certs init` or `gcore certs issue` made",
+    ):
         return file.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"cannot be read ({error.strerror or error})",
-            where=str(file),
-            fix="Name a folder that `gcore certs init` or `gcore certs issue` made",
-        ) from error
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    try:
+    with explain_os_errors("cannot be written", UsageError, where=folder, fix="Name another folder"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, data in files.items():
             replace_file(folder / name, data, mode=0o644 if name in (CA, CERT) else 0o600)
-    except OSError as error:
-        raise UsageError(
-            f"cannot be written ({error.strerror or error})", where=str(folder), fix="Name another folder"
-        ) from error
 
 
 def _check_days(days: int) -> None:

@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from gcore.api.tls import PLAIN, Connector, TlsMaterial
 from gcore.config.base import Section
-from gcore.errors import UsageError, did_you_mean
+from gcore.errors import UsageError, did_you_mean, explain_os_errors
 from gcore.system.files import replace_file
 
 CONTEXT, ADDRESS, TOKEN, CA, CONFIG = "GCORE_CONTEXT", "GCORE_ADDRESS", "GCORE_TOKEN", "GCORE_CA", "GCORE_CONFIG"
@@ -107,13 +107,9 @@ def save_contexts(file: Path, contexts: Contexts) -> None:
     import yaml
 
     tree = contexts.model_dump(mode="json", exclude_none=True)
-    try:
+    with explain_os_errors("cannot be written", UsageError, where=file, fix="Set GCORE_CONFIG"):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, yaml.safe_dump(tree, sort_keys=False).encode(), mode=0o600)
-    except OSError as error:
-        raise UsageError(
-            f"cannot be written ({error.strerror or error})", where=str(file), fix="Set GCORE_CONFIG"
-        ) from error
 
 
 def choose_cluster(

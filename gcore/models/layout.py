@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from gcore.errors import DataError, GcoreError, UsageError
+from gcore.errors import DataError, GcoreError, UsageError, explain_os_errors
 from gcore.schema import Record, RecordPart, UnreadableRecord
 from gcore.system.files import replace_folder, sweep_drafts
 from gcore.types import Version
@@ -207,24 +207,20 @@ def verify_checkpoint(folder: Path) -> Manifest:
             raise CheckpointDamaged(f"the manifest does not name {needed}", where=str(folder / MANIFEST_FILE))
     for name, expected in sorted(manifest.files.items()):
         path = folder / name
-        try:
+        with explain_os_errors("the file cannot be read", CheckpointDamaged, where=path):
             size = path.stat().st_size
             if size != expected.size:
                 raise CheckpointDamaged(f"the file has {size} bytes, not {expected.size}", where=str(path))
             if file_entry(path).sha256 != expected.sha256:
                 raise CheckpointDamaged("the file's content is not what was saved", where=str(path))
-        except OSError as error:
-            raise CheckpointDamaged(f"the file cannot be read ({error.strerror or error})", where=str(path)) from error
     return manifest
 
 
 def manifest_digest(folder: Path) -> str:
     """Names a checkpoint with all its files: SHA-256 of its manifest, 64 hex digits. Raises CheckpointDamaged."""
     path = folder / MANIFEST_FILE
-    try:
+    with explain_os_errors("no manifest can be read", CheckpointDamaged, where=path):
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise CheckpointDamaged(f"no manifest can be read ({error.strerror or error})", where=str(path)) from error
 
 
 def copy_model(checkpoint: Path, to: Path, digest: str = "") -> None:

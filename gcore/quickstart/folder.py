@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gcore.errors import DataError
+from gcore.errors import DataError, explain_os_errors
 from gcore.models.layout import FileEntry, file_entry
 from gcore.system.files import replace_folder, sweep_drafts
 
@@ -80,7 +80,12 @@ def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
     `fill` raises.
     """
     to = Path(os.path.abspath(to))
-    try:
+    with explain_os_errors(
+        "the example cannot be prepared here",
+        DataError,
+        where=to,
+        fix="Name a folder that can be written, with 20 MB free",
+    ):
         to.parent.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(to):
             found = _usable(to, recipe)
@@ -88,12 +93,6 @@ def make_or_find(to: Path, recipe: Recipe[M]) -> PreparedFolder[M]:
                 return PreparedFolder(to, found, cached=True)
             _refuse_foreign(to, recipe.example)
             return PreparedFolder(to, _make(to, recipe), cached=False)
-    except OSError as error:
-        raise DataError(
-            f"the example cannot be prepared here ({error.strerror or error})",
-            where=str(to),
-            fix="Name a folder that can be written, with 20 MB free",
-        ) from error
 
 
 def _make(to: Path, recipe: Recipe[M]) -> M:

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, explain_os_errors
 
 GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 """Begins a command line of `gcore.system.guard`, which is run by its path; a subcommand follows."""
@@ -86,7 +86,11 @@ def spawn_detached(
     Its output is appended to `log_file` (its folder is made), its input is empty. `env` is the whole environment, None
     this process's. Raises CannotStart.
     """
-    try:
+    with explain_os_errors(
+        f"cannot start {command[0]!r} with output to {log_file}",
+        CannotStart,
+        fix="Check that the command exists and that the folder is writable",
+    ):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
             process = subprocess.Popen(
@@ -98,11 +102,6 @@ def spawn_detached(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-    except OSError as error:
-        raise CannotStart(
-            f"cannot start {command[0]!r} with output to {log_file} ({error.strerror or error})",
-            fix="Check that the command exists and that the folder is writable",
-        ) from error
     status = process_status(
         process.pid
     )  # not reaped before the thread below runs, so it is there, as a zombie at least

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gcore.errors import explain_os_errors
 from gcore.system.cgroups import CannotLimit, enter_group
 from gcore.system.daemon import log_environment
 from gcore.system.process import (
@@ -141,10 +142,8 @@ def confine_process(spec: LaunchSpec) -> None:
                 fix="See which cores this machine has and which the daemon's CPU set allows",
             )
     if spec.folder:
-        try:
+        with explain_os_errors(f"cannot make its job's folder {spec.folder}", CannotStart):
             Path(spec.folder, SCRATCH).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotStart(f"cannot make its job's folder {spec.folder} ({error.strerror or error})") from error
 
 
 def scratch_environment(folder: str, base: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ import signal
 import sys
 from pathlib import Path
 
-from gcore.errors import GcoreError, UsageError
+from gcore.errors import GcoreError, UsageError, explain_os_errors
 from gcore.schema import NEWEST_VERSION, PIN, UnreadableRecord, written_version
 from gcore.store.reference import connect_store
 from gcore.store.types import LeaseTimes
@@ -115,16 +115,12 @@ def supervisor_log(instance: str, home: Path) -> Path:
 def start_worker(spec: LaunchSpec, home: Path) -> ProcessId:
     """Start the supervisor of `spec`, in the environment of this process. Raises CannotStart."""
     launch_file = home / "workers" / f"{spec.instance}.json"
-    try:
+    with explain_os_errors(
+        "cannot write the launch document", CannotStart, where=launch_file, fix="Make the home folder writable"
+    ):
         launch_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(launch_file, spec.encode(), mode=0o600)
         sweep_launches(launch_file)
-    except OSError as error:
-        raise CannotStart(
-            f"cannot write the launch document ({error.strerror or error})",
-            where=str(launch_file),
-            fix="Make the home folder writable",
-        ) from error
     pinned = {PIN: str(written_version())} if written_version() < NEWEST_VERSION else {}
     return spawn_detached(
         worker_command(home, launch_file),

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from gcore.errors import UsageError
+from gcore.errors import UsageError, explain_os_errors
 from gcore.ledger.records.slot_accounting import AccountLine, EngineSums, read_lines, sum_engines
 from gcore.observability import samples as folder
 from gcore.system.files import parse_object
@@ -119,11 +119,9 @@ def read_run(
 ) -> ReplayScenario:
     """The run in that folder. `slots`: how many the simulated job has, if others than the run; `sizes`: slots of its engines, whose speed
     was measured. Raises UsageError."""
-    try:
+    with explain_os_errors("the run's folder cannot be read", UsageError, where=run_dir):
         steps = _steps(run_dir)[SKIPPED:]
         drawn = _lengths(run_dir, steps)
-    except OSError as error:
-        raise UsageError(f"the run's folder cannot be read ({error.strerror or error})", where=str(run_dir)) from error
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"{run_dir} has books of {len(steps)} steps after its first {SKIPPED}, and a replay needs {LEAST_STEPS} at least",

@@ -25,7 +25,7 @@ from controllers.cli.options import (
     parse_addresses,
 )
 from controllers.cli.output import Output, message_tree
-from gcore.errors import UsageError
+from gcore.errors import UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -318,13 +318,9 @@ def write_secret(file: Path, secret: str) -> None:
     """For its owner alone. Raises UsageError."""
     from gcore.system.files import replace_file
 
-    try:
+    with explain_os_errors("cannot be written", UsageError, where=file, fix="Name another --to"):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, secret.encode() + b"\n", mode=0o600)
-    except OSError as error:
-        raise UsageError(
-            f"cannot be written ({error.strerror or error})", where=str(file), fix="Name another --to"
-        ) from error
 
 
 def _call(what: Callable[[AccessClient], Awaitable[T]], address: str | None, home: Path) -> T:

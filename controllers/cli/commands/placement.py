@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -29,7 +29,7 @@ from controllers.cli.options import (
 )
 from controllers.cli.output import Output, job_snapshot, pairs_table, stdout_console
 from controllers.cli.view.state import ENDED_STATES
-from gcore.errors import GcoreError, Unreachable, UsageError
+from gcore.errors import GcoreError, Unreachable, UsageError, explain_os_errors
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -216,10 +216,8 @@ def collect_stays(reply: pb.PlacementReply) -> tuple[HoldPeriod, ...]:
 
 
 def _read_folder(what: Callable[[Path], list[Told]], file: Path) -> list[Told]:
-    try:
+    with explain_os_errors("the moves cannot be read", where=file):
         return what(file)
-    except OSError as error:
-        raise GcoreError(f"the moves cannot be read ({error.strerror or error})", where=str(file)) from error
 
 
 TOP_EXAMPLES = examples(
@@ -315,7 +313,7 @@ def top_of_run(job: str | None, address: str | None, home: Path, error: Unreacha
         job = last.parent.name.rpartition("-")[2]
     run = run_of_home(job, address, home, error)
     folder = Path(run["folder"])
-    with _reading(folder):
+    with explain_os_errors("the run's folder cannot be read", where=folder):
         told = describe_run(folder)
         lines = [newest_line(folder, file.stem) for file in sorted((folder / FOLDER).glob("*.jsonl"))]
     books = _of_the_last_step([line for line in lines if line is not None])
@@ -323,14 +321,6 @@ def top_of_run(job: str | None, address: str | None, home: Path, error: Unreacha
     step = max((book.version.step for book in books.values()), default=0)
     state, step, steps = ("ENDED", step, str(step)) if found is None else (found.state, found.step, found.of_steps)
     return JobTop(run["job"], run["uid"], state, step, steps, books, str(folder))
-
-
-@contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise GcoreError(f"the run's folder cannot be read ({error.strerror or error})", where=str(folder)) from error
 
 
 def _of_the_last_step(lines: list[AccountLine]) -> Mapping[str, StepAccount]:
@@ -372,10 +362,8 @@ def trace(
         typer.echo(text)
         return
     file = to or Path(f"{name}-step-{step}.json")
-    try:
+    with explain_os_errors(f"{file} cannot be written", UsageError, where="--to"):
         file.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror or error})", where="--to") from error
     slots = sum(len(line.spans) for line in lines.values())
     typer.echo(f"{file}: step {step}, {slots} slots of {len(lines)} nodes. Open it in https://ui.perfetto.dev")
 
@@ -396,7 +384,7 @@ def _read_step(
         return reply.name, lines, list(collect_moves(reply))
     except Unreachable as error:
         folder = Path(run_of_home(job, address, home, error)["folder"])
-        with _reading(folder):
+        with explain_os_errors("the run's folder cannot be read", where=folder):
             lines = {line.node: line for line in read_step_lines(folder, step)}
             moves = read_moves(folder / NAME)
         if not lines:

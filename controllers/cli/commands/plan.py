@@ -15,7 +15,7 @@ import typer
 
 from controllers.cli.options import DEFAULT_HOME, Format, Home, Set, SpecFile, examples
 from controllers.cli.output import Output, as_json, printable_text, stdout_console
-from gcore.errors import DataError, UsageError
+from gcore.errors import DataError, UsageError, explain_os_errors
 
 if TYPE_CHECKING:
     from controllers.api.submission.checks import CheckProgress
@@ -387,15 +387,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     """The cluster's file as a tree. Raises UsageError."""
     import yaml
 
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MOST_CLUSTER_BYTES + 1)
-    except OSError as error:
-        raise UsageError(
-            f"the cluster's file cannot be read ({error.strerror or error})",
-            where=str(path),
-            fix="Name a YAML file of nodes; deploy/local/clusters has some",
-        ) from error
+    fix = "Name a YAML file of nodes; deploy/local/clusters has some"
+    with (
+        explain_os_errors("the cluster's file cannot be read", UsageError, where=path, fix=fix),
+        path.open("rb") as file,
+    ):
+        raw = file.read(MOST_CLUSTER_BYTES + 1)
     try:
         if len(raw) > MOST_CLUSTER_BYTES:
             raise ValueError(f"more than {MOST_CLUSTER_BYTES} bytes")

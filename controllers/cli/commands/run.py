@@ -56,7 +56,7 @@ from controllers.cli.options import (
 from controllers.cli.output import Output, job_snapshot, job_tree, pairs_table, stdout_console
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
 from controllers.cli.view.state import ENDED_STATES, JobSnapshot
-from gcore.errors import GcoreError, JobFailed, UsageError
+from gcore.errors import GcoreError, JobFailed, UsageError, explain_os_errors
 from gcore.observability.events import JobEvent
 from gcore.system.clock import Clock, SystemClock
 
@@ -384,13 +384,9 @@ class HomeUser:
 @contextlib.contextmanager
 def register_command(home: Path, clock: Clock, *, say: Callable[[str], None]) -> Iterator[HomeUser]:
     """For as long as a command is at work in `home`. Raises UsageError."""
-    try:
+    with explain_os_errors("cannot write there", UsageError, where=home, fix="Choose another --home"):
         home.mkdir(parents=True, exist_ok=True)
         lock = (home / LOCK).open("a")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write there ({error.strerror or error})", where=str(home), fix="Choose another --home"
-        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

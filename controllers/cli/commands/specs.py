@@ -32,7 +32,7 @@ from controllers.cli.options import (
     examples,
 )
 from controllers.cli.output import Output, as_json, rows_table, stdout_console
-from gcore.errors import UsageError
+from gcore.errors import UsageError, explain_os_errors
 from gcore.quickstart import NAMES
 from gcore.system.process import identify_process
 
@@ -76,14 +76,10 @@ def init(
     package_name(target.name)
     own = None if model is None else _own_model(model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, leaves nothing half-made
-    try:
+    with explain_os_errors(
+        "the project cannot be written here", UsageError, where=target, fix="Name a folder that can be made"
+    ):
         accuracy = _write(target, TASKS[task], own, force=force)
-    except OSError as error:
-        raise UsageError(
-            f"the project cannot be written here ({error.strerror or error})",
-            where=str(target),
-            fix="Name a folder that can be made",
-        ) from error
     if accuracy is not None:
         typer.echo(f"{name} is ready. Its model is right on {accuracy:.0%} of the held-out prompts. Next:\n")
     else:

@@ -35,7 +35,7 @@ from controllers.cli.view.state import (
     get_count,
     get_text,
 )
-from gcore.errors import GcoreError, StoreUnavailable, Unreachable
+from gcore.errors import StoreUnavailable, Unreachable, explain_os_errors
 from gcore.ledger import archive
 from gcore.models.layout import CHECKPOINTS
 from gcore.schema import UnreadableRecord
@@ -181,12 +181,8 @@ def _metrics(state: ViewState, place: int, name: str) -> dict[str, float]:
 def write_summary(summary: Summary, run_dir: Path) -> Path:
     """Write `summary.json`, whole or not at all. Raises GcoreError."""
     path = run_dir / FILE_NAME
-    try:
+    with explain_os_errors("cannot write the summary", where=path, fix="Make the folder writable"):
         replace_file(path, (json.dumps(dataclasses.asdict(summary), indent=2, ensure_ascii=False) + "\n").encode())
-    except OSError as error:
-        raise GcoreError(
-            f"cannot write the summary ({error.strerror or error})", where=str(path), fix="Make the folder writable"
-        ) from error
     return path
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from gcore.api.tls import ServingTls
+from gcore.errors import explain_os_errors
 from gcore.schema import Record, RecordPart
 from gcore.store.reference import StoreRef
 from gcore.system.files import replace_file
@@ -103,15 +104,11 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
     """Start the process, so that it outlives its starter. Where one of the job runs on the node already, the new one hands the engines
     over to it and ends: those that share a slot have to be in one process. Raises CannotStart."""
     file = home / "workers" / f"{launch.name}.json"
-    try:
+    with explain_os_errors(
+        "cannot write the launch document", CannotStart, where=file, fix="Make the home folder writable"
+    ):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, launch.encode(), mode=0o600)
-    except OSError as error:
-        raise CannotStart(
-            f"cannot write the launch document ({error.strerror or error})",
-            where=str(file),
-            fix="Make the home folder writable",
-        ) from error
     command = (sys.executable, "-P", "-m", "gcore.emulated.host", "--home", str(home), "--launch", str(file))
     return spawn_detached(command, log_file=home / "logs" / f"{launch.name}.log", cwd=home)
 

@@ -26,7 +26,7 @@ from typing import IO
 from gcore.api.tls import ReloadingFiles
 from gcore.engines.launch import SglangLaunch, check_folder, parse_sglang_launch
 from gcore.engines.sglang.command import check_engine_args, prepare_head_bias, server_command, server_environment
-from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError
+from gcore.errors import EngineError, EngineUnreachable, GcoreError, UsageError, explain_os_errors
 from gcore.rollout.client import EngineClient
 from gcore.rollout.transport import EngineTransport
 from gcore.system.clock import Clock, SystemClock
@@ -68,7 +68,7 @@ class SglangServer:
         self._output = output
         self._scratch = scratch
         self._oom_kills = out_of_memory_kills()
-        try:
+        with explain_os_errors("SGLang's server cannot be started", EngineError):
             self._process = subprocess.Popen(
                 [*GUARD, "warden", str(scratch), *command],
                 env=dict(env),
@@ -77,8 +77,6 @@ class SglangServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            raise EngineError(f"SGLang's server cannot be started ({error.strerror or error})") from error
         self._reader = threading.Thread(target=self._read, name="sglang output", daemon=True)
         self._reader.start()
 

@@ -40,7 +40,7 @@ from gcore.engines.torch.model import (
 )
 from gcore.engines.torch.model_runner import FastRunner
 from gcore.engines.torch.runner_selection import select_runner
-from gcore.errors import GcoreError, UsageError
+from gcore.errors import GcoreError, UsageError, explain_os_errors
 from gcore.system.clock import Clock, SystemClock
 from gcore.system.daemon import set_up_logging
 from gcore.system.process import thread_environment
@@ -221,18 +221,14 @@ def _raise_descriptor_limit() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    try:
+    with explain_os_errors(
+        "cannot listen there", UsageError, where=f"{host}:{port}", fix="Choose another host or port"
+    ):
         listener = socket.create_server((host, port), backlog=BACKLOG)
         # Inherited by each connection. asyncio sets it only on sockets that name their protocol, which these do not; and
         # without it an answer's body waits for the receipt of its head, which a client delays by 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
-    except OSError as error:
-        raise UsageError(
-            f"cannot listen there ({error.strerror or error})",
-            where=f"{host}:{port}",
-            fix="Choose another host or port",
-        ) from error
 
 
 def _obey(control: ControlLine, server: uvicorn.Server) -> None:

@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from gcore.errors import GcoreError
+from gcore.errors import GcoreError, explain_os_errors
 from gcore.plugins import PluginFault
 from gcore.system.process import (
     GUARD,
@@ -236,24 +236,22 @@ def _spawn(module: str, group: str) -> tuple[socket.socket, ProgressCell, subpro
     warden: tuple[str, ...] = (*GUARD, "warden", "")
     if group:
         warden = (*GUARD, "enter", group, *warden)
-    try:
-        with contextlib.ExitStack() as undo:
-            ours, theirs = socket.socketpair()
-            undo.callback(ours.close)
-            with theirs, open(os.memfd_create("begun", os.MFD_CLOEXEC), "r+b", buffering=0) as memory:
-                memory.truncate(BEGUN_BYTES)
-                begun = ProgressCell(memory.fileno())
-                process = subprocess.Popen(
-                    [*warden, sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory.fileno())],
-                    env={**os.environ, **thread_environment(1)},
-                    stdin=subprocess.PIPE,
-                    pass_fds=(theirs.fileno(), memory.fileno()),
-                    start_new_session=True,
-                )
-            undo.pop_all()
-    except OSError as error:
-        raise CannotStart(
-            f"no process for foreign code can be started ({error.strerror or error})",
-            fix="Free memory or descriptors, or have fewer workers",
-        ) from error
+    fix = "Free memory or descriptors, or have fewer workers"
+    with (
+        explain_os_errors("no process for foreign code can be started", CannotStart, fix=fix),
+        contextlib.ExitStack() as undo,
+    ):
+        ours, theirs = socket.socketpair()
+        undo.callback(ours.close)
+        with theirs, open(os.memfd_create("begun", os.MFD_CLOEXEC), "r+b", buffering=0) as memory:
+            memory.truncate(BEGUN_BYTES)
+            begun = ProgressCell(memory.fileno())
+            process = subprocess.Popen(
+                [*warden, sys.executable, "-P", "-m", module, str(theirs.fileno()), str(memory.fileno())],
+                env={**os.environ, **thread_environment(1)},
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs.fileno(), memory.fileno()),
+                start_new_session=True,
+            )
+        undo.pop_all()
     return ours, begun, process
