@@ -68,7 +68,6 @@ SOURCELESS = {
     "token_ratio": "a definition",
     "sequence_ratio": "gspo_loss's",
     "mis_mask": "public implementations",
-    "learning_rate": "a definition",
 }
 """Public functions of the algorithms whose docstrings name no publication, and why."""
 

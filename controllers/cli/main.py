@@ -26,7 +26,8 @@ from controllers.cli.commands import (
     specs,
     streams,
 )
-from controllers.cli.options import INTERRUPTED, prepare_hint, verb_examples, with_program_name
+from controllers.cli.options import INTERRUPTED, verb_examples
+from controllers.cli.output import prepare_hint, with_program_name
 from gcore import __version__
 from gcore.errors import GcoreError
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import shutil
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -19,7 +16,6 @@ import typer
 
 from controllers.cli.output import Output
 from gcore.errors import GcoreError, Unreachable, UsageError
-from gcore.quickstart import NAMES
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -236,45 +232,3 @@ def run_of_home(job: str, address: str | None, home: Path, error: Unreachable) -
     if address is not None:
         raise error
     return describe_finished_run(home, job, error)
-
-
-_HINT = "`gcore "
-
-PREPARED = ".cache/examples"
-"""Where `gcore prepare` puts what it makes, unless it is told another folder."""
-
-
-def program_name() -> str:
-    """The first words of a command: `gcore` if a shell finds this one by that name, else as it was called."""
-    called = Path(sys.argv[0])
-    found = shutil.which("gcore")
-    # Under another name it is a test, or a program that has its own ways.
-    if called.name != "gcore" or (found is not None and _same(Path(found), called)):
-        return "gcore"
-    relative = os.path.relpath(called)
-    return relative if not relative.startswith("..") else str(called)
-
-
-def with_program_name(text: str) -> str:
-    """Hints in backquotes, with the command as it was called."""
-    return text.replace(_HINT, f"`{program_name()} ")
-
-
-def prepare_hint(text: str) -> str:
-    """What makes a prepared example's file that an error names and that is not there, for behind the error; or nothing.
-
-    The commands of the examples stand in their specs too, but who runs one has not always read it.
-    """
-    for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
-        name = Path(path).name
-        if name in NAMES and not Path(path).exists():
-            there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
-            return f". `gcore prepare {name}{there}` makes it"
-    return ""
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False

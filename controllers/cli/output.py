@@ -1,4 +1,4 @@
-"""Tables and JSON of the job API's messages, and text that is safe to show.
+"""Tables and JSON of the job API's messages, text that is safe to show, and hints with the command as it was called.
 
 `-o json` has every field under its name in the API; tables show what fits. Models and datasets may write control characters,
 which move the cursor: everything from a spec, a model or a dataset is shown through `printable_text`.
@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
+import shutil
+import sys
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controllers.cli.view.state import (
@@ -26,6 +31,7 @@ from controllers.cli.view.state import (
     WarningPoint,
 )
 from gcore.config.data import OF_PART
+from gcore.quickstart import NAMES
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -457,3 +463,45 @@ def format_ranges(numbers: Sequence[int]) -> str:
 def format_time(epoch_s: float) -> str:
     """A moment for people, in UTC; "-" for none."""
     return datetime.fromtimestamp(epoch_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if epoch_s else "-"
+
+
+_HINT = "`gcore "
+
+PREPARED = ".cache/examples"
+"""Where `gcore prepare` puts what it makes, unless it is told another folder."""
+
+
+def program_name() -> str:
+    """The first words of a command: `gcore` if a shell finds this one by that name, else as it was called."""
+    called = Path(sys.argv[0])
+    found = shutil.which("gcore")
+    # Under another name it is a test, or a program that has its own ways.
+    if called.name != "gcore" or (found is not None and _same(Path(found), called)):
+        return "gcore"
+    relative = os.path.relpath(called)
+    return relative if not relative.startswith("..") else str(called)
+
+
+def with_program_name(text: str) -> str:
+    """Hints in backquotes, with the command as it was called."""
+    return text.replace(_HINT, f"`{program_name()} ")
+
+
+def prepare_hint(text: str) -> str:
+    """What makes a prepared example's file that an error names and that is not there, for behind the error; or nothing.
+
+    The commands of the examples stand in their specs too, but who runs one has not always read it.
+    """
+    for path in re.findall(rf"(\S*{re.escape(PREPARED)}/[a-z-]+)/", text):
+        name = Path(path).name
+        if name in NAMES and not Path(path).exists():
+            there = "" if Path(path).resolve() == Path(PREPARED, name).resolve() else f" --to {path}"
+            return f". `gcore prepare {name}{there}` makes it"
+    return ""
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -50,10 +50,16 @@ from controllers.cli.options import (
     examples,
     find_addresses,
     find_cluster,
+)
+from controllers.cli.output import (
+    Output,
+    job_snapshot,
+    job_tree,
+    pairs_table,
     program_name,
+    stdout_console,
     with_program_name,
 )
-from controllers.cli.output import Output, job_snapshot, job_tree, pairs_table, stdout_console
 from controllers.cli.view.screens import JsonScreen, Screen, choose_screen
 from controllers.cli.view.state import ENDED_STATES, JobSnapshot
 from gcore.errors import GcoreError, JobFailed, UsageError, explain_os_errors

@@ -22,7 +22,6 @@ from controllers.cli.options import (
     DEFAULT_CONTROLLERS,
     DEFAULT_HOME,
     DEFAULT_SLOTS,
-    PREPARED,
     Controllers,
     Format,
     Home,
@@ -31,7 +30,7 @@ from controllers.cli.options import (
     SpecFile,
     examples,
 )
-from controllers.cli.output import Output, as_json, rows_table, stdout_console
+from controllers.cli.output import PREPARED, Output, as_json, rows_table, stdout_console
 from gcore.errors import UsageError, explain_os_errors
 from gcore.quickstart import NAMES
 from gcore.system.process import identify_process

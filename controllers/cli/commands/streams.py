@@ -26,9 +26,8 @@ from controllers.cli.options import (
     check_utf8,
     examples,
     run_of_home,
-    with_program_name,
 )
-from controllers.cli.output import Output, format_time, printable_text, stdout_console
+from controllers.cli.output import Output, format_time, printable_text, stdout_console, with_program_name
 from controllers.cli.view.screens import event_text
 from gcore.errors import Unreachable, UsageError
 from gcore.system.clock import SystemClock

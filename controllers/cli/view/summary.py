@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controllers.cli.options import program_name
 from controllers.cli.output import (
     MOST_VIOLATIONS,
     best_line,
@@ -23,6 +22,7 @@ from controllers.cli.output import (
     format_seconds,
     job_snapshot,
     printable_text,
+    program_name,
 )
 from controllers.cli.view.live import find_bottleneck, usual_waits, waits_line
 from controllers.cli.view.state import (
