@@ -476,18 +476,11 @@ async def _ready(controller: ControllerProcess, home: Path, clock: Clock) -> Non
     begun = clock.monotonic()
     async with JobsClient([controller.address], clock=clock, patience=WaitPolicy(probe_s=1.0)) as client:
         while not await client.is_serving(controller.address):
-            if not is_running(controller.process):
-                raise GcoreError(
-                    f"{controller.name} ended right after its start",
-                    where=str(log_file),
-                    fix=f"It last said: {_last_line(log_file)}",
-                )
-            if clock.monotonic() - begun > READY_S:
-                raise GcoreError(
-                    f"{controller.name} is not ready after {READY_S:.0f} s",
-                    where=str(log_file),
-                    fix=f"It last said: {_last_line(log_file)}",
-                )
+            ended = not is_running(controller.process)
+            if ended or clock.monotonic() - begun > READY_S:
+                why = "ended right after its start" if ended else f"is not ready after {READY_S:.0f} s"
+                fix = f"It last said: {_last_line(log_file)}"
+                raise GcoreError(f"{controller.name} {why}", where=str(log_file), fix=fix)
             await clock.sleep(POLL_S)
 
 
@@ -517,13 +510,11 @@ def _alone(home: Path) -> Iterator[None]:
         with _locked(home / "up.lock", wait=False):
             yield
     except BlockingIOError as error:
-        raise UsageError(
-            "another `gcore up`, `run` or `down` is at work there", where=str(home), fix="Wait until it has ended"
-        ) from error
+        what, fix = "another `gcore up`, `run` or `down` is at work there", "Wait until it has ended"
+        raise UsageError(what, where=str(home), fix=fix) from error
     except OSError as error:
-        raise UsageError(
-            f"cannot write there ({error.strerror or error})", where=str(home), fix="Choose another --home"
-        ) from error
+        what, fix = f"cannot write there ({error.strerror or error})", "Choose another --home"
+        raise UsageError(what, where=str(home), fix=fix) from error
 
 
 @contextlib.contextmanager

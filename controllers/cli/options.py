@@ -19,6 +19,7 @@ from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.system.clock import SystemClock
 
 if TYPE_CHECKING:
+    from gcore.client.calls import WaitPolicy
     from gcore.client.contexts import ClusterAddress
     from gcore.client.jobs import JobsClient
 
@@ -54,19 +55,15 @@ def _ask(
     context: typer.Context, what: Callable[[JobsClient], Awaitable[list[tuple[str, str]]]]
 ) -> list[tuple[str, str]]:
     from gcore.client.calls import WaitPolicy
-    from gcore.client.jobs import JobsClient
 
     address = context.params.get("address") or os.environ.get("GCORE_ADDRESS")
     home = Path(context.params.get("home") or os.environ.get("GCORE_HOME") or ".gcore")
 
-    async def talk() -> list[tuple[str, str]]:
-        patience, cluster = WaitPolicy(call_s=WITHIN_S, probe_s=WITHIN_S), find_cluster(address, home)
-        reached = JobsClient(cluster.addresses, clock=SystemClock(), patience=patience, connector=cluster.connector)
-        async with reached as client:
-            return await asyncio.wait_for(what(client), WITHIN_S)
+    async def soon(client: JobsClient) -> list[tuple[str, str]]:
+        return await asyncio.wait_for(what(client), WITHIN_S)
 
     try:
-        return asyncio.run(talk())
+        return call_cluster(soon, address, home, WaitPolicy(call_s=WITHIN_S, probe_s=WITHIN_S))
     except (GcoreError, OSError, TimeoutError, ValueError):
         return []
 
@@ -208,15 +205,17 @@ def command_group(purpose: str, epilog: str) -> typer.Typer:
     )
 
 
-def call_cluster(what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path) -> T:
+def call_cluster(
+    what: Callable[[JobsClient], Awaitable[T]], address: str | None, home: Path, patience: WaitPolicy | None = None
+) -> T:
     """Run one conversation with the cluster."""
-
     from gcore.client.jobs import JobsClient
 
     cluster = find_cluster(address, home)
 
     async def talk() -> T:
-        async with JobsClient(cluster.addresses, clock=SystemClock(), connector=cluster.connector) as client:
+        reached = JobsClient(cluster.addresses, clock=SystemClock(), patience=patience, connector=cluster.connector)
+        async with reached as client:
             return await what(client)
 
     return asyncio.run(talk())
