@@ -371,6 +371,11 @@ def rows_table(
     return table
 
 
+def printable_cells(*values: object) -> tuple[str, ...]:
+    """A row of a table, each cell as `printable_text` shows it."""
+    return tuple(printable_text(str(value)) for value in values)
+
+
 def pairs_table(rows: Mapping[str, str]) -> Table:
     """Two columns: what, and what it is."""
     from rich.table import Table

@@ -29,7 +29,7 @@ from controllers.cli.options import (
     examples,
     verb_examples,
 )
-from controllers.cli.output import Output, message_tree, printable_text, rows_table, stdout_console
+from controllers.cli.output import Output, message_tree, printable_cells, printable_text, rows_table, stdout_console
 from gcore.errors import GcoreError, Unreachable, UsageError
 from gcore.system.clock import SystemClock
 
@@ -78,17 +78,7 @@ def nodes(
     print_table(("NODE", "STATE", "SLOTS", "USED BY", "ADDRESS"), rows)
     if workers:
         typer.echo()
-        found = [
-            (
-                printable_text(w.instance),
-                w.role,
-                printable_text(w.node),
-                printable_text(w.slot),
-                printable_text(w.job_uid),
-                printable_text(w.state),
-            )
-            for w in reply.workers
-        ]
+        found = [printable_cells(w.instance, w.role, w.node, w.slot, w.job_uid, w.state) for w in reply.workers]
         print_table(("WORKER", "ROLE", "NODE", "SLOTS", "JOB", "STATE"), found)
 
 
@@ -127,13 +117,7 @@ def shards(job: JobName, home: Home = DEFAULT_HOME, address: Address = None, out
         typer.echo(output.text([message_tree(one, *SHARD) for one in found]))
         return
     rows = [
-        (
-            str(one.shard),
-            printable_text(one.node) or "nobody",
-            str(one.data_epoch),
-            f"{one.seq}/{one.length}",
-            str(one.ahead),
-        )
+        printable_cells(one.shard, one.node or "nobody", one.data_epoch, f"{one.seq}/{one.length}", one.ahead)
         for one in found
     ]
     print_table(("SHARD", "NODE", "EPOCH", "AT", "DONE AHEAD"), rows)
@@ -293,18 +277,19 @@ def _tree(verdict: GarbageDecision) -> dict[str, object]:
 
 
 def _print(verdicts: tuple[GarbageDecision, ...], *, dry_run: bool) -> None:
-    from rich.table import Table
-
     going = [one for one in verdicts if one.goes]
+    rows = [
+        printable_cells(
+            ("goes" if dry_run else "gone") if one.goes else "stays",
+            one.found.kind,
+            f"{one.found.bytes / GIB:.3f}" if one.found.bytes or one.goes else "",
+            one.found.path,
+            one.why,
+        )
+        for one in verdicts
+    ]
     if verdicts:
-        table = Table(box=None, pad_edge=False)
-        for name in ("", "kind", "GiB", "path", "why"):
-            table.add_column(name, justify="right" if name == "GiB" else "left")
-        for one in verdicts:
-            size = f"{one.found.bytes / GIB:.3f}" if one.found.bytes or one.goes else ""
-            verb = ("goes" if dry_run else "gone") if one.goes else "stays"
-            table.add_row(verb, one.found.kind, size, printable_text(str(one.found.path)), printable_text(one.why))
-        stdout_console().print(table)
+        stdout_console().print(rows_table(("", "kind", "GiB", "path", "why"), rows, right=("GiB",)))
     what = "would be deleted" if dry_run else "deleted"
     typer.echo(f"{len(going)} of {len(verdicts)} {what}, {sum(one.found.bytes for one in going) / GIB:.3f} GiB.")
 
@@ -418,8 +403,7 @@ def quota(
         typer.echo(output.text([message_tree(one, "namespace", "slots", "used", "jobs") for one in found]))
         return
     rows = [
-        (printable_text(one.namespace), str(one.slots) if one.HasField("slots") else "-", str(one.used), str(one.jobs))
-        for one in found
+        printable_cells(one.namespace, one.slots if one.HasField("slots") else "-", one.used, one.jobs) for one in found
     ]
     print_table(("NAMESPACE", "QUOTA", "USED", "JOBS"), rows, numbers=3)
 
