@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -89,7 +89,7 @@ def logs(
         if not said:
             typer.echo(with_program_name(_nothing(job, previous=previous)), err=True)
 
-    _until_interrupted(read, f"`gcore logs {job} --follow --tail 10` goes on", address, home)
+    _until_interrupted(read, lambda: f"`gcore logs {job} --follow --tail 10` goes on", address, home)
 
 
 EVENTS_EXAMPLES = examples(
@@ -129,14 +129,10 @@ def events(
                         f"{event.sequence:>9}  {format_time(event.time)}  {printable_text(event.kind):<10}  {what}"
                     )
 
-    try:
-        call_cluster(read, address, home)
-    except KeyboardInterrupt:
-        hint = (
-            f"Stopped looking; job {job} goes on. `gcore events {job} --after {last} --follow` goes on with the next."
-        )
-        typer.echo(with_program_name(hint), err=True)
-        raise typer.Exit(INTERRUPTED) from None
+    def hint() -> str:
+        return f"job {job} goes on. `gcore events {job} --after {last} --follow` goes on with the next"
+
+    _until_interrupted(read, hint, address, home)
 
 
 def parse_time(text: str, now: float) -> float:
@@ -175,11 +171,13 @@ def format_log_line(line: pb.LogLine, output: Output) -> str:
     return f"---\n{output.text(tree)}" if output is Output.YAML else json.dumps(tree, ensure_ascii=False)
 
 
-def _until_interrupted(read: Any, hint: str, address: str | None, home: Any) -> None:
+def _until_interrupted(
+    read: Callable[[JobsClient], Awaitable[None]], hint: Callable[[], str], address: str | None, home: Path
+) -> None:
     try:
         call_cluster(read, address, home)
     except KeyboardInterrupt:
-        typer.echo(with_program_name(f"Stopped looking; {hint}."), err=True)
+        typer.echo(with_program_name(f"Stopped looking; {hint()}."), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
