@@ -88,8 +88,9 @@ class WarmProcess(subprocess.Popen[Any]):
 class WarmStarter:
     """A process that has imported `modules`, and forks once a program. It is started for the first one."""
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], **env: str) -> None:
         self._modules = modules
+        self._env = env
         self._line: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -101,7 +102,7 @@ class WarmStarter:
             fixed = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
             with theirs:
                 command = [sys.executable, __file__, str(theirs.fileno()), *self._modules]
-                subprocess.Popen(command, env=os.environ | fixed, pass_fds=[theirs.fileno()])
+                subprocess.Popen(command, env=os.environ | fixed | self._env, pass_fds=[theirs.fileno()])
         return self._line
 
     def connect(self) -> socket.socket:
@@ -133,6 +134,10 @@ COMMANDS = WarmStarter(("controllers.cli.main", "controllers.cli.view", "gcore.c
 """For `controllers.cli.main`."""
 ENGINES = WarmStarter(("gcore.engines.torch.main",))
 """For `gcore.rollout.engine`."""
+RANKS = WarmStarter(
+    ("gcore.train.rank.main", "gcore.train.models", "gcore.train.step"), CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu"
+)
+"""For `gcore.train`."""
 
 
 def serve(line: socket.socket, modules: list[str]) -> None:

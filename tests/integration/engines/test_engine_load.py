@@ -20,6 +20,7 @@ import pytest
 import weight_trainer
 from engine_contract import begin, generate, mixed_error, post, prompt, reason, span_error, spans
 from safetensors.torch import load_file
+from warm_programs import ENGINES
 
 from gcore.models.broadcast import TransferManifest
 from gcore.rollout.transport import EngineTransport
@@ -54,8 +55,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         make_tiny_model(root / "first", seed=0, context=CONTEXT, ends=False),
         make_tiny_model(root / "second", seed=1, context=CONTEXT, ends=False),
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gcore.rollout.engine", "--model", str(folders[0]), f"--batch-slots={SLOTS}"],
+    process = ENGINES.popen(
+        *("gcore.rollout.engine", "--model", str(folders[0]), f"--batch-slots={SLOTS}"),
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from engine_workers import engines_at
+from warm_programs import ENGINES
 
 from controllers.changes import ChangeSignal
 from controllers.inference.continuation import PartialResponses
@@ -37,8 +37,8 @@ SEEDS = (1, 2, 3)
 @contextmanager
 def engine(model: Path) -> Iterator[tuple[str, int]]:
     """Its address and its process id."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gcore.rollout.engine", "--model", str(model), "--batch-slots=4"],
+    process = ENGINES.popen(
+        *("gcore.rollout.engine", "--model", str(model), "--batch-slots=4"),
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **thread_environment(1)},

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from ready_seals import ready_seal
 from safetensors.numpy import load_file
+from warm_programs import RANKS
 
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
@@ -136,13 +137,16 @@ def start_rank(launch: dict[str, Any], log: Path, env: dict[str, str]) -> RankPr
         CONTROL_FD: str(theirs.fileno()),
     }
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gcore.train"],
-            pass_fds=(theirs.fileno(),),
-            env=environment | env,
-            stdout=out,
-            stderr=out,
-        )
+        options: dict[str, Any] = {
+            "pass_fds": (theirs.fileno(),),
+            "env": environment | env,
+            "stdout": out,
+            "stderr": out,
+        }
+        if "PYTHONPATH" in env:  # for a module that Python imports at its start
+            process = subprocess.Popen([sys.executable, "-m", "gcore.train"], **options)
+        else:
+            process = RANKS.popen("gcore.train", **options)
     theirs.close()
     rank = RankProcess(process, ours, [], threading.Condition())
     rank.say(**launch)
