@@ -12,7 +12,7 @@ from gcore.testing.models import rank_launch
 from gcore.train.backends.base import NamedTensor
 from gcore.train.checkpoint.writer import CheckpointWriter
 
-SECONDS = 60.0
+SECONDS = 200.0
 """Nothing here takes so long, unless it hangs."""
 
 

@@ -17,7 +17,7 @@ CONFIGURATIONS = sorted(DEPLOY.glob("*.yml"))
 
 def promtool(*words: str | Path, cwd: Path = DEPLOY) -> str:
     command = ["promtool", *map(str, words)]
-    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
