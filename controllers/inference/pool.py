@@ -50,8 +50,8 @@ SHUT_S = 2.0
 """So long has an engine that is put to sleep to give back what it has under way; what it still owes then goes on without."""
 
 
-class EnginePool:
-    """Engines by instance id. `aim` says which are mine; `views` is what `decide` sees."""
+class EnginePool(Requests):
+    """Engines by instance id, and the requests to them. `aim` says which are mine; `views` is what `decide` sees."""
 
     def __init__(
         self,
@@ -67,28 +67,16 @@ class EnginePool:
         rows: int | None = None,
     ) -> None:
         """`rows`: responses that one runs at once; None: nobody knows, and nothing that waits at one goes to another."""
-        self._changes = changes
+        limits = patience or HealthLimits(request_s=timeout_s)
+        super().__init__(changes, clock or SystemClock(), limits, metrics or Metrics(), told_every, pool)
         self._timeout_s = timeout_s
         self._connect = connect
-        self._clock = clock or SystemClock()
-        self._patience = patience or HealthLimits(request_s=timeout_s)
-        self._metrics = metrics or Metrics()
-        self._lines: dict[str, EngineConnection] = {}
         self._probes: set[asyncio.Task[None]] = set()
-        generating = Requests(self._lines, changes, self._clock, self._patience, self._metrics, told_every, pool)
-        self._rebalance = generating.rebalance
         self.rows = rows
-        self.generate = generating.generate
-        """Responses from my engines."""
-        self.classify = generating.classify
-        """Scores from my engines, which serve a classifier."""
         self._looked = -LOOK_S
         self._shut: frozenset[str] = frozenset()
         self._slept: deque[float] = deque(maxlen=REMEMBERED)
         self._woke: deque[float] = deque(maxlen=REMEMBERED)
-        self.unseated = generating.unseated
-        self.foreseen = generating.foreseen
-        """How many responses, or scores, no engine has yet."""
 
     @property
     def views(self) -> dict[str, EngineView]:
@@ -231,12 +219,6 @@ class EnginePool:
             line.coming = None
             self._changes.notify()
 
-    def distrust(self, instance: str) -> None:
-        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
-        if instance in self._lines:
-            self._lines[instance].distrust()
-            self._changes.notify()
-
     def look_after(self) -> None:
         """Look how everybody is; leave who is silent, and ask on. Called at each look by whoever drives the job."""
         now = self._clock.monotonic()
@@ -269,7 +251,7 @@ class EnginePool:
                 self._probes.add(line.probe)
                 line.probe.add_done_callback(self._probes.discard)
         if self.rows is not None:
-            self._rebalance(self.rows)
+            self.rebalance(self.rows)
 
     async def _probe(self, line: EngineConnection) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -155,11 +155,10 @@ class RequestReturned(EngineUnreachable):
 
 
 class Requests:
-    """Over lines that others keep, by instance id."""
+    """Over the connections that a pool keeps, by instance id."""
 
     def __init__(
         self,
-        lines: Mapping[str, EngineConnection],
         changes: ChangeSignal,
         clock: Clock,
         patience: HealthLimits,
@@ -167,7 +166,7 @@ class Requests:
         told_every: int | None,
         pool: ServingPool = "rollout",
     ) -> None:
-        self._lines = lines
+        self._lines: dict[str, EngineConnection] = {}
         self._changes = changes
         self._clock = clock
         self._patience = patience
@@ -293,7 +292,7 @@ class Requests:
             raise RequestReturned(f"{instance} {why}", fix="The request goes on elsewhere")
         if others := _others(samples, version, newer=follow is not None):
             # A peer that also believed it to be its own has published to it.
-            self._distrust(instance)
+            self.distrust(instance)
             made_by = ", ".join(map(str, sorted(others)))
             raise EngineError(f"{instance} answered with weights {made_by}, not {version}", fix="It is asked again")
         return samples
@@ -328,7 +327,7 @@ class Requests:
             return brought
         except EngineUnreachable:
             finished = True
-            self._distrust(instance)
+            self.distrust(instance)
             raise
         finally:
             line.asked.pop(rid, None)
@@ -452,7 +451,8 @@ class Requests:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    def _distrust(self, instance: str) -> None:
+    def distrust(self, instance: str) -> None:
+        """Nothing is known of the engine any more; it is asked, and brought up to date, before it is used again."""
         if instance in self._lines:
             self._lines[instance].distrust()
             self._changes.notify()
