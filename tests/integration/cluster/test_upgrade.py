@@ -24,7 +24,7 @@ from gcore.system.process import process_status, wait_process_ended
 
 pytestmark = [pytest.mark.serial, pytest.mark.chaos, pytest.mark.timeout(900)]
 
-NODES, STEPS, FIRST, BETWEEN = 3, 48, 4, 4
+NODES, STEPS, FIRST, BETWEEN = 3, 120, 4, 4
 LIFE_S = 240.0
 FROM = "GCORE_UPGRADE_FROM"
 
