@@ -119,11 +119,11 @@ class SimulatedDaemon(Daemon):
     def __init__(self, node: Node) -> None:
         config = NodeConfig(
             node=node.name,
-            home=str(node.cluster.floor.run_dir),
+            home=str(node.cluster.floor.run_dir.parent),
             etcd=StoreRef(endpoints=("simulated",)),
             slots=tuple(f"cpu:{slot}" for slot in range(node.cluster.story.slots)),
-            run_root="none",
-            memory_dir=str(node.cluster.floor.run_dir / "memory"),
+            run_root=str(node.cluster.floor.run_root(node.name)),
+            memory_dir=str(node.cluster.floor.run_dir.parent / "memory"),
             lease_ttl_s=TTL_S,
         )
         super().__init__(config, node.clock)
@@ -360,11 +360,12 @@ def in_place(cluster: SimulatedCluster) -> Iterator[None]:
 
 def tell_story(story: Story) -> Ended:
     """Play it to its end, or until something is wrong."""
-    run_dir = Path(tempfile.mkdtemp(prefix="gcore-sim-", dir=SHM if SHM.is_dir() else None))
+    home = Path(tempfile.mkdtemp(prefix="gcore-sim-", dir=SHM if SHM.is_dir() else None))
     loop = None
     gc.disable()
     try:
-        cluster = SimulatedCluster(story, run_dir)
+        (home / "run").mkdir()
+        cluster = SimulatedCluster(story, home / "run")
         loop = cluster.loop
 
         def defect(_: Any, context: dict[str, Any]) -> None:
@@ -398,4 +399,4 @@ def tell_story(story: Story) -> Ended:
             loop.finish()
         gc.enable()
         asyncio.set_event_loop(None)
-        shutil.rmtree(run_dir, ignore_errors=True)
+        shutil.rmtree(home, ignore_errors=True)

@@ -201,12 +201,13 @@ class Faults:
     def _damage(self) -> str:
         floor = self._cluster.floor
         pattern = "checkpoints/*/model.safetensors"
-        files = sorted(floor.run_dir.glob(f"*/run/{pattern}" if floor.apart else pattern))
+        home, name = floor.run_dir.parent, floor.run_dir.name
+        files = sorted(home.glob(f"*/{name}/{pattern}" if floor.apart else f"{name}/{pattern}"))
         if not files:
             return ""
         file = self._chance.choice(files)
         file.write_text("[]")
-        where = f" on {file.relative_to(floor.run_dir).parts[0]}" if floor.apart else ""
+        where = f" on {file.relative_to(home).parts[0]}" if floor.apart else ""
         return f"the disk damages {file.parent.name}{where}"
 
     def _pinch(self) -> str:

@@ -55,6 +55,7 @@ class Floor:
     network: Network
     chance: random.Random
     run_dir: Path
+    """The run's folder, as the job's record names it."""
     tell: Callable[[str], None]
     wrong: Callable[[str], None]
     """Called with what must not happen."""
@@ -74,7 +75,11 @@ class Floor:
 
     def folder(self, node: str) -> Path:
         """Where a node has the run's folder."""
-        return self.run_dir / node / "run" if self.apart else self.run_dir
+        return self.run_root(node) / self.run_dir.name if self.apart else self.run_dir
+
+    def run_root(self, node: str) -> Path:
+        """Where a node has its own folders of runs."""
+        return self.run_dir.parent / node
 
     def staged(self, look: Callable[[Path], frozenset[Version]], node: str) -> frozenset[Version]:
         """The versions whose weights lie in a node's folder of the run; it is looked at when something was put there."""
