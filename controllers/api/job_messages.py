@@ -49,7 +49,7 @@ from gcore.system.clock import Clock
 
 if TYPE_CHECKING:
     from controllers.api.submission.submit import Submitter
-    from controllers.job.runner import JobSession
+    from controllers.job.runner import JobRunner
 
 MOST_TOLD = 2**31 - 1
 """What the API has room for."""
@@ -475,7 +475,7 @@ class JobsServiceBase(jobs_pb2_grpc.JobsServicer):
         self,
         jobs: StoreReader,
         submissions: Callable[[], Awaitable[Submitter]],
-        runner: Callable[[str], JobSession | None],
+        runner: Callable[[str], JobRunner | None],
         clock: Clock,
         trouble: Callable[[], str] = str,
         room: StreamLimiter | None = None,

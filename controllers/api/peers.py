@@ -31,7 +31,7 @@ from gcore.ledger.records import slot_accounting
 from gcore.observability import samples
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobSession
+    from controllers.job.runner import JobRunner
 
 CHUNK_BYTES = 1 << 20
 
@@ -178,7 +178,7 @@ def _unreadable(parts: tuple[str, ...], error: OSError) -> GcoreError:
 class PlacementService(placement_pb2_grpc.PlacementServicer):
     """Implements gcore.api.v1.Placement."""
 
-    def __init__(self, runner: Callable[[str], JobSession | None], trouble: Callable[[], str] = str) -> None:
+    def __init__(self, runner: Callable[[str], JobRunner | None], trouble: Callable[[], str] = str) -> None:
         """`trouble`: why the store cannot be brought back, if that is known here."""
         self._runner = runner
         self.trouble = trouble

@@ -44,7 +44,7 @@ from gcore.observability.step_metrics import STEP_STATS
 from gcore.store.keys import JobKeys
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobSession
+    from controllers.job.runner import JobRunner
 
 MOST_NAMES = 256
 KINDS = ("trained", "filtered", "failed")
@@ -291,7 +291,7 @@ class StreamMethods(JobsServiceBase):
             await self._clock.sleep(LOOK_S)
         return not (await self._jobs.mirror(uid)).has_ended
 
-    async def _settled(self, uid: str) -> JobSession | None:
+    async def _settled(self, uid: str) -> JobRunner | None:
         """The runner of a job that is worked on; a new job's may take a moment to come. None: it has ended, or waits for slots."""
         end, rest = self._clock.monotonic() + HEARD_S, SOON_S
         while self._clock.monotonic() < end:

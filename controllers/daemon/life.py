@@ -45,7 +45,7 @@ from gcore.system.memory import trim_memory
 from gcore.system.process import send_signal
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobSession
+    from controllers.job.runner import JobRunner
 
 # -------------------- belongings
 # What a daemon keeps from one life to the next, and where it is reached. What it does with them is `controllers.daemon.life`'s.
@@ -61,7 +61,7 @@ class DaemonState:
     connector: Connector = PLAIN
     """How others are reached."""
     folders: LocalRunFolders = field(init=False)
-    runners: dict[str, JobSession] = field(default_factory=dict)
+    runners: dict[str, JobRunner] = field(default_factory=dict)
     """Of the jobs that this life works on, by uid."""
     cluster: ClusterMirror | None = None
     """What this life, or the last, hears of the cluster; None: none has begun."""
@@ -255,20 +255,19 @@ class Incarnation:
 
     # Small methods on purpose: a variable of the loop above would keep the last job's memory.
 
-    def _begin(self, uid: str, identity: Identity) -> JobSession:
+    def _begin(self, uid: str, identity: Identity) -> JobRunner:
         new = self._own.runners[uid] = self._new_runner(uid, identity)
         return new
 
-    def _new_runner(self, uid: str, identity: Identity) -> JobSession:
-        from controllers.job.runner import JobSession
+    def _new_runner(self, uid: str, identity: Identity) -> JobRunner:
+        from controllers.job.runner import JobRunner, make_dependencies
 
-        own = self._own
-        return JobSession(
+        own, changes = self._own, ChangeSignal()
+        needs = make_dependencies(
             uid,
             identity,
             self._store,
-            self._cluster,
-            ChangeSignal(),
+            changes,
             own.metrics,
             self._clock,
             self._config,
@@ -277,6 +276,7 @@ class Incarnation:
             groups=own.groups,
             traces=own.traces,
         )
+        return JobRunner(uid, identity, self._cluster, changes, needs)
 
     def _is_active(self, uid: str) -> bool:
         return uid in self._cluster.active

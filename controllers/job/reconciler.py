@@ -50,9 +50,14 @@ class ActionOwner(Protocol):
 
     uid: str
     changes: ChangeSignal
-    mirror: JobMirror
 
-    def hands(self) -> Effects:
+    @property
+    def mirror(self) -> JobMirror:
+        """Its records as last heard."""
+        ...
+
+    @property
+    def effects(self) -> Effects:
         """What actions are carried out with."""
         ...
 
@@ -118,7 +123,7 @@ class ActionsInFlight:
 
     async def _now(self, intent: Intent, view: JobView) -> None:
         try:
-            done = await apply_action(intent.action, view, self._job.hands())
+            done = await apply_action(intent.action, view, self._job.effects)
         except StoreUnavailable as error:
             done = ActionResult(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
         except GcoreError as error:
@@ -165,15 +170,15 @@ class ReconciledJob(Protocol):
     """What is driven."""
 
     uid: str
+    me: str
     changes: ChangeSignal
-    mirror: JobMirror
     holdings: GroupBuffer
     waits: Timers
     troubles: WarningLog
 
     @property
-    def me(self) -> str:
-        """This incarnation."""
+    def mirror(self) -> JobMirror:
+        """Its records as last heard."""
         ...
 
     def look(self) -> JobView:

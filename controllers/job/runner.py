@@ -1,7 +1,10 @@
-"""One job on one controller, for one incarnation: watch → view → decide → apply, and the flow beside it.
+"""One job on one controller, for one incarnation.
 
-How it stands is `controllers.standing`'s. The mirror is fed by a watch; a driver (`controllers.driving`) decides at every change and carries out what is ripe; the flow
-(`controllers.producing`) produces. They meet in `ChangeSignal` and in the view, never in each other. When the incarnation ends, all of it is thrown away.
+`JobRunner` watches the job's records and runs its `JobSession` while there is one: from the moment at which the job's record is known
+until the job has ended. The session builds all parts of the job and is what they work on; parts that need the job's data are built by
+`JobWork` once these are prepared. Parts meet in the change signal and in the view, which is computed once for each change.
+
+The daemon and the simulation build the same session. What a job reaches outside of this process comes in as `JobDependencies`.
 """
 
 from __future__ import annotations
@@ -10,21 +13,19 @@ import asyncio
 import logging
 import os
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from controllers.accounting.attribution import IdleEngines
 from controllers.accounting.usage import UsageWriter
 from controllers.changes import LOOK_AGAIN_S, ChangeSignal
 from controllers.cluster.mirror import ClusterMirror
 from controllers.cluster.shares import change_claim
-from controllers.flow.episodes import EpisodePool, EpisodeRunner, new_episode_pool, new_episode_runner
+from controllers.flow.episodes import EpisodePool, new_episode_pool, new_episode_runner
 from controllers.flow.evaluation import LedgerEvaluations
 from controllers.flow.group_buffer import GroupBuffer
-from controllers.flow.job_data import CurriculumOrders, rewards_of
+from controllers.flow.job_data import CurriculumOrders, JobData, rewards_of
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import Collectives
 from controllers.identity import Identity
@@ -32,22 +33,20 @@ from controllers.inference.judge_engines import JudgePools
 from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import HealthLimits
-from controllers.job import supervision as quitting
 from controllers.job.effects import Effects
 from controllers.job.executor import apply_action
 from controllers.job.preparation import Preparation
 from controllers.job.reconciler import ActionsInFlight, Reconciler
-from controllers.job.supervision import NodeNotReady
+from controllers.job.supervision import NodeNotReady, fail_abandoned_job, withdraw_member
 from controllers.planning.lender import own_loads
 from controllers.planning.planner import Planner
 from controllers.rules.actions import SetPhase
 from controllers.rules.decide import has_handed_over
-from controllers.rules.view import EngineView, JobView, Memo, Timers
-from controllers.storage import garbage as quota
-from controllers.storage.garbage import DiskQuota
+from controllers.rules.view import JobView, Memo, Timers
+from controllers.storage.garbage import TOPIC as DISK_TOPIC
+from controllers.storage.garbage import DiskQuota, DiskUsage, QuotaLevel
 from controllers.storage.replication import Replicator
 from controllers.storage.run_folder import (
-    NOTHING_STAGED,
     LocalRunFolder,
     LocalRunFolders,
     StagedWeightsMonitor,
@@ -71,14 +70,14 @@ from gcore.flows.api import Flow, Peer
 from gcore.flows.filters import find_filters
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Claim
-from gcore.ledger.records.job import JobPhase
+from gcore.ledger.records.job import JobPhase, JobRecord
 from gcore.ledger.selection import StreamRules, rules_of
 from gcore.ledger.transactions import TransactionExecutor, TxnOutcome
 from gcore.observability.metrics import Metrics
 from gcore.observability.tracing import StepTraces
 from gcore.plugins import RAISED, plugin_trace
-from gcore.reward.pool import FunctionScorer, RewardPool
-from gcore.rollout.client import engine_reach
+from gcore.reward.pool import RewardPool
+from gcore.rollout.client import EngineReach, engine_reach
 from gcore.schema import written_version
 from gcore.store.keys import JobKeys
 from gcore.store.types import Store, WatchBatch
@@ -89,169 +88,6 @@ from gcore.types import Version
 from gcore.worker.sandbox.pool import PoolStatus
 from placement.moves import MoveProposal, MoveReport
 
-# -------------------- standing
-# How a job stands on one controller for one incarnation: its records as they were heard, what is held of it, one view of
-# all that, and the few things that follow from the view and not from a decision: that the job fails, that this controller
-# leaves it.
-#
-# What feeds it and what works on it is another's (`controllers.job`; in a simulation, that of made-up ends): here nothing is
-# started, watched or decided.
-
-
-class JobRunner(ABC):
-    """Mutable; one event loop. Whoever inherits it sets what is declared and not made here, before the first look."""
-
-    _spec: JobSpec
-    _staff: WorkerLauncher
-    _ranks: RankConnections
-    _engines: EnginePool
-    _deeds: ActionsInFlight
-
-    def __init__(self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal) -> None:
-        self.uid = uid
-        self.keys = JobKeys(uid)
-        self.node = identity.node
-        self.changes = changes
-        self.mirror = JobMirror(self.keys)
-        self.holdings = GroupBuffer()
-        self._identity = identity
-        self._cluster = cluster
-        self._rules: StreamRules | None = None
-        self._view: tuple[int, JobView] | None = None
-        self._remembered = Memo()
-        self._leaving = False
-        self.is_working = False
-        """Whether there is a view to look at."""
-        self._lacks = ""
-        self._scoring: PoolStatus | None = None
-        self._judging: PoolStatus | None = None
-        self._crewing: PoolStatus | None = None
-
-    @abstractmethod
-    def hands(self) -> Effects:
-        """What this job's actions are carried out with."""
-
-    @abstractmethod
-    def _staged(self) -> frozenset[Version]:
-        """The versions whose weights lie in the run's folder."""
-
-    def _brought(self) -> frozenset[str]:
-        """The train worlds whose starting checkpoint lies proved in this node's own folder."""
-        return frozenset()
-
-    def _judge_views(self) -> Mapping[str, EngineView]:
-        """The engines of the job's judges."""
-        return {}
-
-    def _proposed(self) -> tuple[MoveProposal | None, MoveReport | None]:
-        """What this controller wants to change of the placement, and what it has to tell of earlier changes."""
-        return None, None
-
-    def _is_arranging(self) -> bool:
-        """Whether a curriculum's order is being worked out."""
-        return False
-
-    @property
-    def me(self) -> str:
-        """This incarnation."""
-        return self._identity.incarnation
-
-    @property
-    def has_handed_over(self) -> bool:
-        """Whether nothing is left that it is worth staying for."""
-        return not self.is_working or has_handed_over(self.look())
-
-    def has_more(self) -> bool:
-        """Whether there are steps to make. It may be so again after the last: by a rollback."""
-        return not self._ended() and self.mirror.head is not None and not self.look().is_over
-
-    def leave(self) -> None:
-        """Hand over: this controller is about to end."""
-        self._leaving = True
-        for ref in list(self.holdings.in_flight):
-            self.holdings.in_flight.give_up(ref, stale=False)
-        self.changes.notify()
-
-    async def fail(self, reason: str) -> None:
-        """End the job as failed, however long the store is away."""
-        while not self._ended():
-            done = await apply_action(SetPhase(JobPhase.FAILED, reason), self.look(), self.hands())
-            if done.outcome is not TxnOutcome.WON:
-                await self.changes.wait(LOOK_AGAIN_S)
-            else:
-                await self.changes.until(self._ended)
-
-    def look_anew(self) -> None:
-        """What is under way has changed, which no record tells."""
-        self._view = None
-
-    def look(self) -> JobView:
-        """The view now; computed once for each change."""
-        if self._view is None or self._view[0] != self.changes.count:
-            self._view = (self.changes.count, self._build())
-        return self._view[1]
-
-    def _ended(self) -> bool:
-        return self.mirror.has_ended
-
-    def _rules_or_none(self) -> StreamRules | None:
-        if self.mirror.job is None:
-            return None
-        job = self.mirror.job.record
-        # A spec is checked whole to give them: too much for whatever is heard.
-        return self._remembered.get("rules", (job,), lambda: rules_of(job))
-
-    def _prune(self, before: JobMirror) -> None:
-        """Drop what a new head has made terminal, cut off or too old."""
-        rules = self._rules_or_none()
-        if rules is not None and self.mirror.head is not None and self.mirror.head != before.head:
-            self.holdings.prune(rules, self.mirror.head.record)
-
-    def _build(self) -> JobView:
-        assert self._rules is not None
-        head = self.mirror.head
-        return JobView(
-            spec=self._spec,
-            rules=self._rules,
-            mirror=self.mirror,
-            me=self.me,
-            node=self.node,
-            nodes=self._cluster.able(written_version()),
-            share=self._cluster.share_of(self.uid),
-            claim=self._cluster.claims.get(self.uid, Claim()),
-            queued=self._cluster.queue.get(self.uid),
-            unable=self._cluster.unable(written_version()),
-            workers=self._cluster.workers,
-            ranks=self._ranks.views,
-            engines=self._engines.views,
-            judges=self._judge_views(),
-            holdings=self.holdings.offers,
-            outcomes=self.holdings.outcomes,
-            in_flight=self.holdings.in_flight.versions(head.record) if head is not None else {},
-            busy=bool(self.holdings.in_flight),
-            under_way=self._deeds.under_way(),
-            saved=self._ranks.saved,
-            staged=self._staged(),
-            brought=self._brought(),
-            arranging=self._is_arranging(),
-            lacks=self._lacks,
-            scoring=self._scoring,
-            judging=self._judging,
-            crewing=self._crewing,
-            hopeless=self._staff.hopeless(self._cluster.workers),
-            proposal=self._proposed()[0],
-            account=self._proposed()[1],
-            remembered=self._remembered,
-            leaving=self._leaving,
-        )
-
-
-# -------------------- producing
-# Running a job's flow, again and again, and what ends the job when it, or another plug-in, raises.
-#
-# What a plug-in raised is noted with its own traceback before the job ends, so that the event is there first. The flow is begun
-# anew when there are steps to make again: after a rollback from behind the last step. Nothing is decided here.
-
 log = logging.getLogger(__name__)
 
 
@@ -259,31 +95,94 @@ LONGEST_REASON = 2000
 """Characters. Foreign code may say whatever it likes, and the store takes 1.5 MiB."""
 
 
-class FlowJob(Protocol):
-    """What is needed of the job whose flow it is."""
+@dataclass(frozen=True)
+class JobDependencies:
+    """What one job reaches outside of this process, and what is kept of it for people. The simulation gives its own."""
 
-    uid: str
-    changes: ChangeSignal
+    store: Store
+    ledger: TransactionExecutor
+    clock: Clock
+    metrics: Metrics
+    connector: Connector
+    connect_engine: EngineReach
+    launcher: WorkerLauncher
+    ranks: RankConnections
+    telemetry: JobTelemetry
+    warnings: WarningLog
+    errors: PluginErrorLog
+    folders: LocalRunFolders
+    """This node's own folders of runs, for jobs whose nodes share none."""
+    memory_dir: Path | None
+    """Where copies of the job's train states lie in this node's memory; None: no copies are kept."""
+    cache_dir: Path
+    disk_gib: float | None
+    """The disk quota of the job; None: it has none."""
+    new_recorder: Callable[[Callable[[], JobMirror]], RunRecorder]
+    """Makes what records the run; called with what gives the mirror."""
+    run_root: Path
+    """Where this node keeps the folders of runs, for jobs whose nodes share none."""
+    folder_loss: Callable[[Path], str]
+    """Why this node does not see the run's folder any more, or nothing. Blocks."""
+    group_of_job: Callable[[], str]
+    """The control group of the job's processes, or nothing. Blocks."""
+    timers: Timers = field(default_factory=lambda: Timers({}))
+    prepare: Callable[[Preparation, JobSpec, JobRecord], Awaitable[JobData | None]] = Preparation.material
+    find_flow: Callable[[str], Flow] = find_flow
+    new_staged_weights: Callable[..., StagedWeightsMonitor] = StagedWeightsMonitor
 
-    def has_more(self) -> bool:
-        """Whether there are steps to make."""
-        ...
 
-    async def fail(self, reason: str) -> None:
-        """End it."""
-        ...
+def make_dependencies(
+    uid: str,
+    identity: Identity,
+    store: Store,
+    changes: ChangeSignal,
+    metrics: Metrics,
+    clock: Clock,
+    config: NodeConfig,
+    folders: LocalRunFolders,
+    connector: Connector = PLAIN,
+    groups: JobGroups | None = None,
+    traces: StepTraces | None = None,
+) -> JobDependencies:
+    """Those of a job on a daemon's node. `traces`: the collector to which steps are exported; None: none."""
+    keys, home = JobKeys(uid), Path(config.home)
+    launcher, reach = WorkerLauncher(config, clock, connector, groups), engine_reach(connector)
+    return JobDependencies(
+        store=store,
+        ledger=TransactionExecutor(store, keys),
+        clock=clock,
+        metrics=metrics,
+        connector=connector,
+        connect_engine=reach,
+        launcher=launcher,
+        ranks=RankConnections(clock, changes.notify, connector),
+        telemetry=JobTelemetry(store, keys, identity, metrics, clock, reach, traces),
+        warnings=WarningLog(store, keys, identity.node, clock),
+        errors=PluginErrorLog(store, keys, identity.node),
+        folders=folders,
+        memory_dir=launcher.memory_dir(uid),
+        cache_dir=home / "cache",
+        disk_gib=config.limits.disk_gib,
+        new_recorder=lambda look: RunRecorder(identity, home, store, keys, look, changes, clock),
+        run_root=Path(config.run_root),
+        folder_loss=partial(folder_loss, node=identity.node),
+        group_of_job=partial(groups.group_of, uid) if groups is not None else str,
+    )
 
 
 class FlowRunner:
-    """Of one job, on one controller."""
+    """Runs a job's flow, and again when there are steps to make again after a rollback from behind the last step.
 
-    def __init__(self, job: FlowJob, faults: PluginErrorLog, clock: Clock) -> None:
+    An error of the flow or of a plug-in ends the job; the traceback of a plug-in is noted first, so that its event comes first.
+    """
+
+    def __init__(self, job: JobSession, errors: PluginErrorLog, clock: Clock) -> None:
         self._job = job
-        self._faults = faults
+        self._errors = errors
         self._clock = clock
 
     async def run(self, flow: Flow, peer: Peer) -> None:
-        """Until cancelled: the flow to its end, and again when there is more to do. Raises NodeNotReady."""
+        """Until cancelled. Raises NodeNotReady."""
         me = asyncio.current_task()
         assert me is not None
         while True:
@@ -307,77 +206,87 @@ class FlowRunner:
             await self._clock.sleep(LOOK_AGAIN_S)
 
     async def fail_with(self, error: BaseException, reason: str = "") -> None:
-        """End the job because of `error`; first the traceback of a plug-in that raised it."""
+        """End the job because of `error`; first note the traceback of a plug-in that raised it."""
         reason = reason or str(error)
         if len(reason) > LONGEST_REASON:
             reason = f"{reason[: LONGEST_REASON - 1]}…"
         if trace := plugin_trace(error):
-            self._faults.note(reason, trace)
-            await self._faults.finish()
+            self._errors.note(reason, trace)
+            await self._errors.finish()
         await self._job.fail(reason)
 
 
-class JobSession(JobRunner):
-    """Runs one job until it has ended, or the incarnation has."""
+class JobRunner:
+    """Watches one job's records, and runs its session until the job has ended, or the incarnation has."""
 
     def __init__(
-        self,
-        uid: str,
-        identity: Identity,
-        store: Store,
-        cluster: ClusterMirror,
-        changes: ChangeSignal,
-        metrics: Metrics,
-        clock: Clock,
-        config: NodeConfig,
-        folders: LocalRunFolders | None = None,
-        connector: Connector = PLAIN,
-        groups: JobGroups | None = None,
-        traces: StepTraces | None = None,
+        self, uid: str, identity: Identity, cluster: ClusterMirror, changes: ChangeSignal, needs: JobDependencies
     ) -> None:
-        """`folders`: this node's own folders of runs, for jobs whose nodes share none; None: nobody else reads them. `traces`: where steps
-        are told as spans; None: nowhere."""
-        super().__init__(uid, identity, cluster, changes)
-        self._run_root = Path(config.run_root)
-        self._folders = folders or LocalRunFolders(connector)
-        self._connector = connector
-        self._reach = engine_reach(connector)
-        self._store = store
-        self._metrics = metrics
-        self._clock = clock
-        self._cache_dir = Path(config.home) / "cache"
-        self._staff = WorkerLauncher(config, clock, connector, groups)
-        self._groups = groups
-        self._disk_gib = config.limits.disk_gib
-        self.chronicle = JobTelemetry(store, self.keys, identity, metrics, clock, self._reach, traces)
-        self._faults = PluginErrorLog(store, self.keys, identity.node)
-        self.troubles = WarningLog(store, self.keys, identity.node, clock)
-        self._rewards: RewardPool | None = None
-        self._worlds: EpisodePool | None = None
-        self._judge_engines: JudgePools | None = None
-        self._external_judges: ExternalJudges | None = None
-        self._judge_counts = JudgeMetricsObserver(
-            metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said)
-        )
-        self._staged_weights: StagedWeightsMonitor | None = None
+        self.uid = uid
+        self.keys = JobKeys(uid)
+        self.node = identity.node
+        self.changes = changes
+        self.mirror = JobMirror(self.keys)
+        self.holdings = GroupBuffer()
+        self.chronicle = needs.telemetry
         self.closed = False
         """Whether nothing more will be heard here."""
-        self._held_back: Callable[[], bool] = lambda: False
-        self.waits = Timers({})
-        self._ranks = RankConnections(clock, changes.notify, connector)
-        self._deeds = ActionsInFlight(self, metrics, clock)
-        home = Path(config.home)
-        self._reading = RunRecorder(identity, home, store, self.keys, lambda: self.mirror, changes, clock)
-        self._orders: CurriculumOrders | None = None
-        self._planner: Planner | None = None
+        self.leaving = False
+        self._identity = identity
+        self._cluster = cluster
+        self._needs = needs
+        self._recorder = needs.new_recorder(lambda: self.mirror)
+        self._session: JobSession | None = None
+        """None before the job's record is known, and once it has ended."""
+
+    @property
+    def me(self) -> str:
+        """This incarnation."""
+        return self._identity.incarnation
+
+    @property
+    def is_working(self) -> bool:
+        """Whether there is a view to look at."""
+        return self._session is not None
+
+    @property
+    def session(self) -> JobSession:
+        """The session; there must be one."""
+        assert self._session is not None
+        return self._session
+
+    @property
+    def waits(self) -> Timers:
+        """Since when the job waits for what."""
+        return self.session.waits
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether nothing is left that it is worth staying for."""
+        return self._session is None or has_handed_over(self._session.look())
+
+    def look(self) -> JobView:
+        """The view now."""
+        return self.session.look()
+
+    async def loads(self) -> LoadsReply:
+        """The load of the engines that this controller is responsible for."""
+        return await self.session.loads()
+
+    def leave(self) -> None:
+        """Hand over: this controller is about to end."""
+        self.leaving = True
+        for ref in list(self.holdings.in_flight):
+            self.holdings.in_flight.give_up(ref, stale=False)
+        self.changes.notify()
 
     async def withdraw(self) -> None:
         """Be no member of a job that cannot be worked on here."""
-        await quitting.withdraw_member(self._store, self.keys, self._identity, self._clock)
+        await withdraw_member(self._needs.store, self.keys, self._identity, self._needs.clock)
 
     async def end_left(self, reason: str) -> None:
         """End the job as failed, if nobody works on it any more."""
-        await quitting.fail_abandoned_job(self._store, self.keys, self._clock, reason)
+        await fail_abandoned_job(self._needs.store, self.keys, self._needs.clock, reason)
 
     async def run(self) -> None:
         """Until the job has ended."""
@@ -387,18 +296,20 @@ class JobSession(JobRunner):
             while self.mirror.job is None or self.mirror.status is None:
                 await self._unless(watching, self.changes.wait())
             if not self.mirror.has_ended:
-                self._reading.begin()
-                await self._unless(watching, self._work())
+                self._recorder.begin()
+                await self._unless(watching, self._work(self.mirror.job.record))
             if self.mirror.has_ended:
-                await self._reading.finish()
+                await self._recorder.finish()
         finally:
-            self.closed, self.is_working = True, False
+            session, self._session = self._session, None
+            self.closed = True
             self.chronicle.close()
             self.changes.notify()
             watching.cancel()
-            await self._deeds.stop()
-            await self._reading.stop()
-            await self._ranks.close()
+            if session is not None:
+                await session.actions.stop()
+            await self._recorder.stop()
+            await self._needs.ranks.close()
 
     async def _unless(self, watching: asyncio.Task[None], work: object) -> None:
         """Await `work`, and fail with the watch if that fails first."""
@@ -411,285 +322,429 @@ class JobSession(JobRunner):
         finally:
             task.cancel()
 
+    async def _work(self, job: JobRecord) -> None:
+        spec = stored_spec(job.spec)
+        group = await asyncio.to_thread(self._needs.group_of_job)
+        self._session = self.make_session(spec, job, group)
+        await self._session.run()
+
+    def make_session(self, spec: JobSpec, job: JobRecord, group: str) -> JobSession:
+        """All parts of the job. `job`: its record, naming the run's folder on this node; `group`: the control group of its processes."""
+        return JobSession(self, self._identity, self._cluster, self._needs, self._recorder, spec, job, group)
+
     async def _watch(self) -> None:
-        async for batch in self._store.watch(self.keys.prefix):
+        async for batch in self._needs.store.watch(self.keys.prefix):
             self._note(batch)
             self.changes.notify()
 
     def _note(self, batch: WatchBatch) -> None:
-        before, wall = self.mirror, self._clock.wall()
+        before, wall = self.mirror, self._needs.clock.wall()
         for one in split_by_revision(batch):
             so_far = self.mirror
-            self.mirror = localize_mirror(so_far.fold(one), self._run_root)
+            self.mirror = localize_mirror(so_far.fold(one), self._needs.run_root)
             self.chronicle.events.note(so_far, one, self.mirror, wall)
         for key in self.mirror.unreadable.keys() - before.unreadable.keys():
             sentence = f"{self.mirror.unreadable[key].why}; it is as if it were not there"
-            self.troubles.note(f"record-{self.node}", sentence)
-        self._reading.note(self.mirror, self.holdings.group)
-        self._prune(before)
+            self._needs.warnings.note(f"record-{self.node}", sentence)
+        self._recorder.note(self.mirror, self.holdings.group)
+        if self._session is not None:
+            self._session.prune(before)
         self.chronicle.note(before, batch, self.mirror)
-        if self._planner is not None:
-            self._planner.note(before, self.mirror)
+        if self._session is not None:
+            self._session.work.note(before, self.mirror)
 
-    async def _work(self) -> None:
-        assert self.mirror.job is not None
-        spec = stored_spec(self.mirror.job.record.spec)
+
+class Unprepared:
+    """In place of `JobWork` before the job's data are prepared."""
+
+    arranging = is_held_back = False
+    proposal: MoveProposal | None = None
+    account: MoveReport | None = None
+
+    def note(self, before: JobMirror, after: JobMirror) -> None:
+        """A change of the job's records: nothing here depends on it."""
+
+
+class JobSession:
+    """All parts of a job that runs, and what they work on: its records, its view, and how it fails. Not safe for threads."""
+
+    def __init__(
+        self,
+        runner: JobRunner,
+        identity: Identity,
+        cluster: ClusterMirror,
+        needs: JobDependencies,
+        recorder: RunRecorder,
+        spec: JobSpec,
+        job: JobRecord,
+        group: str,
+    ) -> None:
+        """`job`: the record, naming the run's folder on this node; `group`: the control group of its processes."""
+        self.uid, self.node, self.me, self.changes = runner.uid, runner.node, runner.me, runner.changes
+        self.holdings = runner.holdings
+        self.needs = needs
+        self.run_dir = Path(job.run_dir)
+        self.troubles, self.waits = needs.warnings, needs.timers
+        self.spec, self.rules = spec, rules_of(job)
+        self.recorder = recorder
+        self.work: Unprepared | JobWork = Unprepared()
+        self.identity = identity
+        self.cluster = cluster
+        self._runner = runner
+        self._memo = Memo()
+        self._view: tuple[int, JobView] | None = None
+        self._lacks = ""
+        self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
+        """The state of rewards, of judges, and of processes of agents and tools."""
+        clock, metrics = needs.clock, needs.metrics
         rollout = spec.rollout
-        patience = HealthLimits(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s)
-        self._engines = EnginePool(
+        self.engines = EnginePool(
             self.changes,
             rollout.timeout_s,
-            self._reach,
-            clock=self._clock,
-            patience=patience,
-            metrics=self._metrics,
+            needs.connect_engine,
+            clock=clock,
+            patience=HealthLimits(rollout.silent_s, rollout.watchdog_s, rollout.timeout_s),
+            metrics=metrics,
             told_every=rollout.told_every,
             rows=rollout.batch_slots,
         )
-        self._judge_engines = JudgePools(spec, self.uid, self.me, self.changes, self._clock, self._metrics, self._reach)
-        self._external_judges = self._new_external(spec)
-        self._spec = spec
-        self._rules = self._rules_or_none()
-        self.is_working = True
-        head = self.mirror.head.record.version if self.mirror.head is not None else None
-        job = self.mirror.job.record
-        usage = UsageWriter(self._store, job, self.node, self._clock)
-        await self.chronicle.booking.begin(spec, Path(job.run_dir), head, usage)
-        group = await asyncio.to_thread(self._group)
-        rewards = RewardPool(
+        self.judges = JudgePools(spec, self.uid, self.me, self.changes, clock, metrics, needs.connect_engine)
+        self._judge_counts = JudgeMetricsObserver(
+            metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said)
+        )
+        self.external = ExternalJudges(
+            spec,
+            needs.store,
+            runner.keys,
+            self.node,
+            self.me,
+            clock,
+            self._judge_counts,
+            lambda: self.mirror,
+            lambda: cluster.nodes,
+            self.troubles.note,
+            os.environ,
+        )
+        self._rewards = RewardPool(
             rewards_of(spec),
             spec.scoring,
-            self._clock,
-            lambda error: self._faults.note(str(error), error.trace),
+            clock,
+            lambda error: needs.errors.note(str(error), error.trace),
             lambda news: self.troubles.note(f"reward-{self.node}", news),
             group=group,
         )
-        self._rewards = rewards
-        worlds = self._worlds = new_episode_pool(spec, self._clock, self._faults.note, group)
-        try:
-            await self._work_on(spec, rewards, worlds)
-        finally:
-            await self._external_judges.close()
-            await rewards.close()
-            if worlds is not None:
-                await worlds.close()
-
-    async def _work_on(self, spec: JobSpec, rewards: RewardPool, worlds: EpisodePool | None) -> None:
-        assert self.mirror.job is not None
-        producing = FlowRunner(self, self._faults, self._clock)
-        try:
-            async with report_waits(self, self._metrics, self._clock):
-                material = await self._preparation(rewards).material(spec, self.mirror.job.record)
-            if material is None:
-                return
-            self._spec = material.spec
-            own = self._own_folder()
-            if own is not None:
-                await own.files.sweep()
-            self._reading.samples.open(material.spec, material.stream, Path(self.mirror.job.record.run_dir))
-            self.look_anew()
-            self._held_back = lambda: material.is_held_back
-            flow = find_flow(spec.flow.name)
-            filters = find_filters(material.spec.flow.filters)
-            conversing = self._new_responding(material.spec, worlds)
-            orders = self._orders = CurriculumOrders(spec, material.stream, self.changes.notify)
-        except GcoreError as error:
-            await producing.fail_with(error)
-            return
-        me = self._identity
-        collectives = Collectives(self._store, lambda: self.mirror, me.incarnation, me.lease, self.changes, self._clock)
-        peer = JobPeer(
-            material,
-            self.look,
+        self.episodes: EpisodePool | None = new_episode_pool(spec, clock, needs.errors.note, group)
+        self.own_folder: LocalRunFolder | None = (
+            needs.folders.of(job.uid, self.run_dir) if has_own_folder(job) else None
+        )
+        self.staged = needs.new_staged_weights(
+            self.run_dir,
+            self.node,
+            self._head_version,
             self.changes,
-            self._engines,
-            self.holdings,
-            LedgerEvaluations(TransactionExecutor(self._store, self.keys), lambda: self.mirror),
-            self._clock,
-            self.chronicle.stopwatch,
-            orders,
+            self.troubles.hold,
+            self.changes.notify,
+            clock,
+        )
+        self.actions = ActionsInFlight(self, metrics, clock)
+        self.effects = self._make_effects()
+        self.flow = FlowRunner(self, needs.errors, clock)
+        self.collectives = Collectives(needs.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock)
+
+    def _make_effects(self) -> Effects:
+        needs, lease = self.needs, self.identity.lease
+        replicator: Replicator | None = None
+        if self.own_folder is not None:
+            replicator = Replicator(
+                needs.store, needs.ledger, lease, needs.clock, self.run_dir, self.troubles.hold, self.own_folder
+            )
+        return Effects(
+            store=needs.store,
+            ledger=needs.ledger,
+            lease=lease,
+            address=self.identity.address,
+            ranks=needs.ranks,
+            engines=self.engines,
+            holdings=self.holdings,
+            clock=needs.clock,
+            stats=needs.telemetry.stats,
+            tell=self.troubles.hold,
+            run_dir=self.run_dir,
+            away=partial(needs.folder_loss, self.run_dir),
+            replicator=replicator,
+            memory_dir=needs.memory_dir,
+            judges=self.judges,
+        )
+
+    @property
+    def mirror(self) -> JobMirror:
+        """The job's records as last heard."""
+        return self._runner.mirror
+
+    @property
+    def record(self) -> JobRecord:
+        """The job's own record."""
+        assert self.mirror.job is not None
+        return self.mirror.job.record
+
+    def look(self) -> JobView:
+        """The view now; computed once for each change."""
+        if self._view is None or self._view[0] != self.changes.count:
+            self._view = (self.changes.count, self._make_view())
+        return self._view[1]
+
+    def look_anew(self) -> None:
+        """Something that the view holds has changed, which no record tells."""
+        self._view = None
+
+    def has_more(self) -> bool:
+        """Whether there are steps to make. It may be so again after the last: by a rollback."""
+        return not self.mirror.has_ended and self.mirror.head is not None and not self.look().is_over
+
+    async def fail(self, reason: str) -> None:
+        """End the job as failed, however long the store is away."""
+        while not self.mirror.has_ended:
+            done = await apply_action(SetPhase(JobPhase.FAILED, reason), self.look(), self.effects)
+            if done.outcome is not TxnOutcome.WON:
+                await self.changes.wait(LOOK_AGAIN_S)
+            else:
+                await self.changes.until(self._has_ended)
+
+    def prune(self, before: JobMirror) -> None:
+        """Drop groups that a new head has made terminal, cut off or too old."""
+        mirror = self.mirror
+        if mirror.job is not None and mirror.head is not None and mirror.head != before.head:
+            self.holdings.prune(self._current_rules(mirror.job.record), mirror.head.record)
+
+    async def loads(self) -> LoadsReply:
+        """The load of the engines that this controller is responsible for."""
+        return await own_loads(self.look(), self.engines, self.judges)
+
+    def note_scoring(self) -> None:
+        """Look at rewards, judges and the processes of agents and tools, which announce no change."""
+        seen = (
+            self._rewards.scoring,
+            self._judge_counts.scoring,
+            self.episodes.waits if self.episodes is not None else None,
+        )
+        if seen != self._pools:
+            self._pools, self._view = seen, None
+
+    def note_engines(self) -> None:
+        """Account for engines that have nothing to do."""
+        if self.mirror.head is not None:
+            self.needs.telemetry.note_engines(self.look(), self.engines.busy, held_back=self.work.is_held_back)
+
+    async def run(self) -> None:
+        """Until the job has ended."""
+        head, needs = self._head_version(), self.needs
+        usage = UsageWriter(needs.store, self.record, self.node, needs.clock)
+        await needs.telemetry.booking.begin(self.spec, self.run_dir, head, usage)
+        try:
+            if (work := await self._prepare()) is not None:
+                self.work = work
+                await work.run()
+        finally:
+            await self.external.close()
+            await self._rewards.close()
+            if self.episodes is not None:
+                await self.episodes.close()
+
+    async def _prepare(self) -> JobWork | None:
+        """What the job does here, once this node has what it needs; None if the job has ended, or was failed."""
+        preparation = self._make_preparation()
+        try:
+            async with report_waits(self, self.needs.metrics, self.needs.clock):
+                data = await self.needs.prepare(preparation, self.spec, self.record)
+            if data is None:
+                return None
+            if self.own_folder is not None:
+                await self.own_folder.files.sweep()
+            self.spec = data.spec
+            self.recorder.samples.open(data.spec, data.stream, self.run_dir)
+            self.look_anew()
+            return JobWork(self, data)
+        except GcoreError as error:
+            await self.flow.fail_with(error)
+            return None
+
+    def _make_preparation(self) -> Preparation:
+        def lacks(reason: str) -> None:
+            # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
+            models = [f"wait model {node}" for node in (self.node, *self.cluster.nodes)]
+            conditions = ["wait start", *models] + ["wait material"] * bool(reason)
+            self.waits = self.waits.note(conditions, self.needs.clock.monotonic())
+            self._lacks, self._view = reason, None
+
+        lacks("")
+        return Preparation(
+            self.needs.store,
+            self._runner.keys,
+            self.identity,
+            self.needs.cache_dir,
+            self.changes,
+            lambda: self.mirror,
+            self._rewards,
+            lacks,
+            lambda spec: open_judges(spec, self.judges, self._judge_counts, self.needs.clock, self.external),
+        )
+
+    def _has_ended(self) -> bool:
+        return self.mirror.has_ended
+
+    def _head_version(self) -> Version | None:
+        return None if self.mirror.head is None else self.mirror.head.record.version
+
+    def _current_rules(self, job: JobRecord) -> StreamRules:
+        # A spec is checked whole to give them: too much for whatever is heard.
+        return self._memo.get("rules", (job,), lambda: rules_of(job))
+
+    def _make_view(self) -> JobView:
+        cluster, needs, head = self.cluster, self.needs, self.mirror.head
+        scoring, judging, crewing = self._pools
+        return JobView(
+            spec=self.spec,
+            rules=self.rules,
+            mirror=self.mirror,
+            me=self.me,
+            node=self.node,
+            nodes=cluster.able(written_version()),
+            share=cluster.share_of(self.uid),
+            claim=cluster.claims.get(self.uid, Claim()),
+            queued=cluster.queue.get(self.uid),
+            unable=cluster.unable(written_version()),
+            workers=cluster.workers,
+            ranks=needs.ranks.views,
+            engines=self.engines.views,
+            judges=self.judges.views,
+            holdings=self.holdings.offers,
+            outcomes=self.holdings.outcomes,
+            in_flight=self.holdings.in_flight.versions(head.record) if head is not None else {},
+            busy=bool(self.holdings.in_flight),
+            under_way=self.actions.under_way(),
+            saved=needs.ranks.saved,
+            staged=self.staged.versions,
+            brought=frozenset() if self.own_folder is None else frozenset(self.own_folder.brought),
+            arranging=self.work.arranging,
+            lacks=self._lacks,
+            scoring=scoring,
+            judging=judging,
+            crewing=crewing,
+            hopeless=needs.launcher.hopeless(cluster.workers),
+            proposal=self.work.proposal,
+            account=self.work.account,
+            remembered=self._memo,
+            leaving=self._runner.leaving,
+        )
+
+
+class JobWork:
+    """The parts of a session that need the job's data: the flow and its peer, the reconciler, the planner. Raises GcoreError."""
+
+    def __init__(self, session: JobSession, data: JobData) -> None:
+        needs, spec, clock = session.needs, data.spec, session.needs.clock
+        self._session = session
+        self._data = data
+        self._flow = needs.find_flow(spec.flow.name)
+        filters = find_filters(spec.flow.filters)
+        episodes = new_episode_runner(spec, session.engines, session.episodes, clock, needs.errors.note)
+        self._orders = CurriculumOrders(spec, data.stream, session.changes.notify)
+        self._peer = JobPeer(
+            data,
+            session.look,
+            session.changes,
+            session.engines,
+            session.holdings,
+            LedgerEvaluations(needs.ledger, lambda: session.mirror),
+            clock,
+            needs.telemetry.stopwatch,
+            self._orders,
             filters,
-            collectives,
-            self._faults,
-            conversing,
+            session.collectives,
+            needs.errors,
+            episodes,
         )
-        external = self._external_judges
-        assert self._judge_engines is not None
-        assert external is not None
-        driver = Reconciler(
-            self,
-            self._cluster,
-            self._staff,
-            self._engines,
-            self._judge_engines,
-            self._ranks,
-            self._deeds,
-            self._metrics,
-            self._clock,
+        self._reconciler = Reconciler(
+            session,
+            session.cluster,
+            needs.launcher,
+            session.engines,
+            session.judges,
+            needs.ranks,
+            session.actions,
+            needs.metrics,
+            clock,
         )
-        run_dir = Path(self.mirror.job.record.run_dir)
-        staged = self._staged_weights = self._new_staged(run_dir)
-        planner = self._planner = Planner(self, material.spec, self._clock, run_dir, self._connector)
-        books = start_background_task(self.chronicle.booking.run(), f"books {self.uid}")
+        self._planner = Planner(session, spec, clock, session.run_dir, needs.connector)
+
+    @property
+    def arranging(self) -> bool:
+        """Whether a curriculum's order is being worked out."""
+        return self._orders.arranging
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether no prompt should be begun because of a judge."""
+        return self._data.is_held_back
+
+    @property
+    def proposal(self) -> MoveProposal | None:
+        """What this controller wants to change of the placement."""
+        return self._planner.proposal
+
+    @property
+    def account(self) -> MoveReport | None:
+        """What it has to tell of earlier changes."""
+        return self._planner.account
+
+    def note(self, before: JobMirror, after: JobMirror) -> None:
+        """A change of the job's records."""
+        self._planner.note(before, after)
+
+    async def run(self) -> None:
+        """Until the job has ended."""
+        session, needs = self._session, self._session.needs
+        accounts = needs.telemetry.booking
+        books = start_background_task(accounts.run(), f"books {session.uid}")
         try:
             async with asyncio.TaskGroup() as group:
                 work = {
-                    "flow": producing.run(flow, peer),
-                    "drive": driver.run(),
-                    "staged": staged.run(),
-                    "faults": self._faults.run(),
-                    "troubles": self.troubles.run(),
-                    "collectives": collectives.answer_others(),
-                    "external": external.run(),
-                } | ({"placement": planner.run()} if material.spec.placement.is_live else {})
-                if self._disk_gib is not None:
-                    work["quota"] = self._quota(run_dir, self._disk_gib).run()
-                tasks = [group.create_task(one, name=f"{name} {self.uid}") for name, one in work.items()]
-                await self.changes.until(self._ended)
+                    "flow": session.flow.run(self._flow, self._peer),
+                    "drive": self._reconciler.run(),
+                    "staged": session.staged.run(),
+                    "faults": needs.errors.run(),
+                    "troubles": needs.warnings.run(),
+                    "collectives": session.collectives.answer_others(),
+                    "external": session.external.run(),
+                } | ({"placement": self._planner.run()} if self._data.spec.placement.is_live else {})
+                if needs.disk_gib is not None:
+                    work["quota"] = self._quota(needs.disk_gib).run()
+                tasks = [group.create_task(one, name=f"{name} {session.uid}") for name, one in work.items()]
+                await session.changes.until(lambda: session.mirror.has_ended)
                 for task in tasks:
                     task.cancel()
         finally:
             # Before this process may be ended too.
             await cancel_all([books])
-            await self.chronicle.booking.finish()
+            await accounts.finish()
             # First of all what is being published: it lets its engine go on.
-            await self._deeds.stop()
-            await peer.close()
-            await self._engines.close()
-            await self._judge_engines.close()
-            await orders.close()
+            await session.actions.stop()
+            await self._peer.close()
+            await session.engines.close()
+            await session.judges.close()
+            await self._orders.close()
 
-    def _preparation(self, scorer: FunctionScorer) -> Preparation:
-        def lacks(reason: str) -> None:
-            # Nobody decides while this is under way, so nobody else notes since when the job waits for it.
-            models = [f"wait model {node}" for node in (self.node, *self._cluster.nodes)]
-            conditions = ["wait start", *models] + ["wait material"] * bool(reason)
-            self.waits = self.waits.note(conditions, self._clock.monotonic())
-            self._lacks, self._view = reason, None
+    def _quota(self, disk_gib: float) -> DiskQuota:
+        session = self._session
 
-        lacks("")
-        engines, external = self._judge_engines, self._external_judges
-        assert engines is not None
-        return Preparation(
-            self._store,
-            self.keys,
-            self._identity,
-            self._cache_dir,
-            self.changes,
-            lambda: self.mirror,
-            scorer,
-            lacks,
-            lambda spec: open_judges(spec, engines, self._judge_counts, self._clock, external),
-        )
+        def show(found: DiskUsage) -> None:
+            session.recorder.samples.has_room = found.level is QuotaLevel.FREE
+            session.troubles.note(f"{DISK_TOPIC}-{session.node}", found.sentence)
 
-    def note_scoring(self) -> None:
-        """See what the rewards, the judges and the processes of agents and tools are at, of which no change tells."""
-        seen = (
-            self._rewards.scoring if self._rewards is not None else None,
-            self._judge_counts.scoring,
-            self._worlds.waits if self._worlds is not None else None,
-        )
-        if seen != (self._scoring, self._judging, self._crewing):
-            (self._scoring, self._judging, self._crewing), self._view = seen, None
+        async def pause() -> None:
+            await change_claim(
+                session.needs.store, session.uid, lambda claim: claim.model_copy(update={"paused": True})
+            )
 
-    def note_engines(self) -> None:
-        """See which engines have nothing to do, and why."""
-        if self.mirror.head is not None:
-            view = self.look()
-            self.chronicle.booking.look(view, held_back=self._held_back())
-            idle = IdleEngines.of(view, self._engines.busy, self.chronicle.booking.stage)
-            self.chronicle.stopwatch.engines.note(idle, self._clock.monotonic())
-
-    def _judge_views(self) -> Mapping[str, EngineView]:
-        return {} if self._judge_engines is None else self._judge_engines.views
-
-    def _staged(self) -> frozenset[Version]:
-        return NOTHING_STAGED if self._staged_weights is None else self._staged_weights.versions
-
-    def _new_staged(self, run_dir: Path) -> StagedWeightsMonitor:
-        def wanted() -> Version | None:
-            return None if self.mirror.head is None else self.mirror.head.record.version
-
-        return StagedWeightsMonitor(
-            run_dir, self.node, wanted, self.changes, self.troubles.hold, self.changes.notify, self._clock
-        )
-
-    def _new_responding(self, spec: JobSpec, worlds: EpisodePool | None) -> EpisodeRunner | None:
-        """Of a job with an environment, or an agent. Raises PluginFault."""
-        return new_episode_runner(spec, self._engines, worlds, self._clock, self._faults.note)
-
-    def _new_external(self, spec: JobSpec) -> ExternalJudges:
-        return ExternalJudges(
-            spec,
-            self._store,
-            self.keys,
-            self.node,
-            self.me,
-            self._clock,
-            self._judge_counts,
-            lambda: self.mirror,
-            lambda: self._cluster.nodes,
-            self.troubles.note,
-            os.environ,
-        )
-
-    def _proposed(self) -> tuple[MoveProposal | None, MoveReport | None]:
-        return (None, None) if self._planner is None else (self._planner.proposal, self._planner.account)
-
-    async def loads(self) -> LoadsReply:
-        """What the engines that this controller sees to have to do."""
-        return await own_loads(self.look(), self._engines, self._judge_engines)
-
-    def _is_arranging(self) -> bool:
-        return self._orders is not None and self._orders.arranging
-
-    def hands(self) -> Effects:
-        """What this job's actions are carried out with."""
-        assert self.mirror.job is not None
-        run_dir, ledger = Path(self.mirror.job.record.run_dir), TransactionExecutor(self._store, self.keys)
-        return Effects(
-            store=self._store,
-            ledger=ledger,
-            lease=self._identity.lease,
-            address=self._identity.address,
-            ranks=self._ranks,
-            engines=self._engines,
-            holdings=self.holdings,
-            clock=self._clock,
-            stats=self.chronicle.stats,
-            tell=self.troubles.hold,
-            run_dir=run_dir,
-            away=partial(folder_loss, run_dir, self.node),
-            replicator=self._replicator(run_dir, ledger),
-            memory_dir=self._staff.memory_dir(self.uid),
-            judges=self._judge_engines,
-        )
-
-    def _replicator(self, run_dir: Path, ledger: TransactionExecutor) -> Replicator | None:
-        own = self._own_folder()
-        if own is None:
-            return None
-        lease = self._identity.lease
-        return Replicator(self._store, ledger, lease, self._clock, run_dir, self.troubles.hold, own)
-
-    def _quota(self, run_dir: Path, disk_gib: float) -> DiskQuota:
-        def show(found: quota.DiskUsage) -> None:
-            self._reading.samples.has_room = found.level is quota.QuotaLevel.FREE
-            self.troubles.note(f"{quota.TOPIC}-{self.node}", found.sentence)
-
-        return DiskQuota(run_dir, disk_gib, lambda: len(self.mirror.members), show, self._pause, self._clock)
-
-    async def _pause(self) -> None:
-        await change_claim(self._store, self.uid, lambda claim: claim.model_copy(update={"paused": True}))
-
-    def _group(self) -> str:
-        return "" if self._groups is None else self._groups.group_of(self.uid)
-
-    def _own_folder(self) -> LocalRunFolder | None:
-        assert self.mirror.job is not None
-        job = self.mirror.job.record
-        return self._folders.of(job.uid, Path(job.run_dir)) if has_own_folder(job) else None
-
-    def _brought(self) -> frozenset[str]:
-        own = self._own_folder()
-        return frozenset() if own is None else frozenset(own.brought)
+        clock = session.needs.clock
+        return DiskQuota(session.run_dir, disk_gib, lambda: len(session.mirror.members), show, pause, clock)

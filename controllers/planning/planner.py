@@ -341,13 +341,9 @@ class PlannedJob(Protocol):
 
     uid: str
     node: str
+    me: str
     changes: ChangeSignal
     troubles: WarningLog
-
-    @property
-    def me(self) -> str:
-        """This incarnation."""
-        ...
 
     @property
     def mirror(self) -> JobMirror:

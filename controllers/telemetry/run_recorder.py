@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controllers.accounting.attribution import IdleEngines
 from controllers.accounting.collector import AccountCollector
 from controllers.changes import ChangeSignal
 from controllers.identity import Identity
@@ -412,6 +413,12 @@ class JobTelemetry:
         self._size.note(batch)
         if now.job is not None:
             self._size.show(self._metrics, now.job.record.full_name)
+
+    def note_engines(self, view: JobView, busy: Collection[str], *, held_back: bool) -> None:
+        """Account for engines that are not `busy`. `held_back`: whether no prompt should be begun because of a judge."""
+        self.booking.look(view, held_back=held_back)
+        idle = IdleEngines.of(view, busy, self.booking.stage)
+        self.stopwatch.engines.note(idle, self._clock.monotonic())
 
     def stats(self, view: JobView) -> dict[str, float]:
         """Of the step that is under way, for its statistics."""

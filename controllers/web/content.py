@@ -39,7 +39,7 @@ from gcore.system.clock import Clock
 from placement.moves import move_in_words, numbers_in_words, outcome_in_words
 
 if TYPE_CHECKING:
-    from controllers.job.runner import JobSession
+    from controllers.job.runner import JobRunner
 
 CURVES_MOST_BYTES = 4 << 20
 """Of the file's end."""
@@ -249,7 +249,7 @@ Tree = dict[str, Any]
 class PageContent:
     """Of one controller. Raises NotFound, StoreUnavailable."""
 
-    def __init__(self, node: str, jobs: StoreReader, runner: Callable[[str], JobSession | None], clock: Clock) -> None:
+    def __init__(self, node: str, jobs: StoreReader, runner: Callable[[str], JobRunner | None], clock: Clock) -> None:
         self._node = node
         self._jobs = jobs
         self._runner = runner

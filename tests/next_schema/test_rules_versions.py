@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from builders import RULES, SPEC, running_job
+from builders import SPEC, running_job
 from hypothesis import given
 from hypothesis import strategies as st
+from job_session import make_session
 
-from controllers.changes import ChangeSignal
-from controllers.cluster.mirror import ClusterMirror
 from controllers.cluster.rules import choose_version, parse_version
-from controllers.identity import Identity
-from controllers.job.runner import JobRunner
 from controllers.rules.view import Timers
 from controllers.rules.waits import PATIENCE_S, current_waits, overdue_waits, wait_sentence
 from gcore.api.rpc import (
@@ -36,6 +33,7 @@ from gcore.errors import UsageError
 from gcore.ledger.records.job import NodeRecord
 from gcore.schema import FIRST_VERSION, NEWEST_VERSION, READABLE
 from gcore.system.clock import SystemClock
+from gcore.testing import FakeClock, MemoryCluster, MemoryStore
 
 OLDER = NEWEST_VERSION - 1
 FAR = (NEWEST_VERSION + 1, NEWEST_VERSION + 2)
@@ -72,26 +70,28 @@ def test_a_version_is_a_few_digits(said: bytes, version: int | None) -> None:
     assert parse_version(said) == version
 
 
-def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written() -> None:
+def test_nothing_is_placed_on_a_node_that_does_not_read_what_is_written(tmp_path: Path) -> None:
     """It has left the job to the others; a train rank that it was to run would be waited for for ever."""
     nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
-    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, ChangeSignal()), ChangeSignal())  # type: ignore[arg-type]
-    standing._cluster.nodes = nodes
-    standing._cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
-    assert standing.look().nodes is nodes
-    standing._cluster.reads = {"a": NEWEST_VERSION}
-    standing.look_anew()
-    assert set(standing.look().nodes) == {"a"}
-    assert standing._cluster.able(NEWEST_VERSION) is standing.look().nodes, "what follows from it is remembered by it"
-    assert standing._cluster.able(OLDER) is nodes
+    clock = FakeClock()
+    session = make_session(tmp_path, MemoryStore(MemoryCluster(clock)), clock, SPEC)
+    session.cluster.nodes = nodes
+    session.cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
+    assert session.look().nodes is nodes
+    session.cluster.reads = {"a": NEWEST_VERSION}
+    session.look_anew()
+    assert set(session.look().nodes) == {"a"}
+    assert session.cluster.able(NEWEST_VERSION) is session.look().nodes, "what follows from it is remembered by it"
+    assert session.cluster.able(OLDER) is nodes
 
 
-def test_of_a_node_that_does_not_read_what_is_written_people_are_told() -> None:
+def test_of_a_node_that_does_not_read_what_is_written_people_are_told(tmp_path: Path) -> None:
     """Nothing else about the job says why the slots that were added are not used."""
-    standing = Standing("u", Identity("a", "a.1", "h:1", 1), ClusterMirror(Any, ChangeSignal()), ChangeSignal())  # type: ignore[arg-type]
-    standing._cluster.nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
-    standing._cluster.reads = {"a": NEWEST_VERSION, "b": OLDER}
-    assert standing.look().unable == {"b": OLDER}
+    clock = FakeClock()
+    session = make_session(tmp_path, MemoryStore(MemoryCluster(clock)), clock, SPEC)
+    session.cluster.nodes = {name: NODE.model_copy(update={"name": name}) for name in ("a", "b")}
+    session.cluster.reads = {"a": NEWEST_VERSION, "b": OLDER}
+    assert session.look().unable == {"b": OLDER}
     view = replace(running_job(), unable={"b": OLDER})
     (wait,) = [one for one in current_waits(view) if one.cause == "node"]
     assert wait.what.startswith(f"b is of an older version: it reads records of schema version {OLDER} at most")
@@ -102,9 +102,9 @@ def test_of_a_node_that_does_not_read_what_is_written_people_are_told() -> None:
         for one in overdue_waits(replace(view, me=me), [wait], held, late)
     ]
     assert told == [wait.what], "by one peer for all"
-    standing._cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
-    standing.look_anew()
-    assert standing.look().unable == {}
+    session.cluster.reads = {"a": NEWEST_VERSION, "b": NEWEST_VERSION}
+    session.look_anew()
+    assert session.look().unable == {}
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(-1, 9)), st.sets(st.sampled_from("abcd")))
@@ -113,22 +113,6 @@ def test_what_is_written_is_always_what_this_process_reads(reads: dict[str, int]
 
 
 NODE = NodeRecord(name="n", incarnation="n.1", address="h:1", slots=("cpu:0",), pid=1)
-
-
-class Standing(JobRunner):
-    """Of a job of which nothing was heard yet."""
-
-    def __init__(self, *of: Any) -> None:
-        super().__init__(*of)
-        self._spec, self._rules = SPEC, RULES
-        nothing: Any = SimpleNamespace(views={}, saved={}, hopeless=lambda workers: "", under_way=frozenset)
-        self._staff = self._ranks = self._engines = self._deeds = nothing
-
-    def hands(self) -> Any:
-        """Nothing is done."""
-
-    def _staged(self) -> Any:
-        return frozenset()
 
 
 class Answering(jobs_pb2_grpc.JobsServicer):

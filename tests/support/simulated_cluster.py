@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 from invariants import Invariants
-from simulated_controller import SimulatedJob
+from simulated_controller import simulated_dependencies
 from simulated_ends import Land, hasty
 from simulated_faults import TTL_S, Faults
 from simulated_network import Network, PendingWatches, RemoteStore
@@ -36,8 +36,10 @@ from simulated_story import Ended, Story
 from simulated_workers import Engine, Floor, Rank, Worker
 from virtual_time import NothingLeft, Process, ProcessClock, VirtualLoop
 
+from controllers.changes import ChangeSignal
 from controllers.daemon.daemon import Daemon
 from controllers.daemon.life import Addresses, DaemonState, Incarnation
+from controllers.job.runner import JobRunner
 from controllers.rules.decide import decide
 from controllers.rules.waits import current_waits
 from gcore.config import NodeConfig
@@ -85,7 +87,7 @@ class Node:
             self._daemon = SimulatedDaemon(self)
             self._life = self.process.run(self._daemon.run())
 
-    def jobs(self) -> list[SimulatedJob]:
+    def jobs(self) -> list[JobRunner]:
         """What its daemon works on."""
         return list(self._daemon.runners()) if self._daemon is not None else []
 
@@ -149,7 +151,9 @@ class SimulatedLife(Incarnation):
     def _new_runner(self, uid: str, identity: Any) -> Any:
         whole, land = self._node.cluster, self._node.cluster.land
         waits = hasty(land.chance, lambda: whole.story.hasty if whole.faulty else 0.0)
-        return SimulatedJob(identity, self._node.store, self._cluster, self._node.clock, land, waits, self._config)
+        node, changes = self._node, ChangeSignal()
+        needs = simulated_dependencies(uid, identity, node.store, changes, node.clock, land, waits, self._config)
+        return JobRunner(uid, identity, self._cluster, changes, needs)
 
 
 async def _nothing(_: bool, __: str) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simulated_controller import SimulatedJob
 from simulated_story import Story
 
+from controllers.planning.planner import Planner
 from gcore.config import JobSpec, parse_spec
 from gcore.config.placement import PlacementSpec
 from gcore.ledger.mirror import JobMirror
@@ -45,8 +45,13 @@ def moving(seed: int) -> Moving:
 
 
 def propose_moves(patch: Any) -> None:
-    """Have whoever leads want one move a step. `patch`: pytest's MonkeyPatch."""
-    patch.setattr(SimulatedJob, "_proposed", lambda self: next_move(self.mirror, self.me), raising=False)
+    """Have whoever leads want one move a step, in place of asking a policy. `patch`: pytest's MonkeyPatch."""
+
+    async def turn(planner: Any) -> None:
+        planner._last_state = planner._state()
+        planner._propose(*next_move(planner._job.mirror, planner._job.me))
+
+    patch.setattr(Planner, "_turn", turn)
 
 
 def next_move(mirror: JobMirror, me: str) -> tuple[MoveProposal | None, Moves | None]:
@@ -104,6 +109,7 @@ class Planning(Story):
         """The same job, with a judge and a policy."""
         tree: dict[str, Any] = super().spec.model_dump(mode="json", exclude_unset=True)
         tree["train"].pop("ranks")
+        tree["rollout"].pop("batch_slots")  # an engine that runs one request at once is never one too many
         placement = {"policy": "dynamic", "train": 1, "reward": 1, "lend": True}
         more = {"judges": [JUDGE], "reward": {"judge": "tutor"}, "placement": placement, "checkpoint": {"every": 1}}
         return parse_spec(tree | more)

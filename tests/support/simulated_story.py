@@ -88,7 +88,7 @@ class Story:
                 "model": {"path": "m"},
                 "data": {"path": "d", "shards": 4, "window": 4},
                 "flow": {"groups_per_step": self.quota, "samples_per_prompt": 2, "max_reissues": 50, **length},
-                "rollout": {"max_new_tokens": 4, "staleness": self.staleness, "timeout_s": 20},
+                "rollout": {"max_new_tokens": 4, "staleness": self.staleness, "timeout_s": 20, "batch_slots": 1},
                 "train": {
                     "ranks": min(self.ranks or self.nodes, self.nodes),
                     "mini_batches": 1 if self.part else 2,

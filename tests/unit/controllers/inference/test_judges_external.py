@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from job_session import make_session
 
-from controllers.changes import ChangeSignal
-from controllers.cluster.mirror import ClusterMirror
-from controllers.identity import Identity
 from controllers.inference.judges import JudgeMetricsObserver, open_judges
-from controllers.job.runner import JobSession
-from gcore.config import NodeConfig, parse_spec
+from gcore.config import parse_spec
 from gcore.ledger.usage import NodeSpent
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
@@ -29,25 +26,15 @@ async def test_a_controller_asks_with_its_key_and_its_node_remembers_what_that_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, "sk-x")
-    clock, metrics, changes = SystemClock(), Metrics(), ChangeSignal()
+    clock, metrics = SystemClock(), Metrics()
     store = MemoryStore(MemoryCluster(clock))
-    config = NodeConfig.model_validate(
-        {
-            "node": "n",
-            "home": str(tmp_path),
-            "run_root": str(tmp_path),
-            "etcd": {"endpoints": ["h:1"]},
-            "slots": ["cpu:0"],
-        }
-    )
-    identity = Identity("n", "n.1", "h:1", 1)
-    runner = JobSession("u", identity, store, ClusterMirror(store, changes), changes, metrics, clock, config)
     async with FakeOpenAI(lambda asked: "about 0.5", key="sk-x") as fake:
         outside = {"url": fake.url, "model": "m", "key_env": KEY_ENV, "price_out": 1e6, "most_cost": 100}
         tree: dict[str, Any] = {"name": "t", "model": {"path": "m"}, "data": {"path": "d"}, "flow": {"steps": 1}}
         tree |= {"rollout": {"max_new_tokens": 4}, "reward": {"judge": "far"}}
         spec = parse_spec(tree | {"judges": [{"name": "far", "template": "{{ response }}?", "external": outside}]})
-        external, counts = runner._new_external(spec), JudgeMetricsObserver(metrics, lambda topic, said: None)
+        session = make_session(tmp_path, store, clock, spec, metrics)
+        external, counts = session.external, JudgeMetricsObserver(metrics, lambda topic, said: None)
         engines: Any = None  # the cluster serves none of them
         opened = [open_judges(spec, engines, counts, clock, external)["far"] for _ in range(2)]
         judge = opened[-1]  # a preparation that was tried twice

@@ -10,20 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from job_session import make_runner
 
 from controllers.changes import ChangeSignal
 from controllers.cluster.mirror import NO_SHARES, ClusterMirror
-from controllers.identity import Identity
 from controllers.job import supervision as retaking
-from controllers.job.runner import JobSession
 from controllers.job.supervision import work_on_job
-from gcore.config import NodeConfig
 from gcore.errors import GcoreError, LeaseLost, SpecError, StoreUnavailable
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.cluster import Quotas, Share, Shares
 from gcore.ledger.records.job import JobPhase, JobStatus, NodeRecord
 from gcore.ledger.transactions import Versioned
-from gcore.observability.metrics import Metrics
 from gcore.schema import UnreadableRecord
 from gcore.store import keys
 from gcore.store.keys import JobKeys
@@ -171,21 +168,10 @@ async def test_a_lost_lease_is_the_lifes() -> None:
 
 
 async def test_a_job_is_ended_by_who_leaves_it_last_only(tmp_path: Path) -> None:
-    clock, changes = FakeClock(), ChangeSignal()
+    clock = FakeClock()
     memory = MemoryCluster(clock)
     store = MemoryStore(memory)
-    config = NodeConfig.model_validate(
-        {
-            "node": "n",
-            "home": str(tmp_path),
-            "run_root": str(tmp_path),
-            "etcd": {"endpoints": ["h:1"]},
-            "slots": ["cpu:0"],
-        }
-    )
-    runner = JobSession(
-        "u", Identity("n", "n.1", "h:1", 1), store, ClusterMirror(store, changes), changes, Metrics(), clock, config
-    )
+    runner = make_runner(tmp_path, store, clock)
     await runner.end_left("nothing is there")
     running = JobStatus(phase=JobPhase.RUNNING)
     memory.transact((), (Put(KEYS.state, running.encode()), Put(KEYS.active, b"{}"), Put(KEYS.member("m.1"), b"{}")))

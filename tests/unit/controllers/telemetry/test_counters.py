@@ -54,7 +54,7 @@ async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_
     monkeypatch.setattr(deeds, "apply_action", applied)
     changes = ChangeSignal()
     job: Any = SimpleNamespace(
-        uid="u", changes=changes, mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+        uid="u", changes=changes, mirror=view.mirror, effects=None, look_anew=lambda: None, fail=None
     )
     doer = ActionsInFlight(job, metrics, FakeClock())
     while outcomes:
@@ -75,7 +75,7 @@ async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(deeds, "apply_action", applied)
     view, changes = running_job(), ChangeSignal()
     job: Any = SimpleNamespace(
-        uid="u", changes=changes, mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+        uid="u", changes=changes, mirror=view.mirror, effects=None, look_anew=lambda: None, fail=None
     )
     doer = ActionsInFlight(job, Metrics(), FakeClock())
     await doer.carry_out(Intent(Register(NEXT), "topic"), view)
@@ -98,7 +98,7 @@ async def test_what_writes_nothing_is_not_waited_to_be_heard_of(
     monkeypatch.setattr(deeds, "apply_action", applied)
     view = running_job()
     job: Any = SimpleNamespace(
-        uid="u", changes=ChangeSignal(), mirror=view.mirror, hands=lambda: None, look_anew=lambda: None, fail=None
+        uid="u", changes=ChangeSignal(), mirror=view.mirror, effects=None, look_anew=lambda: None, fail=None
     )
     doer = ActionsInFlight(job, Metrics(), FakeClock())
     await doer.carry_out(Intent(action, "topic"), view)
