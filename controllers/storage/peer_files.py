@@ -104,6 +104,11 @@ class PeerFiles:
                     total += await self._continue(stub, f"{folder}/{one.name}", path, have[one.name])
         return total
 
+    def new_draft(self, target: Path, *, durable: bool) -> contextlib.AbstractContextManager[Path]:
+        """`replace_folder` with a draft that no other folder has: weights and checkpoint of one version have the same name."""
+        owner = f"{target.parent.name}.{self.owner}"
+        return replace_folder(target, owner=owner, durable=durable, drafts=self.run_dir / DRAFTS)
+
     async def sweep(self) -> None:
         """Remove the drafts of lives before this one."""
         await asyncio.to_thread(sweep_drafts, self.run_dir / DRAFTS)
@@ -153,9 +158,8 @@ class PeerFiles:
 
     @contextlib.asynccontextmanager
     async def _draft(self, target: Path, *, durable: bool) -> AsyncIterator[Path]:
-        """`replace_folder`, which blocks on the disk, in threads."""
-        drafts = self.run_dir / DRAFTS
-        manager = replace_folder(target, owner=self.owner, durable=durable, drafts=drafts)
+        """`new_draft`, which blocks on the disk, in threads."""
+        manager = self.new_draft(target, durable=durable)
         folder = await asyncio.to_thread(manager.__enter__)
         try:
             yield folder

@@ -13,8 +13,7 @@ from pathlib import Path
 from simulated_network import Network
 from simulated_workers import Floor
 
-from controllers.storage.peer_files import DRAFTS, FetchFailed, FileMissing, PeerFiles
-from gcore.system.files import replace_folder
+from controllers.storage.peer_files import FetchFailed, FileMissing, PeerFiles
 
 SILENT_S = 5.0
 
@@ -36,7 +35,7 @@ class SimulatedFiles(PeerFiles):
         source, target = self._floor.folder(address) / folder, self.run_dir / folder
         if not source.is_dir():
             raise FileMissing(f"{folder} is not at {address}")
-        with replace_folder(target, owner=self.owner, durable=False, drafts=self.run_dir / DRAFTS) as draft:
+        with self.new_draft(target, durable=False) as draft:
             shutil.copytree(source, draft, dirs_exist_ok=True)
             prove(draft)
             await self._reach(address)  # it may die in the midst

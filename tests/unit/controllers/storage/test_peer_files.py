@@ -121,6 +121,22 @@ async def test_a_checkpoint_comes_whole_with_folders_in_it_and_without_drafts(tm
     assert list((tmp_path / "mine" / DRAFTS).iterdir()) == []
 
 
+async def test_weights_and_a_checkpoint_of_one_version_are_fetched_at_the_same_time(tmp_path: Path) -> None:
+    digest = checkpoint(tmp_path / "theirs")
+    weights = tmp_path / "theirs" / "weights" / "0-3"
+    weights.mkdir(parents=True)
+    (weights / "model.safetensors").write_bytes(os.urandom(3 << 20))
+    fetcher = mine(tmp_path / "mine")
+    async with serving(tmp_path / "theirs") as address:
+        await asyncio.gather(
+            fetcher.folder(address, "checkpoints/0-3", lambda draft: verify_files(draft, digest), durable=True),
+            fetcher.folder(address, "weights/0-3", durable=False),
+        )
+    verify_files(tmp_path / "mine" / "checkpoints" / "0-3", digest)
+    (file,) = (tmp_path / "mine" / "weights" / "0-3").iterdir()
+    assert file.read_bytes() == (weights / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("harm", ["a byte", "cut off", "another checkpoint", "no manifest"])
 async def test_what_is_damaged_at_the_peer_never_gets_its_name_here(tmp_path: Path, harm: str) -> None:
     digest = checkpoint(tmp_path / "theirs")
