@@ -157,6 +157,12 @@ class Replicator:
     ) -> CheckpointFetch:
         """See that a checkpoint lies here, and fetch it if not. `read_all`: every byte of one that lies here, and fetch another in
         its place if it is damaged. Raises OSError."""
+        async with self.own.fetching[checkpoint.file]:
+            return await self._ensure_checkpoint(checkpoint, view, read_all=read_all)
+
+    async def _ensure_checkpoint(
+        self, checkpoint: SavedCheckpoint, view: JobView, *, read_all: bool
+    ) -> CheckpointFetch:
         name, folder = (checkpoint.version, checkpoint.digest), self._run_dir / checkpoint.file
         here = ""
         try:

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -297,6 +298,8 @@ class LocalRunFolder:
     """Train worlds whose starting checkpoint was read here to its last byte."""
     damaged: set[tuple[Version, str]] = field(default_factory=set)
     """Checkpoints that lie here by name and are not what they were."""
+    fetching: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+    """By a checkpoint's folder: two fetches of it at once would write into the same draft, and one would delete the other's."""
     failing: dict[str, float] = field(default_factory=dict)
     """What has not been done since when, by the action's name."""
 

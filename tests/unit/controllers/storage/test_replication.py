@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -173,6 +174,28 @@ async def test_what_lies_here_damaged_and_nobody_else_has_is_not_said_to_lie_her
     assert await node.does(BringStart(saved(digest), "w"), seen) is TxnOutcome.UNKNOWN
     assert (await node.said()).checkpoints == ()
     assert not node.own.brought
+
+
+async def test_a_checkpoint_that_two_actions_need_at_once_is_fetched_once(tmp_path: Path) -> None:
+    node, digest = Node(tmp_path), checkpoint(tmp_path / "theirs")
+    fetches = 0
+    fetch = node.own.files.folder
+
+    async def counted(*args: Any, **options: Any) -> Path:
+        nonlocal fetches
+        fetches += 1
+        return await fetch(*args, **options)
+
+    node.own.files.folder = counted  # type: ignore[method-assign]
+    async with serving(tmp_path / "theirs") as address:
+        seen = view({"node-1": address}, {"node-1": held(digest)})
+        replicator = node.effects(SimpleNamespace()).replicator
+        found = await asyncio.gather(
+            *(replicator.ensure_checkpoint(saved(digest), seen, read_all=whole) for whole in (False, True))
+        )
+    assert [one.problem for one in found] == ["", ""]
+    assert fetches == 1
+    verify_files(node.run_dir / "checkpoints/0-3", digest)
 
 
 def going_back(seen: JobView, digests: Mapping[int, str]) -> JobView:
