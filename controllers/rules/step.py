@@ -81,21 +81,40 @@ def is_offer_outdated(view: JobView, head: Head, stored: Offer | None) -> bool:
     return any(not head.cursors.is_terminal(view.rules.shape, ref) for ref in ended)
 
 
+STRANDED_PATIENCE_S = 10.0
+"""What is in flight where no engine is left may have all its responses, and only wait for its reward: it gets so long to end."""
+
+
 def give_up_stale_prompts(view: JobView) -> Iterator[Intent]:
     """What has been waited for too long, and what can no longer be trained, is given up."""
     if not view.rules.staleness:
         return
     head = view.head
-    awaited = frozenset(view.awaited)
+    awaited, stranded = frozenset(view.awaited), _stranded_prompts(view)
     for ref, version in view.in_flight.items():
         topic = f"late {ref} {version}"
         if head.cursors.is_terminal(view.rules.shape, ref) or not is_ancestor(head, version):
             yield Intent(GiveUp(ref, "its prompt has ended, or its lineage", stale=False), topic)
         elif steps_left(view.rules, head, version) < 0:
             yield Intent(GiveUp(ref, f"its first tokens are of {version}, too old by now", stale=True), topic)
+        elif ref in stranded:
+            why = "no engine is left here, and its shard is another peer's"
+            yield Intent(GiveUp(ref, why, stale=False), f"{topic} stranded", after=STRANDED_PATIENCE_S)
         elif ref in awaited:
             why = f"it was waited for {view.spec.rollout.timeout_s:g} s"
             yield Intent(GiveUp(ref, why, stale=True), f"{topic} awaited", after=view.spec.rollout.timeout_s)
+
+
+def _stranded_prompts(view: JobView) -> frozenset[PromptRef]:
+    """What is in flight here for ever, while no other peer begins it: the plan has no engine here any more, none of a node that is
+    away is asked from here, and the shard was given to another."""
+    assign = view.mirror.assign
+    if not view.in_flight or assign is None or view.node in view.plan.rollout_nodes:
+        return frozenset()
+    if not all(engine.asleep for engine in view.engines.values()):
+        return frozenset()
+    mine = assign.record.shards_of(view.me)
+    return frozenset(ref for ref in view.in_flight if ref.shard not in mine)
 
 
 def owes_evaluation(view: JobView) -> bool:

@@ -650,6 +650,12 @@ def _mutations() -> list[Mutation]:
             caught_by="tests/unit/controllers/flow/test_step_off_policy.py",
         ),
         Mutation(
+            "17 what no engine here will answer is kept",
+            "17",
+            (("controllers.rules.step:_stranded_prompts", _always(frozenset())),),
+            caught_by="tests/unit/controllers/flow/test_step_off_policy.py",
+        ),
+        Mutation(
             "17 a prompt is issued for ever",
             "17",
             (("controllers.flow.peer:JobPeer._issued_too_often", _always(None)),),

@@ -17,8 +17,8 @@ from controllers.inference.pool import EnginePool
 from controllers.inference.rules import VersionFollower
 from controllers.rules.actions import GiveUp, Intent, MakeSeal, PutOffer
 from controllers.rules.decide import decide
-from controllers.rules.step import COALESCE_S, EVALUATION_PATIENCE_S, give_up_stale_prompts
-from controllers.rules.view import JobView
+from controllers.rules.step import COALESCE_S, EVALUATION_PATIENCE_S, STRANDED_PATIENCE_S, give_up_stale_prompts
+from controllers.rules.view import EngineView, JobView
 from controllers.rules.waits import current_waits
 from controllers.telemetry.gauges import show_in_flight
 from gcore.config import parse_spec
@@ -27,8 +27,17 @@ from gcore.errors import EngineError
 from gcore.ledger import chain
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
-from gcore.ledger.records.chain import Checkpoint, Checkpoints, Head, InFlightRef, Member, Offer, OfferedGroup
-from gcore.ledger.records.job import EvalPart, Evaluation, JobPhase, JobStatus, Plan
+from gcore.ledger.records.chain import (
+    Assignment,
+    Checkpoint,
+    Checkpoints,
+    Head,
+    InFlightRef,
+    Member,
+    Offer,
+    OfferedGroup,
+)
+from gcore.ledger.records.job import EnginePlace, EvalPart, Evaluation, JobPhase, JobStatus, Plan
 from gcore.ledger.selection import StreamRules, refs_in_order
 from gcore.ledger.transactions import Versioned
 from gcore.observability.metrics import Metrics
@@ -129,6 +138,23 @@ def test_what_can_no_longer_be_trained_is_given_up_at_once_and_counts_only_if_it
         (REF, True, 0.0),
         (PromptRef(0, 1, 0), False, 0.0),
     ]
+
+
+@pytest.mark.parametrize("case", ["plan", "shard", "engine", ""])
+def test_what_no_engine_here_will_answer_is_left_to_the_peer_that_has_its_shard(case: str) -> None:
+    """The plan gave this node's engines to other places while the prompt was in flight."""
+    other = "node-1.bbbb"
+    engines = tuple(EnginePlace(node=node, slot="cpu:0") for node in ("node-0", "node-1")[case != "plan" :])
+    owners = (0, 1) if case == "shard" else (1, 1)
+    view = view_of(in_flight={REF: NEW}, engines={"e": EngineView("e", "a:1", NEW, asleep=case != "engine")})
+    mirror = replace(
+        view.mirror,
+        plan=Versioned(Plan(generation=1, world="w", ranks=(), engines=engines), 1),
+        assign=Versioned(Assignment(members=(ME, other), owners=owners), 1),
+    )
+    intents = given_up(replace(view, mirror=mirror))
+    expected = GiveUp(REF, "no engine is left here, and its shard is another peer's", stale=False)
+    assert [(intent.action, intent.after) for intent in intents] == ([] if case else [(expected, STRANDED_PATIENCE_S)])
 
 
 def test_a_batch_of_what_was_carried_is_not_closed_before_the_weights_are_evaluated() -> None:
