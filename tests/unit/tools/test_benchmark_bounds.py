@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bounds
+from benchmarks import bounds, run
 from benchmarks.harness import RESULTS
 
 LIMITS: dict[str, Any] = json.loads(bounds.FILE.read_text())
@@ -69,26 +69,62 @@ def test_a_ratio_that_is_gone_and_one_without_a_limit_are_found() -> None:
     assert missed(results) == ["engine: equal", "engine: renamed has no limit in bounds.json"]
 
 
-def test_of_a_smaller_measurement_only_its_own_ratios_are_compared() -> None:
-    engine = copy.deepcopy(bounds.recorded()["engine"])
-    engine["cases"] = engine["cases"][:1]
-    found = bounds.findings({"engine": engine}, LIMITS, again=True)
-    assert [one.name for one in found] == ["engine: equal"]
+def live_engine() -> dict[str, Any]:
+    return {"engine": copy.deepcopy(bounds.recorded()["check"]["engine"])}
+
+
+def test_of_a_part_only_its_own_ratios_are_compared() -> None:
+    part = live_engine()
+    part["engine"]["cases"] = part["engine"]["cases"][:1]
+    found = bounds.findings({"check": part}, LIMITS, again=True)
+    assert [one.name for one in found] == ["check: engine, equal"]
 
 
 def test_what_misses_its_limit_is_measured_once_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = bounds.recorded()["engine"]
-    bad = copy.deepcopy(good)
-    slower_engine({"engine": bad})
-    monkeypatch.setattr(bounds, "LIVE", {"engine": ("engine",)})
+    good, bad = live_engine(), live_engine()
+    bad["engine"]["cases"][0]["own_ratio"]["median"] *= 0.5
     for measurements, holds in (([good], True), ([bad, good], True), ([bad, bad], False)):
         left = iter(measurements)
-        monkeypatch.setattr(bounds, "measured", lambda _, left=left: {"engine": next(left)})
-        assert bounds.check(measure=True) == holds
+        monkeypatch.setattr(bounds, "measured", lambda _, left=left: next(left))
+        assert bounds.check(parts=["engine"]) == holds
         assert list(left) == []
     assert "MISSED" in capsys.readouterr().out
+
+
+def test_every_limit_that_is_measured_again_is_missed_with_a_planted_slow_down() -> None:
+    again = {name: limit for name, limit in LIMITS.items() if name.startswith("check: ")}
+    assert {name.removeprefix("check: ") for name in again} == set(bounds.recorded()["check"]["slowed"])
+    for name, limit in again.items():
+        assert not bounds.Finding(name, limit["slowed"], limit["limit"], limit["better"]).holds, name
+
+
+def test_with_planted_slow_downs_a_limit_that_holds_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = live_engine()
+    for case in slow["engine"]["cases"]:
+        case["own_ratio"]["median"] *= 0.5
+    for result, noticed in ((slow, True), (live_engine(), False)):
+        monkeypatch.setattr(bounds, "measured", lambda _, *, slowed, result=result: result)
+        assert bounds.check_slowed(parts=["engine"]) == noticed
+
+
+def test_the_measured_parts_say_the_load_of_the_machine() -> None:
+    recorded = bounds.recorded()["check"]
+    for part in bounds.LIVE:
+        assert {"load_before", "load_after"} <= set(recorded[part]), part
+
+
+def test_every_result_can_be_made_again_by_its_command() -> None:
+    targets = (bounds.ROOT / "Makefile").read_text()
+    for command in {limit["command"] for limit in LIMITS.values()}:
+        words = command.split()
+        if words[0] == "make":
+            assert f"\n{words[1]}: " in targets, command
+        elif words[:4] == ["python", "-m", "benchmarks", "run"]:
+            assert words[4] in run.MODULES, command
+        else:
+            assert words == ["python", "-m", "benchmarks", "check", "--write", "--measure"]
 
 
 def test_a_margin_is_half_of_the_range_where_pairs_were_measured() -> None:
