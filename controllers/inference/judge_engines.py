@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -25,7 +25,6 @@ from pathlib import Path
 from controllers.changes import ChangeSignal
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import HealthLimits
-from controllers.rules.view import EngineView
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.data.renderer import PromptRenderer
@@ -37,6 +36,7 @@ from gcore.reward.judges.types import Answer, ClassifierAnswer, JudgeAway, Judge
 from gcore.rollout.client import EngineReach, SamplingParams, plain_reach
 from gcore.system.clock import Clock
 from gcore.system.concurrency import cancel_all
+from gcore.types import Version
 from gcore.worker.records import WorkerRecord
 
 
@@ -175,12 +175,13 @@ WOKEN_S = 0.25
 """And one that slept and is to be awake by the plan: its node's controller wakes it."""
 
 
-class JudgePools:
-    """One pool of engines for each judge that the job serves."""
+class JudgePool(EnginePool):
+    """The engines of one judge that the job serves."""
 
     def __init__(
         self,
         spec: JobSpec,
+        judge: JudgeSpec,
         uid: str,
         me: str,
         changes: ChangeSignal,
@@ -189,142 +190,78 @@ class JudgePools:
         connect: EngineReach = plain_reach,
     ) -> None:
         """`me`: this incarnation, for an engine takes no two requests of the same name, and all controllers ask it."""
+        assert judge.model is not None
+        patience = HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s)
+        super().__init__(
+            changes, judge.timeout_s, connect, clock=clock, patience=patience, metrics=metrics, pool="reward"
+        )
         self._uid = uid
-        self._me = me
-        self._clock = clock
-        self._specs = {judge.name: judge for judge in spec.served_judges}
-        self._books = {
-            name: EnginePool(
-                changes,
-                judge.timeout_s,
-                connect,
-                clock=clock,
-                patience=HealthLimits(spec.rollout.silent_s, spec.rollout.watchdog_s, judge.timeout_s),
-                metrics=metrics,
-                pool="reward",
-            )
-            for name, judge in self._specs.items()
-        }
+        self._judge = judge
+        self._folder = Path(judge.model.path)
         self._asking: dict[str, asyncio.Task[None]] = {}
         """By instance: what it serves is being found out."""
         self._next: dict[str, float] = {}
         """When it may be asked again."""
-        self._requests = itertools.count()
-        self._shut: frozenset[str] = frozenset()
-
-    @property
-    def views(self) -> dict[str, EngineView]:
-        """What is known of all of them."""
-        return {instance: view for book in self._books.values() for instance, view in book.views.items()}
+        self._rids = (f"{uid}/judge/{judge.name}/{me}/{number}" for number in itertools.count())
 
     async def aim(self, workers: Mapping[str, WorkerRecord]) -> None:
-        """These workers are there now; those that serve a judge of the job are asked from now on."""
-        for name, book in self._books.items():
-            await book.aim(
-                {
-                    instance: worker
-                    for instance, worker in workers.items()
-                    if (worker.role, worker.job_uid, worker.judge, worker.state)
-                    == ("reward", self._uid, name, "serving")
-                }
-            )
+        """These workers are there now; those that serve the judge are asked from now on."""
+        wanted = ("reward", self._uid, self._judge.name, "serving")
+        await super().aim(
+            {name: one for name, one in workers.items() if (one.role, one.job_uid, one.judge, one.state) == wanted}
+        )
 
-    def shut(self, instances: Collection[str]) -> None:
-        """The plan says that these sleep, and the others do not."""
-        self._shut = frozenset(instances)
-        for book in self._books.values():
-            book.shut(self._shut)
-
-    async def sleep(self, instance: str) -> None:
-        """Have an engine's memory back. Raises EngineError."""
-        await self._book_of(instance).sleep(instance)
-
-    async def wake(self, instance: str) -> None:
-        """Give it back; it serves what it served. Raises EngineError.
+    async def wake(self, instance: str, version: Version | None = None) -> None:
+        """Give an engine its memory back; it serves what it served. Raises EngineError.
 
         What SGLang has in its weights' memory then depends on how it was started: they are loaded anew, before it is asked.
         """
-        book = self._book_of(instance)
-        judge = next(self._specs[name] for name, one in self._books.items() if one is book)
-        assert judge.model is not None
-        await book.wake(instance, FIRST_WEIGHTS if judge.serving.engine == "torch" else None)
-        await book.publish(instance, FIRST_WEIGHTS, Path(judge.model.path))
+        await super().wake(instance, FIRST_WEIGHTS if self._judge.serving.engine == "torch" else version)
+        await self.publish(instance, FIRST_WEIGHTS, self._folder)
 
-    async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
-        """What these run, and what waits there."""
-        found: dict[str, tuple[int, int]] = {}
-        for book in self._books.values():
-            found |= await book.loads(instances)
-        return found
-
-    def unseated(self) -> int:
-        """Questions of this controller that no engine has yet."""
-        return sum(book.unseated() for book in self._books.values())
-
-    @property
-    def changed_s(self) -> tuple[float | None, float | None]:
-        """What it takes to put one to sleep, and to wake it, of the judge whose take longest."""
-        slept = [book.slept_s for book in self._books.values() if book.slept_s is not None]
-        woke = [book.woke_s for book in self._books.values() if book.woke_s is not None]
-        return max(slept, default=None), max(woke, default=None)
-
-    def _book_of(self, instance: str) -> EnginePool:
-        book = next((book for book in self._books.values() if instance in book.views), None)
-        if book is None:
-            raise EngineUnreachable(f"{instance} is not connected", fix="Look again")
-        return book
-
-    def look_after(self, controllers: int) -> None:
+    def look_after(self, controllers: int = 1) -> None:
         """Look how everybody is; find out what those serve of which nothing is known. Called at each look of the driver.
 
         `controllers`: that ask them, each of which has its share of what one runs at once.
         """
         now = self._clock.monotonic()
-        for name, book in self._books.items():
-            book.rows = ceil(self._specs[name].serving.batch_slots / max(controllers, 1))
-            book.look_after()
-            model = self._specs[name].model
-            assert model is not None
-            for instance, view in book.views.items():
-                if instance in self._shut:
-                    continue
-                if view.version is None and not view.silent and now >= self._next.get(instance, now):
-                    self._ask_what_it_serves(book, instance, Path(model.path))
+        self.rows = ceil(self._judge.serving.batch_slots / max(controllers, 1))
+        super().look_after()
+        for instance, view in self.views.items():
+            if instance in self._shut:
+                continue
+            if view.version is None and not view.silent and now >= self._next.get(instance, now):
+                self._ask_what_it_serves(instance)
 
-    def _ask_what_it_serves(self, book: EnginePool, instance: str, folder: Path) -> None:
+    def _ask_what_it_serves(self, instance: str) -> None:
         if instance in self._asking:
             return
-        task = asyncio.get_running_loop().create_task(self._settle(book, instance, folder), name=f"judge {instance}")
+        task = asyncio.get_running_loop().create_task(self._settle(instance), name=f"judge {instance}")
         self._asking[instance] = task
         task.add_done_callback(lambda _: self._asking.pop(instance, None))
 
-    async def _settle(self, book: EnginePool, instance: str, folder: Path) -> None:
+    async def _settle(self, instance: str) -> None:
         try:
-            await book.publish(instance, FIRST_WEIGHTS, folder)
+            await self.publish(instance, FIRST_WEIGHTS, self._folder)
             self._next.pop(instance, None)
         except EngineError as error:
             log.debug("%s: %s", instance, error)
-            view = book.views.get(instance)
+            view = self.views.get(instance)
             again = WOKEN_S if view is not None and view.asleep else AGAIN_S
             self._next[instance] = self._clock.monotonic() + again
 
     async def close(self) -> None:
         """Close all connections."""
         await cancel_all(self._asking.values())
-        for book in self._books.values():
-            await book.close()
+        await super().close()
 
-    def asker(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> GenerativeJudgeClient:
-        """What puts questions to the engines of `judge`, which writes. `limit`: its context, in tokens."""
-        return GenerativeJudgeClient(judge, self._books[judge.name], renderer, limit, self._names(judge))
+    def asker(self, renderer: PromptRenderer, limit: int | None) -> GenerativeJudgeClient:
+        """What puts questions to a judge that writes. `limit`: its context, in tokens."""
+        return GenerativeJudgeClient(self._judge, self, renderer, limit, partial(next, self._rids))
 
-    def valuer(self, judge: JudgeSpec, renderer: PromptRenderer, limit: int | None) -> ClassifierClient:
+    def valuer(self, renderer: PromptRenderer, limit: int | None) -> ClassifierClient:
         """The same of a classifier."""
-        return ClassifierClient(judge, self._books[judge.name], renderer, limit, self._names(judge))
-
-    def _names(self, judge: JudgeSpec) -> Callable[[], str]:
-        rid = f"{self._uid}/judge/{judge.name}/{self._me}"
-        return lambda: f"{rid}/{next(self._requests)}"
+        return ClassifierClient(self._judge, self, renderer, limit, partial(next, self._rids))
 
 
 class GenerativeJudgeClient:

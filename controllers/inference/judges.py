@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from controllers.inference.judge_engines import JudgePools
+from controllers.inference.judge_engines import JudgePool
 from gcore.config.reward import JudgeSpec
 from gcore.config.spec import JobSpec
 from gcore.data.renderer import PromptRenderer
@@ -346,12 +346,12 @@ class ExternalJudges:
 
 def open_judges(
     spec: JobSpec,
-    engines: JudgePools,
+    engines: Mapping[str, JudgePool],
     counts: JudgeMetricsObserver,
     clock: Clock,
     external: ExternalJudges | None = None,
 ) -> Mapping[str, Judge]:
-    """By name. `spec` names the models' folders on this node. `external`: asks those judges that others serve, if there are any.
+    """By name. `spec` names the models' folders on this node. `engines`: by judge, of those that the cluster serves. `external`: asks those judges that others serve, if there are any.
 
     Blocks. Raises SpecError, DataError.
     """
@@ -392,22 +392,28 @@ def _own(number: int, text: str) -> str:
 
 
 def _opened(
-    number: int, judge: JudgeSpec, engines: JudgePools, counts: JudgeMetricsObserver, external: ExternalJudges | None
+    number: int,
+    judge: JudgeSpec,
+    engines: Mapping[str, JudgePool],
+    counts: JudgeMetricsObserver,
+    external: ExternalJudges | None,
 ) -> ChatCall | ScoreCall:
     if judge.kind == "classifier":
         assert judge.model is not None
         renderer = judge_renderer(number, judge)
-        valuer = engines.valuer(judge, renderer, judge.model.max_length or renderer.max_length)
+        valuer = engines[judge.name].valuer(renderer, judge.model.max_length or renderer.max_length)
         return CountingScoreCall(valuer, judge.name, counts)
     return CountingChatCall(_asker(number, judge, engines, external), judge.name, counts)
 
 
-def _asker(number: int, judge: JudgeSpec, engines: JudgePools, external: ExternalJudges | None) -> ChatCall:
+def _asker(
+    number: int, judge: JudgeSpec, engines: Mapping[str, JudgePool], external: ExternalJudges | None
+) -> ChatCall:
     if judge.model is None:
         assert external is not None
         return external.asker(number, judge)
     renderer = judge_renderer(number, judge)
-    return engines.asker(judge, renderer, judge.model.max_length or renderer.max_length)
+    return engines[judge.name].asker(renderer, judge.model.max_length or renderer.max_length)
 
 
 class CountingChatCall:

@@ -135,7 +135,7 @@ class EnginePool(Requests):
                 self._slept.append(self._clock.monotonic() - began)
         line.view = replace(line.view, version=None, asleep=True)
 
-    async def wake(self, instance: str, version: Version | None) -> None:
+    async def wake(self, instance: str, version: Version | None = None) -> None:
         """Give it its memory again. `version`: what its weights are called, if they are the same for ever; else they are brought to
         it next (`publish`). Raises EngineError."""
         line = self._known(instance)
@@ -219,8 +219,11 @@ class EnginePool(Requests):
             line.coming = None
             self._changes.notify()
 
-    def look_after(self) -> None:
-        """Look how everybody is; leave who is silent, and ask on. Called at each look by whoever drives the job."""
+    def look_after(self, controllers: int = 1) -> None:
+        """Look how everybody is; leave who is silent, and ask on. Called at each look by whoever drives the job.
+
+        `controllers`: members of the job, which all ask a judge's engines.
+        """
         now = self._clock.monotonic()
         if now < self._looked + LOOK_S:
             return

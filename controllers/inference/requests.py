@@ -172,7 +172,7 @@ class Requests:
         self._patience = patience
         self._metrics = metrics
         self._told_every = told_every
-        self._pool = pool
+        self.pool = pool
         self._usual = 1.0
         """What a response is taken for of which nothing is expected: as much as one of the last request."""
         self._requests = itertools.count()
@@ -322,7 +322,7 @@ class Requests:
         finished = False
         try:
             asked = self._asked(instance, line, request)
-            brought = await count_request(asked, self._metrics, self._clock, self._pool, samples_of)
+            brought = await count_request(asked, self._metrics, self._clock, self.pool, samples_of)
             finished = True
             return brought
         except EngineUnreachable:

@@ -13,7 +13,7 @@ import asyncio
 import functools
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,6 @@ from placement.moves import DecisionContext, initial_move, split_from
 from placement.placer import new_placer
 
 if TYPE_CHECKING:
-    from controllers.inference.judge_engines import JudgePools
     from controllers.storage.replication import Replicator
 
 
@@ -54,7 +53,8 @@ class Effects:
     lease: int
     address: str
     ranks: RankConnections
-    engines: EnginePool
+    pools: Mapping[str, EnginePool]
+    """The engines, by judge; the policy's have no name."""
     holdings: GroupBuffer
     clock: Clock
     stats: Callable[[JobView], dict[str, float]]
@@ -68,8 +68,6 @@ class Effects:
     """Keeps this node's own folder of the run, where nodes share none."""
     memory_dir: Path | None = None
     """Where copies of the job's train states lie in this node's memory."""
-    judges: JudgePools | None = None
-    """The engines of the job's judges."""
 
 
 def plan_world(view: JobView, world: str, *, generation: int, split: SplitPart | None = None) -> Plan:

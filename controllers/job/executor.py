@@ -11,7 +11,6 @@ from collections.abc import Awaitable
 
 import grpc
 
-from controllers.inference.judge_engines import JudgePools
 from controllers.job import effects as tidying
 from controllers.job.effects import Effects, new_writer, open_slots, start_job, warning_transaction
 from controllers.job.rollback import account_outcomes, roll_back
@@ -234,7 +233,7 @@ async def _have_rested(action: ReleaseRank | RestoreRank, hands: Effects) -> Act
 async def _publish(action: Publish, hands: Effects) -> ActionResult:
     async def publish() -> None:
         fault_point(FaultPoint.PUBLISH, "before")
-        await hands.engines.publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
+        await hands.pools[""].publish(action.instance, action.version, weights_folder(hands.run_dir, action.version))
         fault_point(FaultPoint.PUBLISH, "after")
 
     return await _told(publish(), f"publish {action.version} to {action.instance}")
@@ -243,7 +242,7 @@ async def _publish(action: Publish, hands: Effects) -> ActionResult:
 async def _sleep(action: Sleep, hands: Effects) -> ActionResult:
     async def sleep() -> None:
         fault_point(MoveFaultPoint.SLEEP, "before")
-        await (_of_judges(hands) if action.judge else hands.engines).sleep(action.instance)
+        await hands.pools[action.judge].sleep(action.instance)
         fault_point(MoveFaultPoint.SLEEP, "after")
 
     return await _told(sleep(), f"put to sleep {action.instance}")
@@ -252,10 +251,7 @@ async def _sleep(action: Sleep, hands: Effects) -> ActionResult:
 async def _wake(action: Wake, hands: Effects) -> ActionResult:
     async def wake() -> None:
         fault_point(MoveFaultPoint.WAKE, "before")
-        if action.judge:
-            await _of_judges(hands).wake(action.instance)
-        else:
-            await hands.engines.wake(action.instance, None)
+        await hands.pools[action.judge].wake(action.instance)
         fault_point(MoveFaultPoint.WAKE, "after")
 
     return await _told(wake(), f"wake {action.instance}")
@@ -270,11 +266,6 @@ async def _told(call: Awaitable[None], sentence: str) -> ActionResult:
     except (RankNotConnected, EngineError) as error:
         return ActionResult(TxnOutcome.UNKNOWN, f"{sentence}: {error}")
     return ActionResult(TxnOutcome.WON, sentence)
-
-
-def _of_judges(hands: Effects) -> JudgePools:
-    assert hands.judges is not None
-    return hands.judges
 
 
 async def _take_stock(action: TakeStock, view: JobView, hands: Effects) -> ActionResult:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Mapping
 from typing import Protocol
 
 from controllers.changes import LOOK_AGAIN_S, ChangeSignal, rest_s
 from controllers.cluster.mirror import ClusterMirror
 from controllers.flow.group_buffer import GroupBuffer
-from controllers.inference.judge_engines import JudgePools
 from controllers.inference.pool import EnginePool
 from controllers.job.effects import Effects
 from controllers.job.executor import apply_action
@@ -206,8 +206,7 @@ class Reconciler:
         job: ReconciledJob,
         cluster: ClusterMirror,
         staff: WorkerLauncher,
-        engines: EnginePool,
-        judges: JudgePools,
+        pools: Mapping[str, EnginePool],
         ranks: RankConnections,
         deeds: ActionsInFlight,
         metrics: Metrics,
@@ -216,8 +215,7 @@ class Reconciler:
         self._job = job
         self._cluster = cluster
         self._staff = staff
-        self._engines = engines
-        self._judges = judges
+        self._pools = pools
         self._ranks = ranks
         self._deeds = deeds
         self._metrics = metrics
@@ -245,13 +243,13 @@ class Reconciler:
             self._deeds.raise_defect()
             self._ranks.raise_defect()
             await self._aim()
-            self._engines.look_after()
-            self._judges.look_after(len(self._job.mirror.members))
+            for pool in self._pools.values():
+                pool.look_after(len(self._job.mirror.members))
             self._job.note_scoring()
             view = self._job.look()
             asleep = sleeping_engines(view)
-            self._engines.shut(asleep)
-            self._judges.shut(asleep)
+            for pool in self._pools.values():
+                pool.shut(asleep)
             self._job.note_engines()
             now = self._clock.monotonic()
             self._staff_up(view, now)
@@ -348,8 +346,8 @@ class Reconciler:
             (workers, members, joining),
             lambda: owned_engines(self._job.uid, workers, staying, self._job.me, joining),
         )
-        await self._engines.aim(mine if mirror.members else {})
-        await self._judges.aim(workers)
+        for judge, pool in self._pools.items():  # anybody asks judges
+            await pool.aim(workers if judge else mine if mirror.members else {})
         self._aimed_at = seen
         if mirror.head is None or mirror.plan is None:
             return

@@ -29,7 +29,7 @@ from controllers.flow.job_data import CurriculumOrders, JobData, rewards_of
 from controllers.flow.peer import JobPeer
 from controllers.flow.step import Collectives
 from controllers.identity import Identity
-from controllers.inference.judge_engines import JudgePools
+from controllers.inference.judge_engines import JudgePool
 from controllers.inference.judges import ExternalJudges, JudgeMetricsObserver, open_judges
 from controllers.inference.pool import EnginePool
 from controllers.inference.rules import HealthLimits
@@ -408,7 +408,12 @@ class JobSession:
             told_every=rollout.told_every,
             rows=rollout.batch_slots,
         )
-        self.judges = JudgePools(spec, self.uid, self.me, self.changes, clock, metrics, needs.connect_engine)
+        self.judges = {
+            judge.name: JudgePool(spec, judge, self.uid, self.me, self.changes, clock, metrics, needs.connect_engine)
+            for judge in spec.served_judges
+        }
+        self.pools: dict[str, EnginePool] = {"": self.engines, **self.judges}
+        """All engines, by judge; the policy's have no name."""
         self._judge_counts = JudgeMetricsObserver(
             metrics, lambda topic, said: self.troubles.note(f"{topic}-{self.node}", said)
         )
@@ -464,7 +469,7 @@ class JobSession:
             lease=lease,
             address=self.identity.address,
             ranks=needs.ranks,
-            engines=self.engines,
+            pools=self.pools,
             holdings=self.holdings,
             clock=needs.clock,
             stats=needs.telemetry.stats,
@@ -473,7 +478,6 @@ class JobSession:
             away=partial(needs.folder_loss, self.run_dir),
             replicator=replicator,
             memory_dir=needs.memory_dir,
-            judges=self.judges,
         )
 
     @property
@@ -518,7 +522,7 @@ class JobSession:
 
     async def loads(self) -> LoadsReply:
         """The load of the engines that this controller is responsible for."""
-        return await own_loads(self.look(), self.engines, self.judges)
+        return await own_loads(self.look(), self.pools)
 
     def note_scoring(self) -> None:
         """Look at rewards, judges and the processes of agents and tools, which announce no change."""
@@ -616,7 +620,7 @@ class JobSession:
             workers=cluster.workers,
             ranks=needs.ranks.views,
             engines=self.engines.views,
-            judges=self.judges.views,
+            judges={name: view for judge in self.judges.values() for name, view in judge.views.items()},
             holdings=self.holdings.offers,
             outcomes=self.holdings.outcomes,
             in_flight=self.holdings.in_flight.versions(head.record) if head is not None else {},
@@ -668,8 +672,7 @@ class JobWork:
             session,
             session.cluster,
             needs.launcher,
-            session.engines,
-            session.judges,
+            session.pools,
             needs.ranks,
             session.actions,
             needs.metrics,
@@ -730,8 +733,8 @@ class JobWork:
             # First of all what is being published: it lets its engine go on.
             await session.actions.stop()
             await self._peer.close()
-            await session.engines.close()
-            await session.judges.close()
+            for pool in session.pools.values():
+                await pool.close()
             await self._orders.close()
 
     def _quota(self, disk_gib: float) -> DiskQuota:

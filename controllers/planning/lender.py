@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from controllers.inference.judge_engines import JudgePools
 from controllers.inference.pool import EnginePool
 from controllers.planning.history import StepHistory
 from controllers.rules.memory import managed_engines, sleeping_engines, takes_turns
@@ -74,14 +73,16 @@ WAKES_AS, WAKE_PRIOR_S = 3.0, 1.0
 """Until an engine has woken here, a wake is estimated as so many times the seconds of a sleep, plus so many seconds."""
 
 
-async def own_loads(view: JobView, engines: EnginePool, judges: JudgePools | None) -> pb.LoadsReply:
-    """The load of this controller's engines."""
+async def own_loads(view: JobView, pools: Mapping[str, EnginePool]) -> pb.LoadsReply:
+    """The load of this controller's engines. `pools`: by judge; the policy's has no name."""
     known, asleep = managed_engines(view), sleeping_engines(view)
-    loads = await engines.loads(known)
-    if judges is not None:
-        loads |= await judges.loads(known)
-    tokens, foreseen = engines.foreseen()
-    reply = pb.LoadsReply(unseated={"rollout": engines.unseated()}, left_tokens=tokens, foreseen=foreseen)
+    loads: dict[str, tuple[int, int]] = {}
+    for pool in pools.values():
+        loads |= await pool.loads(known)
+    tokens, foreseen = pools[""].foreseen()
+    reply = pb.LoadsReply(unseated={"rollout": 0, "reward": 0}, left_tokens=tokens, foreseen=foreseen)
+    for pool in pools.values():
+        reply.unseated[pool.pool] += pool.unseated()
     for name, engine in sorted(known.items()):
         worker = view.workers.get(name)
         if worker is None or name not in loads:
@@ -96,12 +97,8 @@ async def own_loads(view: JobView, engines: EnginePool, judges: JudgePools | Non
             ready=engine.version is not None and not engine.silent and name not in asleep,
             asleep=engine.asleep,
         )
-    slept, woke = [engines.slept_s], [engines.woke_s]
-    if judges is not None:
-        reply.unseated["reward"] = judges.unseated()
-        slept.append(judges.changed_s[0])
-        woke.append(judges.changed_s[1])
-    sleep_s, wake_s = (max((one for one in found if one is not None), default=None) for found in (slept, woke))
+    sleep_s = max((pool.slept_s for pool in pools.values() if pool.slept_s is not None), default=None)
+    wake_s = max((pool.woke_s for pool in pools.values() if pool.woke_s is not None), default=None)
     if sleep_s is not None:
         reply.change_s = sleep_s + (wake_s if wake_s is not None else WAKES_AS * sleep_s + WAKE_PRIOR_S)
     return reply

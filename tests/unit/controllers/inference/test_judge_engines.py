@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from controllers.api.submission.checks import CheckedJudge, check_fallbacks, check_judges
 from controllers.changes import ChangeSignal
-from controllers.inference.judge_engines import AGAIN_S, JudgePools
+from controllers.inference.judge_engines import AGAIN_S, JudgePool
 from controllers.inference.judges import READABLE, TOLD_AT, JudgeMetricsObserver, judge_renderer, open_judges
 from gcore.config import JobSpec, parse_spec
 from gcore.config.reward import Fallback
@@ -90,7 +90,7 @@ class Court:
         self.engines = {name: Engine() for name in engines}
         self.metrics = Metrics()
         self.told: list[tuple[str, str]] = []
-        self.book = JudgePools(spec, "u", me, ChangeSignal(), self.clock, self.metrics, self.connect)
+        self.book = JudgePool(spec, spec.judges[0], "u", me, ChangeSignal(), self.clock, self.metrics, self.connect)
         self.counts = JudgeMetricsObserver(self.metrics, lambda topic, said: self.told.append((topic, said)))
 
     def connect(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
@@ -113,7 +113,7 @@ class Court:
             await asyncio.sleep(0)
 
     async def value(self, response: str) -> float:
-        judge = open_judges(self.spec, self.book, self.counts, self.clock)["tutor"]
+        judge = open_judges(self.spec, {"tutor": self.book}, self.counts, self.clock)["tutor"]
         return (await self.clock.run(judge.value(PROMPT, response))).value
 
     def seen(self, name: str, **labels: str) -> float | None:
@@ -210,13 +210,13 @@ async def test_a_judges_engine_that_sleeps_is_not_asked_and_one_that_woke_is_ask
     mine.engines["a"].paths.clear()
     for court in (mine, other):
         court.book.shut(())
-    other.book._books["tutor"].distrust("a")
+    other.book.distrust("a")
     await other.look()  # it meets an engine that sleeps, and leaves it alone
     assert set(mine.engines["a"].paths) <= {"/model_info"}
     assert other.serving == 1
     await mine.book.wake("a")
     assert (mine.serving, mine.engines["a"].serves) == (2, "0.0")
-    assert mine.book.changed_s != (None, None)
+    assert (mine.book.slept_s, mine.book.woke_s) != (None, None)
     other.clock.jump(1.0)
     await other.look()
     assert other.serving == 2
@@ -226,7 +226,7 @@ async def test_an_engine_that_gives_up_on_a_question_is_asked_again(spec: JobSpe
     court = Court(spec, "a")
     await court.meet()
     court.engines["a"].reason = {"type": "abort"}
-    asker = court.book.asker(spec.judges[0], judge_renderer(0, spec.judges[0]), None)
+    asker = court.book.asker(judge_renderer(0, spec.judges[0]), None)
     with pytest.raises(JudgeAway, match="gave up"):
         await asker("1 2", [0])
     await court.book.close()
@@ -238,7 +238,7 @@ async def test_a_question_that_does_not_fit_the_judges_context_is_refused_before
     with pytest.raises(JudgeError, match="more than the 8 of the judge's context"):
         await court.value("1 1 1 1")
     with pytest.raises(JudgeError, match=r"more than \d+ tokens, and with max_new_tokens .2. more than the 8 of"):
-        await court.book.asker(spec.judges[0], judge_renderer(0, spec.judges[0]), 8)("1 " * 500_000, [0])
+        await court.book.asker(judge_renderer(0, spec.judges[0]), 8)("1 " * 500_000, [0])
     assert court.engines["a"].asked == []
     await court.book.close()
 

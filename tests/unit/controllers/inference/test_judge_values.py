@@ -13,7 +13,7 @@ import pytest
 
 from controllers.api.submission.checks import check_judges
 from controllers.changes import ChangeSignal
-from controllers.inference.judge_engines import JudgePools
+from controllers.inference.judge_engines import JudgePool
 from controllers.inference.judges import JudgeMetricsObserver, open_judges
 from controllers.workers.launch_documents import engine_document
 from gcore.config import JobSpec, NodeConfig, parse_spec
@@ -93,9 +93,9 @@ class Court:
         self.clock = FakeClock()
         self.engines = {name: Engine() for name in engines}
         self.metrics = Metrics()
-        self.book = JudgePools(spec, "u", "a.1", ChangeSignal(), self.clock, self.metrics, self.connect)
+        self.book = JudgePool(spec, spec.judges[0], "u", "a.1", ChangeSignal(), self.clock, self.metrics, self.connect)
         self.counts = JudgeMetricsObserver(self.metrics, lambda *_: None)
-        self.judge = open_judges(spec, self.book, self.counts, self.clock)["taste"]
+        self.judge = open_judges(spec, {"taste": self.book}, self.counts, self.clock)["taste"]
 
     def connect(self, url: str, *, timeout_s: float, instance: str) -> EngineClient:
         name = url.removeprefix("http://").partition(":")[0]

@@ -92,9 +92,13 @@ class Book:
     """Engines that say what they have to do."""
 
     def __init__(
-        self, loads: dict[str, tuple[int, int]], slept: float | None = None, woke: float | None = None
+        self,
+        loads: dict[str, tuple[int, int]],
+        slept: float | None = None,
+        woke: float | None = None,
+        pool: str = "rollout",
     ) -> None:
-        self.told, self.slept_s, self.woke_s = loads, slept, woke
+        self.told, self.slept_s, self.woke_s, self.pool = loads, slept, woke, pool
 
     async def loads(self, instances: Collection[str]) -> dict[str, tuple[int, int]]:
         return {name: load for name, load in self.told.items() if name in instances}
@@ -106,12 +110,6 @@ class Book:
         return 70.0, 5
 
 
-class Judges(Book):
-    @property
-    def changed_s(self) -> tuple[float | None, float | None]:
-        return self.slept_s, self.woke_s
-
-
 def view_of() -> Any:
     ready = EngineView("policy_cpu1", "h:1", Version(0, 0))
     resting = EngineView("j_cpu1", "h:1", None, asleep=True)
@@ -119,7 +117,8 @@ def view_of() -> Any:
 
 
 async def test_a_controller_tells_what_its_engines_have_to_do_and_who_sleeps() -> None:
-    reply = await own_loads(view_of(), Book({"policy_cpu1": (4, 2)}), Judges({"j_cpu1": (0, 0)}))  # type: ignore[arg-type]
+    pools = {"": Book({"policy_cpu1": (4, 2)}), "j": Book({"j_cpu1": (0, 0)}, pool="reward")}
+    reply = await own_loads(view_of(), pools)  # type: ignore[arg-type]
     told = {engine.judge: engine for engine in reply.engines}
     assert (told[""].running, told[""].waiting, told[""].ready, told[""].asleep) == (4, 2, True, False)
     assert (told["j"].ready, told["j"].asleep) == (False, True)
@@ -139,8 +138,8 @@ async def test_a_controller_tells_what_its_engines_have_to_do_and_who_sleeps() -
 async def test_what_a_change_costs_is_what_the_slowest_took(
     slept: float | None, woke: float | None, change: float
 ) -> None:
-    engines, judges = Book({}, None if slept is None else slept / 2, woke), Judges({}, slept, woke)
-    reply = await own_loads(view_of(), engines, judges)  # type: ignore[arg-type]
+    engines, judges = Book({}, None if slept is None else slept / 2, woke), Book({}, slept, woke, "reward")
+    reply = await own_loads(view_of(), {"": engines, "j": judges})  # type: ignore[arg-type]
     assert reply.change_s == pytest.approx(change)
 
 
