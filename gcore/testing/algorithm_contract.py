@@ -20,7 +20,7 @@ from torch import Tensor
 from gcore.config.base import Option, explain_errors
 from gcore.config.train import TrainSpec
 from gcore.testing.contracts import ContractBroken
-from gcore.train.loss import find_plugin_advantage, find_plugin_loss
+from gcore.train.objectives import find_plugin_advantage, find_plugin_loss
 
 OUTCOMES = ((1.0, 0.0, 1.0, 2.0, 0.5, -1.0), (0.0,) * 6, (1e6, -1e6, 3.0, 0.25, 0.25, 0.25))
 GROUPS = (0, 0, 0, 1, 1, 1)

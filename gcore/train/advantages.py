@@ -27,7 +27,7 @@ from gcore.train.algorithms.advantages import (
     whitened,
 )
 from gcore.train.batching import BatchIndex, MicroBatch, StepTensors
-from gcore.train.loss import PluginAdvantage
+from gcore.train.objectives import PluginAdvantage
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
 """Outcomes [n] float64 and the numbers of their groups [n] int64, to advantages [n]."""

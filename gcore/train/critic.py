@@ -32,12 +32,11 @@ from gcore.config.train import TrainSpec, learning_rate
 from gcore.errors import DataError
 from gcore.models.layout import MODEL_FILE
 from gcore.train.advantages import RankSum, ValueTargets, moments, value_targets
-from gcore.train.algorithms.losses import loss_sum, value_clip_tokens, value_loss
 from gcore.train.backends.base import UpdateResult
 from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
 from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors
 from gcore.train.hf_models import REMEDIES, check_names, explain_memory_error, load_module
-from gcore.train.loss import Losses
+from gcore.train.objectives import Count, ValueFit, ValueFunction
 from gcore.train.rank.launch import RankLaunch
 
 HEAD = "score"
@@ -178,11 +177,11 @@ class ValueTally:
             "advantage_std": math.sqrt(gain.variance),
         }
 
-    def trained(self, loss: float, clipped: Tensor, mask: Tensor) -> None:
-        """A micro-batch went through an update; `loss` is its part of the update's, `clipped` [b, w] says where it was held."""
+    def trained(self, loss: float, sums: Mapping[str, Tensor]) -> None:
+        """A micro-batch went through an update; `loss` is its part of the update's, `sums` are its objective's metrics."""
         self._loss += loss
-        self._clipped += float(clipped[mask].sum())
-        self._tokens += float(mask.sum())
+        self._clipped += float(sums["clipped"])
+        self._tokens += float(sums["tokens"])
 
     def updated(self, result: UpdateResult, rate: float) -> None:
         """An update is over; the same on every rank."""
@@ -228,11 +227,13 @@ class CriticTrainer:
     Does not know the policy, nor when a step's updates are its turn (`step`).
     """
 
-    def __init__(self, critic: Critic, launch: RankLaunch, losses: Losses) -> None:
-        """`losses`: the job's, for the denominators that the critic's loss shares with the policy's."""
+    def __init__(self, critic: Critic, launch: RankLaunch) -> None:
+        spec = launch.spec
+        assert spec.train.critic is not None
         self.critic = critic
         self.launch = launch
-        self.losses = losses
+        horizon = float(spec.train.horizon or spec.rollout.max_new_tokens)
+        self.objective = ValueFunction(spec.train, horizon, spec.train.critic)
 
     def warms_up(self, step: int) -> bool:
         """Whether the critic alone is trained in step number `step`."""
@@ -282,7 +283,7 @@ class CriticStep:
         plan, batches = self._step.plans[number], self._step.batches[number]
         if not plan.tokens:
             return None  # every rank sees that in the seal
-        divisor = self._critique.losses.denominator(tokens=plan.tokens, sequences=plan.sequences)
+        divisor = self._critique.objective.denominator(Count(plan.tokens, plan.sequences))
         divisor *= self._step.work.seal.padding_scale
         for k, batch in enumerate(batches):
             tell("critic")
@@ -306,9 +307,8 @@ class CriticStep:
         return self._tally.metrics(over_ranks)
 
     def _backward(self, batch: MicroBatch, place: BatchIndex, divisor: float, *, last: bool) -> None:
-        values, returns, old = self._critique.critic.values(batch), self._returns[place], self._values[place]
-        token_loss = value_loss(values, returns, old, self._own.clip)
-        loss = loss_sum(token_loss, batch.mask, self._train.aggregation, self._critique.losses.horizon) / divisor
+        objective, values = self._critique.objective, self._critique.critic.values(batch)
+        fit = ValueFit(self._returns[place], self._values[place], batch.mask)
+        loss = objective.loss(values, fit) / divisor
         self._critique.critic.backward(loss, last=last)
-        held = value_clip_tokens(values, returns, old, self._own.clip)
-        self._tally.trained(float(loss.detach()), held, batch.mask)
+        self._tally.trained(float(loss.detach()), objective.metrics(values, fit))

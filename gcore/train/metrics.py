@@ -26,7 +26,7 @@ the whole step. What is not finite is left out of the metrics: a number is missi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -35,8 +35,7 @@ from torch import Tensor
 from gcore.ledger.records.chain import SealedGroup
 from gcore.train.algorithms.losses import kl_estimate
 from gcore.train.backends.base import UpdateResult
-from gcore.train.batching import MicroBatch, Scores
-from gcore.train.loss import Losses, Targets
+from gcore.train.batching import MicroBatch
 
 CountName = Literal[
     "loss",
@@ -128,43 +127,21 @@ class TrainStepMetrics:
         self._sums["trainer_squares"] += float(other.square().sum())
         self._sums["products"] += float((one * other).sum())
 
-    @torch.no_grad()
-    def trained(self, loss: float, scores: Scores, targets: Targets, losses: Losses) -> None:
-        """A micro-batch went through an update; `loss` is its part of the update's."""
-        mask, logp = targets.mask, scores.logp.detach()
-        tokens = float(mask.sum())
+    def trained(self, loss: float, sums: Mapping[str, Tensor]) -> None:
+        """A micro-batch went through an update; `loss` is its part of the update's, `sums` are its objective's metrics."""
+        found = {name: float(value) for name, value in sums.items()}
         self._sums["loss"] += loss
-        self._sums["entropy"] += _masked(scores.entropy, mask)
-        self._sums["trained_tokens"] += tokens
-        if not losses.supervised:
-            self._compared(logp, targets, losses)
-        if targets.reference is not None:
-            self._sums["kl_reference"] += _masked(kl_estimate(logp, targets.reference, "k3"), mask)
-            self._sums["reference_tokens"] += tokens
-
-    def _compared(self, logp: Tensor, targets: Targets, losses: Losses) -> None:
-        """With π_old, and with the engine."""
-        mask, scored = targets.mask, targets.batch.mask
-        ratio = losses.ratio(logp, targets)[mask].double()
-        self._sums["kl"] += _masked(kl_estimate(targets.old, logp, "k3"), mask)
-        self._sums["clipped"] += _masked(losses.clipped(logp, targets), mask)
-        self._sums["ratio"] += float(ratio.sum())
-        self._sums["ratio_tokens"] += len(ratio)
-        off = float((ratio - 1).abs().sum())
-        self._sums["ratio_off"] += off
-        if self._begins:
-            self._sums["last_off"] = self._sums["last_tokens"] = 0.0
-            self._begins = False
-        self._sums["last_off"] += off
-        self._sums["last_tokens"] += len(ratio)
-        if len(ratio):
+        if "ratio_min" in found:
             low, high = self._ratios
-            self._ratios = (min(low, float(ratio.min())), max(high, float(ratio.max())))
-        if losses.correction != "none":
-            weight = torch.where(mask, losses.weight(targets), 0.0)[scored]
-            self._sums["weight"] += float(weight.double().sum())
-            self._sums["dropped"] += float((weight == 0).sum())
-            self._sums["weighed_tokens"] += len(weight)
+            self._ratios = (min(low, found.pop("ratio_min")), max(high, found.pop("ratio_max")))
+        if "ratio_off" in found:
+            if self._begins:
+                self._sums["last_off"] = self._sums["last_tokens"] = 0.0
+                self._begins = False
+            self._sums["last_off"] += found["ratio_off"]
+            self._sums["last_tokens"] += found["ratio_tokens"]
+        for name in COUNTS:
+            self._sums[name] += found.get(name, 0.0)
 
     def rescaled(self, factor: float) -> None:
         """What the losses so far were divided by was not what the update is divided by."""
@@ -214,10 +191,6 @@ class TrainStepMetrics:
             "padding": _ratio(sums["computed"] - sums["real"], sums["computed"]),
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
-def _masked(values: Tensor, mask: Tensor) -> float:
-    return float(torch.where(mask, values, torch.zeros_like(values)).sum())
 
 
 def _correlation(sums: dict[CountName, float]) -> float:

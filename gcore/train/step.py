@@ -56,9 +56,9 @@ from gcore.train.checkpoint.run_files import CHECKPOINT, ReceiptWriter
 from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
 from gcore.train.critic import CriticStep, CriticTrainer
 from gcore.train.hf_models import REMEDIES, explain_memory_error
-from gcore.train.loss import Losses, Targets, find_plugin_advantage
 from gcore.train.metrics import TrainStepMetrics
 from gcore.train.models import RankModels
+from gcore.train.objectives import Count, PolicyObjective, Targets, find_plugin_advantage, policy_objective
 from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
 from gcore.train.rank.launch import PhaseStopwatch, RankLaunch, StepResult
 from gcore.types import Version
@@ -72,14 +72,6 @@ class CountSum(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Of an update, over all ranks: trained tokens, and sequences with at least one."""
-
-    tokens: int
-    sequences: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedMask:
     """`masks` [b, w] bool by micro-batch of this rank, `counts` by mini-batch."""
@@ -89,9 +81,9 @@ class TrainedMask:
 
 
 def trained_mask(
-    step: StepTensors, losses: Losses, old: Mapping[BatchIndex, Tensor], over_ranks: CountSum
+    step: StepTensors, objective: PolicyObjective, old: Mapping[BatchIndex, Tensor], over_ranks: CountSum
 ) -> TrainedMask:
-    """What is trained. `old` [b, w] by micro-batch; looked at only if the correction drops tokens, and then a collective.
+    """What is trained. `old` [b, w] by micro-batch; looked at only if the objective drops tokens, and then a collective.
 
     Which tokens each update of a step trains, and how many they are over all ranks.
 
@@ -100,9 +92,9 @@ def trained_mask(
     whitening are of the responses as they are: what is left out is not trained, but it was answered.
     """
     counts = [Count(plan.tokens, plan.sequences) for plan in step.plans]
-    if not losses.drops:
-        return TrainedMask({place: step.at(place).mask for place in step.places()}, tuple(counts))
-    masks = {place: losses.kept(step.at(place), old[place]) for place in step.places()}
+    if "all_old_logprobs" not in objective.needs:
+        return TrainedMask({place: objective.trained(step.at(place), None) for place in step.places()}, tuple(counts))
+    masks = {place: objective.trained(step.at(place), old[place]) for place in step.places()}
     lost = [[0.0, 0.0] for _ in counts]
     for place, mask in masks.items():
         before = step.at(place).mask
@@ -141,12 +133,12 @@ class PartialStep:
     """Kept only where the step's samples are shown to people, like `advantages`."""
     advantages: dict[BatchIndex, Tensor] = field(default_factory=dict)
 
-    def add(self, count: Count, losses: Losses) -> None:
+    def add(self, count: Count, objective: PolicyObjective) -> None:
         """What one more part trains, over all ranks."""
         self.tokens += count.tokens
         self.sequences += count.sequences
         if not self.provisional and count.tokens:
-            self.provisional = losses.denominator(tokens=count.tokens, sequences=count.sequences)
+            self.provisional = objective.denominator(count)
 
     def keep(self, step: StepTensors, advantages: dict[BatchIndex, Tensor]) -> None:
         """A part, for people."""
@@ -161,9 +153,9 @@ class PartialStep:
         groups = {digest: group for step in self.steps for digest, group in step.work.groups.items()}
         return StepTensors(replace(work, groups=groups, begun=0), plans, batches)
 
-    def factor(self, losses: Losses, padding_scale: float) -> float:
+    def factor(self, objective: PolicyObjective, padding_scale: float) -> float:
         """What gradients and loss are to be multiplied by."""
-        return self.provisional / (losses.denominator(tokens=self.tokens, sequences=self.sequences) * padding_scale)
+        return self.provisional / (objective.denominator(Count(self.tokens, self.sequences)) * padding_scale)
 
 
 log = logging.getLogger(__name__)
@@ -247,10 +239,10 @@ class StepTrainer:
         self._copier = copier
         self._start_s = start_s
         self._clock = clock
-        self._losses = Losses.of(launch.spec)
+        self._objective = policy_objective(launch.spec)
         self._estimator = find_plugin_advantage(launch.spec.train)
         critic = models.critic
-        self._critique = None if critic is None else CriticTrainer(critic, launch, self._losses)
+        self._critique = None if critic is None else CriticTrainer(critic, launch)
         self._receipts = ReceiptWriter(launch.run_path, launch.world, launch.rank, saver.writer.folder)
         self.progress = progress
         self._streamed: PartialStep | None = None
@@ -302,7 +294,7 @@ class StepTrainer:
             step = cut_step(work, self._train, self._policy.feeding)
         known, critic = self._know(step, timer, tally, tell)
         show_advantages(self._launch.run_path, self._launch.spec.samples, step, known.advantages)
-        kept = trained_mask(step, self._losses, known.old, self._collective)
+        kept = trained_mask(step, self._objective, known.old, self._collective)
         with timer.phase("update"):
             self._updates(step, known, kept, critic, tally, tell)
         return critic
@@ -314,8 +306,8 @@ class StepTrainer:
         with timer.phase("cut"):
             step = cut_step(part.work, self._train, self._policy.feeding)
         known, _ = self._know(step, timer, tally, tell)
-        kept = trained_mask(step, self._losses, known.old, self._collective)
-        streamed.add(kept.counts[0], self._losses)
+        kept = trained_mask(step, self._objective, known.old, self._collective)
+        streamed.add(kept.counts[0], self._objective)
         if self._launch.spec.samples.due(part.work.seal.step):
             streamed.keep(step, known.advantages)
         if kept.counts[0].tokens:
@@ -341,7 +333,7 @@ class StepTrainer:
             tell("update")
             if not streamed.flushed:
                 self._policy.flush()
-            factor = streamed.factor(self._losses, work.seal.padding_scale)
+            factor = streamed.factor(self._objective, work.seal.padding_scale)
             self._policy.scale_gradients(factor)
             streamed.tally.rescaled(factor)
             self._update(work.seal, streamed.tally)
@@ -371,8 +363,9 @@ class StepTrainer:
 
     @torch.no_grad()
     def _reference_pass(self, step: StepTensors, tell: Tell) -> dict[BatchIndex, Tensor]:
-        if self._reference is None:
+        if "reference" not in self._objective.needs:
             return {}
+        assert self._reference is not None
         with self._reference.awake() as logits_of:
             return self._score(logits_of, step, step.places(), "reference", tell)
 
@@ -380,9 +373,10 @@ class StepTrainer:
     def _old_pass(self, step: StepTensors, tally: TrainStepMetrics, tell: Tell) -> dict[BatchIndex, Tensor]:
         """The policy's log-probabilities before the first update, where they must be known by then."""
         train = self._train
+        needs = self._objective.needs
         warming = self._warms_up(step)  # no update will score the first mini-batch
-        everywhere = warming or self._losses.drops or (train.rewards_kl and train.old_logprobs != "engine")
-        if self._losses.supervised or (not everywhere and train.old_logprobs != "recompute"):
+        everywhere = warming or "all_old_logprobs" in needs or (train.rewards_kl and train.old_logprobs != "engine")
+        if "old_logprobs" not in needs or (not everywhere and train.old_logprobs != "recompute"):
             return {}
         places = [place for place in step.places() if everywhere or place.mini_batch > 0]
         found = self._score(self._policy.logits_of, step, places, "old_logprobs", tell)
@@ -443,7 +437,7 @@ class StepTrainer:
                 count = kept.counts[number]
                 if warming or not count.tokens:
                     continue  # only empty, masked or dropped responses: nothing to learn, and every rank counts the same
-                divisor = self._losses.denominator(tokens=count.tokens, sequences=count.sequences)
+                divisor = self._objective.denominator(count)
                 # What lacks of the step's quota counts as if it were there, masked, if the job wants that.
                 divisor *= step.work.seal.padding_scale
                 untouched = epoch == 0 and number == 0  # the policy is still the one the step began with
@@ -481,9 +475,12 @@ class StepTrainer:
     def _backward(
         self, batch: MicroBatch, place: BatchIndex, known: PrecomputedPasses, tally: TrainStepMetrics, part: _Part
     ) -> None:
-        scores = self._scored(self._policy.logits_of, batch, "update", entropic=self._losses.entropic)
+        scores = self._scored(
+            self._policy.logits_of, batch, "update", entropic="entropy_gradient" in self._objective.needs
+        )
         own = scores.logp.detach()
-        if part.untouched and place not in known.old and not self._losses.supervised:
+        compares = "old_logprobs" in self._objective.needs
+        if part.untouched and place not in known.old and compares:
             tally.mismatch(own, batch)
         match self._train.old_logprobs:
             case "recompute":
@@ -492,12 +489,12 @@ class StepTrainer:
                 old = own
             case "engine":
                 old = batch.rollout_logp
-        old = own if self._losses.supervised else old
+        old = old if compares else own
         targets = Targets(batch, known.advantages[place], old, known.reference.get(place), part.mask)
-        loss = self._losses.sum(scores, targets) / part.divisor
+        loss = self._objective.loss(scores, targets) / part.divisor
         with explain_memory_error(f"update: {batch.size}", self._train, REMEDIES):
             self._policy.backward(loss, last=part.last)
-        tally.trained(float(loss.detach()), scores, targets, self._losses)
+        tally.trained(float(loss.detach()), self._objective.metrics(scores, targets))
 
     def _update(self, seal: Seal, tally: TrainStepMetrics) -> None:
         rate = learning_rate(

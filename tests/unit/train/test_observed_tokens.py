@@ -28,8 +28,8 @@ from gcore.rollout.postprocess import penalize_sample
 from gcore.testing.judges import group_of
 from gcore.train.advantages import advantages, value_targets
 from gcore.train.batching import BatchIndex, Feeding, ModelInputs, StepTensors, cut_step, score_batch
-from gcore.train.loss import Losses, Targets
 from gcore.train.metrics import TrainStepMetrics
+from gcore.train.objectives import PolicyGradient, Targets
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample, _lacking
 from gcore.train.rank.messages import FeedDamaged, _sample, read_payload, write_payload
 from gcore.train.step import trained_mask
@@ -224,16 +224,16 @@ def loss_of(
     step: StepTensors, table: Tensor, train: TrainSpec, gains: Mapping[BatchIndex, Tensor], correction: str
 ) -> Tensor:
     """The loss of the step's one update, as a rank adds it up."""
-    losses = Losses(train, correction, 7.0)
+    objective = PolicyGradient(train, 7.0, correction)
     scores = {place: score_batch(bigram(table), step.at(place)) for place in step.places()}
-    kept = trained_mask(step, losses, {place: one.logp.detach() for place, one in scores.items()}, Alone())
+    kept = trained_mask(step, objective, {place: one.logp.detach() for place, one in scores.items()}, Alone())
     (count,) = kept.counts
     total = torch.zeros((), dtype=torch.float64)
     for place, one in scores.items():
         batch = step.at(place)
         targets = Targets(batch, gains[place], batch.rollout_logp.double(), None, kept.masks[place])
-        total = total + losses.sum(one, targets)
-    return total / losses.denominator(tokens=count.tokens, sequences=count.sequences)
+        total = total + objective.loss(one, targets)
+    return total / objective.denominator(count)
 
 
 def by_definition(

@@ -13,9 +13,9 @@ from gcore.config import parse_spec, stored_spec
 from gcore.config.train import TrainSpec
 from gcore.errors import SpecError
 from gcore.plugins import PluginFault
-from gcore.testing.algorithm_contract import check_advantage, check_loss
 from gcore.testing.contracts import ContractBroken
-from gcore.train.loss import Losses, Targets, find_plugin_advantage, find_plugin_loss
+from gcore.testing.algorithm_contract import check_advantage, check_loss
+from gcore.train.objectives import PolicyGradient, Targets, find_plugin_advantage, find_plugin_loss
 
 ESTIMATORS = """
 import torch
@@ -119,7 +119,7 @@ def test_an_estimator_sees_the_outcomes_and_their_groups() -> None:
 
 @pytest.mark.usefixtures("losses")
 def test_a_loss_is_summed_as_gcores_own_are() -> None:
-    found = Losses(TrainSpec(loss="reinforce"), "none", 8.0, find_plugin_loss(TrainSpec(loss="reinforce")))
+    found = PolicyGradient(TrainSpec(loss="reinforce"), 8.0, "none", find_plugin_loss(TrainSpec(loss="reinforce")))
     logp = torch.tensor([[-1.0, -0.5], [-2.0, -3.0]], requires_grad=True)
     mask = torch.tensor([[True, True], [True, False]])
 
@@ -132,7 +132,7 @@ def test_a_loss_is_summed_as_gcores_own_are() -> None:
     batch, scores = Batch(), Scored()
     batch.mask, scores.logp = mask, logp  # type: ignore[attr-defined]
     targets = Targets(batch, torch.tensor([[1.0], [-1.0]]), logp.detach(), None, mask)  # type: ignore[arg-type]
-    total = found.sum(scores, targets)  # type: ignore[arg-type]
+    total = found.loss(scores, targets)  # type: ignore[arg-type]
     total.backward()
     assert total.item() == pytest.approx(1.0 + 0.5 - 2.0)
     assert logp.grad is not None

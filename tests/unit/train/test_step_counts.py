@@ -19,9 +19,9 @@ from gcore.ledger.balance import balance_samples
 from gcore.ledger.records.chain import SealedGroup
 from gcore.train.advantages import advantages
 from gcore.train.batching import BatchIndex, Feeding, StepTensors, cut_step
-from gcore.train.loss import Losses
+from gcore.train.objectives import Count, PolicyGradient
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
-from gcore.train.step import Count, TrainedMask, trained_mask
+from gcore.train.step import TrainedMask, trained_mask
 from gcore.types import PromptRef, Version
 
 LENGTHS = ((4, 0, 3), (1, 6), (2, 2))
@@ -62,7 +62,7 @@ def step_of(rank: int = 0, ranks: int = 1, *, baseline: float | None = None, **t
 
 
 def mis(step: StepTensors, old: dict[BatchIndex, Tensor]) -> TrainedMask:
-    return trained_mask(step, Losses(TrainSpec(**BAND), "mis", 8.0), old, Alone())
+    return trained_mask(step, PolicyGradient(TrainSpec(**BAND), 8.0, "mis"), old, Alone())
 
 
 def same(step: StepTensors, logp: float) -> dict[BatchIndex, Tensor]:
@@ -71,7 +71,7 @@ def same(step: StepTensors, logp: float) -> dict[BatchIndex, Tensor]:
 
 def test_without_a_correction_that_drops_all_tokens_of_the_responses_are_trained() -> None:
     step = step_of()
-    found = trained_mask(step, Losses(TrainSpec(), "icepop", 8.0), {}, Alone())
+    found = trained_mask(step, PolicyGradient(TrainSpec(), 8.0, "icepop"), {}, Alone())
     assert [(count.tokens, count.sequences) for count in found.counts] == [(p.tokens, p.sequences) for p in step.plans]
     assert sum(count.tokens for count in found.counts) == 18
     assert all(torch.equal(found.masks[place], step.at(place).mask) for place in step.places())
@@ -80,7 +80,8 @@ def test_without_a_correction_that_drops_all_tokens_of_the_responses_are_trained
 def test_what_is_within_the_band_is_all_kept_and_what_is_outside_all_dropped() -> None:
     step = step_of()
     assert (
-        mis(step, same(step, -1.2)).counts == trained_mask(step, Losses(TrainSpec(), "none", 8.0), {}, Alone()).counts
+        mis(step, same(step, -1.2)).counts
+        == trained_mask(step, PolicyGradient(TrainSpec(), 8.0, "none"), {}, Alone()).counts
     )
     gone = mis(step, same(step, -4.0))
     assert gone.counts == (Count(0, 0), Count(0, 0))
@@ -106,10 +107,10 @@ def test_the_counts_of_all_ranks_are_those_of_the_masks_of_all_ranks(seed: int, 
         def sum(self, values: Sequence[float]) -> list[float]:
             return [sum(column) for column in zip(*brought, strict=True)]
 
-    losses = Losses(TrainSpec(**BAND), "mis", 8.0)
+    objective = PolicyGradient(TrainSpec(**BAND), 8.0, "mis")
     for step, own in zip(steps, old, strict=True):
-        trained_mask(step, losses, own, Collecting())
-    found = [trained_mask(step, losses, own, Summed()) for step, own in zip(steps, old, strict=True)]
+        trained_mask(step, objective, own, Collecting())
+    found = [trained_mask(step, objective, own, Summed()) for step, own in zip(steps, old, strict=True)]
     assert all(one.counts == found[0].counts for one in found)
     for number, count in enumerate(found[0].counts):
         masks = [mask for one in found for place, mask in one.masks.items() if place.mini_batch == number]

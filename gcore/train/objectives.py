@@ -1,17 +1,21 @@
-"""The loss of a micro-batch, put together from the job's settings and the pure algorithms."""
+"""Objectives: from what a model says of a micro-batch to a loss, put together from the job's settings and the pure algorithms.
+
+The trainer knows an `Objective` and not which: it makes the passes that one needs, divides its sums by one global count, and adds
+its metrics up. `PolicyGradient` and `Supervised` train the policy, `ValueFunction` the critic.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from gcore.config.base import Option
 from gcore.config.spec import JobSpec
-from gcore.config.train import ADVANTAGES, LOSSES, TrainSpec, is_own_advantage, is_own_loss
+from gcore.config.train import ADVANTAGES, LOSSES, CriticSpec, TrainSpec, is_own_advantage, is_own_loss
 from gcore.plugins import RAISED, PluginFault, PluginKind, error_sentence, find_plugin, plugin_trace
 from gcore.train.algorithms.losses import (
     cispo_clip_fraction_tokens,
@@ -30,6 +34,8 @@ from gcore.train.algorithms.losses import (
     sequence_ratio,
     tis_weight,
     token_ratio,
+    value_clip_tokens,
+    value_loss,
 )
 from gcore.train.batching import MicroBatch, Scores
 
@@ -132,6 +138,51 @@ def find_plugin_loss(train: TrainSpec) -> PluginLoss | None:
     return found
 
 
+Need = Literal["old_logprobs", "all_old_logprobs", "reference", "entropy_gradient"]
+"""`old_logprobs`: of the policy before the step's updates; `all_old_logprobs`: of all its mini-batches, before the first update;
+`reference`: log-probabilities of the job's model as it was; `entropy_gradient`: entropies that a gradient goes through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Of an update, over all ranks: trained tokens, and sequences with at least one."""
+
+    tokens: int
+    sequences: int
+
+
+S = TypeVar("S", contravariant=True)
+T = TypeVar("T", contravariant=True)
+
+
+class Objective(Protocol[S, T]):
+    """What a model is trained for. `S`: what it says of a micro-batch; `T`: what that is held against."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What must be computed for it."""
+        ...
+
+    def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
+        """The tokens of a batch that are trained and counted, [b, w] bool: no others than its mask's.
+
+        `old` [b, w]: old log-probabilities, if it needs `all_old_logprobs`.
+        """
+        ...
+
+    def loss(self, scores: S, targets: T) -> Tensor:
+        """This micro-batch's part of the loss, a scalar still to be divided by `denominator`."""
+        ...
+
+    def denominator(self, count: Count) -> float:
+        """What the sum over all ranks and micro-batches of an update is divided by, from the update's own counts."""
+        ...
+
+    def metrics(self, scores: S, targets: T) -> Mapping[str, Tensor]:
+        """Sums over the trained tokens of a micro-batch, scalars by name."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
     """What the policy's log-probabilities are held against, and where.
@@ -146,47 +197,84 @@ class Targets:
     mask: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ValueFit:
+    """What the critic's values are held against, and where: `returns`, and `old` values that a clip holds them near, [b, w]
+    float32; `mask` [b, w] bool."""
+
+    returns: Tensor
+    old: Tensor
+    mask: Tensor
+
+
+PolicyObjective = Objective[Scores, Targets]
+"""Of a model whose outputs are logits."""
+
+
+def policy_objective(spec: JobSpec) -> PolicyObjective:
+    """The job's. Raises PluginFault for a loss of the user's own that cannot be had."""
+    horizon = float(spec.train.horizon or spec.rollout.max_new_tokens)
+    if spec.train.loss == "sft":
+        return Supervised(spec.train, horizon)
+    return PolicyGradient(spec.train, horizon, spec.rollout.correction, find_plugin_loss(spec.train))
+
+
 @dataclass(frozen=True, slots=True)
-class Losses:
-    """The job's loss. `horizon`: the constant of seq-mean-token-sum-norm, in tokens."""
+class _TokenObjective:
+    """A loss for each token. `horizon`: the constant of seq-mean-token-sum-norm, in tokens."""
 
     train: TrainSpec
-    correction: str
     horizon: float
+
+    def denominator(self, count: Count) -> float:
+        """By the job's aggregation."""
+        return denominator(self.train.aggregation, tokens=count.tokens, sequences=count.sequences, horizon=self.horizon)
+
+    def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
+        """All of the batch's mask."""
+        return batch.mask
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised(_TokenObjective):
+    """Responses are imitated: no engine drew them, nothing was rewarded, there is no ratio."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """By the job's coefficients."""
+        return frozenset(_needs(self.train))
+
+    def loss(self, scores: Scores, targets: Targets) -> Tensor:
+        """Negative log-likelihood, and the regularizers."""
+        token_loss = _regularized(nll_loss(scores.logp), scores, targets, self.train)
+        return loss_sum(token_loss, targets.mask, self.train.aggregation, self.horizon)
+
+    @torch.no_grad()
+    def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
+        """Of every objective of a policy."""
+        return _policy_metrics(scores, targets)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyGradient(_TokenObjective):
+    """What was rewarded is made likelier. `own`: a loss of the user's own, if the spec names one."""
+
+    correction: str = "none"
     own: PluginLoss | None = None
 
-    @classmethod
-    def of(cls, spec: JobSpec) -> Losses:
-        """As the spec says. Raises PluginFault for a loss of the user's own that cannot be had."""
-        horizon = spec.train.horizon or spec.rollout.max_new_tokens
-        return cls(spec.train, spec.rollout.correction, float(horizon), find_plugin_loss(spec.train))
-
     @property
-    def entropic(self) -> bool:
-        """Whether the entropies need a gradient."""
-        return self.train.entropy_coef > 0
+    def needs(self) -> frozenset[Need]:
+        """A correction that leaves tokens out of the count compares old log-probabilities before any update."""
+        old: set[Need] = {"old_logprobs", "all_old_logprobs"} if self.correction == "mis" else {"old_logprobs"}
+        return frozenset(_needs(self.train) | old)
 
-    @property
-    def supervised(self) -> bool:
-        """Whether responses are only imitated: no engine drew them, nothing was rewarded, there is no ratio."""
-        return self.train.loss == "sft"
-
-    @property
-    def drops(self) -> bool:
-        """Whether the correction leaves tokens out of the count."""
-        return self.correction == "mis"
-
-    def sum(self, scores: Scores, targets: Targets) -> Tensor:
-        """This micro-batch's part of the loss, a scalar still to be divided by `denominator`."""
-        train = self.train
+    def loss(self, scores: Scores, targets: Targets) -> Tensor:
+        """The job's loss, corrected, and the regularizers."""
         token_loss = self._policy_loss(scores.logp, targets)
         if self.correction in ("tis", "icepop", "decoupled"):
             token_loss = token_loss * self.weight(targets)
-        if targets.reference is not None and train.kl_in == "loss":
-            token_loss = token_loss + train.kl_coef * kl_estimate(scores.logp, targets.reference, train.kl_kind)
-        if self.entropic:
-            token_loss = token_loss - train.entropy_coef * scores.entropy
-        return loss_sum(token_loss, targets.mask, train.aggregation, self.horizon)
+        token_loss = _regularized(token_loss, scores, targets, self.train)
+        return loss_sum(token_loss, targets.mask, self.train.aggregation, self.horizon)
 
     def _policy_loss(self, logp: Tensor, targets: Targets) -> Tensor:
         train, old, gain = self.train, targets.old, targets.advantages
@@ -198,8 +286,6 @@ class Losses:
                 return gspo_loss(logp, old, gain, targets.batch.mask, clip_low=low, clip_high=high)
             case "cispo":
                 return cispo_loss(logp, old, gain, clip_low=low, clip_high=high)
-            case "sft":
-                return nll_loss(logp)
             case name:
                 assert self.own is not None, name
                 return self.own(logp, old, gain, targets.batch.mask, clip_low=low, clip_high=high)
@@ -218,16 +304,38 @@ class Losses:
             case _:
                 return old.new_ones(old.shape)
 
-    def kept(self, batch: MicroBatch, old: Tensor) -> Tensor:
-        """The batch's mask without the tokens that the correction leaves out, [b, w] bool; `old` [b, w]."""
-        if not self.drops:
+    def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
+        """The batch's mask without the tokens that the correction leaves out."""
+        if self.correction != "mis":
             return batch.mask
+        assert old is not None
         low, high = self.train.correction_band
         return mis_mask(old, batch.rollout_logp, batch.mask, low=low, high=high)
 
-    def denominator(self, *, tokens: int, sequences: int) -> float:
-        """What the sum over all ranks and micro-batches of an update is divided by, from the update's own counts."""
-        return denominator(self.train.aggregation, tokens=tokens, sequences=sequences, horizon=self.horizon)
+    @torch.no_grad()
+    def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
+        """With π_old, and with the engine."""
+        mask, logp = targets.mask, scores.logp.detach()
+        ratio = self.ratio(logp, targets)[mask].double()
+        found = {
+            **_policy_metrics(scores, targets),
+            "kl": _masked(kl_estimate(targets.old, logp, "k3"), mask),
+            "clipped": _masked(self.clipped(logp, targets), mask),
+            "ratio": ratio.sum(),
+            "ratio_tokens": mask.sum(),
+            "ratio_off": (ratio - 1).abs().sum(),
+        }
+        if len(ratio):
+            found |= {"ratio_min": ratio.min(), "ratio_max": ratio.max()}
+        if self.correction != "none":
+            scored = targets.batch.mask
+            weight = torch.where(mask, self.weight(targets), 0.0)[scored]
+            found |= {
+                "weight": weight.double().sum(),
+                "dropped": (weight == 0).sum(),
+                "weighed_tokens": scored.sum(),
+            }
+        return found
 
     def ratio(self, logp: Tensor, targets: Targets) -> Tensor:
         """What the clip acts on, [b, w]: the policy's probability over the old one's, of the token or of its sequence."""
@@ -246,3 +354,58 @@ class Losses:
                 return cispo_clip_fraction_tokens(logp, old, clip_low=low, clip_high=high)
             case _:
                 return clip_fraction_tokens(logp, old, gain, clip_low=low, clip_high=high, dual_clip=train.dual_clip)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueFunction(_TokenObjective):
+    """Values are fitted to returns, in the policy's aggregation and divided by its counts."""
+
+    critic: CriticSpec
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Nothing of the policy's."""
+        return frozenset()
+
+    def loss(self, scores: Tensor, targets: ValueFit) -> Tensor:
+        """`scores`: values [b, w]."""
+        token_loss = value_loss(scores, targets.returns, targets.old, self.critic.clip)
+        return loss_sum(token_loss, targets.mask, self.train.aggregation, self.horizon)
+
+    @torch.no_grad()
+    def metrics(self, scores: Tensor, targets: ValueFit) -> Mapping[str, Tensor]:
+        """How many tokens the clip holds back, and of how many."""
+        held = value_clip_tokens(scores, targets.returns, targets.old, self.critic.clip)
+        return {"clipped": held[targets.mask].sum(), "tokens": targets.mask.sum()}
+
+
+def _needs(train: TrainSpec) -> set[Need]:
+    """Of the regularizers."""
+    found: set[Need] = set()
+    if train.kl_coef > 0:
+        found.add("reference")
+    if train.entropy_coef > 0:
+        found.add("entropy_gradient")
+    return found
+
+
+def _regularized(token_loss: Tensor, scores: Scores, targets: Targets, train: TrainSpec) -> Tensor:
+    """With the KL from the reference, and less the entropy, [b, w]."""
+    if targets.reference is not None and train.kl_in == "loss":
+        token_loss = token_loss + train.kl_coef * kl_estimate(scores.logp, targets.reference, train.kl_kind)
+    if train.entropy_coef > 0:
+        token_loss = token_loss - train.entropy_coef * scores.entropy
+    return token_loss
+
+
+def _policy_metrics(scores: Scores, targets: Targets) -> dict[str, Tensor]:
+    mask, logp = targets.mask, scores.logp.detach()
+    found = {"entropy": _masked(scores.entropy, mask), "trained_tokens": mask.sum()}
+    if targets.reference is not None:
+        found["kl_reference"] = _masked(kl_estimate(logp, targets.reference, "k3"), mask)
+        found["reference_tokens"] = found["trained_tokens"]
+    return found
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, values, torch.zeros_like(values)).sum()
