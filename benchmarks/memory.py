@@ -302,7 +302,7 @@ def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
     from gcore.system.clock import SystemClock
     from gcore.testing.models import rank_launch
     from gcore.train.backends.distributed import Collective, Rendezvous, find_store, open_store
-    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
+    from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts
     from gcore.train.models import load_models
     from gcore.train.step import StepTrainer
 
@@ -320,9 +320,9 @@ def train(told: Told, rank: int, meet: Callable[[str | None], str]) -> Told:
     forget_peak()
     models = load_models(launch, world.device, world.max, lambda: None)
     found = {"loading": figure("VmHWM"), "loaded": figure("VmRSS")}
-    trainer = StepTrainer(
-        launch, world, models, CheckpointWriter(launch, models.policy, models.critic), SystemClock(), UpdateCounts(0, 0)
-    )
+    saver = CheckpointWriter(launch, models.policy, models.critic)
+    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, world.max)
+    trainer = StepTrainer(launch, world, models, saver, publisher, SystemClock(), UpdateCounts(0, 0))
     vocabulary = json.loads((Path(told["model"]) / "config.json").read_text())["vocab_size"]
     batch = batch_of(told["samples"], told["response"], vocabulary)
     forget_peak()

@@ -173,13 +173,15 @@ class LoadedRank:
 def load_rank(launch: Any, world: Any) -> LoadedRank:
     """`world`: a joined `Collective`."""
     from gcore.system.clock import SystemClock
-    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
+    from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts
     from gcore.train.models import load_models
     from gcore.train.step import StepTrainer
 
     models = load_models(launch, world.device, world.max, lambda: None)
     saver = CheckpointWriter(launch, models.policy, models.critic)
-    return LoadedRank(models, saver, StepTrainer(launch, world, models, saver, SystemClock(), UpdateCounts(0, 0)))
+    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, world.max)
+    trainer = StepTrainer(launch, world, models, saver, publisher, SystemClock(), UpdateCounts(0, 0))
+    return LoadedRank(models, saver, trainer)
 
 
 # Cases ----------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,36 @@ class ProgressCallback:
     tell: Callable[[int, Sample], None]
 
 
+@dataclass(frozen=True, slots=True)
+class TransferManifest:
+    """Tensors that are sent, in order. `dtypes` as in torch, without "torch."; the fields of the HTTP request."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderUpdate:
+    """The weights of `version` are in `folder`, relative to the run's, as a model that engines load."""
+
+    version: Version
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastUpdate:
+    """The weights of `version` come over the weight group `group`, once the engines take part in it."""
+
+    version: Version
+    group: str
+    manifest: TransferManifest
+
+
+WeightUpdate = FolderUpdate | BroadcastUpdate
+"""How engines get the weights of a version."""
+
+
 class Engine(Protocol):
     """One engine."""
 

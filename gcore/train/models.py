@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gcore.config.train import TrainSpec
 from gcore.errors import DataError
 from gcore.models.layout import critic_folder
+from gcore.train.backends.base import TrainBackend
 from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings, forward_tensors, partition_module
 from gcore.train.backends.packed_attention import NAME, PACKED, UnsupportedPackedAttention
 from gcore.train.batching import Feeding, LogitsOf, ModelInputs
@@ -36,20 +37,6 @@ from gcore.train.hf_models import (
 )
 from gcore.train.packing import Packing, Rectangle
 from gcore.train.rank.launch import RankLaunch
-
-
-class PolicyModel(DeepSpeedBackend):
-    """The policy: a causal language model whose log-probabilities are trained, and whose weights engines serve."""
-
-    @classmethod
-    def of(cls, module: nn.Module, train: TrainSpec, packing: Packing, device: torch.device) -> PolicyModel:
-        """A module in float32, ready to train, Adam's state zero. The module is the policy's from now on."""
-        return cls(module, OptimizerSettings.of(train, train), Feeding(packing, vocabulary_of(module), device))
-
-    @property
-    def logits_of(self) -> LogitsOf:
-        """The logits of the scored tokens, [n, vocabulary]."""
-        return self.outputs_of
 
 
 class Reference:
@@ -226,7 +213,8 @@ Most = Callable[[Sequence[float]], list[float]]
 class RankModels:
     """What a rank trains, and what it is held against. `critic`: of jobs that have one."""
 
-    policy: PolicyModel
+    policy: TrainBackend
+    """Whose log-probabilities are trained, and whose weights engines serve. Its outputs are logits."""
     reference: Reference | None
     critic: Critic | None = None
 
@@ -260,7 +248,8 @@ def load_models(
     if packing == "packed":
         dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
         PACKED.use_fastest(module.config, dtype, device, beside=None if backbone is None else backbone.config)
-    policy = PolicyModel.of(module, train, packing, device)
+    feeding = Feeding(packing, vocabulary_of(module), device)
+    policy = DeepSpeedBackend(module, OptimizerSettings.of(train, train), feeding)
     tell()
     reference = Reference(original, train, device) if original is not None else None
     tell()

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import IO
 
 import torch
@@ -35,9 +35,7 @@ from gcore.train.backends.base import TrainBackend
 from gcore.train.backends.distributed import Collective
 from gcore.train.hf_models import explain_memory_error
 from gcore.train.models import RankModels
-from gcore.train.rank.feed import StepInput, StepPartInput
-from gcore.train.rank.launch import OPTIMIZER, WEIGHTS, CannotOffload, StepResult
-from gcore.train.step import StepTrainer
+from gcore.train.rank.launch import OPTIMIZER, WEIGHTS, CannotOffload
 
 Tell = Callable[[str], None]
 
@@ -191,26 +189,6 @@ class MemoryOffloader:
             release_free_memory()
         else:
             torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True)
-class OffloadingTrainer:
-    """A trainer of which every step takes the rank's memory first."""
-
-    resting: MemoryOffloader
-    collective: Collective
-    trainer: StepTrainer
-
-    def accumulate(self, part: StepPartInput, tell: Tell) -> None:
-        """Add a READY part of the step to come to its gradients."""
-        self.resting.rest((), tell)
-        self.trainer.accumulate(part, tell)
-
-    def run(self, work: StepInput, tell: Tell) -> StepResult:
-        """Train on a step; what resting has cost stands in its report. A collective."""
-        self.resting.rest((), tell)
-        result = self.trainer.run(work, tell)
-        return replace(result, metrics={**result.metrics, **self.resting.costs(self.collective)})
 
 
 def _unique(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

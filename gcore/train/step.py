@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from torch import Tensor
 from gcore.config.spec import SamplesSpec
 from gcore.config.train import learning_rate
 from gcore.ledger.records.chain import Seal
+from gcore.models.publisher import Publisher
 from gcore.observability.samples import KeptAdvantage, advantages_name, choose_groups, write_samples
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
@@ -59,6 +60,7 @@ from gcore.train.hf_models import REMEDIES, explain_memory_error
 from gcore.train.metrics import TrainStepMetrics
 from gcore.train.models import RankModels
 from gcore.train.objectives import Count, PolicyObjective, Targets, find_plugin_advantage, policy_objective
+from gcore.train.offload import MemoryOffloader
 from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
 from gcore.train.rank.launch import PhaseStopwatch, RankLaunch, StepResult
 from gcore.types import Version
@@ -224,6 +226,7 @@ class StepTrainer:
         collective: Collective,
         models: RankModels,
         saver: CheckpointWriter,
+        publisher: Publisher,
         clock: Clock,
         progress: UpdateCounts,
         copier: StateReplicator | None = None,
@@ -236,6 +239,8 @@ class StepTrainer:
         self._policy = models.policy
         self._reference = models.reference
         self._saver = saver
+        self._publisher = publisher
+        self._offloader = MemoryOffloader(models, launch.spec.train, collective.device, clock)
         self._copier = copier
         self._start_s = start_s
         self._clock = clock
@@ -247,14 +252,29 @@ class StepTrainer:
         self.progress = progress
         self._streamed: PartialStep | None = None
 
+    @property
+    def released(self) -> frozenset[str]:
+        """The parts of the rank's memory that are given back. May be asked from any thread."""
+        return self._offloader.released
+
+    def rest(self, what: Collection[str], tell: Tell) -> None:
+        """Have exactly these parts given back. Raises as `MemoryOffloader.rest`."""
+        self._offloader.rest(what, tell)
+
+    def leave(self) -> None:
+        """Say farewell to the other ranks."""
+        self._collective.leave()
+
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
-        """Add a READY part of the step to come to its gradients. Raises as `run`."""
+        """Take the rank's memory, and add a READY part of the step to come to its gradients. Raises as `run`."""
+        self.rest((), tell)
         if self._streamed is None:
             self._streamed = PartialStep(PhaseStopwatch(self._clock), TrainStepMetrics())
         self._learn_part(part, self._streamed, tell, last=False)
 
     def run(self, work: StepInput, tell: Tell) -> StepResult:
-        """Train on a step. Raises WorldDiverged, WriteRefused, and whatever torch raises."""
+        """Take the rank's memory and train on a step. Raises WorldDiverged, WriteRefused, and whatever torch raises."""
+        self.rest((), tell)
         fault_point(FaultPoint.STEP, "before")
         if not work.seal.parts:
             self._agree(work)
@@ -273,7 +293,7 @@ class StepTrainer:
             tell("saving")
             version = Version(self._launch.lineage, work.seal.step)
             fault_point(FaultPoint.STAGE, "before")
-            weights = self._saver.stage(version, partial(tell, "saving"), self._collective.max)
+            weights = self._publisher.stage(version, partial(tell, "saving"))
             fault_point(FaultPoint.STAGE, "after")
             fault_point(FaultPoint.RECEIPT, "before")
             self._write_receipt(work, metrics.get("loss"), partial(tell, "saving"))
@@ -286,7 +306,7 @@ class StepTrainer:
         timer.seconds["start"] = self._start_s
         seconds = self._collective.max(list(timer.seconds.values()))  # also waits for rank 0 to have saved
         metrics |= {f"{name}_seconds": value for name, value in zip(timer.seconds, seconds, strict=True)}
-        return StepResult(metrics, weights)
+        return StepResult({**metrics, **self._offloader.costs(self._collective)}, weights)
 
     def _learn(self, work: StepInput, timer: PhaseStopwatch, tally: TrainStepMetrics, tell: Tell) -> CriticStep | None:
         """Everything up to the new weights."""
@@ -379,7 +399,7 @@ class StepTrainer:
         if "old_logprobs" not in needs or (not everywhere and train.old_logprobs != "recompute"):
             return {}
         places = [place for place in step.places() if everywhere or place.mini_batch > 0]
-        found = self._score(self._policy.logits_of, step, places, "old_logprobs", tell)
+        found = self._score(self._policy.outputs_of, step, places, "old_logprobs", tell)
         for place, logp in found.items():
             tally.mismatch(logp, step.at(place))
         return found
@@ -476,7 +496,7 @@ class StepTrainer:
         self, batch: MicroBatch, place: BatchIndex, known: PrecomputedPasses, tally: TrainStepMetrics, part: _Part
     ) -> None:
         scores = self._scored(
-            self._policy.logits_of, batch, "update", entropic="entropy_gradient" in self._objective.needs
+            self._policy.outputs_of, batch, "update", entropic="entropy_gradient" in self._objective.needs
         )
         own = scores.logp.detach()
         compares = "old_logprobs" in self._objective.needs

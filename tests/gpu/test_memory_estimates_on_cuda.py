@@ -25,7 +25,7 @@ from gcore.ledger.records.chain import SealedGroup
 from gcore.system.clock import SystemClock
 from gcore.testing.models import rank_launch
 from gcore.train.backends.distributed import Collective, Rendezvous, open_store
-from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
+from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts
 from gcore.train.models import load_models
 from gcore.train.rank.feed import StepInput, TrainGroup, TrainSample
 from gcore.train.step import StepTrainer
@@ -128,9 +128,9 @@ def test_a_rank_allocates_about_what_was_estimated(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     models = load_models(launch, world.device, world.max, lambda: None)
-    trainer = StepTrainer(
-        launch, world, models, CheckpointWriter(launch, models.policy), SystemClock(), UpdateCounts(0, 0)
-    )
+    saver = CheckpointWriter(launch, models.policy)
+    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, world.max)
+    trainer = StepTrainer(launch, world, models, saver, publisher, SystemClock(), UpdateCounts(0, 0))
     trainer.run(ready(1), lambda phase: None)
     torch.cuda.reset_peak_memory_stats()
     trainer.run(ready(2), lambda phase: None)

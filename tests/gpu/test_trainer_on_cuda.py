@@ -26,7 +26,13 @@ from gcore.testing.models import rank_launch
 from gcore.train.backends.distributed import Collective, Rendezvous, open_store
 from gcore.train.backends.packed_attention import PACKED
 from gcore.train.batching import Feeding, make_dummy
-from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
+from gcore.train.checkpoint.writer import (
+    CheckpointWriter,
+    FolderPublisher,
+    UpdateCounts,
+    restore_critic,
+    restore_optimizer,
+)
 from gcore.train.hf_models import OutOfMemory, explain_memory_error, load_module
 from gcore.train.models import RankModels, Reference, load_models
 from gcore.train.packing import Rectangle
@@ -131,7 +137,8 @@ def started(launch: RankLaunch, world: Collective) -> tuple[StepTrainer, RankMod
             restore_critic(models.critic, launch.checkpoint_path, manifest)
         progress = UpdateCounts.of(manifest)
     saver = CheckpointWriter(launch, models.policy, models.critic)
-    return StepTrainer(launch, world, models, saver, SystemClock(), progress), models
+    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, world.max)
+    return StepTrainer(launch, world, models, saver, publisher, SystemClock(), progress), models
 
 
 def run(trainer: StepTrainer, step: int, mini_batches: int = 2) -> StepResult:
@@ -192,10 +199,10 @@ def test_a_checkpoint_goes_on_where_it_was_and_staged_weights_are_the_policys(
 ) -> None:
     trainer, loaded = started(launch_of(models / "qwen3", tmp_path, dtype=dtype, zero_stage=stage), world)
     first = run(trainer, 1)
-    staged = load_file(tmp_path / first.weights_file / "model.safetensors")
+    staged = load_file(tmp_path / first.weights.folder / "model.safetensors")
     served = {one.name: one.tensor.float().cpu() for one in loaded.policy.tensors("served")}
     assert all(torch.equal(staged[name], served[name]) for name in served)
-    published = load_module(tmp_path / first.weights_file, torch.float32)
+    published = load_module(tmp_path / first.weights.folder, torch.float32)
     assert all(torch.equal(one, served[name]) for name, one in published.named_parameters())
     second = run(trainer, 2)
     before = load_file(tmp_path / "checkpoints/0-2" / "model.safetensors")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from gcore.models.publisher import NamedTensor
 from gcore.testing.models import rank_launch
-from gcore.train.backends.base import NamedTensor
-from gcore.train.checkpoint.writer import CheckpointWriter
+from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher
 
 SECONDS = 200.0
 """Nothing here takes so long, unless it hangs."""
@@ -58,6 +59,16 @@ class Ranks:
         self.savers = [
             CheckpointWriter(rank_launch(spec, folder / "run", rank=rank, world_size=2), model)  # type: ignore[arg-type]
             for rank, model in enumerate(self.models)
+        ]
+        self.publishers = [
+            FolderPublisher(
+                rank_launch(spec, folder / "run", rank=rank, world_size=2),
+                model,  # type: ignore[arg-type]
+                saver.writer,
+                saver.insisting,
+                partial(self.highest, rank),
+            )
+            for rank, (model, saver) in enumerate(zip(self.models, self.savers, strict=True))
         ]
         self._meet = threading.Barrier(2, timeout=SECONDS)
         self._brought: list[list[float]] = [[], []]

@@ -7,12 +7,14 @@ end of its input.
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from gcore.errors import GcoreError
-from gcore.models.broadcast import SENDER, WeightGroup
+from gcore.models.publisher import SENDER, BroadcastPublisher, NamedTensor, WeightGroup
+from gcore.types import Version
 
 TIMEOUT_S = 60
 
@@ -30,11 +32,12 @@ def main() -> None:
         timeout_s=TIMEOUT_S,
     )
     print("joined", flush=True)
-    for line in sys.stdin:
+    for step, line in enumerate(sys.stdin):
         names = line.removeprefix("send ").strip()
-        wanted = weights if names == "*" else {n: weights[n] for n in names.split(",")}
+        wanted = [NamedTensor(n, weights[n]) for n in (weights if names == "*" else names.split(","))]
+        publisher = BroadcastPublisher(name, group, partial(iter, wanted))
         try:
-            group.send(wanted)
+            publisher.send(publisher.stage(Version(0, step), lambda: None))
         except GcoreError as error:
             print(f"failed: {error}", flush=True)
         else:

@@ -35,12 +35,13 @@ from gcore.models.layout import (
     verify_checkpoint,
     weights_folder,
 )
+from gcore.rollout.api import FolderUpdate
 from gcore.system.clock import Clock
 from gcore.system.files import replace_folder
 from gcore.train.checkpoint.run_files import CHECKPOINT, BackgroundWriter, ReceiptWriter, RetryingWriter, WriteCallback
 from gcore.train.rank.feed import StepInput, StepPartInput, remaining_parts
 from gcore.train.rank.launch import RankLaunch, StepResult
-from gcore.train.rank.main import LoadedRank, RendezvousCalls
+from gcore.train.rank.main import RendezvousCalls
 from gcore.types import Version
 
 TELL_S = 1.0
@@ -114,8 +115,8 @@ class EmulatedTrainer:
             "saving_seconds": saving / speedup,
             "start_seconds": self._start_s,  # by which placement knows what another train world costs
         }
-        weights = str(weights_folder(launch.run_path, version).relative_to(launch.run_path))
-        return StepResult(metrics, weights)
+        folder = weights_folder(launch.run_path, version).relative_to(launch.run_path)
+        return StepResult(metrics, FolderUpdate(version, str(folder)))
 
     def accumulate(self, part: StepPartInput, tell: Tell) -> None:
         """A part of the step to come."""
@@ -125,6 +126,9 @@ class EmulatedTrainer:
         """As if memory were given back, or taken again: at once."""
         tell("restoring" if self.released - set(what) else "releasing")
         self.released = frozenset(what)
+
+    def leave(self) -> None:
+        """Nothing: no rank has met another."""
 
     def _compute(self, seconds: float, tell: Tell) -> None:
         self._accumulated += seconds
@@ -195,12 +199,12 @@ def _tokens(work: StepInput) -> int:
 
 def load_emulated_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Tell, writer: BackgroundWriter
-) -> LoadedRank:
+) -> EmulatedTrainer:
     """In place of `gcore.train.rank.main.load_rank`. Raises UsageError, CheckpointDamaged."""
     timing = ReplicaTiming(read_timing_model(os.environ), f"{launch.world} rank {launch.rank}")
     trainer = EmulatedTrainer(launch, timing, writer, clock)
     trainer.load(tell)
-    return LoadedRank(trainer.run, lambda: None, trainer.accumulate, trainer.rest, lambda: trainer.released)
+    return trainer
 
 
 def _mark(folder: Path) -> None:

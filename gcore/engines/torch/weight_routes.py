@@ -32,7 +32,8 @@ from gcore.engines.serving.routes import version_notice
 from gcore.engines.torch.async_engine import AsyncEngine
 from gcore.engines.torch.model import StagedWeights, check_awake, same_kind
 from gcore.errors import EngineError, GcoreError
-from gcore.models.broadcast import TransferManifest, WeightGroup
+from gcore.models.publisher import WeightGroup
+from gcore.rollout.api import TransferManifest
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Train backend: a model under an optimizer, however it is spread over ranks.
 
-`DeepSpeedBackend` implements it. What a model's outputs mean (`PolicyModel`, `Critic`), and in which order models are updated
-(`step`), is no matter of a backend. All methods are collectives but those that say that they are not.
+`DeepSpeedBackend` implements it. What a model's outputs mean, and in which order models are updated (`gcore.train.step`), is no
+matter of a backend. All methods are collectives but those that say that they are not.
 """
 
 from __future__ import annotations
@@ -13,20 +13,13 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
 from gcore.train.batching import Feeding, LogitsOf
 
 TensorKind = Literal["served", "master", "exp_avg", "exp_avg_sq"]
 """`served`: as forward computes with it; `master`: float32; the rest is Adam's, float32."""
 AdamKind = Literal["exp_avg", "exp_avg_sq"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NamedTensor:
-    """A whole tensor of the model, under its Hugging Face name."""
-
-    name: str
-    tensor: Tensor
 
 
 @dataclass(frozen=True, slots=True)

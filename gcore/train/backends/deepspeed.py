@@ -44,8 +44,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gcore.config.train import CriticSpec, TrainSpec
+from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import Extent
-from gcore.train.backends.base import AdamKind, NamedTensor, TensorKind, UpdateResult
+from gcore.train.backends.base import AdamKind, TensorKind, UpdateResult
 from gcore.train.batching import Feeding, LogitsOf, make_dummy
 from gcore.train.hf_models import logits_of, parameter_groups, set_evaluation_mode
 

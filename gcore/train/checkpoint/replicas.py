@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from gcore.errors import GcoreError
 from gcore.ledger.records.chain import WorldState
+from gcore.models.publisher import NamedTensor
 from gcore.models.replicas import (
     BYTES,
     KINDS,
@@ -41,7 +42,7 @@ from gcore.models.replicas import (
     shard_bytes,
 )
 from gcore.system.fault_injection import FaultPoint, fault_point
-from gcore.train.backends.base import NamedTensor, TrainBackend
+from gcore.train.backends.base import TrainBackend
 from gcore.train.backends.distributed import Collective
 from gcore.train.checkpoint.writer import UpdateCounts
 from gcore.train.models import RankModels

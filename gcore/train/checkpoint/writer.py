@@ -39,11 +39,11 @@ from gcore.models.layout import (
     sweep_unfinished,
     weights_folder,
 )
+from gcore.models.publisher import NamedTensor
+from gcore.rollout.api import FolderUpdate, WeightUpdate
 from gcore.system.files import replace_folder
-from gcore.train.backends.base import NamedTensor, TensorKind, TrainBackend
+from gcore.train.backends.base import TensorKind, TrainBackend
 from gcore.train.checkpoint.run_files import BackgroundWriter, Highest, RetryingWriter, WriteCallback
-from gcore.train.critic import Critic
-from gcore.train.models import PolicyModel
 from gcore.train.rank.launch import RankLaunch
 from gcore.types import Version
 
@@ -177,6 +177,70 @@ class UpdateCounts:
         return cls(manifest.updates, manifest.skipped, manifest.critic_updates, manifest.critic_skipped)
 
 
+class FolderPublisher:
+    """Implements `gcore.models.publisher.Publisher`: writes one folder a version, from which engines load.
+
+    The newest few are kept.
+    """
+
+    def __init__(
+        self,
+        launch: RankLaunch,
+        model: TrainBackend,
+        writer: BackgroundWriter,
+        insisting: RetryingWriter,
+        highest: Highest,
+    ) -> None:
+        self._launch = launch
+        self._model = model
+        self._dtype = model_dtype(launch.model_path)
+        self._writes = launch.rank == 0
+        self._writer = writer
+        self.insisting = insisting
+        self._highest = highest
+
+    def stage(self, version: Version, tell: Callable[[], None]) -> FolderUpdate:
+        """Write the weights. Raises WriteRefused."""
+        target = weights_folder(self._launch.run_path, version)
+        what = f"the weights of step {version.step}"
+        self.insisting.until_taken(what, target.parent, lambda: self._stage(target, tell), self._highest, tell)
+        return FolderUpdate(version, str(target.relative_to(self._launch.run_path)))
+
+    def _stage(self, target: Path, tell: Callable[[], None]) -> None:
+        """One try, which takes part to its end, whatever the disk says on the way."""
+        tensors = self._model.tensors("served")
+        try:
+            if self._writes:
+                self._writer.folder.check()
+                with replace_folder(target, owner=self._launch.world, durable=False) as folder:
+                    for source in companion_files(self._launch.model_path):
+                        _link_or_copy(source, folder / source.name)
+                    self._write_served(folder / MODEL_FILE, tensors, tell)
+                delete_old_staged(target.parent)
+        finally:
+            for _ in tensors:
+                tell()
+
+    def send(self, update: WeightUpdate) -> None:
+        """Nothing: engines read the folder."""
+
+    def release(self, update: WeightUpdate) -> None:
+        """Delete the folder."""
+        if self._writes:
+            shutil.rmtree(weights_folder(self._launch.run_path, update.version), ignore_errors=True)
+
+    def _write_served(self, path: Path, tensors: Iterator[NamedTensor], tell: Callable[[], None]) -> None:
+        model, extra = self._model, list(self._model.buffers())
+        shapes = {key: TensorShape(CODES[self._dtype], shape) for key, shape in model.shapes.items()}
+        shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
+        with TensorsFile(path, shapes, hashed=False) as file:
+            for one in tensors:
+                file.write(one.name, _bytes(one.tensor.to(self._dtype)))
+                tell()
+            for one in extra:
+                file.write(one.name, _bytes(one.tensor))
+
+
 class CheckpointWriter:
     """Writes for one rank of a world.
 
@@ -186,13 +250,11 @@ class CheckpointWriter:
     def __init__(
         self,
         launch: RankLaunch,
-        policy: PolicyModel,
-        critic: Critic | None = None,
+        policy: TrainBackend,
+        critic: TrainBackend | None = None,
         writer: BackgroundWriter | None = None,
     ) -> None:
         self._launch = launch
-        self._policy = policy
-        self._dtype = model_dtype(launch.model_path)
         self._writes = launch.rank == 0
         self._copies = [_Model("", HostSnapshot(policy), launch.model_path)]
         if critic is not None:
@@ -201,28 +263,6 @@ class CheckpointWriter:
         self.insisting = RetryingWriter(self.writer.hindered, launch.spec.train.watchdog_s)
         if self._writes:
             sweep_unfinished(launch.run_path, launch.lineage)
-
-    def stage(self, version: Version, tell: Callable[[], None], highest: Highest) -> str:
-        """Write the weights of `version` for engines; the folder relative to the run's. A collective. Raises WriteRefused."""
-        target = weights_folder(self._launch.run_path, version)
-        what = f"the weights of step {version.step}"
-        self.insisting.until_taken(what, target.parent, lambda: self._stage(target, tell), highest, tell)
-        return str(target.relative_to(self._launch.run_path))
-
-    def _stage(self, target: Path, tell: Callable[[], None]) -> None:
-        """One try, which takes part to its end, whatever the disk says on the way."""
-        tensors = self._policy.tensors("served")
-        try:
-            if self._writes:
-                self.writer.folder.check()
-                with replace_folder(target, owner=self._launch.world, durable=False) as folder:
-                    for source in companion_files(self._launch.model_path):
-                        _link_or_copy(source, folder / source.name)
-                    self._write_served(folder / MODEL_FILE, tensors, tell)
-                delete_old_staged(target.parent)
-        finally:
-            for _ in tensors:
-                tell()
 
     def drain(self, highest: Highest, tell: Callable[[], None]) -> None:
         """Wait until no checkpoint is being written any more; `tell` hears of its progress, on every rank. A collective.
@@ -276,17 +316,6 @@ class CheckpointWriter:
         total = sum(one.nbytes for _, copies in taken for one in copies)
         self.writer.begin(version, total, fill, insist=insist)
 
-    def _write_served(self, path: Path, tensors: Iterator[NamedTensor], tell: Callable[[], None]) -> None:
-        model, extra = self._policy, list(self._policy.buffers())
-        shapes = {key: TensorShape(CODES[self._dtype], shape) for key, shape in model.shapes.items()}
-        shapes |= {one.name: TensorShape(CODES[one.tensor.dtype], tuple(one.tensor.shape)) for one in extra}
-        with TensorsFile(path, shapes, hashed=False) as file:
-            for one in tensors:
-                file.write(one.name, _bytes(one.tensor.to(self._dtype)))
-                tell()
-            for one in extra:
-                file.write(one.name, _bytes(one.tensor))
-
 
 @dataclass(frozen=True, slots=True)
 class _Model:
@@ -307,12 +336,12 @@ def _write_copy(path: Path, copied: SnapshotFile, tick: WriteCallback) -> FileEn
     return file.entry
 
 
-def restore_optimizer(policy: PolicyModel, folder: Path, manifest: Manifest) -> None:
+def restore_optimizer(policy: TrainBackend, folder: Path, manifest: Manifest) -> None:
     """Put Adam's state back from a checkpoint that was verified. A collective."""
     _restore(policy, folder, manifest.updates - manifest.skipped)
 
 
-def restore_critic(critic: Critic, folder: Path, manifest: Manifest) -> None:
+def restore_critic(critic: TrainBackend, folder: Path, manifest: Manifest) -> None:
     """Put the critic's optimizer back, likewise."""
     _restore(critic, critic_folder(folder), manifest.critic_updates - manifest.critic_skipped)
 

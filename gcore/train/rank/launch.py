@@ -14,6 +14,7 @@ from gcore.api.tls import ServingTls
 from gcore.config.spec import JobSpec
 from gcore.errors import GcoreError
 from gcore.ledger.records.chain import WorldState
+from gcore.rollout.api import WeightUpdate
 from gcore.schema import RecordPart
 from gcore.system.clock import Clock
 from gcore.train.rank.feed import FeedState, RankRefusal
@@ -107,10 +108,10 @@ class RankLaunch(RecordPart):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The report of an applied step, the same on every rank. `weights_file`: relative to the run's folder."""
+    """The report of an applied step, the same on every rank. `weights`: how engines get what it came to."""
 
     metrics: Mapping[str, float]
-    weights_file: str
+    weights: WeightUpdate
 
 
 class PhaseStopwatch:

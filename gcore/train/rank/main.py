@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
@@ -60,22 +60,34 @@ class RendezvousCalls:
     find: Callable[[], str]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedRank:
-    """A rank that can train. `run` applies a step, `accumulate` adds a part of the next to its gradients, `rest` has exactly the
-    named parts of its memory given back, `leave` says farewell to the others; all in the loading thread. `released`: which parts
-    are, for any thread."""
+class RankTrainer(Protocol):
+    """A rank that can train: `gcore.train.step.StepTrainer`, and the emulated one. All but `released` in the loading thread."""
 
-    run: Callable[[StepInput, Callable[[str], None]], StepResult]
-    leave: Callable[[], None]
-    accumulate: Callable[[StepPartInput, Callable[[str], None]], None]
-    rest: Callable[[Collection[str], Callable[[str], None]], None]
-    released: Callable[[], frozenset[str]]
+    @property
+    def released(self) -> frozenset[str]:
+        """The parts of its memory that are given back. May be asked from any thread."""
+        ...
+
+    def run(self, work: StepInput, tell: Callable[[str], None]) -> StepResult:
+        """Apply a step."""
+        ...
+
+    def accumulate(self, part: StepPartInput, tell: Callable[[str], None]) -> None:
+        """Add a part of the next step to its gradients."""
+        ...
+
+    def rest(self, what: Collection[str], tell: Callable[[str], None]) -> None:
+        """Have exactly these parts of its memory given back. Raises CannotOffload."""
+        ...
+
+    def leave(self) -> None:
+        """Say farewell to the other ranks."""
+        ...
 
 
 def load_rank(
     launch: RankLaunch, meet: RendezvousCalls, clock: Clock, tell: Callable[[str], None], writer: BackgroundWriter
-) -> LoadedRank:
+) -> RankTrainer:
     """Everything up to serving: meet the others, load the model, the checkpoint or the copies, stage the first weights.
 
     `tell` hears of progress, `writer` writes the checkpoints. Runs in the thread that will do all of torch's work: CUDA's
@@ -105,8 +117,13 @@ def load_rank(
     tell("loading")
 
     from gcore.train.checkpoint.replicas import ReplicaRestore, StateReplicator
-    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
-    from gcore.train.offload import MemoryOffloader, OffloadingTrainer
+    from gcore.train.checkpoint.writer import (
+        CheckpointWriter,
+        FolderPublisher,
+        UpdateCounts,
+        restore_critic,
+        restore_optimizer,
+    )
     from gcore.train.step import StepTrainer
 
     def loading() -> None:
@@ -125,15 +142,14 @@ def load_rank(
             restore_critic(models.critic, folder, manifest)
         progress = UpdateCounts.of(manifest)
     saver = CheckpointWriter(launch, models.policy, models.critic, writer)
-    saver.stage(Version(launch.lineage, launch.start.step), loading, collective.max)
+    publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, collective.max)
+    publisher.stage(Version(launch.lineage, launch.start.step), loading)
     loading()
     copier = StateReplicator(launch, collective, models)
     if launch.resumes:
         copier.keep(launch.start.step, 0, progress, loading)
-    trainer = StepTrainer(launch, collective, models, saver, clock, progress, copier, start_s=clock.monotonic() - began)
-    resting = MemoryOffloader(models, launch.spec.train, collective.device, clock)
-    rested = OffloadingTrainer(resting, collective, trainer)
-    return LoadedRank(rested.run, collective.leave, rested.accumulate, resting.rest, lambda: resting.released)
+    start_s = clock.monotonic() - began
+    return StepTrainer(launch, collective, models, saver, publisher, clock, progress, copier, start_s=start_s)
 
 
 def _models(launch: RankLaunch, collective: Collective, tell: Callable[[str], None], fill: Fill | None) -> RankModels:
@@ -192,7 +208,7 @@ FAREWELL_S = 2.0
 MESSAGE_BYTES = 8 << 20
 """An Apply carries a whole seal, which the store bounds at 1.5 MiB; a chunk is at most 1 MiB."""
 
-Loader = Callable[[RankLaunch, RendezvousCalls, Clock, Callable[[str], None], BackgroundWriter], LoadedRank]
+Loader = Callable[[RankLaunch, RendezvousCalls, Clock, Callable[[str], None], BackgroundWriter], RankTrainer]
 """Everything up to serving, in the thread that trains."""
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "ncclRemoteError", "Broken pipe")
@@ -269,7 +285,7 @@ class RankProcess:
             interceptors=[*([NodesOnlyInterceptor()] if launch.tls else []), VersionGate()],
             options=[("grpc.max_receive_message_length", MESSAGE_BYTES)],
         )
-        self._loaded: LoadedRank | None = None
+        self._loaded: RankTrainer | None = None
         self._writer = BackgroundWriter(launch.run_path, launch.world, self._wrote_soon)
         self._busy = asyncio.create_task(self._load())
         self._busy.add_done_callback(self._finished)
@@ -326,7 +342,7 @@ class RankProcess:
         try:
             await self._loop.run_in_executor(self._thread, self._loaded.rest, what, self._pulse.tell)
         finally:
-            self._board.released = self._loaded.released()
+            self._board.released = self._loaded.released
             if self._busy is asyncio.current_task():
                 self._pulse.tell(self._resting)
 
@@ -400,7 +416,7 @@ class RankProcess:
     def _note(self, phase: str, progress: int) -> None:
         self._board.phase, self._board.progress = phase, progress
         if self._loaded is not None:
-            self._board.released = self._loaded.released()
+            self._board.released = self._loaded.released
         self._board.show()
 
 

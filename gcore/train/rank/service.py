@@ -19,6 +19,7 @@ from gcore.api.rpc import version_refusal
 from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.ledger.records.chain import Seal
+from gcore.rollout.api import FolderUpdate
 from gcore.schema import UnreadableRecord
 from gcore.system.clock import Clock
 from gcore.train.checkpoint.run_files import WriteProgress, WrittenCheckpoint
@@ -110,7 +111,7 @@ class RankStatus:
         self._report = pb.StepReport(
             content_sha256=content,
             metrics=dict(result.metrics),
-            weights_file=result.weights_file,
+            weights_file=result.weights.folder if isinstance(result.weights, FolderUpdate) else "",
         )
         self.show()
 

@@ -27,7 +27,7 @@ from engine_contract import (
 )
 from safetensors.torch import load_file
 
-from gcore.models.broadcast import TransferManifest
+from gcore.models.publisher import describe_tensors
 
 SECOND = "0.1"
 GROUP = "weights"
@@ -62,7 +62,7 @@ class Trainer:
         self.process.stdin.flush()
 
     def body(self, names: list[str] | None = None, **more: Any) -> dict[str, Any]:
-        manifest = TransferManifest.of({name: self.weights[name] for name in names or self.weights})
+        manifest = describe_tensors({name: self.weights[name] for name in names or self.weights})
         shapes = [list(shape) for shape in manifest.shapes]
         return {
             "names": list(manifest.names),

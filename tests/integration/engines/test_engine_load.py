@@ -22,7 +22,7 @@ from engine_contract import begin, generate, mixed_error, post, prompt, reason, 
 from safetensors.torch import load_file
 from warm_programs import ENGINES
 
-from gcore.models.broadcast import TransferManifest
+from gcore.models.publisher import describe_tensors
 from gcore.rollout.transport import EngineTransport
 from gcore.testing.models import make_tiny_model
 
@@ -205,7 +205,7 @@ async def test_weights_from_a_trainer_under_load_lose_no_token_and_each_span_has
     engine: Engine, http: httpx.AsyncClient
 ) -> None:
     weights = dict(sorted(load_file(engine.weights[1] / "model.safetensors").items()))
-    manifest = TransferManifest.of(weights)
+    manifest = describe_tensors(weights)
     with socket.create_server(("127.0.0.1", 0)) as free:
         unused_port = free.getsockname()[1]
     program = [sys.executable, weight_trainer.__file__, str(engine.weights[1]), str(unused_port), "2", "load"]

@@ -17,6 +17,7 @@ from gcore.api.v1 import train_pb2 as pb
 from gcore.api.v1 import train_pb2_grpc
 from gcore.ledger.balance import balance_samples, content_sha256
 from gcore.ledger.records.chain import Seal, SealedGroup, SealState
+from gcore.rollout.api import FolderUpdate
 from gcore.schema import SCHEMA_VERSION
 from gcore.system.clock import Clock, SystemClock
 from gcore.testing import FakeClock
@@ -233,7 +234,9 @@ async def test_watchers_see_the_state_at_once_and_every_change_up_to_the_end(ser
     assert [one.digest for one in second.held] == [group.digest()]
     await served.stub.Apply(apply_request(make_seal(group).encode()))
     await stream.read()
-    served.board.reported(StepResult({"loss": 0.5}, "weights/0-1"), content_sha256(make_seal(group)))
+    served.board.reported(
+        StepResult({"loss": 0.5}, FolderUpdate(Version(0, 1), "weights/0-1")), content_sha256(make_seal(group))
+    )
     fourth = await stream.read()
     assert fourth.applied == TOKEN
     assert fourth.report.metrics["loss"] == 0.5

@@ -257,7 +257,13 @@ class Rank:
     def trainer(self, run: Path, tree: dict[str, Any], start: dict[str, Any] | None = None) -> Any:
         """As `gcore.train.rank.main` makes one, but for the reference, which is another model than the policy."""
         from gcore.train.backends.packed_attention import NAME
-        from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts, restore_critic, restore_optimizer
+        from gcore.train.checkpoint.writer import (
+            CheckpointWriter,
+            FolderPublisher,
+            UpdateCounts,
+            restore_critic,
+            restore_optimizer,
+        )
         from gcore.train.hf_models import load_module
         from gcore.train.models import RankModels, Reference, load_models
         from gcore.train.rank.main import _manifest
@@ -278,7 +284,8 @@ class Rank:
             models = RankModels(models.policy, Reference(other, launch.spec.train, self.world.device), models.critic)
         saver = CheckpointWriter(launch, models.policy, models.critic)
         self.writers.append(saver.writer)
-        return StepTrainer(launch, self.world, models, saver, SystemClock(), progress)
+        publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, self.world.max)
+        return StepTrainer(launch, self.world, models, saver, publisher, SystemClock(), progress)
 
     def work(self, case: str, mini_batches: int, step: int = 1) -> StepInput:
         masked = MASKED.get(case, NOBODY)

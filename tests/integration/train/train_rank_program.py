@@ -474,11 +474,12 @@ def join(folder: Path, rank: int, size: int) -> meeting_place.Collective:
 
 def rank_process(folder: Path, rank: int, size: int) -> None:
     """Every case, two ranks at every stage; leaves checkpoints, whose exp_avg is (1 - beta1) times the gradient."""
+    from gcore.train.backends.base import TrainBackend
     from gcore.train.backends.packed_attention import NAME
     from gcore.train.checkpoint.run_files import BackgroundWriter
-    from gcore.train.checkpoint.writer import CheckpointWriter, UpdateCounts
+    from gcore.train.checkpoint.writer import CheckpointWriter, FolderPublisher, UpdateCounts
     from gcore.train.hf_models import load_module
-    from gcore.train.models import PolicyModel, RankModels, Reference, load_models
+    from gcore.train.models import RankModels, Reference, load_models
     from gcore.train.step import StepTrainer
 
     world = join(folder, rank, size)
@@ -497,7 +498,8 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
             made_policies[name] = models.policy
         saver = CheckpointWriter(launch, models.policy)
         writers.append(saver.writer)
-        return StepTrainer(launch, world, models, saver, SystemClock(), UpdateCounts(0, 0))
+        publisher = FolderPublisher(launch, models.policy, saver.writer, saver.insisting, world.max)
+        return StepTrainer(launch, world, models, saver, publisher, SystemClock(), UpdateCounts(0, 0))
 
     def sealed(case: str, mini_batches: int) -> StepInput:
         masked = MASKED.get(case, ((),) * GROUPS)
@@ -511,7 +513,7 @@ def rank_process(folder: Path, rank: int, size: int) -> None:
         return StepInput(cut, balance_samples(cut), rank, held)
 
     writers: list[BackgroundWriter] = []
-    made_policies: dict[str, PolicyModel] = {}
+    made_policies: dict[str, TrainBackend] = {}
     for stage in (1, 2, 3):
         whole = stage in STAGES if size > 1 else stage == 2
         for case in [*CASES, "updates", "lonely"] if whole else FEW:
@@ -577,10 +579,10 @@ def skips(policy: Any) -> None:
         return [one.tensor.clone() for one in policy.tensors("served")]
 
     before = weights()
-    policy.backward(policy.logits_of(inputs).float().sum() * float("nan"), last=True)
+    policy.backward(policy.outputs_of(inputs).float().sum() * float("nan"), last=True)
     assert not policy.update(1e-3).applied
     assert all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
-    policy.backward(functional.softplus(policy.logits_of(inputs).float()).mean(), last=True)
+    policy.backward(functional.softplus(policy.outputs_of(inputs).float()).mean(), last=True)
     assert policy.update(1e-3).applied
     assert not all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
 

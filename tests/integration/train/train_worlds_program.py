@@ -38,7 +38,7 @@ from gcore.train.checkpoint.replicas import CopiesLost
 from gcore.train.checkpoint.run_files import BackgroundWriter
 from gcore.train.rank.feed import StepInput
 from gcore.train.rank.launch import OPTIMIZER, PARTS, RankLaunch
-from gcore.train.rank.main import LoadedRank, RendezvousCalls, load_rank
+from gcore.train.rank.main import RankTrainer, RendezvousCalls, load_rank
 
 PLAIN: dict[str, Any] = {"old_logprobs": "recompute", "mini_batches": GROUPS, "kl_coef": 0.1, "weight_decay": 0.1}
 GAE: dict[str, Any] = {"advantage": "gae", "critic": {"learning_rate": 1e-2}, "packing": "packed"}
@@ -59,7 +59,7 @@ def launch_of(
     return rank_launch(spec, run, rank=rank, world_size=world_size, start=start)
 
 
-def load(run: Path, launch: RankLaunch) -> LoadedRank:
+def load(run: Path, launch: RankLaunch) -> RankTrainer:
     """The rank, which meets the others of its world in the run's folder."""
     clock = SystemClock()
     address = run / f"address-{launch.world}"
@@ -79,7 +79,7 @@ def load(run: Path, launch: RankLaunch) -> LoadedRank:
     return load_rank(launch, RendezvousCalls(publish, find), clock, lambda phase: None, writer)
 
 
-def train_step(loaded: LoadedRank, launch: RankLaunch, step: int) -> dict[str, float]:
+def train_step(loaded: RankTrainer, launch: RankLaunch, step: int) -> dict[str, float]:
     seal, held = make_step()
     more = {"world_size": launch.world_size, "mini_batches": GROUPS, "step": step, "lineage": launch.lineage}
     cut = seal.model_copy(update=more)

@@ -10,7 +10,6 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.numpy import load_file
 from saving_ranks import SECONDS, Ranks
 
 from gcore.models.layout import MANIFEST_FILE, TensorsFile, weights_folder
+from gcore.rollout.api import FolderUpdate
 from gcore.train.checkpoint import writer as saving
 from gcore.train.checkpoint.run_files import BackgroundWriter, ReceiptWriter, RetryingWriter, RunFolder, WriteRefused
 from gcore.types import Version
@@ -120,8 +120,8 @@ NEXT = Version(0, 1)
 def insist(ranks: Ranks, *, limit_s: float = SECONDS) -> list[list[str]]:
     """Have both savers try again at once. What each of them shows."""
     shown: list[list[str]] = [[], []]
-    for saver, said in zip(ranks.savers, shown, strict=True):
-        saver.insisting = RetryingWriter(said.append, limit_s, again_s=0.01)
+    for publisher, said in zip(ranks.publishers, shown, strict=True):
+        publisher.insisting = RetryingWriter(said.append, limit_s, again_s=0.01)
     return shown
 
 
@@ -144,7 +144,7 @@ def both(work: Callable[[int], Any]) -> list[Any]:
 
 
 def stage(ranks: Ranks) -> list[Any]:
-    return both(lambda rank: ranks.savers[rank].stage(NEXT, lambda: None, partial(ranks.highest, rank)))
+    return both(lambda rank: ranks.publishers[rank].stage(NEXT, lambda: None))
 
 
 def gathered(ranks: Ranks) -> list[list[int]]:
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_up_on_the_way_is_tried_again_and_no_rank_is_left_in_a
     monkeypatch.setattr(saving, "TensorsFile", Filling)
     ranks = Ranks(tmp_path)
     shown, counts = insist(ranks), gathered(ranks)
-    assert stage(ranks) == ["weights/0-1", "weights/0-1"]
+    assert stage(ranks) == [FolderUpdate(NEXT, "weights/0-1")] * 2
     assert counts == [[3, 3, 3], [3, 3, 3]]
     folder = weights_folder(tmp_path / "run", NEXT)
     assert load_file(folder / "model.safetensors").keys() == {"a", "b", "c", "flag", "steps"}

@@ -1,0 +1,209 @@
+"""Publisher: weights from a trainer to engines; and the process group over which they are broadcast straight into engines.
+
+`gcore.train.checkpoint.writer.FolderPublisher` writes a folder; `BroadcastPublisher` sends over a `WeightGroup`.
+
+Rank 0 is the trainer, the engines are the others. The group stands beside whatever groups a process has already: it is made
+the way SGLang makes its own (a TCP store under the group's name, then a group that is not the world), so that either side
+may be SGLang. Tensors go one by one, in the order in which the HTTP request names them; both sides must agree on names,
+types and shapes beforehand, for a broadcast tells nothing about itself.
+
+Does not speak HTTP and does not decide when to send: an engine takes part only while its route
+`/update_weights_from_distributed` runs, and whoever sends must have asked for that first (but not waited for the answer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from gcore.errors import DataError, EngineError, UsageError
+from gcore.rollout.api import BroadcastUpdate, TransferManifest, WeightUpdate
+from gcore.types import Version
+
+SENDER = 0
+"""The rank that sends."""
+
+BACKENDS = ("gloo", "nccl")
+MOST_MEMBERS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedTensor:
+    """A whole tensor of the model, under its Hugging Face name."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+class Publisher(Protocol):
+    """Brings a trainer's weights to engines. Every rank of the trainer has one; only one of them writes or sends."""
+
+    def stage(self, version: Version, tell: Callable[[], None]) -> WeightUpdate:
+        """Make the weights as they are now ready, as `version`'s; `tell` hears of each tensor. A collective.
+
+        The value is the same on every rank.
+        """
+        ...
+
+    def send(self, update: WeightUpdate) -> None:
+        """Send what is staged to the engines that take part, if staging alone does not bring it. Raises EngineError."""
+        ...
+
+    def release(self, update: WeightUpdate) -> None:
+        """Free what is staged: no engine takes it any more. Idempotent."""
+        ...
+
+
+def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> TransferManifest:
+    """Of tensors by name, in the mapping's order."""
+    return TransferManifest(
+        tuple(tensors),
+        tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
+        tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    )
+
+
+def empty_tensors(manifest: TransferManifest, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors to receive into. Raises DataError unless the lists fit together and name types and shapes of torch."""
+    if not len(manifest.names) == len(manifest.dtypes) == len(manifest.shapes):
+        raise DataError(
+            f"{len(manifest.names)} names came with {len(manifest.dtypes)} dtypes and {len(manifest.shapes)} shapes",
+            where="weights",
+            fix="Name one dtype and one shape for each tensor",
+        )
+    found: dict[str, torch.Tensor] = {}
+    for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(kind, torch.dtype):
+            raise DataError(f"{dtype!r} is no type of torch", where=name, fix="Name it as in torch, e.g. float32")
+        if any(length < 0 for length in shape):
+            raise DataError(f"the shape {list(shape)} has a negative length", where=name)
+        if name in found:
+            raise DataError("the tensor is named twice", where=name)
+        try:
+            found[name] = torch.empty(shape, dtype=kind, device=device)
+        except (RuntimeError, TypeError) as error:  # more than there is, or than 64 bits count
+            raise DataError(f"there is no room for {dtype} {list(shape)}", where=name) from error
+    return found
+
+
+class WeightGroup:
+    """One side of a group. Closing it twice is allowed."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = group
+        self.device = device
+
+    @classmethod
+    def join(
+        cls, address: str, port: int, *, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> WeightGroup:
+        """Meet the others at the sender's `address`; returns when all are there.
+
+        Blocks for up to `timeout_s`, also later in each broadcast. Raises UsageError for values that cannot be,
+        EngineError when the others do not come.
+        """
+        if backend not in BACKENDS:
+            raise UsageError(f"{backend!r} is no backend of a weight group", fix=f"Use one of {', '.join(BACKENDS)}")
+        if not 0 <= rank < world_size or world_size > MOST_MEMBERS:
+            raise UsageError(
+                f"rank {rank} of a group of {world_size} cannot be",
+                where=name,
+                fix=f"Use at most {MOST_MEMBERS} members",
+            )
+        if not 0 < port < 1 << 16:
+            raise UsageError(f"{port} is no port", where=name, fix="Name the port that the sender listens on")
+        if not name:
+            raise UsageError("the group's name is empty", fix="Give the group a name")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise UsageError("there is no GPU for the backend nccl", where=name, fix="Use the backend gloo")
+        host = f"[{address}]" if ":" in address else address
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store, rank, world_size = next(iter(rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
+            store.set_timeout(timeout)
+            group, _ = c10d._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                dist.Backend(backend),
+                c10d.PrefixStore(name, store),
+                group_name=c10d.GroupName(name),
+                timeout=timeout,
+            )
+        except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
+            raise EngineError(
+                f"the weight group did not come together ({' '.join(str(error).split())[:200]})",
+                where=f"{name} at {host}:{port}",
+            ) from error
+        c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+        return cls(group, torch.device("cuda" if backend == "nccl" else "cpu"))
+
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Rank 0: send these, in order. Returns when they are gone. Raises EngineError when the others do not take part."""
+        self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors.values()])
+
+    def receive(self, manifest: TransferManifest) -> dict[str, torch.Tensor]:
+        """The other ranks: what rank 0 sends. Raises DataError for a manifest that cannot be, EngineError."""
+        tensors = empty_tensors(manifest, self.device)
+        self._broadcast(list(tensors.values()))
+        return tensors
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            handles = [dist.broadcast(t, group_src=SENDER, group=self._group, async_op=True) for t in tensors]
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+        except RuntimeError as error:
+            raise EngineError(f"the broadcast failed ({' '.join(str(error).split())[:200]})") from error
+
+    def close(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+class BroadcastPublisher:
+    """Implements `Publisher` over a weight group, which other ranks than the sender have none of.
+
+    Staged tensors are copies, in the memory that the group sends from.
+    """
+
+    def __init__(self, name: str, group: WeightGroup | None, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
+        """`name`: the group's. `tensors`: the weights as they are now, gathered one by one; a collective."""
+        self._name = name
+        self._group = group
+        self._tensors = tensors
+        self._staged: dict[Version, dict[str, torch.Tensor]] = {}
+
+    def stage(self, version: Version, tell: Callable[[], None]) -> BroadcastUpdate:
+        """Copy the weights."""
+        described: dict[str, torch.Tensor] = {}
+        staged = self._staged.setdefault(version, {})
+        for one in self._tensors():
+            described[one.name] = torch.empty_like(one.tensor, device="meta")
+            if self._group is not None:
+                staged[one.name] = one.tensor.detach().to(self._group.device, copy=True).contiguous()
+            tell()
+        return BroadcastUpdate(version, self._name, describe_tensors(described))
+
+    def send(self, update: WeightUpdate) -> None:
+        """Broadcast them. Returns when they are gone."""
+        staged = self._staged.get(update.version)
+        if staged is None:
+            raise EngineError(f"the weights of version {update.version} are not staged", where=self._name)
+        if self._group is not None:
+            self._group.send(staged)
+
+    def release(self, update: WeightUpdate) -> None:
+        """Let the copies go."""
+        self._staged.pop(update.version, None)
