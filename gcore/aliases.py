@@ -50,6 +50,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "gcore.reward.judges.template",
         "gcore.reward.judges.parsers",
     ),
+    "gcore.testing.algorithm_contract": ("gcore.testing.training",),
     "gcore.testing.contract": ("gcore.testing.contracts",),
     "gcore.testing.fake_peer": ("gcore.testing.flows",),
     "gcore.testing.tiny_model": ("gcore.testing.models",),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gcore.testing.algorithm_contract import check_advantage
 from gcore.testing.contracts import check_filter, check_flow, check_reward
 from gcore.testing.flows import Asked
+from gcore.testing.training import check_advantage
 
 ENTRIES = [{"prompt": f"{number}+5=", "answer": str(number + 5)} for number in range(10, 20)]
 

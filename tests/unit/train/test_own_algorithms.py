@@ -14,7 +14,7 @@ from gcore.config.train import TrainSpec
 from gcore.errors import SpecError
 from gcore.plugins import PluginFault
 from gcore.testing.contracts import ContractBroken
-from gcore.testing.algorithm_contract import check_advantage, check_loss
+from gcore.testing.training import check_advantage, check_loss
 from gcore.train.objectives import PolicyGradient, Targets, find_plugin_advantage, find_plugin_loss
 
 ESTIMATORS = """

@@ -1,0 +1,267 @@
+"""For tests of training, with torch: the contract kit for advantage estimators and losses of one's own, and fakes.
+
+`FakeTrainBackend` trains a module in this process alone; `FakeObjective` and `FakePublisher` stand in for the real ones.
+
+    from gcore.testing.training import check_advantage, check_loss
+
+    def test_my_estimator():
+        check_advantage("against_median")
+
+As `gcore.testing.contracts`: each check takes the plug-in by its entry-point name and raises `ContractBroken` with a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gcore.config.base import Option, explain_errors
+from gcore.config.train import TrainSpec
+from gcore.errors import EngineError
+from gcore.models.publisher import NamedTensor
+from gcore.models.replicas import Extent
+from gcore.rollout.api import FolderUpdate, WeightUpdate
+from gcore.testing.contracts import ContractBroken
+from gcore.train.backends.base import AdamKind, TensorKind, UpdateResult
+from gcore.train.batching import Feeding, LogitsOf, MicroBatch, Scores
+from gcore.train.objectives import Count, Need, Targets, find_plugin_advantage, find_plugin_loss
+from gcore.types import Version
+
+OUTCOMES = ((1.0, 0.0, 1.0, 2.0, 0.5, -1.0), (0.0,) * 6, (1e6, -1e6, 3.0, 0.25, 0.25, 0.25))
+GROUPS = (0, 0, 0, 1, 1, 1)
+TOLERANCE = 1e-9
+
+
+def check_advantage(name: str, *, options: Mapping[str, Option] | None = None) -> None:
+    """An estimator: the same whatever order the samples come in and whatever the groups are called, finite, repeatable.
+
+    Ranks compute it each for itself, and a group's number means nothing. Raises ContractBroken, PluginFault.
+    """
+    estimate = find_plugin_advantage(_train(advantage=name, advantage_options=dict(options or {})))
+    _check_promise(estimate is not None, f"{name!r} is gcore's own")
+    assert estimate is not None
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    for outcomes in OUTCOMES:
+        values, groups = torch.tensor(outcomes, dtype=torch.float64), torch.tensor(GROUPS)
+        found = estimate(values.clone(), groups.clone())
+        _same(found, estimate(values, groups), f"estimator {name!r} says another thing of the same outcomes")
+        _same(found[order], estimate(values[order], groups[order]), f"estimator {name!r} depends on the samples' order")
+        _same(found, estimate(values, 1000 - 7 * groups), f"estimator {name!r} depends on the groups' numbers")
+
+
+def check_loss(name: str, *, options: Mapping[str, Option] | None = None) -> None:
+    """A loss: finite with a finite gradient, the same for a row alone as beside others, whatever stands where the mask is 0.
+
+    Else it would depend on how samples are split over ranks and micro-batches. Raises ContractBroken, PluginFault.
+    """
+    train = _train(loss=name, loss_options=dict(options or {}))
+    loss = find_plugin_loss(train)
+    _check_promise(loss is not None, f"{name!r} is gcore's own")
+    assert loss is not None
+    logp = torch.tensor([[-1.0, -0.5, -2.0], [-0.7, -1.2, -0.3]], dtype=torch.float64)
+    old = torch.tensor([[-1.2, -0.9, -1.5], [-0.7, -0.8, -0.9]], dtype=torch.float64)
+    gain = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+
+    def of(rows: slice, logp: Tensor = logp) -> tuple[Tensor, Tensor]:
+        """The masked token losses of some rows, and their gradient."""
+        own = logp[rows].clone().requires_grad_()
+        clips = {"clip_low": train.clip_low, "clip_high": train.clip_high}
+        token_loss = loss(own, old[rows], gain[rows], mask[rows], **clips).where(mask[rows], 0.0)
+        (gradient,) = torch.autograd.grad(token_loss.sum(), own)
+        return token_loss.detach(), gradient
+
+    both, gradient = of(slice(0, 2))
+    _check_promise(
+        bool(both.isfinite().all() and gradient.isfinite().all()), f"loss {name!r} or its gradient is not finite"
+    )
+    for row in range(2):
+        alone, of_alone = of(slice(row, row + 1))
+        _same(both[row : row + 1], alone, f"loss {name!r} of a row depends on the rows beside it")
+        _same(gradient[row : row + 1], of_alone, f"the gradient of loss {name!r} depends on the rows beside it")
+    odd = logp.clone()
+    odd[1, 2] = -9.0  # behind the response's end
+    _same(both, of(slice(0, 2), odd)[0], f"loss {name!r} looks at what the mask leaves out")
+
+
+def _train(**settings: Any) -> TrainSpec:
+    """The section; a name that there is not in words, with the nearest."""
+    try:
+        return TrainSpec(**settings)
+    except ValidationError as error:
+        problems = explain_errors(error, TrainSpec, root="spec")
+        raise ContractBroken("; ".join(f"train.{problem}" for problem in problems)) from error
+
+
+def _check_promise(kept: bool, sentence: str) -> None:
+    if not kept:
+        raise ContractBroken(sentence)
+
+
+def _same(one: Tensor, other: Tensor, sentence: str) -> None:
+    scale = max(1.0, float(one.abs().max()))
+    _check_promise(bool(((one - other).abs() <= TOLERANCE * scale).all()), sentence)
+
+
+class FakeTrainBackend:
+    """Implements `TrainBackend` on one rank with torch's Adam, in float32.
+
+    `outputs_of`: the module's outputs at the scored places. The module is this one's from now on.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        feeding: Feeding,
+        outputs_of: LogitsOf,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.module = module
+        self.feeding = feeding
+        self.outputs_of = outputs_of
+        self._names = dict(module.named_parameters())
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(one.shape) for name, one in self._names.items()}
+        self._max_grad_norm = max_grad_norm
+        self._adam = torch.optim.AdamW(self._names.values(), lr=0.0, betas=betas, weight_decay=0.0)
+        for parameter in self._names.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self.update(0.0)
+        self.count_updates(0)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add to the gradients."""
+        loss.backward()
+
+    def flush(self) -> None:
+        """Gradients are with the optimizer at once."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply them."""
+        for parameter in self._names.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def update(self, learning_rate: float) -> UpdateResult:
+        """Clip and apply."""
+        self._adam.param_groups[0]["lr"] = learning_rate
+        norm = float(nn.utils.clip_grad_norm_(self._names.values(), self._max_grad_norm))
+        applied = norm < float("inf")
+        if applied:
+            self._adam.step()
+        self._adam.zero_grad()
+        return UpdateResult(applied, norm if applied else float("inf"))
+
+    def tensors(self, kind: TensorKind) -> Iterator[NamedTensor]:
+        """Of the module, or of Adam."""
+        for name, parameter in self._names.items():
+            yield NamedTensor(name, self._tensor(parameter, kind))
+
+    def buffers(self) -> Iterator[NamedTensor]:
+        """Those that are saved."""
+        saved = self.module.state_dict().keys()
+        for name, buffer in self.module.named_buffers():
+            if name in saved:
+                yield NamedTensor(name, buffer)
+
+    def extents(self) -> Iterator[Extent]:
+        """All of each parameter."""
+        for name, parameter in self._names.items():
+            yield Extent(name=name, start=0, numel=parameter.numel())
+
+    def pieces(self, kind: str, extents: Iterable[Extent]) -> Iterator[Tensor]:
+        """Whole tensors, flat."""
+        for extent in extents:
+            yield self._tensor(self._names[extent.name], kind).flatten()
+
+    def restore(self, kind: AdamKind, values: Iterable[NamedTensor]) -> None:
+        """Copy them."""
+        for one in values:
+            self._adam.state[self._names[one.name]][kind].copy_(one.tensor)
+
+    def restore_optimizer(self, states: Mapping[AdamKind, Path], adam_steps: int) -> None:
+        """Copy the files' tensors."""
+        for kind, path in states.items():
+            self.restore(kind, (NamedTensor(name, tensor) for name, tensor in load_file(path).items()))
+        self.count_updates(adam_steps)
+
+    def count_updates(self, adam_steps: int) -> None:
+        """Set Adam's count."""
+        for state in self._adam.state.values():
+            state["step"].fill_(adam_steps)
+
+    def forward_tensors(self) -> Iterator[Tensor]:
+        """Of the module."""
+        yield from (parameter.data for parameter in self.module.parameters())
+        yield from self.module.buffers()
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """Adam's, and the gradients."""
+        for parameter, state in self._adam.state.items():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+            if parameter.grad is not None:
+                yield parameter.grad
+
+    def _tensor(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        if kind in ("served", "master"):
+            return parameter.detach()
+        found: Tensor = self._adam.state[parameter][kind]
+        return found
+
+
+class FakeObjective:
+    """Implements `Objective` of a policy: each trained token's log-probability is made larger by its advantage, and counts once."""
+
+    needs: frozenset[Need] = frozenset()
+
+    def trained(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
+        """All of the mask."""
+        return batch.mask
+
+    def loss(self, scores: Scores, targets: Targets) -> Tensor:
+        """Minus log-probability times advantage."""
+        return torch.where(targets.mask, -scores.logp * targets.advantages, 0.0).sum()
+
+    def denominator(self, count: Count) -> float:
+        """The trained tokens."""
+        return float(count.tokens)
+
+    def metrics(self, scores: Scores, targets: Targets) -> Mapping[str, Tensor]:
+        """Their number."""
+        return {"trained_tokens": targets.mask.sum()}
+
+
+class FakePublisher:
+    """Implements `Publisher` in memory: what is staged can be read with `read`."""
+
+    def __init__(self, tensors: Callable[[], Iterator[NamedTensor]]) -> None:
+        self._tensors = tensors
+        self._staged: dict[Version, dict[str, Tensor]] = {}
+
+    def stage(self, version: Version, tell: Callable[[], None]) -> FolderUpdate:
+        """Copy the weights."""
+        staged = self._staged[version] = {}
+        for one in self._tensors():
+            staged[one.name] = one.tensor.detach().clone()
+            tell()
+        return FolderUpdate(version, f"memory/{version}")
+
+    def send(self, update: WeightUpdate) -> None:
+        """Nothing: they can be read."""
+
+    def release(self, update: WeightUpdate) -> None:
+        """Forget the copies."""
+        self._staged.pop(update.version, None)
+
+    def read(self, update: WeightUpdate) -> Mapping[str, Tensor]:
+        """Copies by name. Raises EngineError if they are not staged."""
+        if update.version not in self._staged:
+            raise EngineError(f"the weights of version {update.version} are not staged", where="memory")
+        return self._staged[update.version]
