@@ -1,7 +1,7 @@
 """The sections `train` (optimizer, estimator, loss, critic, train world) and `flow` (the RL program, its sizes) of a job spec.
 
 Advantage estimators and losses are named: gcore's own, or entry points of the user's packages. Only names are checked here;
-the train ranks load and try the functions (`gcore.train.loss`). A stored spec was checked when it was submitted: reading it
+the train ranks load and try the functions (`gcore.train.objectives`). A stored spec was checked when it was submitted: reading it
 (`STORED`) looks up no entry point, since a controller need not have the package installed.
 """
 
