@@ -583,7 +583,7 @@ def _mutations() -> list[Mutation]:
         Mutation(
             "12 weights go live before their commit",
             "12",
-            ((f"{decide}:publish_weights", _live_before_commit),),
+            ((f"{decide}:publish_weights", _live_before_commit), (f"{step}:publish_weights", _live_before_commit)),
             caught_by=RULES,
         ),
         Mutation(
