@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
-from controllers.changes import LOOK_AGAIN_S, ChangeSignal, rest_s
+from controllers.changes import LOOK_AGAIN_S, rest_s
 from controllers.cluster.mirror import ClusterMirror
 from controllers.flow.group_buffer import GroupBuffer
 from controllers.inference.pool import EnginePool
@@ -25,12 +24,11 @@ from controllers.rules.step import waits_for_others
 from controllers.rules.view import JobView, Memo, Timers
 from controllers.rules.workers import StartEngine, StopWorker, schedule_workers
 from controllers.telemetry.gauges import count_checkpoints, count_moves, show_in_flight
-from controllers.telemetry.notices import WaitReporter, WarningLog
+from controllers.telemetry.notices import LiveJob, WaitReporter
 from controllers.workers.launcher import WorkerLauncher
 from controllers.workers.ranks import RankConnections
 from gcore.engines.emulated.launch import is_emulated
 from gcore.errors import GcoreError, StoreUnavailable
-from gcore.ledger.mirror import JobMirror
 from gcore.ledger.transactions import TxnOutcome
 from gcore.observability.metrics import Metrics
 from gcore.system.clock import Clock
@@ -45,36 +43,21 @@ HEARD_WITHIN_S = 5.0
 """A deed that was done and is not heard of for so long is decided on again."""
 
 
-class ActionOwner(Protocol):
-    """The job whose deeds these are."""
-
-    uid: str
-    changes: ChangeSignal
-
-    @property
-    def mirror(self) -> JobMirror:
-        """Its records as last heard."""
-        ...
-
-    @property
-    def effects(self) -> Effects:
-        """What actions are carried out with."""
-        ...
-
-    def look_anew(self) -> None:
-        """What is under way has changed."""
-        ...
-
-    async def fail(self, reason: str) -> None:
-        """End the job as failed."""
-        ...
-
-
 class ActionsInFlight:
     """Intents by their condition: those in the background, and those that are held off until they are heard of."""
 
-    def __init__(self, job: ActionOwner, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self,
+        job: LiveJob,
+        effects: Effects,
+        fail: Callable[[str], Awaitable[None]],
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        """`effects`: what actions are carried out with; `fail`: ends the job as failed."""
         self._job = job
+        self._effects = effects
+        self._fail = fail
         self._metrics = metrics
         self._clock = clock
         self._background: dict[str, asyncio.Task[None]] = {}
@@ -123,11 +106,11 @@ class ActionsInFlight:
 
     async def _now(self, intent: Intent, view: JobView) -> None:
         try:
-            done = await apply_action(intent.action, view, self._job.effects)
+            done = await apply_action(intent.action, view, self._effects)
         except StoreUnavailable as error:
             done = ActionResult(TxnOutcome.UNKNOWN, f"{intent.condition}: {error}")
         except GcoreError as error:
-            await self._job.fail(str(error))
+            await self._fail(str(error))
             return
         self._metrics.count_transaction(intent.action.kind, done.outcome.value)
         if done.outcome is TxnOutcome.WON:
@@ -166,44 +149,15 @@ SHOW_S = 1.0
 """What is in flight is shown to people so often."""
 
 
-class ReconciledJob(Protocol):
-    """What is driven."""
-
-    uid: str
-    me: str
-    changes: ChangeSignal
-    holdings: GroupBuffer
-    waits: Timers
-    troubles: WarningLog
-
-    @property
-    def mirror(self) -> JobMirror:
-        """Its records as last heard."""
-        ...
-
-    def look(self) -> JobView:
-        """The view now."""
-        ...
-
-    def look_anew(self) -> None:
-        """What is under way has changed."""
-        ...
-
-    def note_scoring(self) -> None:
-        """See what the rewards and the judges are at, of which no change tells."""
-        ...
-
-    def note_engines(self) -> None:
-        """See which engines have nothing to do."""
-        ...
-
-
 class Reconciler:
     """Of one job, on one controller."""
 
     def __init__(
         self,
-        job: ReconciledJob,
+        job: LiveJob,
+        holdings: GroupBuffer,
+        note_scoring: Callable[[], None],
+        note_engines: Callable[[], None],
         cluster: ClusterMirror,
         staff: WorkerLauncher,
         pools: Mapping[str, EnginePool],
@@ -212,7 +166,11 @@ class Reconciler:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
+        """`note_scoring`: sees what rewards and judges are at, of which no change tells; `note_engines`: sees which engines have nothing to do."""
         self._job = job
+        self._holdings = holdings
+        self._note_scoring = note_scoring
+        self._note_engines = note_engines
         self._cluster = cluster
         self._staff = staff
         self._pools = pools
@@ -245,12 +203,12 @@ class Reconciler:
             await self._aim()
             for pool in self._pools.values():
                 pool.look_after(len(self._job.mirror.members))
-            self._job.note_scoring()
+            self._note_scoring()
             view = self._job.look()
             asleep = sleeping_engines(view)
             for pool in self._pools.values():
                 pool.shut(asleep)
-            self._job.note_engines()
+            self._note_engines()
             now = self._clock.monotonic()
             self._staff_up(view, now)
             if now >= self._shown + SHOW_S:
@@ -281,7 +239,7 @@ class Reconciler:
 
     def _show_in_flight(self, view: JobView, now: float) -> None:
         if view.mirror.head is not None:
-            buffer, head = self._job.holdings, view.head
+            buffer, head = self._holdings, view.head
             versions = buffer.in_flight.versions(head).values()
             show_in_flight(self._metrics, view.mirror, versions, len(buffer.offers), buffer.in_flight.oldest_s(now))
 

@@ -55,7 +55,7 @@ from controllers.storage.run_folder import (
     localize_mirror,
 )
 from controllers.telemetry.events import split_by_revision
-from controllers.telemetry.notices import PluginErrorLog, WarningLog, report_waits
+from controllers.telemetry.notices import LiveJob, PluginErrorLog, WarningLog, report_waits
 from controllers.telemetry.run_recorder import JobTelemetry, RunRecorder, start_background_task
 from controllers.workers.launcher import JobGroups, WorkerLauncher
 from controllers.workers.ranks import RankConnections
@@ -365,7 +365,7 @@ class Unprepared:
         """A change of the job's records: nothing here depends on it."""
 
 
-class JobSession:
+class JobSession(LiveJob):
     """All parts of a job that runs, and what they work on: its records, its view, and how it fails. Not safe for threads."""
 
     def __init__(
@@ -380,11 +380,19 @@ class JobSession:
         group: str,
     ) -> None:
         """`job`: the record, naming the run's folder on this node; `group`: the control group of its processes."""
-        self.uid, self.node, self.me, self.changes = runner.uid, runner.node, runner.me, runner.changes
+        super().__init__(
+            runner.uid,
+            runner.node,
+            runner.me,
+            runner.changes,
+            lambda: runner.mirror,
+            self._new_view,
+            needs.warnings,
+            needs.timers,
+        )
         self.holdings = runner.holdings
         self.needs = needs
         self.run_dir = Path(job.run_dir)
-        self.troubles, self.waits = needs.warnings, needs.timers
         self.spec, self.rules = spec, rules_of(job)
         self.recorder = recorder
         self.work: Unprepared | JobWork = Unprepared()
@@ -392,7 +400,6 @@ class JobSession:
         self.cluster = cluster
         self._runner = runner
         self._memo = Memo()
-        self._view: tuple[int, JobView] | None = None
         self._lacks = ""
         self._pools: tuple[PoolStatus | None, PoolStatus | None, PoolStatus | None] = (None, None, None)
         """The state of rewards, of judges, and of processes of agents and tools."""
@@ -451,8 +458,8 @@ class JobSession:
             self.changes.notify,
             clock,
         )
-        self.actions = ActionsInFlight(self, metrics, clock)
         self.effects = self._make_effects()
+        self.actions = ActionsInFlight(self, self.effects, self.fail, metrics, clock)
         self.flow = FlowRunner(self, needs.errors, clock)
         self.collectives = Collectives(needs.store, lambda: self.mirror, self.me, identity.lease, self.changes, clock)
 
@@ -481,25 +488,10 @@ class JobSession:
         )
 
     @property
-    def mirror(self) -> JobMirror:
-        """The job's records as last heard."""
-        return self._runner.mirror
-
-    @property
     def record(self) -> JobRecord:
         """The job's own record."""
         assert self.mirror.job is not None
         return self.mirror.job.record
-
-    def look(self) -> JobView:
-        """The view now; computed once for each change."""
-        if self._view is None or self._view[0] != self.changes.count:
-            self._view = (self.changes.count, self._make_view())
-        return self._view[1]
-
-    def look_anew(self) -> None:
-        """Something that the view holds has changed, which no record tells."""
-        self._view = None
 
     def has_more(self) -> bool:
         """Whether there are steps to make. It may be so again after the last: by a rollback."""
@@ -603,7 +595,7 @@ class JobSession:
         # A spec is checked whole to give them: too much for whatever is heard.
         return self._memo.get("rules", (job,), lambda: rules_of(job))
 
-    def _make_view(self) -> JobView:
+    def _new_view(self) -> JobView:
         cluster, needs, head = self.cluster, self.needs, self.mirror.head
         scoring, judging, crewing = self._pools
         return JobView(
@@ -670,6 +662,9 @@ class JobWork:
         )
         self._reconciler = Reconciler(
             session,
+            session.holdings,
+            session.note_scoring,
+            session.note_engines,
             session.cluster,
             needs.launcher,
             session.pools,

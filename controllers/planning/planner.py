@@ -20,15 +20,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-from controllers.changes import ChangeSignal
 from controllers.planning.history import MovesFile, StepHistory, engine_rows
 from controllers.planning.lender import Lender
 from controllers.rules.placement import is_leader, is_proposal_due
 from controllers.rules.view import JobView
 from controllers.rules.world import is_state_at_hand, may_use_copies, model_configs, placeable_nodes, placement_snapshot
-from controllers.telemetry.notices import WarningLog
+from controllers.telemetry.notices import LiveJob
 from gcore.api.tls import PLAIN, Connector
 from gcore.config.spec import JobSpec
 from gcore.errors import GcoreError
@@ -336,35 +335,10 @@ ACCOUNTS_WAIT_S = 0.5
 """How long the policy is not asked for want of accounts of the newest step."""
 
 
-class PlannedJob(Protocol):
-    """What the planner needs of the job's session."""
-
-    uid: str
-    node: str
-    me: str
-    changes: ChangeSignal
-    troubles: WarningLog
-
-    @property
-    def mirror(self) -> JobMirror:
-        """Its newest records."""
-        ...
-
-    def look(self) -> JobView:
-        """The view now."""
-        ...
-
-    def look_anew(self) -> None:
-        """Drop the cached view: the proposal has changed."""
-        ...
-
-
 class Planner:
     """One per job and controller, for one incarnation."""
 
-    def __init__(
-        self, job: PlannedJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN
-    ) -> None:
+    def __init__(self, job: LiveJob, spec: JobSpec, clock: Clock, run_dir: Path, connector: Connector = PLAIN) -> None:
         self._job = job
         self._spec = spec
         self._clock = clock

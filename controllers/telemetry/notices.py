@@ -11,14 +11,15 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
+from controllers.changes import ChangeSignal
 from controllers.rules.view import JobView, Timers
 from controllers.rules.waits import LOCAL, Wait, current_waits, overdue_waits, wait_sentence
 from controllers.telemetry.gauges import show_waits
 from gcore.errors import StoreUnavailable
+from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.job import FaultRecord, Trouble
 from gcore.observability.metrics import Metrics
 from gcore.store.keys import JobKeys
@@ -88,21 +89,47 @@ class WarningLog:
 LOOK_S = 1.0
 
 
-class ReportedJob(Protocol):
-    """Whose waits these are."""
+class LiveJob:
+    """A job as this controller sees it: its records, its view, since when it waits for what, and where its troubles are told."""
 
-    waits: Timers
-    troubles: WarningLog
+    def __init__(
+        self,
+        uid: str,
+        node: str,
+        me: str,
+        changes: ChangeSignal,
+        mirror: Callable[[], JobMirror],
+        make_view: Callable[[], JobView],
+        troubles: WarningLog,
+        waits: Timers,
+    ) -> None:
+        """`node`, `me`: this node and this incarnation. `mirror`: gives the job's records as last heard."""
+        self.uid, self.node, self.me, self.changes = uid, node, me, changes
+        self.troubles, self.waits = troubles, waits
+        self._mirror = mirror
+        self._make_view = make_view
+        self._view: tuple[int, JobView] | None = None
+
+    @property
+    def mirror(self) -> JobMirror:
+        """The job's records as last heard."""
+        return self._mirror()
 
     def look(self) -> JobView:
-        """The view now."""
-        ...
+        """The view now; computed once for each change."""
+        if self._view is None or self._view[0] != self.changes.count:
+            self._view = (self.changes.count, self._make_view())
+        return self._view[1]
+
+    def look_anew(self) -> None:
+        """Something that the view holds has changed, which no record tells."""
+        self._view = None
 
 
 class WaitReporter:
     """Notes since when the job waits for what, and tells waits that last."""
 
-    def __init__(self, job: ReportedJob, metrics: Metrics, clock: Clock) -> None:
+    def __init__(self, job: LiveJob, metrics: Metrics, clock: Clock) -> None:
         self._job = job
         self._metrics = metrics
         self._clock = clock
@@ -142,7 +169,7 @@ class WaitReporter:
 
 
 @asynccontextmanager
-async def report_waits(job: ReportedJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
+async def report_waits(job: LiveJob, metrics: Metrics, clock: Clock) -> AsyncIterator[None]:
     """What the job waits for is told while the block runs. Raises what the telling raised, which is a defect."""
     tasks = [asyncio.create_task(work) for work in (WaitReporter(job, metrics, clock).run(), job.troubles.run())]
     try:

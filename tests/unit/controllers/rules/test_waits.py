@@ -139,7 +139,7 @@ class Preparing:
 async def test_what_a_node_lacks_is_told_once_while_it_prepares_and_again_if_it_comes_again() -> None:
     clock = FakeClock()
     job = Preparing(clock)
-    running = asyncio.ensure_future(WaitReporter(job, Metrics(), clock).run())
+    running = asyncio.ensure_future(WaitReporter(job, Metrics(), clock).run())  # type: ignore[arg-type]
     await clock.advance(PATIENCE_S["material"] - 1.0)
     assert job.said == []
     await clock.advance(60.0)

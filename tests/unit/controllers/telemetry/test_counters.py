@@ -27,6 +27,15 @@ FIRST = Checkpoint(lineage=0, step=0, seq=0, file="")
 NEXT = Checkpoint(lineage=0, step=2, seq=2, file="checkpoints/0-2")
 
 
+NO_EFFECTS: Any = None
+"""What applies actions here has no effects."""
+
+
+async def fail(reason: str) -> None:
+    """No action here ends the job."""
+    pytest.fail(reason)
+
+
 def value(metrics: Metrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(name, labels) or 0.0
 
@@ -53,10 +62,8 @@ async def test_checkpoints_are_counted_by_what_was_done_of_them_and_not_by_what_
 
     monkeypatch.setattr(deeds, "apply_action", applied)
     changes = ChangeSignal()
-    job: Any = SimpleNamespace(
-        uid="u", changes=changes, mirror=view.mirror, effects=None, look_anew=lambda: None, fail=None
-    )
-    doer = ActionsInFlight(job, metrics, FakeClock())
+    job: Any = SimpleNamespace(uid="u", changes=changes, mirror=view.mirror, look_anew=lambda: None)
+    doer = ActionsInFlight(job, NO_EFFECTS, fail, metrics, FakeClock())
     while outcomes:
         before = len(outcomes)
         await doer.carry_out(Intent(action, "topic"), view)
@@ -74,10 +81,8 @@ async def test_what_was_heard_of_is_held_off_no_more(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(deeds, "apply_action", applied)
     view, changes = running_job(), ChangeSignal()
-    job: Any = SimpleNamespace(
-        uid="u", changes=changes, mirror=view.mirror, effects=None, look_anew=lambda: None, fail=None
-    )
-    doer = ActionsInFlight(job, Metrics(), FakeClock())
+    job: Any = SimpleNamespace(uid="u", changes=changes, mirror=view.mirror, look_anew=lambda: None)
+    doer = ActionsInFlight(job, NO_EFFECTS, fail, Metrics(), FakeClock())
     await doer.carry_out(Intent(Register(NEXT), "topic"), view)
     doer.forget_what_is_over(0.0)
     assert (doer.held_off, doer.under_way()) == (True, {"topic"})
@@ -97,10 +102,8 @@ async def test_what_writes_nothing_is_not_waited_to_be_heard_of(
 
     monkeypatch.setattr(deeds, "apply_action", applied)
     view = running_job()
-    job: Any = SimpleNamespace(
-        uid="u", changes=ChangeSignal(), mirror=view.mirror, effects=None, look_anew=lambda: None, fail=None
-    )
-    doer = ActionsInFlight(job, Metrics(), FakeClock())
+    job: Any = SimpleNamespace(uid="u", changes=ChangeSignal(), mirror=view.mirror, look_anew=lambda: None)
+    doer = ActionsInFlight(job, NO_EFFECTS, fail, Metrics(), FakeClock())
     await doer.carry_out(Intent(action, "topic"), view)
     assert doer.under_way() == {"topic"}
     for _ in range(5):
