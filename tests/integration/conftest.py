@@ -1,11 +1,12 @@
-"""For tests that run whole clusters: the arithmetic example, and a folder of which nothing is left running."""
+"""For tests that run whole clusters: one cluster for all that kill nothing, a folder for one of their own, the arithmetic example."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_run import gcore, processes_of
+from cluster_run import cluster_up, gcore, processes_of
 
+from gcore.config.local_cluster import LocalCluster
 from gcore.quickstart import arithmetic as arithmetic_judge
 from gcore.quickstart.arithmetic import prepare_arithmetic
 
@@ -32,6 +33,13 @@ def judge() -> Path:
 def spec(example: Path) -> Path:
     """The example's spec, whose model and data are prepared."""
     return ROOT / "examples" / "arithmetic" / "grpo.yaml"
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two controllers of a slot each, for all tests that kill nothing. Each has jobs of other names and leaves none running."""
+    with cluster_up(tmp_path_factory.mktemp("cluster") / "home") as found:
+        yield found
 
 
 @pytest.fixture

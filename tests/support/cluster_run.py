@@ -1,15 +1,20 @@
-"""A local cluster run as a user runs it, for tests: start `gcore run`, look at it through the API, kill things."""
+"""Local clusters as users run them, for tests.
+
+`cluster_up` is a cluster that stays up and `run_job` a job on it, for tests that kill nothing. `ClusterRun` is a `gcore run`
+with a cluster of its own, in which a test kills things.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +23,7 @@ from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
 from gcore.config.local_cluster import LocalCluster
 from gcore.errors import GcoreError
+from gcore.store.client import EtcdStore
 from gcore.system.clock import SystemClock
 
 T = TypeVar("T")
@@ -49,9 +55,7 @@ class ClusterRun:
     ) -> None:
         self.home = home
         self.patience_s = patience_s
-        self.name = next(
-            line.split(":", 1)[1].strip() for line in spec.read_text().splitlines() if line.startswith("name:")
-        )
+        self.name = name_in(spec)
         self.log = home.parent / f"{home.name}-{time.monotonic_ns()}.log"
         command = [*GCORE, "run", str(spec), "--home", str(home), "--plain"]
         command += ["--controllers", str(controllers), "--slots", f"cpu:{slots}", *more]
@@ -137,10 +141,7 @@ class ClusterRun:
             code = self.process.wait(timeout=self.patience_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end:\n{self.text()}") from None
-        folders = sorted((self.home / "runs").glob(f"{self.name}-*"), key=lambda p: p.stat().st_mtime)
-        file = folders[-1] / "summary.json" if folders else None
-        summary = json.loads(file.read_text()) if file is not None and file.exists() else {}
-        return Outcome(code, self.text(), summary)
+        return Outcome(code, self.text(), summary_of(self.home, self.name))
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -151,6 +152,18 @@ class ClusterRun:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.kill_everything()
+
+
+def name_in(spec: Path) -> str:
+    """The job's name."""
+    return next(line.split(":", 1)[1].strip() for line in spec.read_text().splitlines() if line.startswith("name:"))
+
+
+def summary_of(home: Path, name: str) -> dict[str, Any]:
+    """What the newest run of this name came to; empty if it did not end."""
+    folders = sorted((home / "runs").glob(f"{name}-*"), key=lambda p: p.stat().st_mtime)
+    file = folders[-1] / "summary.json" if folders else None
+    return json.loads(file.read_text()) if file is not None and file.exists() else {}
 
 
 def processes_of(home: Path) -> list[int]:
@@ -173,6 +186,38 @@ def gcore(*arguments: str, check: int | None = 0) -> subprocess.CompletedProcess
     if check is not None:
         assert result.returncode == check, result.stdout + result.stderr
     return result
+
+
+@contextlib.contextmanager
+def cluster_up(home: Path, *, controllers: int = 2, slots: int = 2) -> Iterator[LocalCluster]:
+    """A cluster without a job; nothing of it is left running."""
+    gcore("up", "--home", str(home), "--controllers", str(controllers), "--slots", f"cpu:{slots}")
+    try:
+        found = LocalCluster.load(home)
+        assert found is not None
+        yield found
+    finally:
+        gcore("down", "--home", str(home), check=None)
+    assert processes_of(home) == []
+
+
+def run_job(cluster: LocalCluster, spec: Path, *more: str) -> Outcome:
+    """A job on a cluster that is up, followed to its end."""
+    ended = gcore("run", str(spec), "--home", cluster.home, "--plain", *more, check=None)
+    return Outcome(ended.returncode, ended.stdout + ended.stderr, summary_of(Path(cluster.home), name_in(spec)))
+
+
+def stored(cluster: LocalCluster, prefix: str) -> dict[str, bytes]:
+    """The cluster's store under a prefix, by key."""
+
+    async def read() -> dict[str, bytes]:
+        store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
+        try:
+            return {kv.key: kv.value for kv in (await store.list(prefix)).kvs}
+        finally:
+            await store.close()
+
+    return asyncio.run(read())
 
 
 def run_to_the_end(spec: Path, home: Path, more: Sequence[str] = (), **kwargs: int) -> Outcome:

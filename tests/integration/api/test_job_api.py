@@ -6,11 +6,10 @@ import asyncio
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster_run import gcore, processes_of
+from cluster_run import gcore
 
 from gcore.api.v1 import jobs_pb2 as pb
 from gcore.client import JobsClient
@@ -20,18 +19,6 @@ from gcore.quickstart.arithmetic import prepare_arithmetic
 from gcore.system.clock import SystemClock
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Two daemons."""
-    home = tmp_path_factory.mktemp("api") / "home"
-    gcore("up", "--home", str(home), "--controllers", "2", "--slots", "cpu:2")
-    found = LocalCluster.load(home)
-    assert found is not None
-    yield found
-    gcore("down", "--home", str(home))
-    assert processes_of(home) == []
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,17 @@ One controller, a random model of a few thousand weights; nothing is learned her
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster_run import gcore, processes_of
+from cluster_run import cluster_up, run_job, stored
 
-from gcore.config.local_cluster import LocalCluster
 from gcore.ledger.records.chain import LogEntry
 from gcore.ledger.records.job import FaultRecord
-from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
-from gcore.system.clock import SystemClock
 from gcore.testing.models import make_tiny_model
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
@@ -76,21 +72,6 @@ def spec_of(folder: Path, job: str, **letters: Any) -> Path:
     return file
 
 
-def listed(home: Path, prefix: str) -> dict[str, bytes]:
-    """What stands in the store under a prefix."""
-
-    async def read() -> dict[str, bytes]:
-        cluster = LocalCluster.load(home)
-        assert cluster is not None
-        store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
-        try:
-            return {kv.key: kv.value for kv in (await store.list(prefix)).kvs}
-        finally:
-            await store.close()
-
-    return asyncio.run(read())
-
-
 def test_rewards_that_raise_hang_and_crash_cost_their_own_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,23 +81,16 @@ def test_rewards_that_raise_hang_and_crash_cost_their_own_prompts(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     install(tmp_path / "packages")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
-    home = tmp_path / "home"
-    gcore("up", "--home", str(home), "--controllers", "1", "--slots", "cpu:2")
-    try:
-        refused = gcore("run", str(spec_of(tmp_path, "no", name="broken")), "--home", str(home), "--plain", check=None)
-        assert refused.returncode == 2
-        assert "reward 'broken' cannot be loaded" in refused.stderr
-        assert "pack_broken.py:2" in refused.stderr.replace("\n", "")
-        file = spec_of(tmp_path, "moody", name="moody", timeout_s=1.0)
-        ended = gcore("run", str(file), "--home", str(home), "--plain", check=None)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        (folder,) = (home / "runs").glob("moody-*")
-        keys = JobKeys(json.loads((folder / "summary.json").read_text())["uid"])
-        entries = [LogEntry.decode(value, key) for key, value in listed(home, keys.log_prefix).items()]
-        faults = [FaultRecord.decode(value, key) for key, value in listed(home, keys.fault_prefix).items()]
-    finally:
-        gcore("down", "--home", str(home), check=None)
-    assert processes_of(home) == []
+    with cluster_up(tmp_path / "home", controllers=1) as cluster:
+        refused = run_job(cluster, spec_of(tmp_path, "no", name="broken"))
+        assert refused.code == 2
+        assert "reward 'broken' cannot be loaded" in refused.output
+        assert "pack_broken.py:2" in refused.output.replace("\n", "")
+        ended = run_job(cluster, spec_of(tmp_path, "moody", name="moody", timeout_s=1.0))
+        assert ended.code == 0, ended.output
+        keys = JobKeys(ended.summary["uid"])
+        entries = [LogEntry.decode(value, key) for key, value in stored(cluster, keys.log_prefix).items()]
+        faults = [FaultRecord.decode(value, key) for key, value in stored(cluster, keys.fault_prefix).items()]
     check(entries, faults)
 
 

@@ -1,27 +1,23 @@
 """Whole runs over several sources: each way with truncated responses, curricula, and data that bring nothing.
 
-One cluster of two controllers for all of them, with a random model of a few thousand weights; nothing is learned here.
+On the shared cluster, with a random model of a few thousand weights; nothing is learned here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster_run import Outcome, gcore, processes_of
+from cluster_run import Outcome, run_job, stored
 
 from gcore.config.local_cluster import LocalCluster
 from gcore.ledger.records.chain import EpochRecord
 from gcore.ledger.records.job import Evaluation
 from gcore.observability.samples import read_groups
-from gcore.store.client import EtcdStore
 from gcore.store.keys import JobKeys
-from gcore.system.clock import SystemClock
 from gcore.testing.models import make_tiny_model
 from gcore.types import Version
 
@@ -32,8 +28,8 @@ STOP = list("0123456789abcdefg")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cluster that is up, with the data beside it."""
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model and the data."""
     folder = tmp_path_factory.mktemp("sources")
     make_tiny_model(folder / "model", seed=3)
     for name, count in (("digits", 6), ("letters", 5)):
@@ -41,14 +37,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         texts = [f"{name} {n}" if n < 5 else f"{name} {n}, and many more" for n in range(count)]
         lines = [json.dumps({"prompt": text, "answer": "x", "none": "", "level": n}) for n, text in enumerate(texts)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    home = folder / "home"
-    gcore("up", "--home", str(home), "--controllers", "2", "--slots", "cpu:2")
-    yield home
-    gcore("down", "--home", str(home), check=None)
-    assert processes_of(home) == []
+    return folder
 
 
-def run(home: Path, name: str, changes: dict[str, Any]) -> Outcome:
+def run(cluster: LocalCluster, data: Path, name: str, changes: dict[str, Any]) -> Outcome:
     """A job of its own name, followed to its end. `changes` are sections of the spec."""
     letters = {"name": "letters", "path": "letters.jsonl", "sampling": {"temperature": 0.7, "max_new_tokens": 3}}
     spec: dict[str, Any] = {
@@ -80,14 +72,9 @@ def run(home: Path, name: str, changes: dict[str, Any]) -> Outcome:
     }
     for section, fields in changes.items():
         spec[section] = spec[section] | fields
-    file = home.parent / f"{name}.yaml"
+    file = data / f"{name}.yaml"
     file.write_text(yaml.safe_dump(spec))
-    ended = gcore("run", str(file), "--home", str(home), "--plain", check=None)
-    (folder,) = (home / "runs").glob(f"{name}-*")
-    summary = folder / "summary.json"
-    return Outcome(
-        ended.returncode, ended.stdout + ended.stderr, json.loads(summary.read_text()) if summary.exists() else {}
-    )
+    return run_job(cluster, file)
 
 
 def check(outcome: Outcome) -> dict[str, Any]:
@@ -112,29 +99,19 @@ def check(outcome: Outcome) -> dict[str, Any]:
     return sources
 
 
-def records_of(home: Path, uid: str, prefix: str) -> dict[str, bytes]:
-    """What stands in the store under a prefix of the job's, by key."""
-
-    async def listed() -> dict[str, bytes]:
-        cluster = LocalCluster.load(home)
-        assert cluster is not None
-        store = await EtcdStore.connect((cluster.etcd.endpoint,), clock=SystemClock())
-        try:
-            return {kv.key: kv.value for kv in (await store.list(f"{JobKeys(uid).prefix}{prefix}")).kvs}
-        finally:
-            await store.close()
-
-    return asyncio.run(listed())
+def records_of(cluster: LocalCluster, uid: str, prefix: str) -> dict[str, bytes]:
+    """The store under a prefix of the job's, by key."""
+    return stored(cluster, f"{JobKeys(uid).prefix}{prefix}")
 
 
-def check_evaluations(home: Path, summary: dict[str, Any]) -> None:
+def check_evaluations(cluster: LocalCluster, summary: dict[str, Any]) -> None:
     """Both controllers answered, each set was drawn and counted as it says, and the best checkpoint is kept."""
-    records = records_of(home, summary["uid"], "eval/")
+    records = records_of(cluster, summary["uid"], "eval/")
     evaluations = sorted(
         (Evaluation.decode(value, key) for key, value in records.items()), key=lambda e: e.version.step
     )
     assert [e.version.step for e in evaluations] == [0, 3, 4]
-    assert records_of(home, summary["uid"], "evalpart/") == {}
+    assert records_of(cluster, summary["uid"], "evalpart/") == {}
     assert len(evaluations[-1].responses_by) == 2, "each controller has a part of it"
     for one in evaluations:
         assert sum(one.responses_by.values()) == 6 + 4 * 5
@@ -152,14 +129,14 @@ def check_evaluations(home: Path, summary: dict[str, Any]) -> None:
     assert (Path(best["checkpoint"]) / "config.json").is_file() if best["step"] else best["checkpoint"] == ""
 
 
-def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
+def begun_epochs(cluster: LocalCluster, uid: str) -> list[EpochRecord]:
     """The records of epochs in the store."""
 
-    return [EpochRecord.decode(value) for value in records_of(home, uid, "epoch/").values()]
+    return [EpochRecord.decode(value) for value in records_of(cluster, uid, "epoch/").values()]
 
 
 @pytest.mark.parametrize(
-    ("policy", "data"),
+    ("policy", "order"),
     [
         pytest.param("keep", {}, marks=pytest.mark.chaos),
         pytest.param("mask", {"curriculum": "hard_sources_first"}, marks=pytest.mark.chaos),
@@ -171,25 +148,31 @@ def begun_epochs(home: Path, uid: str) -> list[EpochRecord]:
         pytest.param("drop_group", {"curriculum": "hard_sources_first"}, marks=pytest.mark.chaos),
     ],
 )
-def test_truncated_responses_in_a_whole_run(home: Path, policy: str, data: dict[str, Any]) -> None:
+def test_truncated_responses_in_a_whole_run(
+    cluster: LocalCluster, data: Path, policy: str, order: dict[str, Any]
+) -> None:
     """With 17 prompts an epoch the four steps reach into the second, and where groups are dropped beyond it."""
-    outcome = run(home, f"truncated-{policy}", {"rollout": {"truncated": policy}, "data": data})
+    outcome = run(cluster, data, f"truncated-{policy}", {"rollout": {"truncated": policy}, "data": order})
     sources = check(outcome)
-    check_evaluations(home, outcome.summary)
+    check_evaluations(cluster, outcome.summary)
     cut_off = [source["truncated"] for source in sources.values()]
     if policy == "drop_group":
         assert cut_off == [0.0, 0.0]
         assert sum(source["filtered"] for source in sources.values()) > 0
     else:
         assert max(cut_off) > 0.0
-    assert bool(begun_epochs(home, outcome.summary["uid"])) == bool(data), "only a curriculum leaves records of epochs"
+    assert bool(begun_epochs(cluster, outcome.summary["uid"])) == bool(order), (
+        "only a curriculum leaves records of epochs"
+    )
     if policy == "penalise":
         assert min(source["mean_reward"] for source in sources.values()) < 0.0
 
 
-def test_a_job_whose_groups_are_all_filtered_fails_after_an_epoch_and_says_so(home: Path) -> None:
+def test_a_job_whose_groups_are_all_filtered_fails_after_an_epoch_and_says_so(
+    cluster: LocalCluster, data: Path
+) -> None:
     always = {"truncated": "drop_group", "max_new_tokens": 3, "min_new_tokens": 3, "stop": []}
-    outcome = run(home, "barren", {"rollout": always})
+    outcome = run(cluster, data, "barren", {"rollout": always})
     assert outcome.code == 1
     assert outcome.summary["state"] == "FAILED"
     assert outcome.summary["audit"] == "clean"

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster_run import ClusterRun, Outcome, run_to_the_end
-from run_read import newest_run
+from cluster_run import ClusterRun, Outcome, run_job, run_to_the_end
+from run_read import metrics_of, newest_run
 
+from gcore.config.local_cluster import LocalCluster
 from gcore.testing.judges import FakeFailure, FakeOpenAI
 from gcore.testing.models import CHARACTERS, make_tiny_model
 
@@ -71,11 +72,11 @@ def with_random_judge(folder: Path, steps: int) -> Path:
 
 
 @pytest.mark.usefixtures("example")
-def test_what_is_trained_on_was_scored_by_the_judge(home: Path, tmp_path: Path) -> None:
-    ended = run_to_the_end(with_random_judge(tmp_path, 2), home)
+def test_what_is_trained_on_was_scored_by_the_judge(cluster: LocalCluster, tmp_path: Path) -> None:
+    ended = run_job(cluster, with_random_judge(tmp_path, 2))
     assert ended.code == 0, ended.output
     assert (ended.summary["audit"], ended.summary["steps"]) == ("clean", 2)
-    lines = [json.loads(line) for line in (newest_run(home) / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(Path(ended.summary["run_dir"]))
     steps = [line["metrics"] for line in lines if line["kind"] == "step"]
     assert [0 < step["reward"] == step["reward_part/sums"] < 1 for step in steps] == [True, True], (
         "it says yes now and then"
