@@ -178,19 +178,6 @@ def _append(file: Path, records: Iterable[Record]) -> None:
     append_lines(file, b"".join(record.encode() + b"\n" for record in records), durable=True)
 
 
-def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
-    """Every evaluation that left the store, by its version. Raises OSError."""
-    found = {}
-    for place, line in index_lines(run_dir / EVALUATIONS):
-        try:
-            evaluation = Evaluation.decode(line, str(place))
-        except UnreadableRecord as error:
-            log.warning("%s", error)
-            continue
-        found[str(evaluation.version)] = evaluation
-    return found
-
-
 def read_entries(run_dir: Path) -> dict[int, LogEntry]:
     """Every archived entry, by number. Raises ValueError if there are two of one number that differ, OSError."""
     found: dict[int, LogEntry] = {}

@@ -63,14 +63,6 @@ class StepLayout:
             raise IndexError(f"rank {rank} of a world of {self.world_size}")
         return tuple(sorted(slot for by_rank in self.shares for slot in by_rank[rank]))
 
-    def groups_of_rank(self, rank: int) -> tuple[int, ...]:
-        """The groups of which `rank` takes at least one sample, ascending."""
-        return tuple(sorted({slot.group for slot in self.of_rank(rank)}))
-
-    def samples_of(self, rank: int, group: int) -> tuple[int, ...]:
-        """The samples of `group` that `rank` takes, ascending; empty if none."""
-        return tuple(slot.sample for slot in self.of_rank(rank) if slot.group == group)
-
 
 def sample_cost(length: int, attention_equals_at: int) -> int:
     """What forward and backward over a sample of `length` tokens cost, in an arbitrary unit: matrices and attention.

@@ -31,7 +31,8 @@ class Session:
         self.lost = asyncio.Event()
         self._store = store
         self._clock = clock
-        self._valid_until = valid_until
+        self.valid_until = valid_until
+        """The moment of the monotonic clock before which the lease cannot have ended, unless it was revoked."""
         self._times = times
         self._closed = asyncio.Event()
 
@@ -54,14 +55,9 @@ class Session:
             times=LeaseTimes.of(ttl, tick_s=interval_s),
         )
 
-    @property
-    def valid_until(self) -> float:
-        """The moment of the monotonic clock before which the lease cannot have ended, unless it was revoked."""
-        return self._valid_until
-
     def alive(self, now: float) -> bool:
         """Whether the lease surely lives at `now`, by the monotonic clock."""
-        return not self.lost.is_set() and not self._closed.is_set() and now < self._valid_until
+        return not self.lost.is_set() and not self._closed.is_set() and now < self.valid_until
 
     async def run(self) -> None:
         """Renew until `close`. Raises LeaseLost when the store says that the lease has ended."""
@@ -79,7 +75,7 @@ class Session:
                 self.lost.set()
                 raise
             else:
-                self._valid_until = max(self._valid_until, before + lives_s)
+                self.valid_until = max(self.valid_until, before + lives_s)
                 wait_s = self._times.tick_s
 
     async def close(self) -> None:

@@ -27,13 +27,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, TextIO
 
 from gcore.errors import CannotListen, GcoreError, UsageError
 from gcore.system.files import parse_object
 
 LogFormat = Literal["text", "json"]
-FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
 FORMAT_VARIABLE, LEVEL_VARIABLE = "GCORE_LOG_FORMAT", "GCORE_LOG_LEVEL"
 
 ABOUT_VARIABLE = "GCORE_LOG_ABOUT"

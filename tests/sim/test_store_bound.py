@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from long_job import CONTROLLERS, KEYS, LOST_EVERY, PROMPTS, RANKS, TIDYING, UID, LongJob, spec
-from store_bounds import KEPT_LOG, LAG, MOST_FAULTS, JobScale, KeyBound, key_bounds
+from store_bounds import KEPT_LOG, LAG, MOST_FAULTS, JobScale, KeyBound, archived_evaluations, key_bounds
 
 from controllers.api.store_reader import StoreReader
 from controllers.rules.retention import KEEP_LOG, PRUNE_AT, register_and_forget_checkpoints
@@ -61,7 +61,7 @@ def test_after_very_many_steps_the_store_holds_no_more_than_after_few_and_nothin
     log = ArchivedLog(tmp_path, {seq: stored.record for seq, stored in job.mirror.log.items()})
     assert sorted(log) == list(range(job.slots.head.record.seq + 1))
     assert log.problems == []
-    evaluated = set(archive.read_evaluations(tmp_path)) | set(job.mirror.evaluations)
+    evaluated = set(archived_evaluations(tmp_path)) | set(job.mirror.evaluations)
     assert len(evaluated) >= STEPS // 100
 
 

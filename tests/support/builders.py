@@ -14,7 +14,7 @@ from controllers.rules.view import JobView, RankView
 from gcore.config import JobSpec, parse_spec
 from gcore.data.order import shard_lengths
 from gcore.ledger import chain
-from gcore.ledger.balance import SampleSlot, balance_samples
+from gcore.ledger.balance import SampleSlot, StepLayout, balance_samples
 from gcore.ledger.chain import ChainWriter
 from gcore.ledger.mirror import JobMirror
 from gcore.ledger.records.chain import Checkpoint, Checkpoints, Member, OfferedGroup, Seal, SealedGroup, SealState
@@ -176,6 +176,12 @@ def seal_of_lengths(
 def sample_slots(seal: Seal) -> list[SampleSlot]:
     """Every sample of a seal, in its order."""
     return [SampleSlot(g, s) for g, group in enumerate(seal.groups) for s in range(len(group.response_tokens))]
+
+
+def samples_by_group(layout: StepLayout, rank: int) -> dict[int, tuple[int, ...]]:
+    """The samples that `rank` takes of each group of which it takes any; groups and samples ascend."""
+    slots = layout.of_rank(rank)
+    return {slot.group: tuple(s.sample for s in slots if s.group == slot.group) for slot in slots}
 
 
 class RecordingLedger:

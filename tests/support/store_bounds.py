@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gcore.config.spec import JobSpec, eval_sources, training_sources
 from gcore.data.order import shard_lengths
+from gcore.ledger.archive import EVALUATIONS, index_lines
 from gcore.ledger.collectives import MAX_NAMES, MAX_VALUE_BYTES
 from gcore.ledger.evaluation import MOST_PARTS
-from gcore.ledger.records.job import MOST_MOVE_BYTES, MOST_SAID, MOST_STAY_BYTES, NEWEST_MOVES, NEWEST_STAYS
+from gcore.ledger.records.job import MOST_MOVE_BYTES, MOST_SAID, MOST_STAY_BYTES, NEWEST_MOVES, NEWEST_STAYS, Evaluation
 from gcore.ledger.records.slot_accounting import MAX_ACCOUNT_BYTES, NEWEST_STEPS
 from gcore.ledger.retention import MOST_SWEPT, NEWEST_EVALUATIONS, NEWEST_TROUBLES
 from gcore.ledger.selection import MOST_BYTES, MOST_OUTCOMES, cursor_bytes, offer_bytes, seal_bytes
@@ -135,6 +137,12 @@ def key_bounds(spec: JobSpec, scale: JobScale) -> Mapping[str, KeyBound]:
         ),
         "fault": KeyBound(MOST_FAULTS + here, SMALL + 4 * MOST_SAID),
     }
+
+
+def archived_evaluations(run_dir: Path) -> dict[str, Evaluation]:
+    """Every evaluation that left the store, by its version."""
+    found = (Evaluation.decode(line, str(place)) for place, line in index_lines(run_dir / EVALUATIONS))
+    return {str(one.version): one for one in found}
 
 
 def max_checkpoints(spec: JobSpec, scale: JobScale) -> int:

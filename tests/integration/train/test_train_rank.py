@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from builders import samples_by_group
 from ready_seals import ready_seal
 from safetensors.numpy import load_file
 from warm_programs import RANKS
@@ -195,7 +196,7 @@ class World:
     async def chunks(self, rank: int, seal: Seal, groups: list[Group]) -> AsyncIterator[pb.FeedChunk]:
         layout = balance_samples(seal)
         payload = pb.FeedPayload(
-            groups=[part(groups[g], layout.samples_of(rank, g)) for g in layout.groups_of_rank(rank)]
+            groups=[part(groups[g], samples) for g, samples in samples_by_group(layout, rank).items()]
         ).SerializeToString()
         header = pb.FeedHeader(
             schema_version=SCHEMA_VERSION,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import samples_by_group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,10 +70,8 @@ def make_seal(attempt: int = 1, step: int = 5) -> Seal:
 def fed(state: FeedState, seal: Seal) -> FeedState:
     """With this rank's share of the seal."""
     layout = balance_samples(seal)
-    for number in layout.groups_of_rank(state.rank):
-        answer = feed_state.feed_samples(
-            state, ME, seal.token, held(number, layout.samples_of(state.rank, number), seal.attempt)
-        )
+    for number, samples in samples_by_group(layout, state.rank).items():
+        answer = feed_state.feed_samples(state, ME, seal.token, held(number, samples, seal.attempt))
         assert isinstance(answer, FeedTaken)
         state = answer.state
     return state

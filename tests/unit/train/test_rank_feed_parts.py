@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import samples_by_group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,12 +71,9 @@ def fed(state: FeedState, seal: Seal, parts: range | None = None) -> FeedState:
     """With this rank's share of some parts of the seal."""
     for part in parts if parts is not None else range(len(seal.parts)):
         layout = part_layout(seal, part)
-        for number in layout.groups_of_rank(state.rank):
+        for number, taken in samples_by_group(layout, state.rank).items():
             group = seal.groups[number]
-            samples = {
-                i: TrainSample(np.zeros(4 + i, np.int32), np.zeros(4 + i, np.float32), 1.0)
-                for i in layout.samples_of(state.rank, number)
-            }
+            samples = {i: TrainSample(np.zeros(4 + i, np.int32), np.zeros(4 + i, np.float32), 1.0) for i in taken}
             held = {group.digest: TrainGroup(group.ref, group.digest, np.zeros(5, np.int32), samples)}
             answer = feed_state.feed_samples(state, ME, seal.token, held)
             assert isinstance(answer, FeedTaken)
@@ -112,7 +110,7 @@ def test_each_ready_part_is_begun_once_and_in_order_whatever_is_told_when(
     for part in seen:
         work = part.work
         assert work.layout == part_layout(whole, part.number)
-        assert set(work.groups) == {work.seal.groups[n].digest for n in work.layout.groups_of_rank(rank)}
+        assert set(work.groups) == {work.seal.groups[n].digest for n in samples_by_group(work.layout, rank)}
         assert work.seal.encode() == told_alone(rank, part.number).work.seal.encode(), "all ranks compare the same"
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded_job import KEYS, SPEC, RecordedJob, a_job_under_way, hands_of
-from store_bounds import NODE_TOPICS
+from store_bounds import NODE_TOPICS, archived_evaluations
 
 from controllers.job.executor import apply_action
 from controllers.rules.actions import ForgetEvaluations, Intent, Sweep
@@ -19,7 +19,6 @@ from controllers.rules.view import JobView
 from controllers.rules.waits import LOCAL
 from controllers.telemetry.notices import MOST_OF_JOB, PluginErrorLog
 from gcore.config import stored_spec
-from gcore.ledger import archive
 from gcore.ledger.evaluation import best_evaluation
 from gcore.ledger.records.chain import Checkpoint, Head
 from gcore.ledger.records.job import MOST_SAID, EvalPart, Evaluation, NodeRecord, RankClaim, Trouble
@@ -160,7 +159,7 @@ def test_old_evaluations_stand_in_the_folder_before_they_leave_the_store(job: Re
     left = job.mirror.evaluations
     assert len(left) < len(cut_off) + len(versions)
     assert {"0.0", "1.5"} <= set(left)
-    archived = archive.read_evaluations(job.run_dir)
+    archived = archived_evaluations(job.run_dir)
     assert set(archived) == set(intent.action.versions)
     assert set(archived) | set(left) == {str(version) for version in (*cut_off, *versions)}
     assert list(archive_evaluations(view_of(job))) == []
