@@ -316,7 +316,7 @@ def kinds(home: Path) -> dict[int, str]:
         pid = one.process.pid
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if one.kind == "child":
-            found[pid] = "engine" if b"gcore.rollout.engine" in arguments else "rank"
+            found[pid] = "engine" if {b"gcore.engines.torch", b"gcore.rollout.engine"} & set(arguments) else "rank"
         else:
             found[pid] = "supervisor" if one.kind == "worker" else one.kind
     return found

@@ -274,11 +274,14 @@ def index_is_complete(root: Path) -> Iterator[Problem]:
 
 def map_is_complete(root: Path) -> Iterator[Problem]:
     page = "docs/architecture.md"
-    lines = dict(re.findall(r"^\| `([\w/]+)` \| (.*) \|$", (root / page).read_text(encoding="utf-8"), re.MULTILINE))
+    whole = (root / page).read_text(encoding="utf-8")
+    lines = dict(re.findall(r"^\| `([\w/]+)` \| (.*) \|$", whole, re.MULTILINE))
     for tree in MAPPED:
         for init in sorted((root / tree).rglob("__init__.py")):
             package, text = relative(init.parent, root), init.read_text(encoding="utf-8")
             if text.startswith(ALIAS):
+                if f"`{package}`" not in whole:
+                    yield Problem(page, 1, f"the page does not name {package}: name it among the old program names")
                 continue
             said = " ".join((ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].split())
             line = lines.pop(package, None)

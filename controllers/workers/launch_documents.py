@@ -23,11 +23,12 @@ from gcore.system.slots import count_threads, is_cuda
 from placement.slots import sizes_of
 
 ENGINE_COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "torch": (sys.executable, "-P", "-m", "gcore.rollout.engine"),
-    "sglang": (sys.executable, "-P", "-m", "gcore.rollout.sglang"),
+    "torch": (sys.executable, "-P", "-m", "gcore.engines.torch"),
+    "sglang": (sys.executable, "-P", "-m", "gcore.engines.sglang"),
 }
 
 RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.train")
+# The name of before; the code is `gcore.engines.emulated.rank`.
 EMULATED_RANK_COMMAND = (sys.executable, "-P", "-m", "gcore.emulated.rank")
 
 START_LIMITS_S: Mapping[str, float] = {"torch": 600.0, "sglang": 1800.0}

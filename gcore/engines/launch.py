@@ -61,7 +61,7 @@ def parse_engine_launch(document: Mapping[str, Any]) -> EngineLaunch:
 
 def parse_engine_arguments(arguments: Sequence[str]) -> EngineLaunch:
     """The command line. Raises UsageError for a value that does not fit; argparse ends the process for the rest."""
-    parser = argparse.ArgumentParser("python -m gcore.rollout.engine", description="Serve a model on SGLang's routes.")
+    parser = argparse.ArgumentParser("python -m gcore.engines.torch", description="Serve a model on SGLang's routes.")
     for name, field in EngineLaunch.model_fields.items():
         if name not in ("kind", "tls"):
             parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), help=field.description)

@@ -1,1 +1,1 @@
-"""Alias until 0.3: daemons start a program of this name with `python -m`."""
+"""Alias until 0.3: `python -m gcore.prompts.tables` is started to read tables; the code is in `gcore.data.tables`."""

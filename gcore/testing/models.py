@@ -177,7 +177,7 @@ def engine_process(model: Path, **options: object) -> Iterator[str]:
     """
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     process = subprocess.Popen(
-        [sys.executable, "-m", "gcore.rollout.engine", "--model", str(model), *arguments],
+        [sys.executable, "-m", "gcore.engines.torch", "--model", str(model), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **thread_environment(1)},

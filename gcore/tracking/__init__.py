@@ -1,1 +1,1 @@
-"""Alias until 0.3: daemons start a program of this name with `python -m`."""
+"""Alias until 0.3: daemons start `python -m gcore.tracking`; the code is in `gcore.observability.tracking`."""

@@ -66,7 +66,7 @@ class LaunchSpec(Record):
     log_file: str
     """Where the child's output goes."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The child, e.g. (sys.executable, "-P", "-m", "gcore.rollout.engine")."""
+    """The child, e.g. (sys.executable, "-P", "-m", "gcore.engines.torch")."""
     child: dict[str, Any] = Field(default_factory=dict)
     """The child's own launch document, its first line on the control line."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -109,6 +109,7 @@ def start_host(launch: HostLaunch, home: Path) -> ProcessId:
     ):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, launch.encode(), mode=0o600)
+    # `gcore down` finds the process by this name, also one that an older daemon started.
     command = (sys.executable, "-P", "-m", "gcore.emulated.host", "--home", str(home), "--launch", str(file))
     return spawn_detached(command, log_file=home / "logs" / f"{launch.name}.log", cwd=home)
 

@@ -1,4 +1,4 @@
-"""`python -m gcore.rollout.engine`: the torch engine under its supervisor."""
+"""`python -m gcore.rollout.engine`: the older name of `python -m gcore.engines.torch`."""
 
 from gcore.engines.torch.main import run
 

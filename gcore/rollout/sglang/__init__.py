@@ -1,1 +1,1 @@
-"""Alias until 0.3: daemons start a program of this name with `python -m`."""
+"""Alias until 0.3: daemons of before start `python -m gcore.rollout.sglang`, which is `gcore.engines.sglang` now."""

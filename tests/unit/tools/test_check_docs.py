@@ -72,6 +72,7 @@ FAULTS: list[Fault] = [
     ("docs/architecture.md", "`", "`", "the map does not name gcore/planted"),
     ("docs/architecture.md", "| Workers: an", "| A worker: an", "the map says of gcore/worker 'A worker: an"),
     ("docs/architecture.md", "| `gcore/store` |", "| `gcore/stores` |", "the map names gcore/stores, and there is no"),
+    ("docs/architecture.md", "`gcore/emulated`", "`gcore/emulate`", "the page does not name gcore/emulated"),
     ("docs/step.svg", "1 produce", "1 generate", "docs/step.svg:1: it is not what its program draws"),
     ("docs/protocol.md", "| 3 |", "| 4 |", "the rules are numbered ['1', '2', '4', '4'"),
     ("docs/protocol.md", "| between seal and READY |", "| x | y | z |\n| between |", "no test that shows it: | x | y"),
