@@ -2,7 +2,7 @@
 
 A spec names a plug-in; whoever runs it asks here. A name that nobody provides is answered with the nearest one that
 somebody does; one that two packages provide, that raises while it is imported, or that cannot be called is refused in a
-sentence that says where. A plug-in that raises while it *works* is its caller's business; `trace_of` gives the plug-in's own
+sentence that says where. A plug-in that raises while it *works* is its caller's business; `plugin_trace` gives the plug-in's own
 traceback, without the frames of gcore that called it, for the event that reports it (`PluginFault`).
 
 Nothing here knows what a plug-in of some kind takes or returns.

@@ -4,7 +4,7 @@ A reader takes its own version and the one before. What it read is of its own ve
 before is brought up to date (`Record.upgraded`), so that the rest of the program knows one shape only. Keys that a record's
 version does not have are an error: they are another version's, or damage.
 
-A writer writes the version that everybody reads who has to. `speak` says which that is in this process: a controller sets
+A writer writes the version that everybody reads who has to. `set_written_version` says which that is in this process: a controller sets
 it to the newest version that every node of its cluster reads, so that a node of the version before goes on working beside
 newer ones while they are replaced one by one. What did not exist in that version is left out (`came_with`): no field may
 come with a version if leaving it out could do harm.

@@ -313,7 +313,7 @@ def scale_tail(rollout: PoolSpeed, loads: JobLoads) -> PoolSpeed:
 def decide_lending(
     plan: Plan, loads: JobLoads, speeds: PoolSpeeds, cost_s: float, rows: EngineRows
 ) -> LendingDecision | None:
-    """What is to be lent, of the engines that are there (`present`). None: nothing can be, as where engines of the two pools span different
+    """What is to be lent, of the engines that are there (`present_plan`). None: nothing can be, as where engines of the two pools span different
     numbers of slots."""
     awake, (here, there) = plan_roles(plan), _awake(plan)
     alike = len({len(replica) for pool in POOLS if pool != "train" for replica in awake[pool]}) == 1

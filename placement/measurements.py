@@ -95,7 +95,7 @@ MOST_REPEATED = 16.0
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """As `Measured` has them."""
+    """Seconds of a step, as `MeasuredStep` has them."""
 
     produce_s: float | None
     other_s: float | None

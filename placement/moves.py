@@ -160,7 +160,7 @@ def add_unrequested(
     moves: Moves, before: Plan | None, plan: Plan, at: DecisionContext, formed_because: str = ""
 ) -> Moves:
     """The moves with the newest change of the plan, where no policy asked for it: nodes came or went, or a train world was lost.
-    `world_reason`: why the plan's world was placed, if it is not the first."""
+    `formed_because`: why the plan's world was placed, if it is not the first."""
     if before is None or any(move.generation >= plan.generation and move.state == "done" for move in moves.moves):
         return moves
     is_formed = before.world != plan.world

@@ -1,7 +1,7 @@
 """Reads the engines of this node, and writes the account of each step.
 
 Engines keep running totals, so the time of a reading does not change how much is booked, only how precisely idle time is attributed.
-Engines are read when a step ends and when the cause of idleness changes, at most for `READ_READ_SHARE` of the time, and every `READ_S`
+Engines are read when a step ends and when the cause of idleness changes, at most for `READ_SHARE` of the time, and every `READ_S`
 otherwise.
 
 An account goes to the node's record in the store (`placement/books/NODE`, under the controller's lease), to `books/NODE.jsonl` in the

@@ -105,7 +105,7 @@ class InFlightPrompts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def versions(self, head: Head) -> Mapping[PromptRef, Version]:
-        """The oldest weights of each, as `Flight.version` says; the same object while nothing changes."""
+        """The oldest weights of each, as `InFlightPrompt.version` says; the same object while nothing changes."""
         if self._seen is None or self._seen[0] is not head:
             self._seen = head, {ref: flight.version(head) for ref, flight in self._flights.items()}
         return self._seen[1]

@@ -265,7 +265,7 @@ class JudgePool(EnginePool):
 
 
 class GenerativeJudgeClient:
-    """Puts the questions of one judge to its engines. Implements `gcore.reward.judges.judge.Ask`."""
+    """Puts the questions of one judge to its engines. Implements `gcore.reward.judges.types.ChatCall`."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ READABLE = "Let its template ask for what its verdict.parser reads, or change th
 
 
 class JudgeMetricsObserver:
-    """Implements `gcore.reward.judges.types.JudgeObserver`, and `Told` of its `gate`."""
+    """Implements `gcore.reward.judges.types.JudgeObserver`, and the `JudgeRequestObserver` of its `gate`."""
 
     def __init__(self, metrics: Metrics, tell: Callable[[str, str], None]) -> None:
         """`tell`: notes an event, by topic."""
@@ -417,7 +417,7 @@ def _asker(
 
 
 class CountingChatCall:
-    """Counts the questions that are open. Implements `Ask`."""
+    """Counts the questions that are open. Implements `ChatCall`."""
 
     def __init__(self, ask: ChatCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._ask = ask
@@ -434,7 +434,7 @@ class CountingChatCall:
 
 
 class CountingScoreCall:
-    """The same of a classifier. Implements `Value`."""
+    """The same of a classifier. Implements `ScoreCall`."""
 
     def __init__(self, value: ScoreCall, judge: str, counts: JudgeMetricsObserver) -> None:
         self._value = value

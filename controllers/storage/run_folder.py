@@ -47,7 +47,7 @@ FOLDER = ".nodes"
 PROOF_LOOK_AGAIN_S = 0.5
 
 LOOKS = 30
-"""Times a node looks for what another wrote, `LOOK_AGAIN_S` apart."""
+"""Times a node looks for what another wrote, `PROOF_LOOK_AGAIN_S` apart."""
 
 SHARE_IT = (
     "Mount one folder at this path on every node, and name it in storage.root, or in run_root of the daemons; or, if they are to "

@@ -38,7 +38,7 @@ def source_key(name: str, source: str) -> str:
 
 
 def split_source_key(key: str) -> tuple[str, str] | None:
-    """Inverse of `key_of`; None for a number that is no source's."""
+    """Inverse of `source_key`; None for a number that is no source's."""
     name, slash, source = key.partition("/")
     return (name, source) if slash and source and name in PER_SOURCE else None
 

@@ -2,7 +2,7 @@
 
 Whatever is asked is answered in bounded time: with what was asked for, or with a status and one sentence. At most `MOST_AT_ONCE`
 questions are with the loop; more are told to come again. What a model or a person wrote is only ever text: JSON to the page, which puts it
-into text nodes, under a policy that lets nothing run but the page's own script (`policy_of`). Knows nothing of who may ask what but that
+into text nodes, under a policy that lets nothing run but the page's own script (`content_security_policy`). Knows nothing of who may ask what but that
 somebody says whose question it is (`who`).
 """
 

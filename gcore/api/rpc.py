@@ -59,7 +59,7 @@ def wrap_handler(handler: Handler, answer: Callable[..., Any], decode: Callable[
 
 
 def early_handler(handler: Handler, answer: Callable[..., Any]) -> Handler:
-    """One that answers by `answer`, which is given an iterator of requests (`request_of`) and a context as soon as a call has begun."""
+    """One that answers by `answer`, which is given an iterator of requests (for `read_request`) and a context as soon as a call has begun."""
     make: Callable[..., Handler] = (
         grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     )

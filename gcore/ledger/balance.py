@@ -129,7 +129,7 @@ def certain_groups(
 ) -> tuple[SealedGroup, ...]:
     """The offered groups that no part holds and that are in the next step's batch whatever happens later, in the order.
 
-    `order`: what `in_order` gives, if it is `CachedOrder` already.
+    `order`: what `refs_in_order` gives, if it is `CachedOrder` already.
     """
     return find_groups(rules, head, seals, offered, order=order).groups[len(begun_groups(head, seals)) :]
 

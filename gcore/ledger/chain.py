@@ -256,7 +256,7 @@ def reform_entry(
     head: Head, state: WorldState, world: str, writer: ChainWriter, reason: str, *, seen: HighWater = NOTHING_SEEN
 ) -> Advance:
     """Head at its own step, with its own cursors and tally, in a new lineage and a new world, which starts from copies of
-    `state`: of head's own (`gcore.ledger.records.chain`). Nothing that was committed is undone. `seen`: as `rolled_back`."""
+    `state`: of head's own (`gcore.ledger.records.chain`). Nothing that was committed is undone. `seen`: as in `rollback_entry`."""
     after = _in_new_lineage(head, head.step, world, writer, seen)
     return _advance(
         after,

@@ -217,7 +217,7 @@ def refs_in_order(rules: StreamRules, head: Head, seals: Collection[Seal]) -> It
 
 
 class CachedOrder(Iterable[PromptRef]):
-    """What `in_order` gives, for who walks it more than once: each ref is worked out when it is first come to."""
+    """What `refs_in_order` gives, for who walks it more than once: each ref is worked out when it is first come to."""
 
     def __init__(self, rules: StreamRules, head: Head, seals: Collection[Seal]) -> None:
         self._walk = refs_in_order(rules, head, seals)
@@ -312,8 +312,8 @@ def due_refs(
     """The refs that must still be produced for the next seal, oldest first.
 
     Walks the order until quota (+ `ahead`) groups are there or may be expected: a ref that nobody has offered is due, and
-    counts for as much of a group as recent prompts came to. Everything that `choose` waits for is among them. No walk is
-    longer than the prompts that the step may still use up. `order`: what `in_order` gives, if it is `CachedOrder` already.
+    counts for as much of a group as recent prompts came to. Everything that `choose_seal` waits for is among them. No walk is
+    longer than the prompts that the step may still use up. `order`: what `refs_in_order` gives, if it is `CachedOrder` already.
     """
     wanted: list[PromptRef] = []
     ratio = issue_ratio(rules, head)
@@ -407,7 +407,7 @@ def choose_seal(
 ) -> Choice:
     """What to seal next: the first groups of the order, as many as the quota, once nothing before the last is missing.
 
-    `order`: what `in_order` gives, if it is `CachedOrder` already.
+    `order`: what `refs_in_order` gives, if it is `CachedOrder` already.
     """
     return conclude_choice(rules, head, find_groups(rules, head, seals, offered, order=order))
 

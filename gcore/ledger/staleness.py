@@ -162,7 +162,7 @@ def staleness_stats(seal: Seal) -> dict[str, float]:
 def _standing(
     rules: StreamRules, head: Head, seals: Collection[Seal], refs: Iterable[PromptRef]
 ) -> tuple[PromptRef, ...]:
-    """Those of `refs` that `in_order` gives, in its order, without walking it."""
+    """Those of `refs` that `refs_in_order` gives, in its order, without walking it."""
     sealed = sealed_refs(seals)
     found = []
     for ref in refs:

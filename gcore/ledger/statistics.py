@@ -5,7 +5,7 @@ curriculum are made of it, and it shows that a whole epoch brought nothing to tr
 
 Shards are in different epochs and peers look at different moments, so "the statistics so far" is not the same for any two of
 them. The first peer that needs epoch n writes down head's tally as it is then (`EpochRecord`); nothing of the epoch is issued
-before. Head alone decides which record counts (`standing`): one written at a version that a rollback cut off does not. A group is
+before. Head alone decides which record counts (`valid_epochs`): one written at a version that a rollback cut off does not. A group is
 accepted only if its versions are ancestors of head, and the record it was issued under is older than they are, so a group outlives
 no record: in one lineage a ref never means two prompts. Epoch 0 has no record, and a job without a curriculum has none at all.
 """

@@ -397,7 +397,7 @@ def rollback(
     *,
     slots_as_seen: bool = False,
 ) -> Transaction:
-    """Back to a checkpoint, or on from copies of head's own state (`chain.re_formed`), with a new world, which `plan` places.
+    """Back to a checkpoint, or on from copies of head's own state (`chain.reform_entry`), with a new world, which `plan` places.
 
     Deletes every open slot: one that was READY may be half trained by the world that is given up. `slots_as_seen`: compares
     the slots too, so that nothing is given up that became READY meanwhile.

@@ -38,7 +38,7 @@ class OutOfMemory(GcoreError):
 
 @contextlib.contextmanager
 def explain_memory_error(doing: str, train: TrainSpec, fields: tuple[str, ...]) -> Iterator[None]:
-    """Turn running out of memory in the block into OutOfMemory. `fields`: of `remedies`, those that would help."""
+    """Turn running out of memory in the block into OutOfMemory. `fields`: of `list_remedies`, those that would help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -12,7 +12,7 @@ A runner says before each forward pass what kind of pass it is:
   lengths. For deterministic decoding.
 
 Honoured: grouped heads, any scale, sliding windows, soft caps, attention sinks. Position biases are refused; what the
-function is not even told of (a window that a model only puts into its mask) `prove` finds out.
+function is not even told of (a window that a model only puts into its mask) `runner_selection` finds out.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Model:
     folder: Path
     attention: EngineAttention
     shape: CacheShape
-    """What the fast lanes' caches hold; no layers until `prove` has measured them."""
+    """What the fast lanes' caches hold; no layers until `select_runner` has measured them."""
     head: OutputHead
     vocabulary: int
     context: int

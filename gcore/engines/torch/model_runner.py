@@ -253,7 +253,7 @@ class DeterministicRunner:
     - rows go through the model in tiles of `tile` rows, the last filled up with idle rows, so that every layer always
       multiplies matrices of the same size;
     - a row begins at column 0 of its own stretch, and attention goes over blocks of `BLOCK` columns of one shape,
-      joined in order (`attention.Blocks`): a block in which a row has nothing leaves its result as it is, to the bit;
+      joined in order (`attention.BlockDecodePass`): a block in which a row has nothing leaves its result as it is, to the bit;
     - a prompt is read alone, cut only at multiples of `grid` from its beginning;
     - a row that gave its place back makes its tokens again one by one, because reading them at once would sum
       otherwise.
@@ -263,7 +263,7 @@ class DeterministicRunner:
     stands, and whatever their number; with one or two rows they give others. Batched products are the same for every
     batch. Softmax, log_softmax and cumulative sums go row by row. The bits also depend on where weights lie in
     memory: all begin at multiples of 64 bytes (`model`). Whether it holds for a model on a machine is tried out at
-    start (`prove`), and where a fixed size is not enough (layers that send each token to experts of its own) the tile
+    start (`select_runner`), and where a fixed size is not enough (layers that send each token to experts of its own) the tile
     is one row. Models that cannot be served here take the plain lane, sample by sample.
 
     Slower than the shared lane: a full tile costs the same however few rows run, and attention takes more steps.

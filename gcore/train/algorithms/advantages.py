@@ -27,7 +27,7 @@ def group_advantages(rewards: Tensor, group_index: Tensor, kind: GroupKind) -> T
 
     - "grpo" (arXiv 2402.03300): (R - mean) / (std + 1e-6) with the unbiased std;
     - "dr_grpo" (arXiv 2503.20783): R - mean. REINFORCE++'s form with a baseline (arXiv 2501.03262) begins with it too, and
-      whitens over the batch afterwards (`whitening`);
+      whitens over the batch afterwards (`whitened`);
     - "rloo" (arXiv 2402.14740): R less the mean of the others, (k R - sum) / (k - 1) for a group of k.
 
     A group whose rewards have a std of at most 1e-6 gets zeros. Raises ValueError for a group of one (there is nothing to
@@ -57,7 +57,7 @@ def against_greedy(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """ReMax (arXiv 2310.10505): R less the reward of the greedy answer to the same prompt.
 
     `rewards` and `greedy_rewards` [n], the latter repeated for each sample of its prompt; returns [n] float64. Where
-    rewards stand at single tokens, it is their return to go that is compared (`returns.discounted`). Raises ValueError for
+    rewards stand at single tokens, it is their return to go that is compared (`discounted`). Raises ValueError for
     rewards that are not finite and for shapes that do not fit.
     """
     return _rewards(rewards, greedy_rewards) - _rewards(greedy_rewards, rewards)
@@ -195,7 +195,7 @@ def overlong_penalty(lengths: Tensor, *, longest: int, cache: int, factor: float
 def less_kl(token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
     """KL inside the reward (arXiv 1909.08593): R - coef·kl at every token that counts; [batch, tokens] each, returns float64.
 
-    `kl` is k1 (`kl.kl_estimate`), the unbiased one, for no gradient is taken of a reward. KL as a loss is another thing:
+    `kl` is k1 (`losses.kl_estimate`), the unbiased one, for no gradient is taken of a reward. KL as a loss is another thing:
     it is added to the token losses, as k3 or k2.
     """
     return torch.where(mask != 0, token_rewards.to(torch.float64) - coef * kl.detach().to(torch.float64), 0.0)

@@ -5,7 +5,7 @@ causal attention, so that nothing outside it (projections, norms, the output lay
 CUDA, in half precision, torch's variable-length kernel does all rectangles in one go, if it proves itself.
 
 What a model wants beyond that (sliding windows, soft caps, sinks, position biases) is refused, never left out silently;
-so is attention across what the rectangles do not cover. Which model can be packed is `prove`'s to find out.
+so is attention across what the rectangles do not cover. Which model can be packed is found out by `choose_feeding` of `gcore.train.models`.
 """
 
 from __future__ import annotations
