@@ -3,16 +3,18 @@
 A module whose docstring says "Pure" imports nothing that waits, asks or draws: the list is that of the import contract
 `decisions are pure` in pyproject.toml, whose `ignore_imports` are allowed here too. Nothing that gcore reads from a wire
 or a file can run code. A process that gcore starts leaves the current folder out of its path. Each public function of
-the algorithms says its shapes and its source.
+the algorithms says its shapes and its source. A name between backticks in a docstring is a name of the product.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import keyword
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tools.problem import Problem, line_of, main, sources
@@ -71,12 +73,40 @@ SOURCELESS = {
 }
 """Public functions of the algorithms whose docstrings name no publication, and why."""
 
+NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`(?!`)")
+WORD = re.compile(r"[A-Za-z_]\w*")
+OLD_NAMES = "gcore/aliases.py"
+"""Its texts are names that are no longer the product's."""
+FOREIGN = {
+    "Auto": "how transformers' classes begin",
+    "AutoTokenizer": "transformers",
+    "Status": "google.rpc",
+    "datasets": "a library",
+    "tokenizers": "a library",
+    "google": "a package of protobuf messages",
+    "rpc": "google.rpc",
+    "offload_states": "DeepSpeed",
+    "stage3_max_live_parameters": "DeepSpeed",
+    "http_sd_configs": "Prometheus",
+    "strftime_now": "chat templates",
+    "SSL_CERT_FILE": "OpenSSL",
+    "NaN": "JSON",
+    "v6": "an address",
+    "gcore_ID_SECRET": "the shape of a token",
+    "incorrect": "a word of a verdict",
+    "PID": "a process number in a file's name",
+    "fired": "a part of a file's name",
+}
+"""Names that docstrings put between backticks and the product does not have, and whose they are."""
+
 
 def check(root: Path) -> Iterator[Problem]:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     forbidden, allowed = pure_contract(project)
     functions = set[str]()
-    for path, text, tree in sources(root):
+    every = list(sources(root))
+    yield from unknown_names(every)
+    for path, text, tree in every:
         yield from impure_imports(path, tree, forbidden, allowed)
         yield from runs_what_it_reads(path, tree)
         yield from shadowed(path, text)
@@ -194,6 +224,58 @@ def undocumented(path: str, tree: ast.Module) -> Iterator[Problem]:
             yield Problem(path, line, f"{name} says no shape: add it to the docstring, such as [batch, tokens]")
         if name not in SOURCELESS and not SOURCE.search(said):
             yield Problem(path, line, f"{name} names no source: add arXiv number or year to the docstring")
+
+
+Source = tuple[str, str, ast.Module]
+
+
+def unknown_names(every: Collection[Source]) -> Iterator[Problem]:
+    """Names between backticks in docstrings that stand nowhere in the product's code, nor in Python's standard library."""
+    known = {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names, *FOREIGN}
+    found = list[tuple[str, int, str]]()
+    for path, _, tree in every:
+        said = _docstrings(tree)
+        known.update(WORD.findall(path.removesuffix(".py")))
+        known.update(_names(tree, said, texts=path != OLD_NAMES))
+        for constant in said:
+            text = str(constant.value)
+            for match in NAME.finditer(text):
+                found.append((path, constant.lineno + text.count("\n", 0, match.start()), match[1]))
+    for path, line, name in sorted(found):
+        if any(word not in known for word in name.split(".")):
+            yield Problem(path, line, f"the docstring names `{name}`, which no code has: write today's name")
+
+
+def _docstrings(tree: ast.Module) -> set[ast.Constant]:
+    """Those of the module, its classes, functions and attributes."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        statement.value
+        for node in ast.walk(tree)
+        if isinstance(node, nodes)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    }
+
+
+def _names(tree: ast.Module, docstrings: Collection[ast.Constant], *, texts: bool) -> Iterator[str]:
+    """Every name that the code has, and with `texts` the words of its texts that have no space: keys, paths, options."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield name
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield from (*name.split("."), other or name)
+            case ast.Constant(value=str(text)) if texts and node not in docstrings and not re.search(r"\s", text):
+                yield from WORD.findall(text)
+            case _:
+                pass
 
 
 if __name__ == "__main__":

@@ -122,3 +122,24 @@ def test_a_fault_in_a_tree_is_found_with_its_place(tmp_path: Path) -> None:
     assert found[1].startswith("controllers/planted.py:3: imports pickle")
     assert any("SOURCELESS has nll_loss" in line for line in found)
     assert "pyproject.toml:1: ruff does not ban pickle: ban it" in found
+
+
+NAMES = '''"""Reads `Config` by `load_config(path)`, `load_config()` and `gone_name`; `Config.size`, `Config.colour`.
+
+`asyncio` and `None` are Python's; `a sentence` is no name; "`kind.of`" is a key.
+"""
+class Config:
+    """Of `path` or `nowhere`."""
+    size: int
+def load_config(path): return {"kind.of": "no such thing as nowhere or colour"}
+'''
+
+
+def test_a_docstring_that_names_what_no_code_has_is_found() -> None:
+    old = (check_code.OLD_NAMES, "", ast.parse("OLD = ['gone_name']"))
+    found = check_code.unknown_names([("gcore/x.py", NAMES, ast.parse(NAMES)), old])
+    assert [f"{problem.line} {problem.message.split('`')[1]}" for problem in found] == [
+        "1 Config.colour",
+        "1 gone_name",
+        "6 nowhere",
+    ]
