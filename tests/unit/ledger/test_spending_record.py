@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import store_bounds as bounds
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gcore.config.reward import MOST_JUDGES, ExternalJudge
-from gcore.ledger import retention as bounds
 from gcore.ledger.transactions import Versioned
 from gcore.ledger.usage import (
     MOST_ADDED_UP,
