@@ -2,6 +2,20 @@
 
 The trainer knows an `Objective` and not which: it makes the passes that one needs, divides its sums by one global count, and adds
 its metrics up. `PolicyGradient` and `Supervised` train the policy, `ValueFunction` the critic.
+
+Advantage estimators and losses of the user's own are entry points in `gcore.advantages` and `gcore.losses`:
+
+    def against_median(outcomes: Tensor, groups: Tensor) -> Tensor: ...
+
+    def my_loss(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float) -> Tensor: ...
+
+An estimator sees the outcomes of the whole step [n] float64 (a sample's reward, less the KL where that is in the reward) and
+whose group each is [n] int64; it returns an advantage for each [n]. It runs on every rank, which must all come to the same. A
+loss gives a number for each token [b, w] of a micro-batch, to be made small; gcore leaves out what the mask leaves out,
+corrects, adds the KL and the entropy, and divides by the step's global counts, so a token's loss must not depend on what else
+is in the micro-batch. `train.advantage_options` and `train.loss_options` come as keywords. Both are tried on made-up tensors
+when a rank starts, and every result is checked: a wrong shape or an advantage that is no number ends the rank with a sentence,
+rather than teach something else.
 """
 
 from __future__ import annotations
@@ -71,24 +85,7 @@ class _Own:
 
 @dataclass(frozen=True, slots=True)
 class PluginAdvantage:
-    """An estimator whose every result is checked.
-
-    Advantage estimators and losses of the user's own: entry points in `gcore.advantages` and `gcore.losses`.
-
-        def against_median(outcomes: Tensor, groups: Tensor) -> Tensor: ...
-
-        def my_loss(logp: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float) -> Tensor: ...
-
-    An estimator sees the outcomes of the whole step [n] float64 (a sample's reward, less the KL where that stands in
-    the reward) and whose group each is [n] int64; it returns an advantage for each [n]. It runs on every rank, which
-    must all come to the same. A loss gives a number for each token [b, w] of a micro-batch, to be made small; gcore
-    leaves out what the mask leaves out, corrects, adds the KL and the entropy, and divides by the step's global
-    counts, so a token's loss must not depend on what else is in the micro-batch. `train.advantage_options` and
-    `train.loss_options` come as keywords.
-
-    Both are tried on made-up tensors when a rank starts, and every result is checked: a wrong shape or an advantage
-    that is no number ends the rank with a sentence, rather than teach something else.
-    """
+    """An estimator whose every result is checked."""
 
     own: _Own
 

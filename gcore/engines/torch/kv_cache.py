@@ -1,5 +1,15 @@
 """Key-value cache: one table of rows and columns for the running batch, and the rules that size and place it.
 
+The table has one row a running sequence, one column a token position. All rows share one write column: a decode step writes
+every row's new token there, so that writing is one slice copy. A row's live window is `[start, column)`, and the position of
+the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p, column)`: no padding.
+
+The write column moves right with each step; when it reaches the last column, everything live moves to the left edge. A table
+that is too narrow for that to be rare is made wider instead: at least half of it must be free after a move, so that the cost
+of moving is a constant per token. Where the memory is bounded it is only made as wide as the bound allows, and has `SLACK`
+columns to spare at least. When rows leave, those that stay at the bottom of the table move up into the holes, so that the
+running rows are always the first ones.
+
 `plan_resize` and `table_rows` decide where everything is; `KVCache` only moves numbers. Attention is computed in `attention`.
 """
 
@@ -32,24 +42,11 @@ class TableResize:
 
 
 def plan_resize(*, first: int | None, column: int, longest: int, columns: int, most: int | None = None) -> TableResize:
-    """Room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write: bookkeeping of rows and columns.
+    """Make room for a joining prompt of `longest` tokens (0: nothing joins) and for the next write.
 
     `first`: the leftmost live column, None when no row runs. `most`: columns that there may be at most; they must hold
     what lives, and the next write. Afterwards the write column is `column + shift`, at least `longest`, and less than
     `columns`.
-
-    The cache is a table: one row a running sequence, one column a token position. All rows share one write column: a
-    decode step writes every row's new token there, so that writing is one slice copy. A row's live window is `[start,
-    column)`, and the position of the token at `c` is `c - start`. A prompt of `p` tokens joins at `[column - p,
-    column)`: no padding.
-
-    The write column moves right with each step; when it reaches the last column, everything live moves to the left
-    edge. A table that is too narrow for that to be rare is made wider instead: at least half of it must be free after
-    a move, so that the cost of moving is a constant per token. Where the memory is bounded it is only made as wide as
-    the bound allows, and has `SLACK` columns to spare at least.
-
-    When rows leave, those that stay at the bottom of the table move up into the holes, so that the running rows are
-    always the first ones.
     """
     lives = 0 if first is None else column - first
     fits = most is None or columns <= most

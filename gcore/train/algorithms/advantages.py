@@ -1,9 +1,17 @@
-"""How much better a sample was than the others of its group.
+"""Advantages, in this order: of a group, from returns, from a critic's values (GAE); whitening; penalties inside the reward.
 
 A group's statistics need all of its samples, and samples of one group are spread over ranks: the caller gathers the
 rewards of the whole step first, and every rank computes the same advantages from them. Always in float64: rewards that
 differ by little would otherwise lose their difference to rounding. Groups that are all the same are found with a
 tolerance, not by `== 0`; they get advantages of zero. Dropping such groups is the flow's business, not this module's.
+
+Returns and GAE go from rewards at tokens to what was still to come. Rows are sequences, columns tokens, [batch, tokens]. A
+token whose mask is 0 (padding, or an observation in the middle of a sequence with several turns) is skipped: what comes
+behind it is handed through unchanged, without discount, to what is before it.
+
+Whitening gives mean zero and variance one over all trained tokens of a step, however they are spread over ranks and
+micro-batches: each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes
+after returns are taken from advantages, never before.
 """
 
 from __future__ import annotations
@@ -75,12 +83,6 @@ def at_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
     """[batch, tokens]: each sequence's reward (`rewards` [batch]) at its last token that counts, 0 elsewhere.
 
     Raises ValueError for a sequence of which no token counts: its reward would be lost in silence.
-
-    From rewards at tokens to what was still to come: discounted returns, and generalised advantage estimation.
-
-    Rows are sequences, columns tokens, [batch, tokens]. A token whose mask is 0 (padding, or an observation in the
-    middle of a sequence with several turns) is not there: what comes behind it is handed through unchanged, without
-    discount, to what stands before it. All in float64.
     """
     counted = mask != 0
     if not bool(counted.any(dim=1).all()):
@@ -133,12 +135,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64.
-
-    For mean zero and variance one over all trained tokens of a step, however they are spread over ranks and micro-batches,
-    each part's `Moments` are added up first; every part is then whitened by those of the whole. Whitening comes after
-    returns are taken from advantages, never before. The variance is the unbiased one.
-    """
+    """Moments of some trained tokens: how many, their mean, and the sum of their squared distances from it; float64."""
 
     count: int = 0
     mean: float = 0.0

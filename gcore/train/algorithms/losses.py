@@ -1,8 +1,33 @@
-"""Policy and value losses token by token, before masking and aggregation.
+"""Losses, in this order: policy and value losses by token; clip fractions; aggregation; corrections; estimates of the KL.
 
-The clip is PPO's, with two bounds, so that DAPO's wider upper one (0.2 / 0.28) is the same function. The log-ratio is
-held within ±20: beyond it the exponential overflows float32, and what is so far off is clipped or lost anyway. Whether
-π_old is this update's own policy, recomputed, or the engine's is the caller's choice and not known here.
+**Losses by token**, before masking and aggregation. The clip is PPO's, with two bounds, so that DAPO's wider upper one (0.2 /
+0.28) is the same function. The log-ratio is held within ±20: beyond it the exponential overflows float32, and what is so far
+off is clipped or lost anyway. Whether π_old is this update's own policy, recomputed, or the engine's is the caller's choice
+and not known here.
+
+**Aggregation.** Token losses become one number, the same for every split over ranks and micro-batches. The loss of an update
+is a sum over all its sequences divided by a count of all its sequences or tokens. The sum is taken where the sequences are,
+micro-batch by micro-batch (`loss_sum`); the count is the whole update's and known beforehand (`denominator`). So
+
+    loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
+
+and no mean is ever taken over a part. A sequence is whole in one row; rows of zeros (padding, dummies) add nothing.
+
+**Corrections** weigh the difference between what the engine sampled from and what the trainer computes. Both give slightly
+different log-probabilities for the same tokens and weights (kernels, precision, truncated sampling), and samples that were
+made ahead of training come from older weights. What is done about it is the spec's choice:
+
+- TIS, truncated importance sampling, multiplies each token's loss by the capped ratio of the two;
+- IcePop does so within a band, and drops the loss of a token outside;
+- MIS leaves such tokens out altogether, of the count too;
+- decoupled PPO clips around a proximal policy and weighs by its ratio to the behaviour policy.
+
+None of them touches the PPO ratio, which stays within the trainer. All weights are detached.
+
+**KL** from the reference, token by token, from samples of the policy. With d = logp - ref_logp, k1 is unbiased and may be
+negative; k2 and k3 never are. As a loss their gradients differ, which matters more than their values (arXiv 2506.09477): that
+of k1 has mean zero and teaches nothing, that of k2 is the KL's own, that of k3 is not. "k3+" therefore shows k3's value and
+has k2's gradient. As a term of the reward no gradient is taken, and k1 is the unbiased choice.
 """
 
 from __future__ import annotations
@@ -167,17 +192,6 @@ def loss_sum(token_loss: Tensor, mask: Tensor, mode: Mode, horizon: float | None
     sequences of the sum over tokens (all modes but two), of the mean over tokens ("seq-mean-token-mean"), or of the sum
     over tokens divided by the constant `horizon` in tokens ("seq-mean-token-sum-norm", Dr.GRPO's). Raises ValueError for
     shapes that do not fit and for a missing horizon.
-
-    How token losses become one number, the same for every split over ranks and micro-batches.
-
-    The loss of an update is a sum over all its sequences divided by a count of all its sequences or tokens. The sum
-    is taken where the sequences are, micro-batch by micro-batch (`loss_sum`); the count is the whole update's and
-    known beforehand (`denominator`). So
-
-        loss = Σ over ranks and micro-batches of loss_sum(...) / denominator(global counts)
-
-    and no mean is ever taken over a part. A sequence stands whole in one row; rows of zeros (padding, dummies) add
-    nothing.
     """
     if token_loss.shape != mask.shape or token_loss.ndim != 2:
         raise ValueError(f"token losses {tuple(token_loss.shape)} and mask {tuple(mask.shape)} must both be [b, t]")
@@ -215,19 +229,6 @@ def ratio_weight(logp: Tensor, behave_logp: Tensor) -> Tensor:
     """exp(logp - behave_logp), detached, of one shape such as [batch, tokens], the log-ratio held within ±20.
 
     As the weight of decoupled PPO (arXiv 2505.24298): π_prox / π_behave, times the PPO loss whose ratio is π / π_prox.
-
-    Weights for the difference between what the engine sampled from and what the trainer computes.
-
-    Engine and trainer give slightly different log-probabilities for the same tokens and weights (kernels, precision,
-    truncated sampling), and samples that were made ahead of training come from older weights. What is done about it is
-    the spec's choice:
-
-    - TIS, truncated importance sampling, multiplies each token's loss by the capped ratio of the two;
-    - IcePop does so within a band, and drops the loss of a token outside;
-    - MIS leaves such tokens out altogether, of the count too;
-    - decoupled PPO clips around a proximal policy and weighs by its ratio to the behaviour policy.
-
-    None of them touches the PPO ratio, which stays within the trainer. All weights are detached.
     """
     return (logp - behave_logp).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -270,17 +271,10 @@ MAX_EXPONENT = 20.0
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3", "k3+"]) -> Tensor:
-    """k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" with the value of k3 and the gradient of k2.
+    """With d = logp - ref_logp: k1 = d; k2 = d²/2; k3 = e^(-d) - 1 + d (Schulman, 2020); "k3+" with the value of k3 and the gradient of k2.
 
     Both inputs of one shape, such as [batch, tokens]; returns that shape, nats, in the type of `logp`. The gradient goes through `logp` only. The
     exponent is held below 20, so that a token the policy all but excludes does not overflow.
-
-    Estimators of the KL divergence from the reference, token by token, from samples of the policy.
-
-    With d = logp - ref_logp. k1 is unbiased and may be negative; k2 and k3 never are. As a loss their gradients
-    differ, which matters more than their values (arXiv 2506.09477): that of k1 has mean zero and teaches nothing,
-    that of k2 is the KL's own, that of k3 is not. "k3+" therefore shows k3's value and has k2's gradient. As a term
-    of the reward no gradient is taken, and k1 is the unbiased choice.
     """
     d = logp - ref_logp.detach()
     match kind:

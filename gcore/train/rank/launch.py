@@ -1,4 +1,8 @@
-"""Launch document of a train rank, the order of a step's phases, and a step's result."""
+"""A train rank as its starter and its callers know it.
+
+In this order: the launch document (`RankLaunch`); a step's result and the seconds of its phases (`StepResult`,
+`PhaseStopwatch`, `PhaseMeter`); the rules by which a rank refuses to release or restore its memory.
+"""
 
 from __future__ import annotations
 
