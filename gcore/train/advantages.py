@@ -33,11 +33,15 @@ Estimate = Callable[[Tensor, Tensor], Tensor]
 """Outcomes [n] float64 and the numbers of their groups [n] int64, to advantages [n]."""
 
 
-class RankSum(Protocol):
-    """Of each number over the ranks; a collective."""
+class RankReductions(Protocol):
+    """Sums and maxima of numbers over the ranks. Both are collectives."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Their sum."""
+        """The sum of each number over the ranks."""
+        ...
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The largest of each number over the ranks."""
         ...
 
 
@@ -45,7 +49,7 @@ def advantages(
     step: StepTensors,
     train: TrainSpec,
     penalties: Mapping[BatchIndex, Tensor],
-    over_ranks: RankSum,
+    over_ranks: RankReductions,
     targets: ValueTargets | None = None,
     own: PluginAdvantage | None = None,
 ) -> dict[BatchIndex, Tensor]:
@@ -95,7 +99,7 @@ def value_targets(
 
 
 def _by_group(
-    step: StepTensors, estimate: Estimate, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankSum
+    step: StepTensors, estimate: Estimate, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
 ) -> dict[SampleSlot, float]:
     """Of every sample of the step; a sample's outcome is its reward less the penalties of all its tokens."""
     every = sorted(slot for by_rank in step.work.layout.shares for share in by_rank for slot in share)
@@ -142,7 +146,7 @@ def _token_rewards(step: StepTensors, place: BatchIndex, penalties: Mapping[Batc
     )  # the coefficient is in it
 
 
-def moments(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankSum) -> Moments:
+def moments(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions) -> Moments:
     """Of values [b, w] over the step's trained tokens, wherever they are. A collective."""
     own = sum((Moments.of(value, step.at(place).mask) for place, value in values.items()), Moments())
     count, total = over_ranks.sum([own.count, own.mean * own.count])
@@ -152,7 +156,9 @@ def moments(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: 
     return Moments(int(count), mean, squares)
 
 
-def _whitened(step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankSum) -> dict[BatchIndex, Tensor]:
+def _whitened(
+    step: StepTensors, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
+) -> dict[BatchIndex, Tensor]:
     tokens = {place: value.double().expand(step.at(place).mask.shape) for place, value in values.items()}
     whole = moments(step, tokens, over_ranks)
     return {place: whitened(value, step.at(place).mask, whole).float() for place, value in tokens.items()}

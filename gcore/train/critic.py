@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from gcore.config.train import TrainSpec, learning_rate
 from gcore.errors import DataError
 from gcore.models.layout import MODEL_FILE
-from gcore.train.advantages import RankSum, ValueTargets, moments, value_targets
+from gcore.train.advantages import RankReductions, ValueTargets, moments, value_targets
 from gcore.train.backends.base import UpdateResult
 from gcore.train.backends.deepspeed import DeepSpeedBackend, OptimizerSettings
 from gcore.train.batching import BatchIndex, Feeding, MicroBatch, StepTensors
@@ -161,7 +161,7 @@ class ValueTally:
         self._rate = 0.0
 
     def before(
-        self, step: StepTensors, targets: ValueTargets, values: Mapping[BatchIndex, Tensor], over_ranks: RankSum
+        self, step: StepTensors, targets: ValueTargets, values: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
     ) -> None:
         """The step's values and what they lead to, before the updates. A collective."""
         exact = {place: value.double() for place, value in values.items()}
@@ -190,7 +190,7 @@ class ValueTally:
         if result.applied:
             self._norms.append(result.grad_norm)
 
-    def metrics(self, over_ranks: RankSum) -> dict[str, float]:
+    def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
         """The step's. A collective."""
         loss, clipped, tokens = over_ranks.sum([self._loss, self._clipped, self._tokens])
         found = self._found | {
@@ -241,7 +241,7 @@ class CriticTrainer:
         return own is not None and step <= own.warmup_steps
 
     def begin(
-        self, step: StepTensors, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankSum, tell: Tell
+        self, step: StepTensors, penalties: Mapping[BatchIndex, Tensor], over_ranks: RankReductions, tell: Tell
     ) -> CriticStep:
         """Values of the whole step, and what follows from them. A collective."""
         train, values = self.launch.spec.train, {}
@@ -302,7 +302,7 @@ class CriticStep:
         self._tally.updated(result, rate)
         return result
 
-    def metrics(self, over_ranks: RankSum) -> dict[str, float]:
+    def metrics(self, over_ranks: RankReductions) -> dict[str, float]:
         """The step's. A collective."""
         return self._tally.metrics(over_ranks)
 

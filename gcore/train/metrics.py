@@ -26,13 +26,14 @@ the whole step. What is not finite is left out of the metrics: a number is missi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gcore.ledger.records.chain import SealedGroup
+from gcore.train.advantages import RankReductions
 from gcore.train.algorithms.losses import kl_estimate
 from gcore.train.backends.base import UpdateResult
 from gcore.train.batching import MicroBatch
@@ -71,18 +72,6 @@ CountName = Literal[
 ]
 
 COUNTS: tuple[CountName, ...] = CountName.__args__  # type: ignore[attr-defined]
-
-
-class RankReductions(Protocol):
-    """Of each number over the ranks. Both are collectives."""
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Their sum."""
-        ...
-
-    def max(self, values: Sequence[float]) -> list[float]:
-        """The largest."""
-        ...
 
 
 class TrainStepMetrics:

@@ -23,11 +23,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from gcore.models.publisher import Publisher
 from gcore.observability.samples import KeptAdvantage, advantages_name, choose_groups, write_samples
 from gcore.system.clock import Clock
 from gcore.system.fault_injection import FaultPoint, fault_point
-from gcore.train.advantages import advantages
+from gcore.train.advantages import RankReductions, advantages
 from gcore.train.algorithms.losses import kl_estimate
 from gcore.train.backends.distributed import Collective
 from gcore.train.batching import (
@@ -66,28 +65,19 @@ from gcore.train.rank.launch import PhaseStopwatch, RankLaunch, StepResult
 from gcore.types import Version
 
 
-class CountSum(Protocol):
-    """Of each number over the ranks; a collective."""
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Their sum."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedMask:
-    """`masks` [b, w] bool by micro-batch of this rank, `counts` by mini-batch."""
+    """The tokens that a step's updates train. `masks` [b, w] bool by micro-batch of this rank, `counts` by mini-batch, over all ranks."""
 
     masks: Mapping[BatchIndex, Tensor]
     counts: tuple[Count, ...]
 
 
 def trained_mask(
-    step: StepTensors, objective: PolicyObjective, old: Mapping[BatchIndex, Tensor], over_ranks: CountSum
+    step: StepTensors, objective: PolicyObjective, old: Mapping[BatchIndex, Tensor], over_ranks: RankReductions
 ) -> TrainedMask:
-    """What is trained. `old` [b, w] by micro-batch; looked at only if the objective drops tokens, and then a collective.
-
-    Which tokens each update of a step trains, and how many they are over all ranks.
+    """Find which tokens each update of a step trains, and how many they are over all ranks. `old` [b, w] by micro-batch; looked at
+    only if the objective drops tokens, and then a collective.
 
     They are those of the responses that are not masked, which every rank knows from the seal; less those that the
     correction leaves out, which is known once old log-probabilities are, and adds up over ranks. Advantages and their
@@ -109,10 +99,7 @@ def trained_mask(
 
 @dataclass
 class PartialStep:
-    """The parts of one step so far.
-
-    What a rank has of a streamed step while its parts come: everything but the update, which waits for the last of
-    them.
+    """What a rank has of a streamed step while its parts come: everything but the update, which waits for the last of them.
 
     Gradients add up under a divisor that is only a guess, the same on every rank: the first part's own. The true one
     is known when the batch is closed, and gradients and loss are multiplied by the one over the other once, before
@@ -166,9 +153,7 @@ log = logging.getLogger(__name__)
 def show_advantages(
     run_dir: Path, spec: SamplesSpec, step: StepTensors, advantages: Mapping[BatchIndex, Tensor]
 ) -> None:
-    """Write them down if the step's samples are kept. `advantages`: [b, 1] or [b, w] by micro-batch.
-
-    Advantages for people: each rank writes those of its samples that are kept for `gcore samples`.
+    """Write the advantages of this rank's samples that are kept for `gcore samples`. `advantages`: [b, 1] or [b, w] by micro-batch.
 
     A disk that takes nothing is logged; the step goes on. What is written is what the updates used, before any is
     made.
